@@ -1,4 +1,4 @@
-"""What goes wrong between ranks, said so that the rank at fault can be found."""
+"""Errors between ranks; each names the rank at fault where it is known."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 class PeerTimeout(RuntimeError):
     """Some ranks did not take part in an operation.
 
-    `missing` is empty where every rank came and the connection broke all the same: then the cause
-    tells more, or another rank gave up before this one came.
+    `missing` is empty if every rank took part and the connection broke anyway; the cause then says
+    more.
     """
 
     def __init__(
@@ -20,7 +20,7 @@ class PeerTimeout(RuntimeError):
         seconds: float,
         last_seen: Mapping[int, str] | None = None,
     ) -> None:
-        # All of them in args, so that the error survives a pipe between processes.
+        # All of them in args, so that the error can be pickled.
         super().__init__(missing, operation, seconds, last_seen)
         self.missing = missing
         self.operation = operation
@@ -42,19 +42,18 @@ class PeerTimeout(RuntimeError):
 
 
 class PeerLost(PeerTimeout):
-    """Ranks of other nodes can no longer be heard or reached; `last_seen` says why."""
+    """Ranks of other nodes cannot be reached any more; `last_seen` says why."""
 
     def _describe(self, rank: int) -> str:
         return f"rank {rank} is lost in {self.operation!r}: {self.last_seen.get(rank)}"
 
 
 class OutOfStep(RuntimeError):
-    """Ranks are not in the same operation, or some have gone on without this one."""
+    """Ranks are not in the same operation, or some went on without this one."""
 
 
 class WindowAborted(RuntimeError):
-    """Somebody called `abort` on the window, or `abandon` on a collective: the step in progress is
-    to be abandoned."""
+    """A window or a collective was aborted: the step in progress is abandoned."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -62,10 +61,10 @@ class WindowAborted(RuntimeError):
 
 
 class RankFailed(RuntimeError):
-    """A function run on local ranks raised, died or gave no answer on some of them.
+    """A function run on local ranks raised, died or timed out on some of them.
 
-    `failures` says why for each such rank, in the order in which they were noticed: the first is
-    most likely the cause of the others. `results` holds what the other ranks returned.
+    `failures` has the reason for each such rank, in the order of detection: the first is most
+    likely the cause of the others. `results` has what the other ranks returned.
     """
 
     def __init__(self, failures: Mapping[int, str], results: Mapping[int, Any]) -> None:

@@ -1,7 +1,7 @@
-"""Which rank does what: pure arithmetic, without torch.
+"""The coordinates of each rank: pure arithmetic, without torch.
 
-Ranks are numbered replica by replica, in a replica stage by stage, in a stage by tensor-parallel
-rank. The tensor-parallel ranks of a stage are cut in two ways: into attention groups, each of which
+Ranks are numbered replica by replica, then stage by stage, then by tensor-parallel rank. The
+tensor-parallel ranks of a stage are divided in two ways: into attention groups, each of which
 serves its own requests, and into expert groups, each of which holds its own experts.
 """
 
@@ -15,7 +15,7 @@ from moesaic.config.args import ServerArgs
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where a rank stands."""
+    """The coordinates of a rank."""
 
     rank: int
     replica: int
@@ -30,15 +30,15 @@ class RankPlace:
 
     @property
     def is_leader(self) -> bool:
-        """Plans the steps of its attention group."""
+        """Whether it plans the steps of its attention group."""
         return self.stage == 0 and self.attention_rank == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """`dp`: attention groups of a stage. `replicas`: whole copies of the model. `dense_tp` and
-    `vocab_tp`: over how many ranks dense layers and the vocabulary's logits are cut: `tp`, or 1 or
-    the attention group's size."""
+    """`dp`: attention groups per stage. `replicas`: copies of the model. `dense_tp`, `vocab_tp`:
+    the number of ranks that share dense layers and logits: `tp`, or 1 or the attention group's
+    size."""
 
     tp: int = 1
     pp: int = 1
@@ -67,7 +67,7 @@ class Mesh:
 
     @property
     def num_groups(self) -> int:
-        """Groups that serve requests of their own."""
+        """Groups that serve their own requests."""
         return self.replicas * self.dp
 
     def node_of(self, rank: int) -> int:
@@ -110,7 +110,7 @@ class Mesh:
         return range(first, first + self.attention_tp)
 
     def pipe_ranks(self, place: RankPlace) -> Sequence[int]:
-        """The ranks of the other stages with which this one exchanges hidden states, and itself."""
+        """The ranks of all stages that pass hidden states to each other."""
         return [self.rank(place.replica, stage, place.tp_rank) for stage in range(self.pp)]
 
     def leader(self, group: int) -> int:
@@ -123,7 +123,7 @@ class Mesh:
         return place.replica * self.dp + place.dp_rank
 
     def describe(self, rank: int) -> str:
-        """A rank's coordinates as logs show them, those that say something only."""
+        """A rank's coordinates for logs, without those of size 1."""
         place = self.place(rank)
         sizes = (
             ("replica", place.replica, self.replicas),
@@ -132,12 +132,12 @@ class Mesh:
             ("dp", place.dp_rank, self.dp),
             ("ep", place.ep_rank, self.ep),
         )
-        told = [f"{name} {number}" for name, number, size in sizes if size > 1]
-        return f"rank {rank}" + (f" ({', '.join(told)})" if told else "")
+        shown = [f"{name} {number}" for name, number, size in sizes if size > 1]
+        return f"rank {rank}" + (f" ({', '.join(shown)})" if shown else "")
 
 
 def mesh_of(args: ServerArgs) -> Mesh:
-    """Of arguments that `resolve` has accepted and filled in."""
+    """The mesh of resolved arguments."""
     tp, split = args.tp_size, args.enable_dp_attention
     dp = args.dp_size if split else 1
     return Mesh(
@@ -153,5 +153,5 @@ def mesh_of(args: ServerArgs) -> Mesh:
 
 
 def share(count: int, part: int, parts: int) -> range:
-    """A part of `count` things in order, as even as can be: 5 in 2 parts are 0..1 and 2..4."""
+    """One of `parts` even parts of `count` items: 5 items in 2 parts are 0..1 and 2..4."""
     return range(count * part // parts, count * (part + 1) // parts)

@@ -63,7 +63,7 @@ class FakeRank:
         """One step; whether any rank had work in it."""
         while (message := self.link.receive(0)) is not None:
             self.take(message)
-        self.link.status.begin(self.step)
+        self.link.status.begin_step(self.step)
         misbehave(self.link, self.step)
         self.window.plane("work")[0] = len(self.open)
         self.window.touch(self.window.plane("work"))

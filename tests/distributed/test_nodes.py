@@ -215,7 +215,7 @@ def test_node_that_never_comes(capfd: pytest.CaptureFixture[str]):
         Service.start(hurried(spec(0, port, SPLIT), 4.0), SECRET)
     address = f"127.0.0.1:{port}"
     assert str(caught.value) == (
-        f"node 1 did not come to {address} within 4 s: start --nnodes 2 --node-rank 1 "
+        f"node 1 did not connect to {address} within 4 s: start --nnodes 2 --node-rank 1 "
         f"--dist-init-addr {address}"
     )
     log = capfd.readouterr().err
@@ -225,7 +225,8 @@ def test_node_that_never_comes(capfd: pytest.CaptureFixture[str]):
 
 def test_first_node_that_never_comes(capfd: pytest.CaptureFixture[str]):
     port = free_port()
-    with pytest.raises(RuntimeError, match=rf"not met at 127\.0\.0\.1:{port} within 1 s: start it"):
+    why = rf"did not answer at 127\.0\.0\.1:{port} within 1 s: start it"
+    with pytest.raises(RuntimeError, match=why):
         Service.start(hurried(spec(1, port), 1.0), SECRET)
     assert f"waiting for node 0 at 127.0.0.1:{port}" in capfd.readouterr().err
 
@@ -256,7 +257,7 @@ def test_nodes_with_different_flags():
         pytest.raises(RuntimeError) as caught,
     ):
         Service.start(spec(1, port, config=other), SECRET)
-    told = "nodes 0 and 1 were not started alike: --page-size is 16 on node 0 and 1 on node 1"
+    told = "nodes 0 and 1 have different settings: --page-size is 16 on node 0 and 1 on node 1"
     assert [str(caught.value), *ends] == [told, told]
 
 
@@ -340,7 +341,10 @@ def test_unusable_meeting_places(node: int):
     """Refused before anything is started, with what to do."""
     for address, told in (
         ("no.such.host.invalid:5000", "the name 'no.such.host.invalid' has no address"),
-        ("0.0.0.0:5000", "0.0.0.0:5000: other nodes cannot call there; give an address of node 0"),
+        (
+            "0.0.0.0:5000",
+            "0.0.0.0:5000: other nodes cannot connect to it; give an address of node 0",
+        ),
         ("nowhere", "give HOST:PORT of node 0"),
     ):
         with pytest.raises(ValueError, match=told):

@@ -328,12 +328,12 @@ def test_a_window_offered_as_a_file(store: LocalStore, tmp_path: Path):
     file = tmp_path / "precious"
     file.write_bytes(b"x" * (4 * MIB))
     before = file.read_bytes()
-    offer = b'{"path": "%s", "layout": "((), 16)", "note": "", "trouble": ""}' % bytes(file)
+    offer = b'{"path": "%s", "layout": "((), 16)", "note": "", "error": ""}' % bytes(file)
 
     def lie() -> None:
         peers = StoreGroup(client_of(store), "g", 0, 2, 10.0)
         peers.all_gather_bytes(offer, "create a shared window")
-        peers.all_gather_bytes(b'{"trouble": ""}', "create a shared window")
+        peers.all_gather_bytes(b'{"error": ""}', "create a shared window")
 
     thread = threading.Thread(target=lie)
     thread.start()

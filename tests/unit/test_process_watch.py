@@ -31,7 +31,7 @@ def look_at_silence(monkeypatch: pytest.MonkeyPatch, waited: float) -> list[str]
     for second in range(40):
         clock = 100.0 + second
         age = second + 1.0
-        monkeypatch.setattr(page, "seen", lambda rank, age=age: seen_computing(age))
+        monkeypatch.setattr(page, "snapshot", lambda rank, age=age: seen_computing(age))
         for part in range(10):  # it looks often: else it would take itself to be late
             found = watch.look({0: 1}, clock + part / 10, starting=False)
         told.append("" if found is None else found[1])

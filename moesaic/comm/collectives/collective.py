@@ -1,4 +1,4 @@
-"""Ranks that put their parts of one tensor together.
+"""Collectives on the host.
 
 T tokens · H channels · R rows · V vocabulary · N rows or elements of a sum · P ranks.
 """
@@ -24,45 +24,42 @@ from moesaic.comm.windows.factory import create_window
 from moesaic.comm.windows.window import PlaneSpec, first_epoch, window_bytes
 
 HALVES: Final = 2
-# What stands before each part: how much of the sum its rank wants, and what the part is of.
+# The header of each part: how much of the sum its rank needs, and a description of the part.
 WORD: Final = 8
 HEAD_BYTES: Final = 128
 # Elements that are summed at a time, so that the sum stays in a core's cache.
 BLOCK: Final = 32768
-# Elements that can be summed in the time that a second signal takes, for each rank that signals.
+# Elements that can be summed in the time of a second signal, for each rank that signals.
 SIGNAL_WORTH: Final = 32768
 
 
 class Collective(Participant, ABC):
-    """Ranks that put their parts of one tensor together. All of them call the same operations in
-    the same order; sums are in rank order, in float32, rounded once, so that no split of the rows
-    changes a bit. `operation` is what an error names."""
+    """All ranks call the same operations in the same order. Sums are in rank order, in float32,
+    rounded once, so that no split of the rows changes a bit. Errors name `operation`."""
 
     rank: int
     size: int
 
     @abstractmethod
     def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
-        """Rows `rows` of the sum over ranks; every rank brings [N, H] and may want other rows."""
+        """Rows `rows` of the sum over ranks; every rank gives [N, H] and may ask for other rows."""
 
     @abstractmethod
     def gather_rows(self, x_TH: Tensor, counts: Sequence[int], operation: str) -> Tensor:
-        """The rows of all ranks in rank order; rank r brings counts[r] of them."""
+        """The rows of all ranks in rank order; rank r gives counts[r] rows."""
 
     @abstractmethod
     def gather_columns(
         self, x_RV: Tensor, widths: Sequence[int], rows: slice, operation: str
     ) -> Tensor:
-        """Rows `rows` with the columns of all ranks side by side; rank r brings widths[r] columns
-        of all R rows."""
+        """Rows `rows` with the columns of all ranks side by side; rank r gives widths[r] columns of
+        all R rows."""
 
     def all_reduce(self, x_TH: Tensor, operation: str) -> Tensor:
         return self.sum_rows(x_TH, slice(0, len(x_TH)), operation)
 
 
 class SingleRank(Collective):
-    """One rank: nothing travels."""
-
     rank, size = 0, 1
 
     def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
@@ -78,41 +75,42 @@ class SingleRank(Collective):
 
 
 class ShapeOnlyCollective(Collective):
-    """Stands for ranks that are not there, to count what a rank would hold; computes nothing."""
+    """Counts what a rank would hold, without peers; computes nothing."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
     def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
-        raise NotImplementedError("an outline does not compute")
+        raise NotImplementedError("this collective has no peers")
 
     def gather_rows(self, x_TH: Tensor, counts: Sequence[int], operation: str) -> Tensor:
-        raise NotImplementedError("an outline does not compute")
+        raise NotImplementedError("this collective has no peers")
 
     def gather_columns(
         self, x_RV: Tensor, widths: Sequence[int], rows: slice, operation: str
     ) -> Tensor:
-        raise NotImplementedError("an outline does not compute")
+        raise NotImplementedError("this collective has no peers")
 
 
 class PartsDiffer(RuntimeError):
-    """Ranks brought parts of different tensors: they are not in the same operation."""
+    """Ranks gave parts of different tensors: they are not in the same operation."""
 
 
 class WindowCollective(Collective):
-    """Ranks that post their parts in shared memory, where the others read them.
+    """Ranks write their parts to shared memory, where the others read them.
 
-    An operation is one or more rounds: write a part, signal, wait for everybody's signal, read. The
-    window has two halves, used in turn. Round k + 2 may overwrite what round k posted, as who
-    signalled k + 1 had read k before; so every rank waits for everybody in every round, even if it
-    reads nothing. A tensor whose parts do not fit a half goes in pieces.
+    An operation is one or more rounds: write a part, signal, wait for all signals, read. The window
+    has two halves, used in turn. Round k + 2 may overwrite the parts of round k, since a rank that
+    signalled k + 1 has read k; so every rank waits for all ranks in every round, even if it reads
+    nothing. A tensor whose parts exceed a half is exchanged in pieces.
 
-    Results are tensors of their own. After an error the collective is of no use until all its ranks
-    restart it: rounds of a generation are higher than any of the one before.
+    Results do not alias the window. After an error all ranks have to restart the collective: rounds
+    of a generation are higher than those of the one before.
     """
 
     def __init__(self, group: Peers, nbytes: int, timeout: float) -> None:
-        """`nbytes`: the part of a rank that goes in one piece. Called by all ranks of the group."""
+        """All ranks of the group call it. `nbytes`: the largest part of a rank that is sent in one
+        piece."""
         if nbytes < 1:
             raise ValueError(f"{nbytes} bytes for a rank's part: give 1 or more")
         self.rank, self.size = group.rank, group.size
@@ -121,7 +119,7 @@ class WindowCollective(Collective):
         if self.size == 1:
             return
         self._window = create_window(group, _planes(nbytes), timeout, channels=1)
-        # Tensors made in inference mode could not be written outside it.
+        # Tensors created in inference mode cannot be written outside it.
         with torch.inference_mode(False):
             halves = self._window.stacked("halves").unbind(1)
             self._own = [half[self.rank] for half in halves]
@@ -131,7 +129,7 @@ class WindowCollective(Collective):
 
     @classmethod
     def window_bytes(cls, size: int, nbytes: int) -> int:
-        """Shared memory that a collective takes, for all its ranks together."""
+        """Shared memory of a collective, of all ranks together."""
         return window_bytes(_planes(nbytes), size, channels=1) if size > 1 else 0
 
     def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
@@ -139,12 +137,12 @@ class WindowCollective(Collective):
             return x_NH[rows]
         chosen, width = chosen_rows(rows, len(x_NH)), math.prod(x_NH.shape[1:])
         x_N = x_NH.detach().reshape(-1)
-        wanted = range(chosen.start * width, chosen.stop * width)
-        out = x_N.new_empty(len(wanted))
+        needed = range(chosen.start * width, chosen.stop * width)
+        out = x_N.new_empty(len(needed))
         for piece in self._pieces(len(x_N), x_N.dtype):
-            here = _common(wanted, piece)
+            here = _common(needed, piece)
             asked = range(here.start - piece.start, here.stop - piece.start)
-            self._sum(x_N[piece.start : piece.stop], asked, out[_within(wanted, here)], operation)
+            self._sum(x_N[piece.start : piece.stop], asked, out[_within(needed, here)], operation)
         return out.view(len(chosen), *x_NH.shape[1:])
 
     def gather_rows(self, x_TH: Tensor, counts: Sequence[int], operation: str) -> Tensor:
@@ -170,14 +168,14 @@ class WindowCollective(Collective):
         if self.size == 1:
             return x_RV[rows]
         x_RV = x_RV.detach()
-        wanted, spans = chosen_rows(rows, len(x_RV)), _spans(widths)
-        out = x_RV.new_empty(len(wanted), sum(widths))
+        needed, spans = chosen_rows(rows, len(x_RV)), _spans(widths)
+        out = x_RV.new_empty(len(needed), sum(widths))
         head = _head("gather_columns", x_RV.dtype, (len(x_RV), *widths))
         for lines, columns in self._tiles(len(x_RV), max(widths), x_RV.dtype):
             tile = x_RV[lines.start : lines.stop, columns.start : columns.stop]
             parts_PN = self._exchange(tile, head, operation)
-            both = _common(wanted, lines)
-            target = out[_within(wanted, both)]
+            both = _common(needed, lines)
+            target = out[_within(needed, both)]
             for part_N, span in zip(parts_PN, spans, strict=True):
                 here = span[columns.start : columns.stop]
                 theirs = part_N[: len(lines) * len(here)].view(len(lines), len(here))
@@ -190,23 +188,23 @@ class WindowCollective(Collective):
             self._round = first_epoch(membership.generation)
 
     def close(self) -> None:
-        """Give the memory back. May be repeated."""
+        """Frees the memory. May be repeated."""
         if self.size > 1:
             self._own, self._bodies, self._heads = [], [], []
             self._window.close()
 
     def _sum(self, x_N: Tensor, asked: range, out: Tensor, operation: str) -> None:
-        """Elements `asked` of the sum, into `out`."""
+        """Writes elements `asked` of the sum to `out`."""
         head = _head("sum_rows", x_N.dtype, (len(x_N),))
         half = self._round % HALVES
         parts_PN = self._exchange(x_N, head, operation, len(asked))
-        # Everyone has told how much it wants, so that all decide alike. Copying an element takes
+        # All ranks know how much each needs, so that all decide alike. Copying an element takes
         # about half as long as adding it.
         most = int(self._heads[half][:, :WORD].view("q").max())
         if most * self.size <= len(x_N) + most // 2 + SIGNAL_WORTH * self.size:
             _add(parts_PN[:, asked.start : asked.stop], out)
             return
-        # Instead of everything of everybody: sum a share, and read what others have summed.
+        # Each rank sums a share, and reads the shares of the others.
         spans = [share(len(x_N), rank, self.size) for rank in range(self.size)]
         mine = spans[self.rank]
         sums = self._body(self._round % HALVES, x_N.dtype)[self.rank, : len(mine)]
@@ -216,16 +214,16 @@ class WindowCollective(Collective):
             here = _common(asked, span)
             out[_within(asked, here)] = part_N[_within(span, here)]
 
-    def _exchange(self, part: Tensor, head: bytes, operation: str, wanted: int = 0) -> Tensor:
-        """A round: the parts of all ranks [P, …], which hold until the next round but one."""
+    def _exchange(self, part: Tensor, head: bytes, operation: str, needed: int = 0) -> Tensor:
+        """One round: the parts of all ranks [P, …], valid until the next round but one."""
         half = self._round % HALVES
         self._round += 1
         body = self._body(half, part.dtype)
         place = body[self.rank, : part.numel()].view(part.shape)
-        # Who sums a share does it in place.
+        # A share is summed in place.
         if place.data_ptr() != part.data_ptr():
             place.copy_(part)
-        self._heads[half][self.rank].data[:] = wanted.to_bytes(WORD, sys.byteorder) + head
+        self._heads[half][self.rank].data[:] = needed.to_bytes(WORD, sys.byteorder) + head
         self._window.touch(self._own[half][: HEAD_BYTES + part.nbytes])
         self._window.signal(0, self._round, operation)
         self._window.wait(0, self._round, operation)
@@ -235,12 +233,12 @@ class WindowCollective(Collective):
 
     def _difference(self, half: int, head: bytes) -> str:
         heads = [line.tobytes() for line in self._heads[half][:, WORD:]]
-        strange = next(rank for rank, other in enumerate(heads) if other != head)
-        theirs, ours = (text.rstrip(b"\0").decode() for text in (heads[strange], head))
-        return f"rank {strange} is in {theirs}, this rank ({self.rank}) in {ours}"
+        first = next(rank for rank, other in enumerate(heads) if other != head)
+        theirs, ours = (text.rstrip(b"\0").decode() for text in (heads[first], head))
+        return f"rank {first} is in {theirs}, this rank ({self.rank}) in {ours}"
 
     def _body(self, half: int, dtype: torch.dtype) -> Tensor:
-        """[P, …]: the parts in a half, as elements of a type."""
+        """[P, …]: the parts in a half, viewed as `dtype`."""
         bodies = self._bodies[half]
         if dtype not in bodies:
             with torch.inference_mode(False):
@@ -252,7 +250,7 @@ class WindowCollective(Collective):
         return cut_into(count, self._capacity // dtype.itemsize)
 
     def _tiles(self, rows: int, width: int, dtype: torch.dtype) -> Iterator[tuple[range, range]]:
-        """Whole rows as many as fit a half, or parts of one row."""
+        """As many whole rows as fit a half, or parts of one row."""
         most = self._capacity // dtype.itemsize
         for lines in cut_into(rows, max(1, most // max(1, width))):
             for columns in cut_into(width, most):
@@ -277,7 +275,7 @@ def _planes(nbytes: int) -> list[PlaneSpec]:
 
 @lru_cache(maxsize=1024)
 def _head(kind: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
-    """What a part is of, as bytes that differ when that differs."""
+    """A description of a part; parts that differ have different descriptions."""
     text = f"{kind} {str(dtype).removeprefix('torch.')} {' '.join(map(str, sizes))}".encode()
     most = HEAD_BYTES - WORD
     if len(text) > most:
@@ -321,5 +319,5 @@ def _common(left: range, right: range) -> range:
 
 
 def _within(whole: range, part: range) -> slice:
-    """Where a part of a range begins and ends in it."""
+    """The position of a part in a range."""
     return slice(part.start - whole.start, part.stop - whole.start)

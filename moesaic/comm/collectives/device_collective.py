@@ -1,7 +1,7 @@
-"""Collectives of ranks that compute on GPUs: over memory that their kernels share, or by NCCL.
+"""Collectives of ranks that compute on GPUs: over shared device memory, or by NCCL.
 
-T tokens · H channels · R rows · V vocabulary · N elements of a rank's part · M elements of a
-result · P ranks.
+T tokens · H channels · R rows · V vocabulary · N elements of a rank's part · M elements of a result
+· P ranks.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ from moesaic.kernels.collectives import (
     push,
 )
 
-# Programs that wait for their peers, of each rank on a GPU that several share. All ranks but one
-# may wait, and must leave some processors to that one's kernels, some of which need each a whole
-# one: most of an H200's, and some even if all that wait are on those that it may compute on.
+# Programs of a rank that wait for peers on a shared GPU. All ranks but one may wait, and must leave
+# processors to the kernels of that one, some of which need a whole processor: most of an H200's,
+# even if all waiting programs run on processors that it may use.
 MOST_LANES: Final = 32
 MOST_WAITING: Final = 56
 PROCESSORS: Final = 132
 LEFT: Final = 4
-# Of a rank's part: a decode step's rows, [64, 2048] of two bytes, still go in one kernel, unless
-# there are so few lanes that it would take one of them too long.
+# The largest part that one kernel sends: a decode step's rows, [64, 2048] of two bytes, unless
+# there are so few lanes that one would take too long.
 PUSH_BYTES: Final = 128 * BLOCK_BYTES
 MOST_LANE_BYTES: Final = 32 * BLOCK_BYTES
-# Where a share of a sum begins, so that it can be read in whole words of memory.
+# Shares of a sum begin at multiples of this, so that they are read in whole words.
 ALIGN: Final = 16
-# By which integers bytes travel that nobody adds.
+# The integer types by which gathered bytes are moved.
 WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -76,9 +76,9 @@ def device_collective(
     shares_gpu: bool,
     neighbours: int = 0,
 ) -> Collective:
-    """`nbytes`: the part of a rank that goes in one piece. `shares_gpu`: whether any two ranks of
-    the group do, which NCCL refuses. `neighbours`: ranks that may wait on one GPU, if those of
-    other groups are among them. Called by all ranks with the same."""
+    """All ranks call it with the same arguments. `nbytes`: the largest part of a rank that is sent
+    in one piece. `shares_gpu`: whether two ranks of the group share a GPU, which NCCL refuses.
+    `neighbours`: ranks that may wait on one GPU, those of other groups included."""
     if group.size == 1:
         return SingleRank()
     if shares_gpu:
@@ -87,19 +87,18 @@ def device_collective(
 
 
 class DeviceCollective(Collective):
-    """Ranks whose kernels write into each other's memory (kernels/collectives.py).
+    """Kernels write into the memory of other ranks (kernels/collectives.py).
 
-    Small tensors travel in one kernel. Large sums take two rounds: every rank sums a share and
-    reads from the others what it wants, since none knows what they want; between two ranks one
-    round reads less. Nothing waits on the host, and all of it can be captured in a graph. One
-    stream at a time uses a collective.
+    One kernel moves a small tensor. Large sums take two rounds: every rank sums a share and reads
+    what it needs from the others; between two ranks one round reads less. The host never waits, and
+    everything can be captured in a graph. One stream at a time uses a collective.
 
-    Kernels do not raise: `check` does, after the step. On CPU, where a kernel's twin has ended when
-    it returns, every operation checks by itself. All ranks name an operation alike.
+    Kernels do not raise: `check` does, after the step. On CPU, where kernels run synchronously,
+    every operation checks. All ranks use the same name for an operation.
     """
 
     def __init__(self, window: DeviceWindow, nbytes: int, lanes: int, lane_bytes: int) -> None:
-        """`window` has the planes and channels that `planes` and `channels` tell for the same."""
+        """`window` has the planes and channels that `planes` and `channels` return."""
         self.rank, self.size = window.rank, window.size
         self.window = window
         pushed, posted = (window.offset(name) for name in ("pushed", "posted"))
@@ -111,7 +110,7 @@ class DeviceCollective(Collective):
     def create(
         cls, group: Peers, nbytes: int, timeout: float, device: torch.device, neighbours: int = 0
     ) -> DeviceCollective:
-        """Called by all ranks of a group with the same."""
+        """All ranks of a group call it with the same arguments."""
         if nbytes < 1:
             raise ValueError(f"{nbytes} bytes for a rank's part: give 1 or more")
         lanes, lane_bytes = lanes_of(max(group.size, neighbours))
@@ -135,7 +134,7 @@ class DeviceCollective(Collective):
 
     @classmethod
     def window_bytes(cls, size: int, nbytes: int, device: torch.device, neighbours: int = 0) -> int:
-        """Memory of its device that a rank's collective takes."""
+        """Device memory of one rank's collective."""
         if size == 1:
             return 0
         lanes, lane_bytes = lanes_of(max(size, neighbours))
@@ -181,23 +180,23 @@ class DeviceCollective(Collective):
         self.window.restart(membership)
 
     def check(self) -> None:
-        """Raises what went wrong in a wait, as far as kernels have come."""
-        desk = self.window.signals.failure
-        if not desk[FailureWords.FAILURE]:
+        """Raises the error of the first wait that failed so far."""
+        failure = self.window.signals.failure
+        if not failure[FailureWords.FAILURE]:
             return
-        wanted, seen = int(desk[FailureWords.WANTED]), int(desk[FailureWords.SEEN])
-        operation, ours = self._parts.get(wanted & MAX_TAG, ("?", "?"))
-        if wanted != seen and wanted >> COUNT_SHIFT == seen >> COUNT_SHIFT:
-            peers = int(desk[FailureWords.PEERS])
-            strange = next(rank for rank in range(self.size) if peers >> rank & 1)
+        expected, seen = int(failure[FailureWords.WANTED]), int(failure[FailureWords.SEEN])
+        operation, ours = self._parts.get(expected & MAX_TAG, ("?", "?"))
+        if expected != seen and expected >> COUNT_SHIFT == seen >> COUNT_SHIFT:
+            peers = int(failure[FailureWords.PEERS])
+            other = next(rank for rank in range(self.size) if peers >> rank & 1)
             theirs = self._parts.get(seen & MAX_TAG, ("", "another operation"))[1]
             raise PartsDiffer(
-                f"{operation}: rank {strange} is in {theirs}, this rank ({self.rank}) in {ours}"
+                f"{operation}: rank {other} is in {theirs}, this rank ({self.rank}) in {ours}"
             )
-        channel = int(desk[FailureWords.CHANNEL])
-        # The window does not know what tags stand for: not all of them, on all channels.
-        flags = self.window.flags_seen(desk.tolist()).values()
-        for tag in {flag & MAX_TAG for flag in (wanted, *flags)} & self._parts.keys():
+        channel = int(failure[FailureWords.CHANNEL])
+        # The window does not know the operations of all tags.
+        flags = self.window.flags_seen(failure.tolist()).values()
+        for tag in {flag & MAX_TAG for flag in (expected, *flags)} & self._parts.keys():
             self.window.call(channel, "{} ({})".format(*self._parts[tag]), tag)
         self.window.check()
 
@@ -224,8 +223,8 @@ class DeviceCollective(Collective):
             pull(call, board, out_M, ElementRange(0, size), shares)
 
     def _gather(self, x: Tensor, out: Tensor, widths: Sequence[int], rows: range, tag: int) -> None:
-        """`widths`: elements of a row of each rank. `rows`: from the first that is wanted to the
-        last that there is."""
+        """`widths`: elements per row of each rank. `rows`: from the first requested row to the last
+        row."""
         itemsize = x.element_size()
         word = math.gcd(8, *(width * itemsize for width in widths))
         x_N = self._flat(x).view(torch.uint8).view(WORDS[word])
@@ -252,8 +251,8 @@ class DeviceCollective(Collective):
         self._check_twins()
 
     def _room(self, like: Tensor, counts: Sequence[int], shape: tuple[int, ...]) -> Tensor:
-        """For a result. Where ranks tell how much they bring, and one does not come, nobody knows
-        where its part would have begun; but what is computed with it must not be anything."""
+        """Allocates a result. With uneven parts, the part of a missing rank has no known position,
+        and must not be left uninitialised."""
         even = len(set(counts)) == 1
         return like.new_empty(shape) if even else like.new_zeros(shape)
 
@@ -267,7 +266,8 @@ class DeviceCollective(Collective):
         return x_N if x_N.data_ptr() % ALIGN == 0 else x_N.clone()
 
     def _tag(self, operation: str, kind: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> int:
-        """Of flags: differs, nearly always, where ranks do not bring parts of the same."""
+        """The tag of flags; it nearly always differs where ranks give parts of different
+        tensors."""
         tag, text = _tag_of(operation, kind, dtype, sizes)
         self._parts[tag] = operation, text
         return tag
@@ -280,14 +280,13 @@ class DeviceCollective(Collective):
 class NcclCollective(Collective):
     """Ranks with a GPU each.
 
-    NCCL adds in an order of its own, in the type of the tensor, and rounds at every step: its sums
-    are not those of other collectives to the bit, nor the same for every number of rows.
-    Deterministic mode has no sums whose order matters: it cuts no inputs of a product. None knows
-    which rows of a sum the others want, so all of it is summed.
+    NCCL adds in its own order, in the type of the tensor, and rounds at every step: its sums differ
+    from those of other collectives, and with the number of rows. Deterministic mode has no sums
+    whose order matters. Ranks do not know which rows the others need, so all rows are summed.
 
-    A rank that does not come shows as an error of NCCL's own, or ends the process, after `timeout`,
-    unless the operation is abandoned before. Graphs hold addresses of the communicator, and it
-    lives as long as they do: they must be dropped between `abort` and `restart`.
+    A missing rank shows as an error of NCCL, or ends the process, after `timeout`, unless the
+    operation is aborted first. Graphs hold addresses of the communicator, which lives as long as
+    they do: they must be dropped between `abort` and `restart`.
     """
 
     keeps_graphs = False
@@ -295,16 +294,16 @@ class NcclCollective(Collective):
     def __init__(self, group: Peers, timeout: float, device: torch.device) -> None:
         self.rank, self.size = group.rank, group.size
         self._timeout, self._device = timeout, device
-        # Keys that nobody has used: what another collective of the group left would be taken.
+        # A fresh prefix: keys of an earlier communicator of the group would be reused.
         name = group.all_gather_bytes(os.urandom(8).hex().encode(), "name a communicator")[0]
-        # Its methods are Python's, which torch does not keep alive.
+        # torch does not keep a store alive whose methods are in Python.
         self._group_store = group.store
         self._store = PrefixStore(f"nccl {name.decode()}", self._group_store)
         self._nccl = self._form(self._store)
         self._lock = threading.Lock()
         self._reason = ""
         self._end: Future[None] | None = None
-        """That of the communicator, once it is abandoned for `_reason`."""
+        """The end of the communicator, once it is aborted for `_reason`."""
         group.register(self)
 
     def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
@@ -326,8 +325,8 @@ class NcclCollective(Collective):
         return torch.cat(parts).t()[rows].contiguous()
 
     def abort(self, reason: str) -> None:
-        """NCCL first tells its kernels to end, and then waits until no graph holds any: that is not
-        waited for here, as who abandons a step has yet to drop its graphs."""
+        """Returns at once: NCCL ends its kernels, then waits until no graph holds any, and the
+        caller has yet to drop its graphs."""
         with self._lock:
             if self._end is None:
                 self._reason, self._end = reason, Future()
@@ -335,8 +334,7 @@ class NcclCollective(Collective):
                 threading.Thread(target=_abort, args=ends, daemon=True, name="nccl abort").start()
 
     def restart(self, membership: Membership) -> None:
-        """Meets the others anew: after an operation that was abandoned ranks may have begun
-        different numbers of them."""
+        """Forms a new communicator: ranks may have started different numbers of operations."""
         self.abort("it begins anew")
         assert self._end is not None
         try:
@@ -351,7 +349,7 @@ class NcclCollective(Collective):
             self._reason, self._end = "", None
 
     def check(self) -> None:
-        """What was abandoned has left no results. Anything else NCCL raises by itself."""
+        """An aborted operation has no result. NCCL raises all other errors itself."""
         if self._end is not None:
             raise WindowAborted(self._reason)
 
@@ -364,12 +362,12 @@ class NcclCollective(Collective):
         try:
             start(self._nccl).wait()
         except RuntimeError as error:
-            if self._end is not None:  # abandoned meanwhile, which NCCL says in words of its own
+            if self._end is not None:  # NCCL reports an abort as another error
                 raise WindowAborted(self._reason) from error
             raise
 
     def _form(self, store: Store) -> Any:
-        """Connects at once: later it might be in the midst of a graph's capture."""
+        """Connects at once, since a graph may be captured later."""
         factory: Any = torch.distributed.ProcessGroupNCCL
         options = factory.Options()
         options._timeout = timedelta(seconds=self._timeout)
@@ -378,7 +376,7 @@ class NcclCollective(Collective):
         return nccl
 
     def _gather(self, x_NH: Tensor, counts: Sequence[int]) -> list[Tensor]:
-        """The parts of all ranks, which travel with as many rows as the longest has."""
+        """The parts of all ranks, sent with as many rows as the longest."""
         most = max(counts)
         if not most * math.prod(x_NH.shape[1:]):
             return [x_NH.new_empty(count, *x_NH.shape[1:]) for count in counts]
@@ -408,8 +406,8 @@ def _tag_of(
 
 
 def lanes_of(size: int) -> tuple[int, int]:
-    """How many lanes, and bytes of each, for so many ranks that may wait on a GPU: 32 of 8 KiB for
-    2, 4 of 64 for 8, one of 64 from 30 on."""
+    """(lanes, bytes per lane) for `size` ranks that may wait on a GPU: 32 of 8 KiB for 2, 4 of 64
+    KiB for 8, one of 64 KiB from 30 on."""
     share = PROCESSORS * processor_percent(size) // 100
     lanes, most = MOST_LANES, min(MOST_WAITING, share - LEFT)
     while lanes > 1 and (size - 1) * lanes > most:
@@ -418,5 +416,5 @@ def lanes_of(size: int) -> tuple[int, int]:
 
 
 def _capacity(nbytes: int) -> int:
-    """Of a part, rounded so that what follows begins at a whole block."""
+    """The size of a part, rounded so that the next begins at a whole block."""
     return -(-nbytes // HEAD_BYTES) * HEAD_BYTES

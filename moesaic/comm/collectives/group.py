@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from moesaic.comm.windows.tcp_links import TcpLinks
 
 LOOPBACK: Final = "127.0.0.1"
-# How long a rank whose collective failed waits to hear from the others where they are.
+# How long a rank whose collective failed waits for the reports of the others.
 REPORT_SECONDS: Final = 0.5
 REPORT_POLL: Final = 0.02
 
 
 class Peers(ABC):
-    """Ranks that meet to make something together, such as a window.
+    """Ranks that create something together, such as a window.
 
-    `nodes`: the node of each of them, empty where all are on one. `links`: this rank's connections
-    to other nodes, needed where there are several. `status`: this rank's line in its node's control
-    page, where waits look for a new epoch and say what they are in.
+    `nodes`: the node of each rank, empty if all are on one. `links`: this rank's connections to
+    other nodes, if there are several. `status`: this rank's line in the control page, which waits
+    check and update.
     """
 
     rank: int
@@ -51,7 +51,7 @@ class Peers(ABC):
 
     @cached_property
     def lifecycle(self) -> Lifecycle:
-        """What restarts together: that of the process, or the group's own outside of a service."""
+        """The registry of the process; outside of a service, one per group."""
         return Lifecycle(Membership(0, self.members))
 
     def register(self, participant: Participant) -> None:
@@ -59,23 +59,23 @@ class Peers(ABC):
 
     @abstractmethod
     def all_gather_bytes(self, data: bytes, operation: str) -> list[bytes]:
-        """What each rank gave, of any length."""
+        """The data of each rank, of any length."""
 
     @property
     def store(self) -> Store:
-        """Where its ranks meet, for what they form besides; keys are the group's own."""
+        """The store of the group, for torch; its keys are the group's own."""
         raise NotImplementedError(f"group {self.name} has no store")
 
     def collectives(self) -> RankGroup:
-        """The same ranks with collectives over gloo; all of them ask for it together."""
+        """The same ranks with collectives over gloo; all ranks call it."""
         raise NotImplementedError(f"group {self.name} has no collectives")
 
 
 class RankGroup(Peers):
     """Ranks that run the same collectives in the same order.
 
-    Every collective takes the name of the operation it serves; when it fails, PeerTimeout names the
-    ranks that did not come. The group is of no use after that: form another under a new name.
+    If a collective fails, PeerTimeout names the operation and the missing ranks, and the group is
+    unusable: form another under a new name.
     """
 
     def __init__(self, gloo: Any, store: Store | None, name: str, timeout: float) -> None:
@@ -99,7 +99,7 @@ class RankGroup(Peers):
         *,
         host: str = LOOPBACK,
     ) -> RankGroup:
-        """Meet the others; `host` is the address that gloo binds. Use a name once per store."""
+        """Forms the group; `host` is the address that gloo binds. Use a name once per store."""
         if size == 1:
             return cls.alone(name, timeout)
         own = TorchStore(store, name, timeout)
@@ -114,7 +114,7 @@ class RankGroup(Peers):
 
     @classmethod
     def alone(cls, name: str = "alone", timeout: float = 0.0) -> RankGroup:
-        """A group of one rank: no store, no sockets."""
+        """A group of one rank, without store and sockets."""
         return cls(None, None, name, timeout)
 
     def close(self) -> None:
@@ -144,7 +144,6 @@ class RankGroup(Peers):
         return parts
 
     def all_gather_bytes(self, data: bytes, operation: str) -> list[bytes]:
-        """What each rank gave, of any length."""
         length = torch.tensor([len(data)])
         lengths = [int(part) for part in self.all_gather(length, operation)]
         padded = bytearray(data.ljust(max(1, *lengths), b"\0"))
@@ -161,7 +160,8 @@ class RankGroup(Peers):
         in_splits: Sequence[int],
         operation: str,
     ) -> None:
-        """Rows in_splits[r] of `source` go to rank r; rows out_splits[r] of `out` come from it."""
+        """Sends rows in_splits[r] of `source` to rank r, and receives rows out_splits[r] of `out`
+        from it."""
         if self.size == 1:
             out.copy_(source)
         self._run(
@@ -172,16 +172,16 @@ class RankGroup(Peers):
         )
 
     def all_reduce(self, tensor: Tensor, operation: str) -> None:
-        """Sum over ranks, in place."""
+        """Sums over ranks, in place."""
         self._run(lambda gloo: gloo.allreduce([tensor]), operation)
 
     def broadcast(self, tensor: Tensor, root: int, operation: str) -> None:
-        """Overwrite `tensor` with the root's."""
-        # A rank may leave a broadcast before others came: it proves nothing about them.
+        """Overwrites `tensor` with the root's."""
+        # A rank may leave a broadcast before the others enter it.
         self._run(lambda gloo: gloo.broadcast(_wire(tensor), root), operation, proves=False)
 
     def _run(self, start: Callable[[Any], Any], operation: str, *, proves: bool = True) -> None:
-        """Run one collective; `proves`: who leaves it knows that all ranks reached it."""
+        """Runs one collective; `proves`: a rank that leaves it knows that all ranks entered it."""
         if self.size == 1:
             return
         if self._gloo is None:
@@ -196,8 +196,8 @@ class RankGroup(Peers):
             work.wait()
         except RuntimeError as error:
             seconds = time.monotonic() - started
-            # Closes the connections, so that peers which wait for this rank and not for the missing
-            # one fail now too, and report. The work holds on to them as well.
+            # Closes the connections, so that peers that wait for this rank fail now, too, and
+            # report. The work also holds them.
             del work
             self._gloo = None
             raise self._failure(operation, seconds) from error
@@ -205,19 +205,19 @@ class RankGroup(Peers):
             self._last_complete = operation
 
     def _failure(self, operation: str, seconds: float) -> PeerTimeout:
-        """Tell the others where this rank is, hear where they are, name those that are missing."""
+        """Reports this rank's position, reads those of the others, and names the missing ranks."""
         seen = dict.fromkeys(range(self.size), (0, self._last_complete))
         del seen[self.rank]
         try:
             self._exchange_reports(operation, seen)
         except RuntimeError:
-            # The store went down with its host. Who is missing is then anybody's guess.
+            # The store ended with its host, so that the missing ranks are unknown.
             return PeerTimeout((), operation, seconds)
         missing = tuple(rank for rank, (sequence, _) in seen.items() if sequence < self._sequence)
         return PeerTimeout(missing, operation, seconds, {rank: seen[rank][1] for rank in missing})
 
     def _exchange_reports(self, operation: str, seen: dict[int, tuple[int, str]]) -> None:
-        """Replace in `seen` what is known of each rank by its own report, where there is one."""
+        """Updates `seen` with the ranks' own reports."""
         assert self._store is not None
         self._store.set(f"failed/{self.rank}", f"{self._sequence} {operation}")
         deadline = time.monotonic() + REPORT_SECONDS
@@ -233,7 +233,7 @@ class RankGroup(Peers):
 
 
 def _await_all(store: Store, rank: int, size: int, timeout: float, operation: str) -> None:
-    """Wait until all ranks are about to connect: gloo itself could not say who is missing."""
+    """Waits until all ranks are about to connect: gloo does not say which one is missing."""
     keys = [f"joined/{peer}" for peer in range(size)]
     store.set(keys[rank], "")
     try:
@@ -252,6 +252,6 @@ def _gloo(store: Store, rank: int, size: int, timeout: float, host: str) -> Any:
 
 
 def _wire(tensor: Tensor) -> Tensor:
-    """A view that gloo carries: it refuses float8, whose bytes it can move."""
+    """A view that gloo can send: it refuses float8, but not its bytes."""
     is_float8 = tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
     return tensor.view(torch.uint8) if is_float8 else tensor

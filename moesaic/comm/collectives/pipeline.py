@@ -1,4 +1,4 @@
-"""Hidden states and messages from stage to stage of a pipeline, and answers back to the first.
+"""Passes hidden states and messages from stage to stage, and replies from the last to the first.
 
 T tokens · H hidden.
 """
@@ -21,23 +21,24 @@ from moesaic.comm.lifecycle import Membership, Participant
 from moesaic.comm.windows.factory import create_window
 from moesaic.comm.windows.window import PlaneSpec, first_epoch, window_bytes
 
-# What stands before a message in its slot: words of the enumeration below.
+# The header of a message in its slot, in words of PipeWord.
 HEAD_BYTES: Final = 64
 NO_TENSOR: Final = -1
-# How long the first stage waits for a free slot without a look at what is replied to it.
-SHORTEST_GLANCE: Final = 0.002
-LONGEST_GLANCE: Final = 0.25
+# How long the first stage waits for a free slot before it looks for replies.
+FIRST_REPLY_CHECK: Final = 0.002
+LAST_REPLY_CHECK: Final = 0.25
 
 
 class PipeWord(IntEnum):
-    """LEFT: bytes of the message from this slot on. TOKENS: rows of the tensor beside it."""
+    """LEFT: bytes of the message from this slot on. TOKENS: rows of its tensor."""
 
     LEFT = 0
     TOKENS = 1
 
 
 class PipeSignal(IntEnum):
-    """SENT: slots that a stage has filled. TAKEN: slots of the stage before that it has emptied."""
+    """SENT: slots that a stage has filled. TAKEN: slots of the previous stage that it has
+    emptied."""
 
     SENT = 0
     TAKEN = 1
@@ -45,8 +46,8 @@ class PipeSignal(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class PipeSpec:
-    """`depth`: slots that a stage may fill before the next has taken one. `message_bytes`: of a
-    slot; a longer message takes several."""
+    """`depth`: slots that a stage may fill before the next has emptied one. `message_bytes`: bytes
+    per slot; a longer message takes several."""
 
     max_tokens: int
     hidden_size: int
@@ -68,20 +69,20 @@ class PipeSpec:
         ]
 
     def window_bytes(self, size: int) -> int:
-        """Shared memory that a pipe of so many stages takes, for all of them together."""
+        """Shared memory of a pipe of `size` stages, all of them together."""
         return window_bytes(self.planes(), size, len(PipeSignal))
 
 
 class Pipe(Participant):
-    """The ranks of a group are the stages in order. Each fills slots of its own in turn, which the
-    next one empties; those of the last stage go to the first, and hold answers.
+    """The ranks of a group are the stages in order. Each fills its own slots in turn, which the
+    next one empties; those of the last stage hold replies to the first.
 
-    A stage that has filled `depth` slots waits for the next to take one. The first one, while it
-    waits, empties those of the last: else all stages could be waiting for each other.
+    A stage that has filled `depth` slots waits for the next one. While the first stage waits, it
+    empties those of the last: else all stages could wait for each other.
     """
 
     def __init__(self, group: Peers, spec: PipeSpec, timeout: float) -> None:
-        """Called by all stages with the same spec."""
+        """All stages call it with the same spec."""
         if group.size < 2:
             raise ValueError(f"a pipe of {group.size} stage: nothing travels, so make none")
         self.spec, self.rank, self.size = spec, group.rank, group.size
@@ -107,24 +108,24 @@ class Pipe(Participant):
         return self.rank == self.size - 1
 
     def send(self, message: bytes, x_TH: Tensor | None = None) -> None:
-        """To the next stage; waits for a free slot."""
-        assert not self.is_last, "the last stage has nobody to send to: use reply"
+        """Sends to the next stage; waits for a free slot."""
+        assert not self.is_last, "the last stage has no next stage: use reply"
         if x_TH is not None:
             self._check(x_TH)
         self._put(message, x_TH, "step")
 
     def receive(self, timeout: float | None = None) -> tuple[bytes, Tensor | None]:
-        """From the stage before: what it sent, in order. `timeout`: the pipe's own if None."""
-        assert not self.is_first, "the first stage has nobody before it: use take_reply"
+        """The next message of the previous stage. `timeout`: the pipe's own if None."""
+        assert not self.is_first, "the first stage has no previous stage: use take_reply"
         return self._take("step", timeout)
 
     def reply(self, message: bytes) -> None:
-        """From the last stage to the first."""
+        """Sends from the last stage to the first."""
         assert self.is_last, f"stage {self.rank} of {self.size}: only the last one replies"
         self._put(message, None, "reply")
 
     def take_reply(self, timeout: float | None = None) -> bytes:
-        """On the first stage: what the last one replied, in order."""
+        """On the first stage: the next reply of the last one."""
         assert self.is_first, f"stage {self.rank} of {self.size}: replies go to the first"
         return self._take("reply", timeout)[0]
 
@@ -135,14 +136,14 @@ class Pipe(Participant):
         self._arrived.clear()
 
     def close(self) -> None:
-        """Give the memory back. May be repeated."""
+        """Frees the memory. May be repeated."""
         nothing = torch.empty(0)
         self._texts = self._tensors = self._inbox_tensors = nothing
         self._outbox = self._inbox = nothing.numpy()
         self._window.close()
 
     def _put(self, message: bytes, x_TH: Tensor | None, what: str) -> None:
-        """The message in as many slots as it takes; the tensor with the last of them."""
+        """Writes a message to as many slots as it takes; the tensor goes with the last."""
         route = f"{what} from stage {self.rank} to stage {self._next}"
         starts = range(0, max(1, len(message)), self._room)
         for start in starts:
@@ -154,7 +155,7 @@ class Pipe(Participant):
         if not self.is_first:
             self._window.wait(PipeSignal.TAKEN, taken, operation, (self._next,))
             return
-        seconds, pause = self._window.timeout, SHORTEST_GLANCE
+        seconds, pause = self._window.timeout, FIRST_REPLY_CHECK
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -165,10 +166,10 @@ class Pipe(Participant):
             except PeerTimeout as late:
                 if time.monotonic() >= deadline:
                     raise PeerTimeout(late.missing, operation, seconds, late.last_seen) from None
-            pause = SHORTEST_GLANCE if self._empty_all() else min(2 * pause, LONGEST_GLANCE)
+            pause = FIRST_REPLY_CHECK if self._empty_all() else min(2 * pause, LAST_REPLY_CHECK)
 
     def _empty_all(self) -> bool:
-        """On the first stage: take what has been replied so far; whether there was anything."""
+        """On the first stage: takes all replies so far, and returns whether there were any."""
         before = self._taken
         try:
             while True:
@@ -199,7 +200,7 @@ class Pipe(Participant):
         return self._arrived.popleft()
 
     def _empty(self, what: str, timeout: float | None) -> None:
-        """Take what is in the next slot; with its last piece a message has arrived."""
+        """Takes the next slot; its last piece completes a message."""
         route = f"{what} from stage {self._previous} to stage {self.rank}"
         self._window.wait(
             PipeSignal.SENT, self._taken + 1, f"send {route}", (self._previous,), timeout

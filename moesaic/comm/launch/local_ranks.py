@@ -1,4 +1,4 @@
-"""Ranks on this machine: functions run on N processes that form a group."""
+"""Runs functions on N processes of this machine that form a group."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class PerRank:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a rank stands, where it meets its peers and how long it waits for them."""
+class _RankSetup:
+    """What a rank needs to join its group."""
 
     store: StoreAddress
     rank: int
@@ -52,17 +52,17 @@ class _Worker:
 
 
 class LocalRanks:
-    """A pool of processes, one for each rank: for tests, benchmarks and work on backends.
+    """A pool of processes, one per rank, for tests, benchmarks and work on backends.
 
         with LocalRanks(4) as ranks:
             results = ranks.run(function, *args)
 
-    calls `function(group, *args)` on every rank and returns what they returned, in rank order. The
-    function must be importable by its name: it, its arguments and its result are pickled over a
-    private pipe between this process and its own children, and nowhere else.
+    calls `function(group, *args)` on every rank and returns the results in rank order. The function
+    must be importable by its name: it, its arguments and its result are pickled over a private pipe
+    between this process and its own children, and nowhere else.
 
     Processes live on between runs. After a failure the next run gets a new group, and new processes
-    in place of those that died.
+    for those that died.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class LocalRanks:
         self._folder = RunFolder.create()
         self._store = LocalStore(self._folder.path)
         self._context = multiprocessing.get_context("forkserver")
-        # Loaded once in the fork server: a rank then starts in 0.1 s and not in 3 s.
+        # Loaded once in the fork server: a rank then starts in 0.1 s instead of 3 s.
         self._context.set_forkserver_preload(["moesaic.comm.launch.local_ranks"])
         self._workers = [self._start(rank) for rank in range(size)]
 
@@ -98,7 +98,7 @@ class LocalRanks:
         return [worker.process.pid or 0 for worker in self._workers]
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """function(group, *args) on every rank; RankFailed if it raises or is lost on any."""
+        """Calls function(group, *args) on every rank; RankFailed if it raises or dies on any."""
         tasks = [pickle.dumps((function, _args_of(rank, args))) for rank in range(self.size)]
         self._replace_dead()
         failures: dict[int, str] = {}
@@ -107,7 +107,7 @@ class LocalRanks:
                 self._workers[rank].pipe.send_bytes(str(self._groups).encode())
                 self._workers[rank].pipe.send_bytes(task)
             except OSError:
-                failures[rank] = self._obituary(rank)
+                failures[rank] = self._describe_end(rank)
         results = self._collect(failures)
         if failures:
             self._groups += 1
@@ -115,12 +115,12 @@ class LocalRanks:
         return [results[rank] for rank in range(self.size)]
 
     def kill(self, rank: int) -> None:
-        """SIGKILL: what the rank was doing is lost."""
+        """Kills the rank with SIGKILL."""
         self._workers[rank].process.kill()
         self._workers[rank].process.join()
 
     def close(self) -> None:
-        """End all ranks, by force where they do not go by themselves. May be repeated."""
+        """Ends all ranks, by force if needed. May be repeated."""
         for worker in self._workers:
             worker.pipe.close()
         deadline = time.monotonic() + EXIT_SECONDS
@@ -134,9 +134,9 @@ class LocalRanks:
 
     def _start(self, rank: int) -> _Worker:
         ours, theirs = self._context.Pipe()
-        place = _Place(self._store.address, rank, self.size, self._peer_timeout)
+        setup = _RankSetup(self._store.address, rank, self.size, self._peer_timeout)
         process = self._context.Process(
-            target=_serve, args=(theirs, place, self._threads), name=f"rank{rank}", daemon=True
+            target=_serve, args=(theirs, setup, self._threads), name=f"rank{rank}", daemon=True
         )
         process.start()
         theirs.close()
@@ -152,7 +152,7 @@ class LocalRanks:
                 self._groups += 1
 
     def _collect(self, failures: dict[int, str]) -> dict[int, Any]:
-        """Results by rank; what went wrong is added to `failures` as it is noticed."""
+        """Results by rank; errors are added to `failures` in the order of detection."""
         results: dict[int, Any] = {}
         deadline = time.monotonic() + self.timeout
         pending = {w.pipe: r for r, w in enumerate(self._workers) if r not in failures}
@@ -166,14 +166,14 @@ class LocalRanks:
                 try:
                     ok, value = pickle.loads(pipe.recv_bytes())
                 except (EOFError, OSError):
-                    ok, value = False, self._obituary(rank)
+                    ok, value = False, self._describe_end(rank)
                 (results if ok else failures)[rank] = value
         for rank in pending.values():
             self.kill(rank)
             failures[rank] = f"gave no answer within {self.timeout:.1f} s and was killed"
         return results
 
-    def _obituary(self, rank: int) -> str:
+    def _describe_end(self, rank: int) -> str:
         process = self._workers[rank].process
         process.join(EXIT_SECONDS)
         return f"process {process.pid} died (exit code {process.exitcode})"
@@ -183,8 +183,8 @@ def _args_of(rank: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(arg.values[rank] if isinstance(arg, PerRank) else arg for arg in args)
 
 
-def _serve(pipe: Connection, place: _Place, threads: int) -> None:
-    """The life of a rank: run what comes through the pipe until it closes."""
+def _serve(pipe: Connection, setup: _RankSetup, threads: int) -> None:
+    """Runs the tasks that arrive through the pipe until it closes."""
     die_with_fork_server()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
@@ -196,8 +196,8 @@ def _serve(pipe: Connection, place: _Place, threads: int) -> None:
             task = pipe.recv_bytes()
             try:
                 if group is None or group.name != name:
-                    group = _join(place, name)
-                # What an earlier task left behind is not restarted by this one.
+                    group = _join(setup, name)
+                # A task must not restart what an earlier one left behind.
                 group.lifecycle = Lifecycle(Membership(0, group.members))
                 function, args = pickle.loads(task)
                 answer = pickle.dumps((True, function(group, *args)))
@@ -206,8 +206,8 @@ def _serve(pipe: Connection, place: _Place, threads: int) -> None:
             pipe.send_bytes(answer)
 
 
-def _join(place: _Place, name: str) -> RankGroup:
-    if place.size == 1:
-        return RankGroup.alone(name, place.timeout)
-    store = place.store.connect(place.timeout, Identity(place.rank, 0))
-    return RankGroup.form(store, name, place.rank, place.size, place.timeout)
+def _join(setup: _RankSetup, name: str) -> RankGroup:
+    if setup.size == 1:
+        return RankGroup.alone(name, setup.timeout)
+    store = setup.store.connect(setup.timeout, Identity(setup.rank, 0))
+    return RankGroup.form(store, name, setup.rank, setup.size, setup.timeout)

@@ -1,8 +1,8 @@
 """CUDA's MPS for ranks that share a GPU.
 
-Without it the GPU gives its time to one process at a time, and a rank that waits for another's data
-waits for a slice of some milliseconds. One daemon a server, in folders of its own, so that servers
-of one machine do not meet; it ends with the server. No torch here.
+Without it the GPU runs one process at a time, and a rank that waits for another's data waits for a
+time slice of some milliseconds. Each server has its own daemon, in its own folders, which ends with
+the server. No torch here.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ PROGRAM: Final = "nvidia-cuda-mps-control"
 DEFAULT_PIPES: Final = "/tmp/nvidia-mps"
 QUEUES: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 MOST_QUEUES: Final = 8
-"""Clients of a daemon have their queues to the GPU out of one pool: with 32 each the third finds
-none left, and CUDA calls that "out of memory". 8 is CUDA's own default."""
+"""Clients of a daemon take their queues to the GPU from one pool: with 32 each the third finds none
+left, which CUDA reports as "out of memory". 8 is CUDA's own default."""
 CROWD: Final = "MOESAIC_MPS_CROWD"
 STOP_SECONDS: Final = 20.0
 NEEDED: Final = "ranks that share a GPU need it"
@@ -43,7 +43,7 @@ INSTALL: Final = (
 
 @dataclass(slots=True)
 class Mps:
-    """A daemon that ranks can use. `environment`: what leads a process to it."""
+    """A daemon that ranks can use. `environment`: the variables that select it."""
 
     environment: dict[str, str]
     _watch: subprocess.Popen[str] | None = field(default=None, repr=False)
@@ -54,21 +54,21 @@ class Mps:
         return self._watch is not None
 
     def for_ranks(self, sharers: int) -> dict[str, str]:
-        """To be set in each of so many ranks on a GPU before it opens CUDA: nothing for one alone.
-        What the user says of their processors holds."""
+        """The environment of each of `sharers` ranks on a GPU, set before it opens CUDA; empty for
+        one rank. A user's own limit of processors is kept."""
         if sharers == 1:
             return {}
-        told = {**self.environment, CROWD: str(0 if self.is_own else MAX_MPS_CLIENTS)}
+        shown = {**self.environment, CROWD: str(0 if self.is_own else MAX_MPS_CLIENTS)}
         percent = processor_percent(sharers, crowded=not self.is_own)
         if given := os.environ.get(PERCENT):
             logger.info("MPS: ranks compute on as many processors as %s=%s says", PERCENT, given)
         elif percent < 100:
             logger.info("MPS: a rank computes on up to %d%% of processors (%s)", percent, PERCENT)
-            told[PERCENT] = str(percent)
-        return told
+            shown[PERCENT] = str(percent)
+        return shown
 
     def stop(self) -> None:
-        """When its ranks have ended. May be repeated."""
+        """Called when its ranks have ended. May be repeated."""
         watch, self._watch = self._watch, None
         if watch is None:
             return
@@ -88,14 +88,13 @@ class Mps:
 
 
 def crowd() -> int:
-    """In a rank: how many may wait on its GPU, those of other servers on the same daemon counted;
-    0: the daemon is its server's own."""
+    """In a rank: how many ranks may wait on its GPU, those of other servers on the same daemon
+    included; 0 if the server has its own daemon."""
     return int(os.environ.get(CROWD) or 0)
 
 
 def cramped(processors: int) -> str:
-    """Of a rank that may compute on so many: what to do if ranks of other servers may wait on all
-    of them; empty: they cannot."""
+    """The advice if ranks of other servers may wait on all `processors` of a rank; else empty."""
     if processors > crowd():
         return ""
     return (
@@ -106,7 +105,7 @@ def cramped(processors: int) -> str:
 
 
 def find_program() -> str:
-    """RuntimeError where there is none."""
+    """Raises RuntimeError if it is not installed."""
     program = shutil.which(PROGRAM)
     if program is None:
         raise RuntimeError(
@@ -117,8 +116,8 @@ def find_program() -> str:
 
 
 def start_mps() -> Mps:
-    """The daemon that CUDA_MPS_PIPE_DIRECTORY names, if it runs; else one of our own, also where
-    another runs: servers that share one fall together, and must leave each other room."""
+    """Uses the daemon that CUDA_MPS_PIPE_DIRECTORY names, if it runs; else starts one, even if
+    another runs: servers that share one fail together, and must leave each other processors."""
     program, pipes = find_program(), os.environ.get(PIPES) or DEFAULT_PIPES
     named, runs = bool(os.environ.get(PIPES)), _answers_in(pipes, program)
     if named and runs:
@@ -144,7 +143,7 @@ def start_mps() -> Mps:
 
 
 def describe_daemon() -> str:
-    """Which one a server here would use for ranks that share a GPU."""
+    """The daemon that a server here would use for ranks that share a GPU."""
     program, named = shutil.which(PROGRAM), os.environ.get(PIPES)
     others = any(mps_watch.mps_processes())
     if program is None:
@@ -159,13 +158,13 @@ def describe_daemon() -> str:
 
 
 def _answers_in(pipes: str, program: str) -> bool:
-    """`pipes`: that of this environment."""
+    """`pipes`: the folder that this environment names."""
     return Path(pipes, "control").exists() and mps_watch.answers(program)
 
 
 def _few_queues() -> dict[str, str]:
     given = os.environ.get(QUEUES, "")
-    number = re.match(r"\s*\+?([0-9]+)", given)  # CUDA does not mind what is around it
+    number = re.match(r"\s*\+?([0-9]+)", given)  # CUDA ignores what is around it
     if number is None or int(number[1]) <= MOST_QUEUES:
         return {}
     logger.warning(
@@ -181,7 +180,7 @@ def _start_own(program: str) -> Mps:
     }
     for path in environment.values():
         os.mkdir(path, mode=0o700)
-    # A daemon that sees some GPUs only numbers them anew, and ranks name them by the old numbers.
+    # A daemon that sees only some GPUs renumbers them, but ranks use the original numbers.
     inherited = {name: value for name, value in child_environment().items() if name != VISIBLE}
     watch = subprocess.Popen(
         [sys.executable, "-I", mps_watch.__file__, program, folder],
@@ -192,11 +191,11 @@ def _start_own(program: str) -> Mps:
         start_new_session=True,
     )
     assert watch.stdout is not None
-    told = watch.stdout.readline().strip()
-    if told != READY:
+    shown = watch.stdout.readline().strip()
+    if shown != READY:
         Mps(environment, watch).stop()
         raise RuntimeError(
-            f"no MPS daemon: {told or 'the process that starts it died'}; {NEEDED}: mend that, or "
+            f"no MPS daemon: {shown or 'the process that starts it died'}; {NEEDED}: mend that, or "
             "give each rank a GPU of its own"
         )
     logger.info("MPS: daemon of our own in %s, stopped with this process", folder)

@@ -1,10 +1,9 @@
-"""The process that owns an MPS daemon: it starts it, and stops it when the one who asked is gone.
+"""The process that owns an MPS daemon: it starts the daemon, and stops it when its parent is gone.
 
-Run as a program of its own, by its path, with the program of the daemon as its argument and the
-folders in the environment. It writes one line once the daemon is there, or why it is not, and
-goes on until its standard input ends or its parent does: both happen whatever ends the parent,
-SIGKILL too. Asking the kernel to kill a daemon in the foreground with its parent would be shorter,
-and would leave the daemon's own child, the server that holds the GPU.
+It runs as a program, by its path, with the daemon's program as its argument and the folders in the
+environment. It writes one line when the daemon is ready, or the error, and runs until its standard
+input or its parent ends, even by SIGKILL. The kernel could kill a foreground daemon with its
+parent, but not the daemon's child, the server that holds the GPU.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ SAID: Final = "said.log"
 
 def main() -> None:
     program, folder, parent = sys.argv[1], sys.argv[2], os.getppid()
-    # Whoever ends all processes of a server means this one too: it ends after its parent. What is
-    # ignored stays so in the programs that a process starts, what is handled does not.
+    # A signal to all processes of a server is not for this one, which ends after its parent.
+    # Children inherit ignored signals but not handlers.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     trouble = start(program)
@@ -50,14 +49,13 @@ def main() -> None:
 
 
 def start(program: str) -> str:
-    """Why there is no daemon; empty once there is."""
+    """The error; empty once the daemon is ready."""
     try:
         with Path(os.environ[LOGS], SAID).open("wb") as said:
             done = subprocess.run(
                 [program, "-d"],
                 stdin=subprocess.DEVNULL,
-                # The daemon lives on with what it is given here: a pipe to this process would not
-                # end.
+                # The daemon inherits this: a pipe to this process would not end.
                 stdout=said,
                 stderr=said,
                 timeout=START_SECONDS,
@@ -76,17 +74,17 @@ def start(program: str) -> str:
 
 
 def answers(program: str) -> bool:
-    """Whether the daemon of this environment does."""
+    """Whether the daemon of this environment answers."""
     return _tell(program, "get_server_list", ANSWER_SECONDS)
 
 
 def _listens(pipes: str) -> bool:
-    """Whether the daemon runs and has made its socket."""
+    """Whether the daemon runs and has created its socket."""
     return Path(pipes, "control").exists() and any(mps_processes(pipes))
 
 
 def stop(program: str) -> None:
-    """Asks the daemon to go; kills it and its servers if they do not."""
+    """Asks the daemon to quit; kills it and its servers if they do not."""
     _tell(program, "quit", QUIT_SECONDS)
     folder = os.environ[PIPES]
     deadline = time.monotonic() + QUIT_SECONDS
@@ -98,8 +96,8 @@ def stop(program: str) -> None:
 
 
 def mps_processes(pipes: str | None = None) -> Iterator[int]:
-    """Daemons and servers of this machine that have not ended; `pipes`: those with this folder in
-    their environment."""
+    """The running daemons and servers of this machine; `pipes`: those with this folder in their
+    environment."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             name, _, rest = (folder / "stat").read_text().partition("(")[2].rpartition(") ")
@@ -127,7 +125,7 @@ def _tell(program: str, command: str, seconds: float) -> bool:
 
 
 def _log() -> str:
-    """The last lines of what the program said and the daemon has written."""
+    """The last lines of the program's output and of the daemon's log."""
     lines: list[str] = []
     for name in (SAID, "control.log"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""A rank's side of the supervisor: what a rank is born with, and how it talks."""
+"""A rank's connection to its supervisor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moesaic.comm.network.rendezvous import StoreGroup
 from moesaic.comm.network.store import StoreClient
 from moesaic.comm.supervise.child_process import die_with_fork_server, name_process
 from moesaic.comm.supervise.control_page import ControlPage, EpochChanged, RankStatus
-from moesaic.comm.supervise.service_spec import RankSpec, unpack_rank_spec
+from moesaic.comm.supervise.service_spec import RankSpec, ServiceSpec, unpack_rank_spec
 from moesaic.comm.supervise.spawner import function_of
 from moesaic.comm.windows.tcp_links import TcpLinks
 from moesaic.core.messages import AnyMessage, Failed, Message, Ready, Stop, decode, encode
@@ -34,25 +34,27 @@ from moesaic.core.rank_state import RankState
 BEAT_SECONDS: Final = 0.05
 LINGER_MS: Final = 1000
 WAIT_FOR_REQUESTS: Final = "wait for requests"
-# Exit code of a rank that ends because of another one; the supervisor knows of that already.
+# The exit code of a rank that ends because of another one, of which the supervisor knows.
 ABANDONED: Final = 3
 
 logger = logging.getLogger(__name__)
 
 
 class RankLink:
-    """Made by the rank's process; the main thread uses it. `config` is the ServiceSpec's."""
+    """The main thread of the rank's process uses it. `config` is the ServiceSpec's."""
 
-    def __init__(self, boot: RankSpec) -> None:
-        self.rank, self.mesh, self.config = boot.rank, boot.mesh, boot.config
-        self.place: RankPlace = boot.mesh.place(boot.rank)
-        self.timeout = boot.timeout
+    def __init__(self, spec: RankSpec) -> None:
+        service = spec.service
+        self.rank, self.mesh, self.config = spec.rank, service.mesh, service.config
+        self.place: RankPlace = self.mesh.place(self.rank)
+        self.timeout = service.timeouts.collective
         """Seconds after which an operation between ranks fails."""
+        self._start_timeout = service.timeouts.start
         self.is_ready = False
-        self._boot = boot
+        self._spec = spec
         here = self.mesh.ranks_of_node(self.node)
-        self._page = ControlPage.open(boot.control, len(here), here.start)
-        self.status: RankStatus = self._page.status(boot.rank)
+        self._page = ControlPage.open(spec.control, len(here), here.start)
+        self.status: RankStatus = self._page.status(spec.rank)
         self.lifecycle = Lifecycle(self._membership())
         """What this rank restarts when a step is rolled back."""
         self._store: StoreClient | None = None
@@ -61,8 +63,8 @@ class RankLink:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(0)
         self._socket.linger = LINGER_MS
-        self._socket.identity = boot.route
-        self._socket.connect(boot.endpoint)
+        self._socket.identity = spec.route
+        self._socket.connect(spec.endpoint)
         self.status.beat()
         self.status.enter(RankState.STARTING, "start")
         threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
@@ -73,44 +75,44 @@ class RankLink:
 
     @property
     def shows_progress(self) -> bool:
-        """One rank is enough to show how far all are."""
+        """Only one rank shows progress."""
         return self.rank == 0
 
     @property
     def store(self) -> StoreClient:
-        """Where ranks meet; connected at first use."""
+        """The store of the service; connected at first use."""
         if self._store is None:
-            boot = self._boot
-            own = Identity(boot.rank, self.node)
-            self._store = boot.store.connect(boot.start_timeout, own)
+            spec = self._spec
+            own = Identity(spec.rank, self.node)
+            self._store = spec.store.connect(self._start_timeout, own)
         return self._store
 
     @property
     def links(self) -> TcpLinks | None:
-        """This rank's connections to other nodes, where there are any; made at first use."""
+        """This rank's connections to other nodes, if there are any; opened at first use."""
         if self._links is None and self.mesh.nnodes > 1:
-            boot = self._boot
-            self._links = TcpLinks(boot.rank, self.node, boot.host, boot.store.secret)
+            spec = self._spec
+            self._links = TcpLinks(spec.rank, self.node, spec.host, spec.store.secret)
         return self._links
 
     def group(self, name: str, ranks: Sequence[int]) -> StoreGroup:
-        """This rank and others of the service, in that order; they all ask for the same."""
+        """A group of this rank and others, in that order; all of them ask for the same."""
         nodes = [self.mesh.node_of(rank) for rank in ranks]
         across = len(set(nodes)) > 1
-        # Meetings are for the start, in which one rank may load for much longer than another.
+        # Groups are formed at the start, when one rank may load much longer than another.
         group = StoreGroup(
             self.store if len(ranks) > 1 else None,
             name,
             list(ranks).index(self.rank),
             len(ranks),
-            self._boot.start_timeout,
+            self._start_timeout,
             nodes if across else (),
             self.status,
         )
         group.collective_timeout = self.timeout
         group.members, group.lifecycle = tuple(ranks), self.lifecycle
         if across:
-            group.links, group.host = self.links, self._boot.host
+            group.links, group.host = self.links, self._spec.host
         return group
 
     def restart(self, generation: int) -> None:
@@ -119,7 +121,7 @@ class RankLink:
 
     def ready(self, facts: dict[str, Any]) -> None:
         self.is_ready = True
-        # Before it is told: whoever hears of it may look at once.
+        # Set before it is sent: the receiver may look at once.
         self.status.enter(RankState.IDLE, WAIT_FOR_REQUESTS)
         self.send(Ready(self.rank, facts))
 
@@ -129,9 +131,9 @@ class RankLink:
     def receive(
         self, timeout: float | None = None, waits_for: str | None = None
     ) -> AnyMessage | None:
-        """The next message, or None after `timeout` seconds (None: never). While it waits the rank
-        counts as idle, or as waiting for what `waits_for` names. Stop ends the process by
-        SystemExit, with status 0."""
+        """The next message, or None after `timeout` seconds (None: no limit). While it waits, the
+        rank is idle, or waits for `waits_for`. Stop ends the process by SystemExit, with status
+        0."""
         if not self._socket.poll(0):
             if timeout == 0:
                 return None
@@ -149,7 +151,7 @@ class RankLink:
         return message
 
     def close(self) -> None:
-        """Waits, for a short time, until what was sent is gone."""
+        """Waits briefly until sent messages have left."""
         self._socket.close()
         self._context.term()
 
@@ -159,7 +161,7 @@ class RankLink:
         return self._page.live == 0
 
     def _membership(self, generation: int = 0) -> Membership:
-        """A death ends the service, so that all ranks are active in every epoch."""
+        """All ranks are active in every epoch, since a death ends the service."""
         return Membership(generation, tuple(range(self.mesh.world)), self.status.epoch)
 
     def _beat(self) -> None:
@@ -169,18 +171,18 @@ class RankLink:
 
 
 def main(data: bytes) -> None:
-    """The life of a rank's process."""
+    """Runs a rank's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_fork_server()
-    boot = unpack_rank_spec(data)
-    name_process(process_name(boot.rank))
-    _set_up(boot)
-    link = RankLink(boot)
-    code = _run(link, boot.target)
+    spec = unpack_rank_spec(data)
+    name_process(process_name(spec.rank))
+    _set_up(spec.rank, spec.service)
+    link = RankLink(spec)
+    code = _run(link, spec.service.target)
     link.close()
     logging.shutdown()
     sys.stderr.flush()
-    # Threads and destructors of what the target left behind must not hold the process up.
+    # Threads and destructors of the target must not delay the exit.
     os._exit(code)
 
 
@@ -189,7 +191,7 @@ def process_name(rank: int) -> str:
 
 
 def _run(link: RankLink, target: str) -> int:
-    """The target's exit code; an error is told to the supervisor first."""
+    """Runs the target and returns the exit code; reports an error to the supervisor first."""
     try:
         function_of(target)(link)
     except SystemExit as leaving:
@@ -200,7 +202,7 @@ def _run(link: RankLink, target: str) -> int:
         logger.info("abandoned: %s", error)
         return ABANDONED
     except Exception as error:
-        # What cannot be started as it was asked for is no fault of the code: the message is enough.
+        # A ValueError before the rank is ready is a refusal: its message is enough.
         refused = isinstance(error, ValueError) and not link.is_ready
         level = logging.DEBUG if refused else logging.ERROR
         logger.log(level, "rank %d failed", link.rank, exc_info=True)
@@ -220,12 +222,12 @@ def last_lines(error: Exception) -> str:
     return f"{text} (in {last.name}, {os.path.basename(last.filename)}:{last.lineno})"
 
 
-def _set_up(boot: RankSpec) -> None:
-    torch.set_num_threads(boot.threads)
+def _set_up(rank: int, spec: ServiceSpec) -> None:
+    torch.set_num_threads(spec.threads)
     keep_freed_memory()
-    # Its own lock would be a named semaphore, which stays in /dev/shm when a rank is killed.
+    # The default lock is a named semaphore, which stays in /dev/shm when a rank is killed.
     tqdm.set_lock(threading.RLock())
-    group = boot.mesh.group_of(boot.mesh.place(boot.rank))
-    name = f"rank {boot.rank} DP{group}" if boot.mesh.num_groups > 1 else f"rank {boot.rank}"
+    group = spec.mesh.group_of(spec.mesh.place(rank))
+    name = f"rank {rank} DP{group}" if spec.mesh.num_groups > 1 else f"rank {rank}"
     form = f"[%(asctime)s] [{name}] %(message)s"
-    logging.basicConfig(level=boot.log_level.upper(), format=form, force=True)
+    logging.basicConfig(level=spec.log_level.upper(), format=form, force=True)

@@ -1,4 +1,4 @@
-"""A service as the process that wants it sees it: start it, talk with it, end it. No torch here."""
+"""The client of a service: starts it, exchanges messages with it, ends it. No torch here."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ __all__ = ["Service", "ServiceSpec", "Timeouts", "host_ranks"]
 
 logger = logging.getLogger(__name__)
 
-# What the supervisor itself may take to begin, and to end, beyond what its ranks take.
+# How long the supervisor may take to start and to end, beyond its ranks.
 MARGIN: Final = 30.0
-# How often to look whether the supervisor was stopped, of which nothing else tells.
+# How often to check whether the supervisor is stopped, which no event reports.
 LOOK_SECONDS: Final = 0.2
 
 
 class Service:
     """The supervisor of this node, and through it all ranks.
 
-    One thread sends and receives; any thread may call `wake`. On node 0 `receive` gives what the
-    serving groups give out; on others nothing but Stop or Fault at the end.
+    One thread sends and receives; any thread may call `wake`. On node 0 `receive` returns the
+    outputs of the serving groups; on other nodes only Stop or Fault at the end.
     """
 
     def __init__(self, spec: ServiceSpec, environment: Mapping[str, str] | None = None) -> None:
@@ -50,22 +50,22 @@ class Service:
             known = {**os.environ, **(environment or {})}
             check_init_address(spec.node_rank, spec.dist_init_addr or "", known)
         self._mps = start_mps() if spec.gpu_sharers > 1 else None
-        """Before any rank opens CUDA; it ends after the last."""
+        """Starts before any rank opens CUDA, and ends after the last."""
         self.spec = spec
         self.stop_message = Stop()
-        """What `close` tells the supervisor."""
+        """What `close` sends to the supervisor."""
         self.facts: dict[str, object] = {}
-        """What rank 0 said when it was ready; under "ranks", what each of them said."""
+        """The facts of rank 0; under "ranks", those of each rank."""
         self._fault: Fault | None = None
         self._stopped = math.inf
-        """Since when the supervisor has been seen stopped."""
-        self._ringing = threading.Lock()
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        """When the supervisor was first seen stopped."""
+        self._wakeup_lock = threading.Lock()
+        self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         shared = {} if self._mps is None else self._mps.for_ranks(spec.gpu_sharers)
-        # What the caller says holds.
+        # The caller's variables take precedence.
         self._process = _spawn(spec, {**shared, **(environment or {})})
         self.folder: Path | None = None
-        """Where the supervisor has its sockets; gone when the service has ended."""
+        """The folder of the supervisor's sockets; removed at the end of the service."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(0)
@@ -74,17 +74,17 @@ class Service:
 
     @classmethod
     def start(cls, spec: ServiceSpec, environment: Mapping[str, str] | None = None) -> Service:
-        """Returns when all ranks of all nodes are ready; RuntimeError with the reason if they
-        cannot be, ValueError before anything is started if nodes cannot meet where they are to.
-        `environment`: what the ranks are to see beyond this process's own."""
+        """Returns when all ranks of all nodes are ready. Raises RuntimeError with the reason if
+        that fails, and ValueError, before anything starts, if nodes cannot connect to --dist-init-
+        addr. `environment`: additional variables of the ranks."""
         service = cls(spec, environment)
         service.connect()
         return service
 
     def connect(self) -> None:
-        """Wait for the service to be ready; where it cannot be, all of it is ended."""
+        """Waits until the service is ready; ends it if that fails."""
         try:
-            self._greet()
+            self._connect_socket()
             self._await_ready()
         except BaseException:
             self.close()
@@ -92,7 +92,7 @@ class Service:
 
     @property
     def pid(self) -> int:
-        """Of the supervisor."""
+        """The process of the supervisor."""
         return self._process.pid
 
     @property
@@ -101,27 +101,27 @@ class Service:
 
     @property
     def exit_code(self) -> int | None:
-        """Of the supervisor: 0 after an orderly end, None while it runs."""
+        """The exit code of the supervisor: 0 after an orderly end, None while it runs."""
         return self._process.poll()
 
     def send(self, message: Message) -> None:
-        """Without an error when the service has ended: `receive` tells of that."""
+        """Raises nothing if the service has ended: `receive` reports that."""
         with suppress(zmq.ZMQError):
             self._socket.send(encode(message), zmq.NOBLOCK)
 
     def receive(self, timeout: float | None = None) -> AnyMessage | None:
-        """The next message; None after `timeout` seconds (None: never) or a `wake`. After the end
-        of the service, its Fault again and again."""
+        """The next message; None after `timeout` seconds (None: no limit) or a `wake`. After the
+        end of the service it returns its Fault every time."""
         if self._fault is not None:
             return self._fault
         if (message := self._take()) is not None:
             return message
-        ready = self._await_word(math.inf if timeout is None else timeout)
+        ready = self._poll(math.inf if timeout is None else timeout)
         if self._fault is not None:
             return self._fault
-        if self._bell in ready:
+        if self._wakeup_fd in ready:
             with suppress(BlockingIOError):
-                os.eventfd_read(self._bell)
+                os.eventfd_read(self._wakeup_fd)
         if (message := self._take()) is not None:
             return message
         if self._process.stdout is not None and self._process.stdout.fileno() in ready:
@@ -129,13 +129,13 @@ class Service:
         return None
 
     def wake(self) -> None:
-        """From any thread: makes `receive` return now, or the next one at once."""
-        with self._ringing:
-            if self._bell >= 0:
-                os.eventfd_write(self._bell, 1)
+        """Makes `receive`, or the next call of it, return at once. Any thread may call it."""
+        with self._wakeup_lock:
+            if self._wakeup_fd >= 0:
+                os.eventfd_write(self._wakeup_fd, 1)
 
     def close(self, deadline: float = 10.0) -> None:
-        """End everything, in `deadline` seconds at the latest. May be repeated."""
+        """Ends everything within `deadline` seconds. May be repeated."""
         if self._context.closed:
             return
         if self._process.poll() is None and self.folder is not None:
@@ -146,9 +146,9 @@ class Service:
         self._process.stdout.close()
         self._socket.close()
         self._context.term()
-        with self._ringing:
-            os.close(self._bell)
-            self._bell = -1
+        with self._wakeup_lock:
+            os.close(self._wakeup_fd)
+            self._wakeup_fd = -1
         self._fault = self._fault or Fault("the service was stopped")
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -156,7 +156,7 @@ class Service:
             self._mps.stop()
 
     def _await_exit(self, seconds: float) -> None:
-        """Ranks end with the supervisor, however it ends."""
+        """Ranks end with the supervisor in every case."""
         if self.folder is None:
             self._process.terminate()
         try:
@@ -165,8 +165,8 @@ class Service:
             self._process.kill()
             self._process.wait()
 
-    def _greet(self) -> None:
-        """Hear from the supervisor where it is, and greet it there."""
+    def _connect_socket(self) -> None:
+        """Reads the address of the supervisor's socket, and connects to it."""
         assert self._process.stdout is not None
         pipe = self._process.stdout.fileno()
         ready, _, _ = select.select([pipe], [], [], MARGIN)
@@ -179,7 +179,7 @@ class Service:
         self._socket.identity = route.encode()
         self._socket.connect(f"ipc://{folder}/client")
         self._socket.send(encode(Hello()))
-        for source in (self._socket, pipe, self._bell):
+        for source in (self._socket, pipe, self._wakeup_fd):
             self._poller.register(source, zmq.POLLIN)
 
     def _await_ready(self) -> None:
@@ -195,8 +195,8 @@ class Service:
                 raise RuntimeError("the service was stopped while it started")
         raise RuntimeError(f"the service was not ready within {self.spec.timeouts.start:.0f} s")
 
-    def _await_word(self, seconds: float) -> dict[Any, int]:
-        """What can be read, soon or after at most so many seconds; or there is a fault."""
+    def _poll(self, seconds: float) -> dict[Any, int]:
+        """The readable sources within `seconds`; returns early after a fault."""
         deadline = time.monotonic() + seconds
         while True:
             left = max(0.0, deadline - time.monotonic())
@@ -205,7 +205,7 @@ class Service:
                 return ready
 
     def _hangs(self) -> bool:
-        """A stopped supervisor watches nobody: it is ended, and all ranks with it."""
+        """Ends a stopped supervisor, which watches no ranks, and all ranks with it."""
         now, pid = time.monotonic(), self._process.pid
         self._stopped = min(self._stopped, now) if process_state(pid) == "T" else math.inf
         if now - self._stopped < self.spec.timeouts.stopped:
@@ -228,7 +228,7 @@ class Service:
         return message
 
     def _on_end(self) -> AnyMessage:
-        """The supervisor has ended; what it sent last is either here or lost."""
+        """The supervisor has ended; its last message has arrived or is lost."""
         code = self._process.wait()
         if (message := self._take()) is not None:
             return message
@@ -240,8 +240,8 @@ class Service:
 
 
 def host_ranks(service: Service) -> int:
-    """The life of a node other than the first, until that ends the service or a signal this node;
-    an exit status."""
+    """Runs a node other than node 0 until the service or this node ends; returns the exit
+    status."""
     node = service.spec.node_rank
     with _leaving_on_signals(service):
         service.connect()
@@ -260,7 +260,7 @@ def host_ranks(service: Service) -> int:
 
 @contextmanager
 def _leaving_on_signals(service: Service) -> Iterator[None]:
-    """With status 0, as a server that is told to end; but not while nothing was served yet."""
+    """Exits with status 0, like a server; while starting, with the status of the signal."""
 
     def leave(number: int, _: FrameType | None) -> None:
         name = signal.Signals(number).name

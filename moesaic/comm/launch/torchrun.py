@@ -1,8 +1,8 @@
-"""Under torchrun: it starts one process a rank; here the first of each node launches, and the
-others wait for its end.
+"""Under torchrun, which starts one process per rank: the first process of each node launches, and
+the others wait for its end.
 
-Ranks are started by the launcher and its supervisor, so that they are watched, named and ended as
-anywhere else. torchrun's own store is at MASTER_ADDR:MASTER_PORT; nodes meet at the next port.
+The launcher and its supervisor start the ranks, so that they are watched, named and ended as usual.
+torchrun's own store is at MASTER_ADDR:MASTER_PORT; nodes connect to the next port.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LAST_PORT: Final = 65535
 
 @dataclass(frozen=True, slots=True)
 class Torchrun:
-    """What torchrun's environment says; `nnodes`, `node_rank` and `dist_init_addr` are to override
-    the flags of the same names."""
+    """torchrun's environment; `nnodes`, `node_rank` and `dist_init_addr` override the flags of the
+    same names."""
 
     world: int
     local_rank: int
@@ -37,7 +37,7 @@ class Torchrun:
 
     @classmethod
     def find(cls, environment: Mapping[str, str] = os.environ) -> Torchrun | None:
-        """None where this process was not started by torchrun."""
+        """None if torchrun did not start this process."""
         if "TORCHELASTIC_RUN_ID" not in environment:
             return None
         missing = [name for name in NAMES if not environment.get(name, "").isdigit()]
@@ -64,8 +64,8 @@ class Torchrun:
 
     @contextmanager
     def launching(self) -> Iterator[None]:
-        """For the launcher, while the service lives. The kernel drops the lock when it dies; the
-        file stays for those who look later, until torchrun is gone."""
+        """Holds a lock while the service lives. The kernel drops it when the launcher dies; the
+        file stays until torchrun is gone."""
         path = self._path()
         with held(path.parent):
             file = path.open("w", encoding="ascii")
@@ -78,7 +78,7 @@ class Torchrun:
             file.close()
 
     def wait_for_launcher(self) -> None:
-        """For the others: returns when the launcher has ended, however it did."""
+        """For the other processes: returns when the launcher has ended."""
         parent = os.getppid()
         path = self._path()
         while not _is_written(path):
@@ -94,7 +94,7 @@ class Torchrun:
 
 
 def _is_written(path: Path) -> bool:
-    """Whether the launcher has come: what it writes, it writes under its lock."""
+    """Whether the launcher has started: it writes the file under its lock."""
     try:
         return path.stat().st_size > 0
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""How the two ends of a connection prove to each other that they know a secret. No torch here.
+"""The handshake: both ends of a connection prove that they know a secret. No torch here.
 
     caller                                     listener
     greeting, role, nonce, identity   ───▶
@@ -6,9 +6,9 @@
     proof of the caller               ───▶
                                       ◀───     welcome
 
-A proof is an HMAC over everything that was said, so it is worth nothing on another connection. The
-caller proves itself second: a listener without the secret learns nothing from it. Until a caller
-has proved itself, a fixed number of bytes is read from it and nothing is kept.
+A proof is an HMAC over all earlier messages, so that it is worthless on another connection. The
+caller proves itself second: a listener without the secret learns nothing from it. Until then a
+fixed number of bytes is read from the caller, and nothing is kept.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ GREETING: Final = b"MOESAIC2"
 NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
 WELCOME: Final = b"\1"
-# A single read allocates as much as it asks for.
+# A read allocates as much as it asks for.
 MOST_AT_ONCE: Final = 1 << 20
 IDENTITY: Final = struct.Struct("<qq")
-# The secret of a service that was started without one. It is public, and keeps no stranger out.
+# The secret of a service that was started without one. It is public, and keeps no one out.
 NO_SECRET: Final = b"moesaic: no secret was given"
 
 
 class Role(IntEnum):
-    """What a connection is for."""
+    """The purpose of a connection."""
 
     LINK = 1
     """Data of a rank for a rank of another node."""
@@ -62,7 +62,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What both ends know after the handshake. `key`: of this connection alone."""
+    """What both ends know after the handshake. `key` is unique to the connection."""
 
     role: Role
     peer: Identity
@@ -70,7 +70,7 @@ class Session:
 
 
 class WrongSecret(PermissionError):
-    """The listener has another secret. `keyed`: whether it was given one at all."""
+    """The listener has another secret. `keyed`: whether it has one of its own."""
 
     def __init__(self, keyed: bool) -> None:
         super().__init__("it does not know this node's secret: give all nodes the same")
@@ -92,7 +92,7 @@ def own_secret(environment: Mapping[str, str] = os.environ) -> bytes:
 
 
 def introduce(connection: socket.socket, role: Role, own: Identity, secret: bytes) -> Session:
-    """The caller's side; PermissionError if the listener is not of this service."""
+    """The caller's side; PermissionError if the listener does not belong to this service."""
     deadline = time.monotonic() + PROOF_SECONDS
     hello = GREETING + bytes([role]) + os.urandom(NONCE_BYTES) + _pack(own)
     connection.sendall(hello)
@@ -108,8 +108,8 @@ def introduce(connection: socket.socket, role: Role, own: Identity, secret: byte
 
 
 def identify(connection: socket.socket, own: Identity, secrets: Mapping[Role, bytes]) -> Session:
-    """The listener's side, with a secret for each role that it serves; PermissionError if the
-    caller is not of this service. It waits for `welcome` then."""
+    """The listener's side, with the secret of each role that it serves; PermissionError if the
+    caller does not belong to this service. The caller then waits for `welcome`."""
     deadline = time.monotonic() + PROOF_SECONDS
     hello = read_exactly(connection, len(GREETING) + 1, deadline)
     roles = [role for role in secrets if hello == GREETING + bytes([role])]
@@ -131,12 +131,12 @@ def identify(connection: socket.socket, own: Identity, secrets: Mapping[Role, by
 
 
 def welcome(connection: socket.socket) -> None:
-    """The listener is ready to serve a caller that has proved itself."""
+    """Tells an authenticated caller that it is served."""
     connection.sendall(WELCOME)
 
 
 def read_exactly(connection: socket.socket, length: int, deadline: float | None = None) -> bytes:
-    """So many bytes, all of them before the deadline."""
+    """Reads `length` bytes before the deadline."""
     data = bytearray()
     while len(data) < length:
         if deadline is not None:

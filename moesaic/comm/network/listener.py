@@ -1,4 +1,4 @@
-"""A listening socket whose callers prove themselves before they are served. No torch here."""
+"""A listening socket that authenticates callers before it serves them. No torch here."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from moesaic.comm.network.quiet_log import QuietLog
 
 logger = logging.getLogger(__name__)
 
-# Connections that have not proved anything yet.
+# Connections that are not authenticated yet.
 MOST_UNPROVED: Final = 64
-# Until the next try, when no connection can be accepted.
+# The pause after a failed accept.
 PAUSE_SECONDS: Final = 0.05
-# A machine that vanished without a word is noticed after this many seconds.
+# A machine that vanishes is noticed after this many seconds.
 SILENCE_SECONDS: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
 class RoleHandler:
-    """What a role gets: `serve` runs in a thread of its own until the connection is over; it gets
-    the connection, the session and a name for messages."""
+    """How a role is served: `serve` gets the connection, the session and a name for messages, and
+    runs in its own thread until the connection ends."""
 
     secret: bytes
     serve: Callable[[socket.socket, Session, str], None]
 
 
 class Listener:
-    """Accepts connections, each in a thread of its own.
+    """Accepts connections, each in its own thread.
 
-    When too many have not proved themselves yet, the address that has most of these loses its
-    oldest: a flood from one machine does not keep out a caller from another.
+    Beyond MOST_UNPROVED unauthenticated connections, the address with most of them loses its
+    oldest: a flood from one machine does not keep out callers from another.
     """
 
     def __init__(
@@ -48,18 +48,18 @@ class Listener:
         self._secrets = {role: handler.secret for role, handler in handlers.items()}
         self._lock = threading.Lock()
         self._unproved: dict[socket.socket, str] = {}
-        """Where each comes from, the oldest first."""
+        """The host of each, the oldest first."""
         self._proved: set[socket.socket] = set()
         self._log = QuietLog(logger)
         self.closed = False
         threading.Thread(target=self._accept, name="listener", daemon=True).start()
 
     def close(self) -> None:
-        """End the listener and all of its connections. May be repeated."""
+        """Ends the listener and all of its connections. May be repeated."""
         with self._lock:
             self.closed = True
             connections = [*self._unproved, *self._proved]
-        # Closing alone would not wake the threads that wait on these.
+        # Closing alone does not wake the threads that wait on these.
         for waiting in (self._listening, *connections):
             _wake(waiting)
         self._listening.close()
@@ -69,7 +69,7 @@ class Listener:
             try:
                 connection, address = self._listening.accept()
             except OSError:
-                # The listener is closed, there are no descriptors, or the caller has gone already.
+                # The listener is closed, no descriptor is free, or the caller is gone.
                 time.sleep(PAUSE_SECONDS)
                 continue
             host, port = address[:2] if isinstance(address, tuple) else ("this machine", "socket")
@@ -78,14 +78,14 @@ class Listener:
             thread = threading.Thread(target=self._serve, args=(connection, where), daemon=True)
             try:
                 thread.start()
-            except RuntimeError as error:  # this process has as many threads as it may
+            except RuntimeError as error:  # no more threads can be started
                 self._settle(connection)
                 connection.close()
                 self._log.warn(f"refused a connection from {where}: {error}")
                 time.sleep(PAUSE_SECONDS)
 
     def _admit(self, connection: socket.socket, host: str) -> None:
-        """Note a connection that has proved nothing, and close one where there are too many."""
+        """Records an unauthenticated connection, and closes one if there are too many."""
         with self._lock:
             self._unproved[connection] = host
             if len(self._unproved) <= MOST_UNPROVED:
@@ -96,7 +96,7 @@ class Listener:
         _wake(oldest)
 
     def _settle(self, connection: socket.socket, *, proved: bool = False) -> bool:
-        """Whether a connection was still waiting to prove itself; now it has, or never will."""
+        """Ends the wait for authentication; returns whether the connection was still waiting."""
         with self._lock:
             was_waiting = self._unproved.pop(connection, None) is not None
             if proved and was_waiting and not self.closed:
@@ -104,11 +104,11 @@ class Listener:
             return was_waiting and not self.closed
 
     def _serve(self, connection: socket.socket, where: str) -> None:
-        """The life of a connection."""
+        """Serves one connection until it ends."""
         with connection:
             try:
                 session = identify(connection, self._identity, self._secrets)
-                # From here on it is not closed for others; only then is it told that it is served.
+                # From here on a flood cannot close it; only then is the caller welcomed.
                 if not self._settle(connection, proved=True):
                     return
                 connection.settimeout(None)
@@ -125,7 +125,7 @@ class Listener:
 
 
 def tune(connection: socket.socket) -> None:
-    """The kernel sizes the buffers itself, beyond what an explicit size may reach."""
+    """Does not set buffer sizes: the kernel's own may exceed what can be set."""
     if connection.family == socket.AF_UNIX:
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

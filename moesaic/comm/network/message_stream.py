@@ -1,4 +1,4 @@
-"""Messages over a connection whose ends have proved themselves. No torch here."""
+"""Authenticated messages over a connection. No torch here."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ MOST_BYTES: Final = 1 << 28
 
 
 class Tampered(ConnectionError):
-    """A message that the other end did not send so."""
+    """A message that fails authentication."""
 
 
 class MessageStream:
     """One thread may send while another receives.
 
     Every message carries a MAC over its direction, its number and its bytes, under the key of the
-    connection: one that was changed, repeated, left out or reflected ends the stream.
+    connection: a changed, repeated, dropped or reflected message ends the stream.
     """
 
     def __init__(self, connection: socket.socket, session: Session, *, calls: bool) -> None:
@@ -39,7 +39,7 @@ class MessageStream:
         self._connection.sendall(HEAD.pack(len(data)) + mac + data)
 
     def receive(self) -> bytes:
-        """The next message; ConnectionError when there will be none."""
+        """The next message; ConnectionError at the end."""
         head = read_exactly(self._connection, HEAD.size + MAC_BYTES)
         length = HEAD.unpack(head[: HEAD.size])[0]
         if length > MOST_BYTES:
@@ -52,5 +52,5 @@ class MessageStream:
         return data
 
     def _mac(self, direction: bytes, number: int, data: bytes) -> bytes:
-        # Direction and number have a fixed length: no two messages read the same.
+        # Direction and number have a fixed length, so that the input of the MAC is unambiguous.
         return hmac.digest(self._key, direction + HEAD.pack(number) + data, "sha256")

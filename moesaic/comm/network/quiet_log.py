@@ -1,4 +1,4 @@
-"""Warnings about what strangers send, which must not fill the log."""
+"""Rate-limited warnings about what unknown processes send."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ QUIET_SECONDS: Final = 1.0
 
 
 class QuietLog:
-    """At most one warning a second; the next one tells how many were left out."""
+    """At most one warning a second; the next one counts those that were left out."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger

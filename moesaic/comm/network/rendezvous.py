@@ -1,4 +1,4 @@
-"""A group of ranks that meet at a store and nowhere else: enough to make windows."""
+"""A group of ranks that exchange bytes through the store only: enough to create windows."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from moesaic.comm.supervise.control_page import RankStatus
 
 
 class StoreGroup(Peers):
-    """Ranks that exchange bytes through a store, operation after operation in the same order.
+    """Ranks that exchange bytes through a store, in the same order of operations.
 
     Use a name once per store. A group of one needs no store. Like a wait on a window, a wait here
-    ends with EpochChanged when the supervisor declares a new epoch. `timeout`: of a meeting, which
-    ranks may come to at very different times while they load.
+    raises EpochChanged when the supervisor declares a new epoch. `timeout` covers ranks that load
+    for different times.
     """
 
     def __init__(
@@ -35,16 +35,16 @@ class StoreGroup(Peers):
         if nodes and len(nodes) != size:
             raise ValueError(f"nodes {list(nodes)} of group {name}: give {size}, one for each rank")
         if size > 1 and store is None:
-            raise ValueError(f"group {name} of {size} ranks: give the store where they meet")
+            raise ValueError(f"group {name} of {size} ranks: give the store that they share")
         self.name, self.rank, self.size, self.timeout = name, rank, size, timeout
         self.nodes, self.status = tuple(nodes), status
         self._store = store if size > 1 else None
         self._sequence = 0
         self._last_complete = ""
         self.host = LOOPBACK
-        """The address that gloo binds, if collectives are asked for."""
+        """The address that gloo binds, if collectives are requested."""
         self.collective_timeout = timeout
-        """Of those collectives."""
+        """The timeout of those collectives."""
         self._collectives: RankGroup | None = None
         self._torch_store: TorchStore | None = None
 
@@ -73,7 +73,6 @@ class StoreGroup(Peers):
         return self._collectives
 
     def all_gather_bytes(self, data: bytes, operation: str) -> list[bytes]:
-        """What each rank gave, of any length."""
         if self._store is None:
             return [data]
         self._sequence += 1
@@ -84,11 +83,11 @@ class StoreGroup(Peers):
             check = None if self.status is None else self.status.check
             missing = self._store.wait(keys, self.timeout, check)
             parts = [] if missing else self._store.get_now(keys)
-            # All have come here, so all have read what was given before.
+            # All ranks are here, so all have read the previous values.
             if self._sequence > 1 and not missing:
                 self._store.delete(self._key(self._sequence - 1, self.rank))
         except OSError as error:
-            # The store went down with its host. Who is missing is then anybody's guess.
+            # The store ended with its host, so that the missing ranks are unknown.
             raise PeerTimeout((), operation, time.monotonic() - started) from error
         if missing:
             late = tuple(keys.index(key) for key in missing)

@@ -1,9 +1,8 @@
-"""The store of a service: names and bytes, by which ranks meet. No torch here.
+"""The store of a service: keys and values for the rendezvous of ranks. No torch here.
 
-The supervisor of node 0 serves it: on a Unix socket in its private run folder where all ranks are
-on one machine, at --dist-init-addr where there are several nodes. A process that connects proves
-that it knows the secret of the service (comm.handshake), and every message is authenticated
-(comm.stream).
+The supervisor of node 0 serves it: on a Unix socket in its private run folder if all ranks are on
+one machine, at --dist-init-addr for several nodes. A client proves that it knows the secret of the
+service (handshake.py), and every message is authenticated (message_stream.py).
 """
 
 from __future__ import annotations
@@ -25,20 +24,23 @@ from moesaic.comm.network.handshake import Identity, Role, Session
 from moesaic.comm.network.listener import Listener, RoleHandler
 from moesaic.comm.network.message_stream import MessageStream
 
-# All keys and values together. Ranks exchange a few kilobytes each.
+# Of all keys and values. Ranks exchange a few kilobytes each.
 MOST_BYTES: Final = 1 << 28
 ANSWER_SECONDS: Final = 60.0
-# How long a client sleeps between two looks for a key: short at first, as peers mostly come
-# together, then a twentieth of what it has waited, so that the store can serve many ranks.
+# How long a client sleeps between two checks for a key: short at first, as peers mostly arrive
+# together, then a twentieth of the wait so far, so that the store can serve many ranks.
 FIRST_PAUSE: Final = 0.001
 LONGEST_PAUSE: Final = 0.25
 PAUSE_SHARE: Final = 0.05
+
+# Methods of StoreTable that a client may call.
+OPERATIONS: Final = ("set", "get", "has", "add", "delete", "count")
 
 Answer = bool | int | list[bytes | None] | None
 
 
 class StoreRequest(msgspec.Struct, array_like=True, frozen=True):
-    """`operation`: the name of a method of Table."""
+    """`operation`: the name of a method of StoreTable."""
 
     operation: str
     keys: list[str]
@@ -57,7 +59,7 @@ _REPLIES: Final = msgspec.msgpack.Decoder(StoreReply)
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """`host`: of `port`, or the path of a Unix socket where that is 0."""
+    """`host`: the host of `port`, or the path of a Unix socket if that is 0."""
 
     host: str
     port: int
@@ -92,7 +94,7 @@ class StoreAddress:
 
 
 class StoreTable:
-    """What is stored. Any thread may call the methods, which never wait."""
+    """The stored values. Any thread may call the methods, which never block."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -100,7 +102,7 @@ class StoreTable:
         self._lock = threading.Lock()
 
     def serve(self, connection: socket.socket, session: Session, name: str) -> None:
-        """Answer one client until it goes."""
+        """Answers one client until it disconnects."""
         stream = MessageStream(connection, session, calls=False)
         with suppress(OSError, ValueError):
             while True:
@@ -109,8 +111,10 @@ class StoreTable:
     def answer(self, data: bytes) -> StoreReply:
         try:
             request = _REQUESTS.decode(data)
+            if request.operation not in OPERATIONS:
+                raise KeyError(request.operation)
             with self._lock:
-                return StoreReply(OPERATIONS[request.operation](self, request))
+                return StoreReply(getattr(self, request.operation)(request))
         except (msgspec.DecodeError, KeyError, ValueError) as error:
             return StoreReply(error=f"{type(error).__name__}: {error}")
 
@@ -151,21 +155,8 @@ class StoreTable:
         return value is not None
 
 
-OPERATIONS: Final[dict[str, Callable[[StoreTable, StoreRequest], Answer]]] = {
-    method.__name__: method
-    for method in (
-        StoreTable.set,
-        StoreTable.get,
-        StoreTable.has,
-        StoreTable.add,
-        StoreTable.delete,
-        StoreTable.count,
-    )
-}
-
-
 class StoreClient:
-    """A rank's connection to the store. Any thread may use it; a request waits for no other rank.
+    """A rank's connection to the store. Any thread may use it; no request waits for another rank.
 
     OSError means that the store is gone.
     """
@@ -197,13 +188,13 @@ class StoreClient:
     def wait(
         self, keys: Sequence[str], seconds: float, look: Callable[[], object] | None = None
     ) -> list[str]:
-        """Waits until all keys are there, and returns those that are missing after `seconds`.
-        Meanwhile it calls `look`, which may raise."""
-        begun = time.monotonic()
+        """Waits until all keys exist, and returns those that are missing after `seconds`. Meanwhile
+        it calls `look`, which may raise."""
+        started = time.monotonic()
         while not self.has(keys):
             if look is not None:
                 look()
-            waited = time.monotonic() - begun
+            waited = time.monotonic() - started
             if waited >= seconds:
                 values = self.get_now(keys)
                 return [key for key, value in zip(keys, values, strict=True) if value is None]
@@ -220,7 +211,7 @@ class StoreClient:
                 self._stream.send(msgspec.msgpack.encode(request))
                 reply = _REPLIES.decode(self._stream.receive())
             except BaseException:
-                # What comes later would be taken for the answer to the next request.
+                # A late reply would be taken for the reply to the next request.
                 self._connection.close()
                 raise
         if reply.error:
@@ -229,7 +220,7 @@ class StoreClient:
 
 
 class LocalStore:
-    """A store for processes of this machine, served by threads of this one."""
+    """A store for processes of this machine, served by threads of this process."""
 
     def __init__(self, folder: Path) -> None:
         """`folder`: one that other users cannot enter."""

@@ -1,4 +1,4 @@
-"""The store of a service as torch.distributed wants one, for gloo and NCCL."""
+"""The store of a service as a store of torch.distributed, for gloo and NCCL."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 
 class TorchStore(Store):
-    """torch calls these from C++ as long as this object lives: keep it as long as what uses it.
+    """torch calls these from C++: keep this object as long as what uses it.
 
-    A missing key is waited for; after `seconds` that is an error, as is a store that is gone.
+    `get` and `wait` raise if a key is missing after `seconds` or the store is gone.
     """
 
     def __init__(self, client: StoreClient, prefix: str, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Addresses of nodes, and whether the one where they meet can be used. No torch here."""
+"""Addresses of nodes, and the check of --dist-init-addr. No torch here."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ SIOCGIFADDR: Final = 0x8915
 def check_init_address(
     node_rank: int, address: str, environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Before anything is started: ValueError, with what to change, where nodes cannot meet there
-    or the secret is no good."""
+    """Raises ValueError, with the fix, if nodes cannot connect there or the secret is too short."""
     own_secret(environment)
     name, port = split_address(address)
     host = numeric(name)
     if ipaddress.ip_address(host).is_unspecified:
         advice = _advice(port) if node_rank == 0 else "give an address of node 0"
-        raise ValueError(f"--dist-init-addr {address}: other nodes cannot call there; {advice}")
+        raise ValueError(f"--dist-init-addr {address}: other nodes cannot connect to it; {advice}")
     if node_rank == 0:
         _check_own(address, host, port)
         return
@@ -37,13 +36,13 @@ def check_init_address(
         address_towards(host, port)
     except OSError as error:
         raise ValueError(
-            f"--dist-init-addr {address}: no way there from this machine ({error}); give an "
+            f"--dist-init-addr {address}: this machine has no route to it ({error}); give an "
             "address of node 0 that this one reaches"
         ) from None
 
 
 def numeric(host: str) -> str:
-    """The address of a name: a socket is bound to an address."""
+    """Resolves a name, since a socket is bound to an address."""
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError) as error:
@@ -54,7 +53,7 @@ def numeric(host: str) -> str:
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address as a host sees it; nothing is sent."""
+    """This machine's address as a host sees it; no packet is sent."""
     with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])
@@ -65,7 +64,7 @@ def family_of(host: str) -> socket.AddressFamily:
 
 
 def own_addresses() -> list[str]:
-    """Of this machine's network interfaces, those that other nodes may reach first."""
+    """The addresses of this machine, those that other nodes may reach first."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -80,7 +79,7 @@ def own_addresses() -> list[str]:
 
 
 def _check_own(address: str, host: str, port: int) -> None:
-    """Bound, but not listening: no other node can take it for node 0 already."""
+    """Binds without listening, so that no node can connect to it yet."""
     with socket.socket(family_of(host), socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,4 +1,4 @@
-"""What a process tells the kernel of itself: whom it does not outlive, and its name."""
+"""Sets which processes this one does not outlive, and its name."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def die_with_parent() -> None:
 
 
 def name_process(name: str) -> None:
-    """As ps and top show it in their column COMMAND (comm): all of them are Python."""
+    """Sets the name that ps and top show in their column COMMAND."""
     assert len(name) <= NAME_BYTES, name
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
 def die_with_fork_server() -> None:
-    """For its children: end with the fork server, and with the process that asked for them."""
+    """Ends a child of the fork server with the server and with the process that asked for it."""
     die_with_parent()
-    # Covers a parent that ended before the line above, and systems without that call.
+    # Covers a parent that ended before the call above, and systems without that call.
     threading.Thread(target=_exit_after_parent, daemon=True, name="parent").start()
 
 

@@ -1,4 +1,4 @@
-"""Whether two nodes were started alike: the same version, the same flags, the same mesh."""
+"""Checks that two nodes have the same version, flags and mesh."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moesaic.config.args import ServerArgs
 from moesaic.config.args_engine import ServeArgs
 from moesaic.config.flags import specs
 
-# Nodes may differ in these: where they meet, they have met, and the HTTP server is node 0's alone.
+# Nodes may differ in these; the HTTP server runs on node 0 only.
 OWN_FLAGS: Final = frozenset(
     {
         *(field.name for field in fields(ServeArgs)),
@@ -28,31 +28,31 @@ MISSING: Final = "unknown"
 
 
 def facts_of(spec: ServiceSpec) -> dict[str, Any]:
-    """What nodes must have in common; nothing secret."""
+    """What all nodes must have in common, without secrets."""
     secret = {flag.field for flag in specs(ServerArgs).values() if flag.flag.secret}
     flags = {name: value for name, value in spec.config.items() if name not in OWN_FLAGS | secret}
     return {"version": __version__, "flags": flags, "mesh": asdict(spec.mesh)}
 
 
 def differences(first: Mapping[str, Any], other: Mapping[str, Any], node: int) -> str:
-    """What is not the same on node 0 and on another; empty if all is."""
+    """The differences between node 0 and another; empty if there are none."""
     shown = {name: flag.name for name, flag in specs(ServerArgs).items()}
-    # The mesh follows from the flags, and those from the version: the cause is enough.
+    # Flags depend on the version and the mesh on the flags, so only the first difference is shown.
     for mine, its in (
         ({"moesaic": first.get("version")}, {"moesaic": other.get("version")}),
         (first.get("flags", {}), other.get("flags", {})),
         (first.get("mesh", {}), other.get("mesh", {})),
     ):
-        told = [
+        found = [
             f"{shown.get(name, name)} is {here} on node 0 and {there} on node {node}"
-            for name, here, there in _unlike(mine, its)
+            for name, here, there in _differing(mine, its)
         ]
-        if told:
-            return "; ".join(told)
+        if found:
+            return "; ".join(found)
     return ""
 
 
-def _unlike(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+def _differing(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     names = dict.fromkeys([*first, *other])
     pairs = [(name, first.get(name, MISSING), other.get(name, MISSING)) for name in names]
     return [pair for pair in pairs if pair[1] != pair[2]]

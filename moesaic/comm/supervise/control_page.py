@@ -164,7 +164,7 @@ class RankStatus:
     def beat(self) -> None:
         self._words[self._first + BEAT] = time.monotonic_ns()
 
-    def begin(self, step: int, operation: str = "begin a step") -> None:
+    def begin_step(self, step: int, operation: str = "begin a step") -> None:
         self._words[self._first + STEP] = step
         self.enter(RankState.COMPUTING, operation)
 

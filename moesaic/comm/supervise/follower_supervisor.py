@@ -25,17 +25,8 @@ from moesaic.comm.supervise.supervisor_links import (
     Disconnected,
     LeadLink,
 )
-from moesaic.core.messages import (
-    AnyMessage,
-    Beat,
-    Failed,
-    Fault,
-    Hello,
-    Ready,
-    Relay,
-    RollbackStep,
-    Stop,
-)
+from moesaic.core import messages
+from moesaic.core.messages import AnyMessage
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +51,7 @@ class FollowerSupervisor(NodeSupervisor):
         self._started = time.monotonic()
         self._last_logged = -math.inf
 
-    def begin(self) -> None:
+    def start(self) -> None:
         times = self.spec.timeouts
         self._lead = LeadLink(self.spec.node_rank, self._address, times.start)
         self.loop.add(self._lead.inbox.wakeup_fd, self._on_lead)
@@ -70,19 +61,19 @@ class FollowerSupervisor(NodeSupervisor):
         if self.exit_code is not None:
             return
         assert self._lead is not None
-        if not self._lead.met:
+        if not self._lead.connected_at:
             self._await_lead(now)
         elif self._joined:
             self._keep_alive(self._lead, now)
-        elif now - self._lead.met > ANSWER_SECONDS:
+        elif now - self._lead.connected_at > ANSWER_SECONDS:
             address = self.spec.dist_init_addr
             self.fail(f"node 0 ({address}) gives no answer within {ANSWER_SECONDS:.0f} s", [])
 
     def _await_lead(self, now: float) -> None:
-        limit, address = self.spec.timeouts.meet, self.spec.dist_init_addr
+        limit, address = self.spec.timeouts.nodes, self.spec.dist_init_addr
         if now - self._started > limit:
             self.fail(
-                f"node 0 was not met at {address} within {limit:.0f} s: start it with "
+                f"node 0 did not answer at {address} within {limit:.0f} s: start it with "
                 f"--node-rank 0, and look whether it has ended with an error",
                 [],
             )
@@ -92,11 +83,11 @@ class FollowerSupervisor(NodeSupervisor):
 
     def _keep_alive(self, lead: LeadLink, now: float) -> None:
         if self.was_late:
-            lead.heard = now
-        silence, times = now - lead.heard, self.spec.timeouts
+            lead.last_heard = now
+        silence, times = now - lead.last_heard, self.spec.timeouts
         # Node 0 has a shorter limit, and knows which rank is late.
         if not self.is_serving and now - self._started > times.start + times.node:
-            self.fail(f"not ready within {times.start:.0f} s, though node 0 was met", [])
+            self.fail(f"not ready within {times.start:.0f} s, although node 0 is connected", [])
         elif silence > times.node:
             self.fail(
                 f"node 0 ({self.spec.dist_init_addr}) is lost: silent for {silence:.1f} s", []
@@ -104,20 +95,20 @@ class FollowerSupervisor(NodeSupervisor):
         elif now - self._last_beat >= BEAT_SECONDS:
             self._last_beat = now
             ranks = {rank: self.page.snapshot(rank) for rank in self.spec.ranks}
-            lead.send(Beat(self.spec.node_rank, ranks))
+            lead.send(messages.Beat(self.spec.node_rank, ranks))
 
     def on_rank(self, rank: int, message: AnyMessage, data: bytes) -> None:
         assert self._lead is not None
-        if isinstance(message, Failed):
+        if isinstance(message, messages.Failed):
             if not message.waited:
                 self.lose_ranks([rank], self.describe_loss(rank, f"failed: {message.error}"))
                 return
             # Node 0 sees all ranks, and finds the one at fault.
             self.reported.add(rank)
-        self._lead.send(Relay(rank, data))
+        self._lead.send(messages.Relay(rank, data))
 
     def on_client(self, message: AnyMessage) -> None:
-        if isinstance(message, Stop):
+        if isinstance(message, messages.Stop):
             self.stop(message.reason)
 
     def fail(self, message: str, ranks: Sequence[int]) -> None:
@@ -125,14 +116,12 @@ class FollowerSupervisor(NodeSupervisor):
 
     def stop(self, reason: str) -> None:
         """For the other nodes it is a fault: they cannot go on without this one."""
-        if self.exit_code is not None:
+        if not self.end(0, logging.INFO, f"node {self.spec.node_rank} leaves: {reason}"):
             return
-        self.exit_code = 0
-        self.log_end(logging.INFO, f"node {self.spec.node_rank} leaves: {reason}")
         if self._lead is not None:
-            self._lead.send(Fault(f"node {self.spec.node_rank} has left: {reason}"))
+            self._lead.send(messages.Fault(f"node {self.spec.node_rank} has left: {reason}"))
         self.stop_ranks()
-        self.send_client(Stop())
+        self.send_client(messages.Stop())
 
     def close(self) -> None:
         if self._lead is not None:
@@ -140,14 +129,12 @@ class FollowerSupervisor(NodeSupervisor):
         super().close()
 
     def _end(self, message: str, ranks: Sequence[int], *, tell: bool) -> None:
-        if self.exit_code is not None:
+        if not self.end(1, logging.ERROR, f"the service ends: {message}"):
             return
-        self.exit_code = 1
-        self.log_end(logging.ERROR, f"the service ends: {message}")
         if tell and self._lead is not None:
-            self._lead.send(Fault(message, list(ranks)))
+            self._lead.send(messages.Fault(message, list(ranks)))
         self.fence(ranks, message)
-        self.send_client(Fault(message, list(ranks)))
+        self.send_client(messages.Fault(message, list(ranks)))
 
     def _join(self, made_secret: bytes) -> None:
         """Starts the ranks, now that node 0 has admitted this node."""
@@ -163,31 +150,31 @@ class FollowerSupervisor(NodeSupervisor):
         for event in self._lead.receive(time.monotonic()):
             match event:
                 case Connected():
-                    self._lead.send(Hello(self.spec.node_rank, facts_of(self.spec)))
+                    self._lead.send(messages.Hello(self.spec.node_rank, facts_of(self.spec)))
                 case Disconnected(reason, refused):
                     self._on_disconnected(reason, refused)
-                case Hello(facts=facts):
+                case messages.Hello(facts=facts):
                     self._join(facts.get(MADE_SECRET, b""))
-                case Relay(rank, data):
+                case messages.Relay(rank, data):
                     self.send_local(rank, data)
-                case RollbackStep():
+                case messages.RollbackStep():
                     self.roll_back(event)
-                case Ready():
+                case messages.Ready():
                     self.is_serving = True
                     self.send_client(event)
-                case Fault(text, ranks):
+                case messages.Fault(text, ranks):
                     self._end(text, ranks, tell=False)
-                case Stop():
+                case messages.Stop():
                     self._stop_with_lead()
 
     def _on_disconnected(self, reason: str, refused: bool) -> None:
         assert self._lead is not None
-        what = "refuses" if refused else "is lost" if self._lead.met else "cannot be met"
+        what = (
+            "refuses" if refused else "is lost" if self._lead.connected_at else "cannot be reached"
+        )
         self.fail(f"node 0 ({self.spec.dist_init_addr}) {what}: {reason}", [])
 
     def _stop_with_lead(self) -> None:
-        if self.exit_code is None:
-            self.exit_code = 0
-            self.log_end(logging.INFO, "node 0 has ended the service")
+        if self.end(0, logging.INFO, "node 0 has ended the service"):
             self.stop_ranks()
-            self.send_client(Stop())
+            self.send_client(messages.Stop())

@@ -1,8 +1,8 @@
-"""For the fork server alone, which imports it first: die with the supervisor, whatever happens.
+"""The fork server imports this module first, to end with the supervisor in every case.
 
-The kernel kills the fork server when the supervisor ends, and each rank when the fork server ends:
-that reaches ranks that are stopped or stuck, too. An import is the only way to run something in the
-fork server of the standard library; anywhere else it does nothing.
+The kernel kills the fork server when the supervisor ends, and each rank when the fork server ends,
+even if it is stopped or stuck. An import is the only way to run code in the fork server of the
+standard library; in other processes it does nothing.
 """
 
 import os
@@ -16,5 +16,5 @@ SUPERVISOR: Final = "MOESAIC_SUPERVISOR_PID"
 if os.environ.get(SUPERVISOR) == str(os.getppid()):
     die_with_parent()
     name_process("moesaic-forks")
-    # Sent to a whole group of processes it is for the supervisor, which ends the others in order.
+    # A signal to the process group is for the supervisor, which ends the others in order.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

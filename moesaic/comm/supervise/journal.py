@@ -59,7 +59,7 @@ class Journal:
                 self._drop(delta.rid)
 
     def replay(self, rid: str) -> NewRequest:
-        """The request that, submitted to any group, continues an open one where it stands."""
+        """The request that, submitted to any group, continues an open one."""
         entry = self.open[rid]
         return msgspec.structs.replace(entry.request, emitted=list(entry.emitted))
 

@@ -29,31 +29,8 @@ from moesaic.comm.supervise.supervisor_links import (
     FollowerLinks,
     RemoteRanks,
 )
-from moesaic.core.messages import (
-    Abort,
-    AnyMessage,
-    Asleep,
-    Beat,
-    Failed,
-    Fault,
-    Hello,
-    Message,
-    NewRequest,
-    Query,
-    QueryReply,
-    Ready,
-    Relay,
-    RequestDelta,
-    SlowStep,
-    StepAbandoned,
-    StepFailed,
-    StepOutput,
-    Stop,
-    Submit,
-    Wake,
-    decode,
-    encode,
-)
+from moesaic.core import messages
+from moesaic.core.messages import AnyMessage, Message, decode, encode
 from moesaic.core.rank_state import RankSnapshot, RankState
 from moesaic.core.request import FinishReason
 
@@ -95,7 +72,7 @@ class LeadSupervisor(NodeSupervisor):
         leaders = [mesh.leader(group) for group in groups]
         return Replica(ranks, groups, StepRollbacks(number, ranks, leaders))
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Starts the ranks of this node."""
         if self.mesh.nnodes == 1:
             self.start_ranks(LocalStore(self.folder).address)
@@ -132,60 +109,56 @@ class LeadSupervisor(NodeSupervisor):
         return here | self._remote.at(now)
 
     def fail(self, message: str, ranks: Sequence[int]) -> None:
-        if self.exit_code is not None:
+        if not self.end(1, logging.ERROR, f"the service ends: {message}"):
             return
-        self.exit_code = 1
-        self.log_end(logging.ERROR, f"the service ends: {message}")
-        self._tell_followers(Fault(message, list(ranks)))
+        self._tell_followers(messages.Fault(message, list(ranks)))
         self.fence(ranks, message)
-        self.send_client(Fault(message, list(ranks)))
+        self.send_client(messages.Fault(message, list(ranks)))
 
     def stop(self, reason: str) -> None:
-        if self.exit_code is not None:
+        if not self.end(0, logging.INFO, f"the service stops: {reason}"):
             return
-        self.exit_code = 0
-        self.log_end(logging.INFO, f"the service stops: {reason}")
         for answer in self.journal.end_all(f"the service stops: {reason}"):
             self.send_client(answer)
-        self._tell_followers(Stop())
+        self._tell_followers(messages.Stop())
         self.stop_ranks()
-        self.send_client(Stop())
+        self.send_client(messages.Stop())
 
     def on_client(self, message: AnyMessage) -> None:
         match message:
-            case Submit(requests):
+            case messages.Submit(requests):
                 self._submit(requests)
-            case Abort(rid):
+            case messages.Abort(rid):
                 entry = self.journal.open.get(rid)
                 if entry is not None:
                     self.send_rank(self.mesh.leader(entry.group), encode(message))
-            case Query():
+            case messages.Query():
                 self._ask(message)
-            case Stop(reason):
+            case messages.Stop(reason):
                 self.stop(reason)
 
     def on_rank(self, rank: int, message: AnyMessage, data: bytes) -> None:
         """Outputs and replies are passed on without being encoded again."""
         match message:
-            case StepOutput():
+            case messages.StepOutput():
                 self.journal.record(message)
                 self.send_client(data)
                 self._replica_of(rank).rollbacks.note_progress()
-            case QueryReply():
+            case messages.QueryReply():
                 self.send_client(data)
-            case Asleep(replica, round_):
+            case messages.Asleep(replica, round_):
                 self._on_asleep(self._replicas[replica], round_)
-            case SlowStep():
+            case messages.SlowStep():
                 seen = self.snapshots(time.monotonic())
                 logger.warning("%s", self._watchdog.explain_slow(message, seen))
-            case Ready(facts=facts):
+            case messages.Ready(facts=facts):
                 self._facts[rank] = facts
                 self._check_ready()
-            case StepFailed():
+            case messages.StepFailed():
                 self._on_step_failed(message)
-            case StepAbandoned():
+            case messages.StepAbandoned():
                 self._on_abandoned(message)
-            case Failed():
+            case messages.Failed():
                 self._on_failed(message)
 
     def send_rank(self, rank: int, data: bytes) -> None:
@@ -194,7 +167,7 @@ class LeadSupervisor(NodeSupervisor):
         if node == 0:
             self.send_local(rank, data)
         elif self._followers is not None:
-            self._followers.send(node, Relay(rank, data))
+            self._followers.send(node, messages.Relay(rank, data))
 
     def close(self) -> None:
         if self._followers is not None:
@@ -210,13 +183,13 @@ class LeadSupervisor(NodeSupervisor):
         now = time.monotonic()
         for node, message in self._followers.receive(now):
             match message:
-                case Relay(rank, data) if rank in self.mesh.ranks_of_node(node):
+                case messages.Relay(rank, data) if rank in self.mesh.ranks_of_node(node):
                     self.on_rank(rank, decode(data), data)
-                case Beat():
+                case messages.Beat():
                     self._remote.update(message, now)
-                case Fault(text, ranks):
+                case messages.Fault(text, ranks):
                     self.fail(text, ranks)
-                case Hello(facts=facts):
+                case messages.Hello(facts=facts):
                     self._admit(node, facts)
                 case Disconnected(reason):
                     self._lose_node(node, f"its connection ended ({reason})")
@@ -225,7 +198,7 @@ class LeadSupervisor(NodeSupervisor):
         assert self._followers is not None
         unlike = differences(facts_of(self.spec), facts, node)
         if unlike:
-            self.fail(f"nodes 0 and {node} were not started alike: {unlike}", [])
+            self.fail(f"nodes 0 and {node} have different settings: {unlike}", [])
             return
         self._followers.welcome(node)
         here = self.mesh.nnodes - len(self._followers.missing)
@@ -237,10 +210,12 @@ class LeadSupervisor(NodeSupervisor):
         if not missing:
             return
         names = f"node{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-        address, limit = self.spec.dist_init_addr, self.spec.timeouts.meet
+        address, limit = self.spec.dist_init_addr, self.spec.timeouts.nodes
         if now - self._started > limit:
             flags = f"--nnodes {nnodes} --node-rank {missing[0]} --dist-init-addr {address}"
-            self.fail(f"{names} did not come to {address} within {limit:.0f} s: start {flags}", [])
+            self.fail(
+                f"{names} did not connect to {address} within {limit:.0f} s: start {flags}", []
+            )
         elif now - self._last_logged > WAIT_SECONDS:
             self._last_logged = now
             here = nnodes - len(missing)
@@ -253,7 +228,7 @@ class LeadSupervisor(NodeSupervisor):
             self._followers.reset_silence(now)
         if now - self._last_beat >= BEAT_SECONDS:
             self._last_beat = now
-            self._followers.broadcast(Beat(0))
+            self._followers.broadcast(messages.Beat(0))
         self._await_nodes(now)
         lost = self._followers.lost(now)
         if lost is not None:
@@ -265,26 +240,26 @@ class LeadSupervisor(NodeSupervisor):
         names = f"ranks {ranks.start} to {ranks.stop - 1}"
         self.lose_ranks(ranks, f"node {node} ({names}) is lost: {why}")
 
-    def _submit(self, requests: Sequence[NewRequest]) -> None:
-        by_group: dict[int, list[NewRequest]] = {}
+    def _submit(self, requests: Sequence[messages.NewRequest]) -> None:
+        by_group: dict[int, list[messages.NewRequest]] = {}
         for request in requests:
             if request.rid in self.journal.open:
                 self._refuse(request.rid)
             else:
                 by_group.setdefault(self.journal.assign(request), []).append(request)
         for group, chosen in by_group.items():
-            self.send_rank(self.mesh.leader(group), encode(Submit(chosen)))
+            self.send_rank(self.mesh.leader(group), encode(messages.Submit(chosen)))
         for replica in self._replicas:
             self._wake_if_due(replica)
 
     def _refuse(self, rid: str) -> None:
         why = f"request id {rid!r} is in use: give another"
-        reason = FinishReason("abort", message=why, failed=True)
-        self.send_client(StepOutput([RequestDelta(rid, [], finish=reason)]))
+        finish = FinishReason("abort", message=why, failed=True)
+        self.send_client(messages.StepOutput([messages.RequestDelta(rid, [], finish=finish)]))
 
-    def _ask(self, question: Query) -> None:
+    def _ask(self, question: messages.Query) -> None:
         if question.what in ("info", "stats"):
-            self.send_client(QueryReply(question.number, -1, self._overview()))
+            self.send_client(messages.QueryReply(question.number, -1, self._overview()))
         leaders = map(self.mesh.leader, range(self.mesh.num_groups))
         # Ranks that are asleep answer, too.
         for rank in range(self.mesh.world) if question.every else leaders:
@@ -309,7 +284,7 @@ class LeadSupervisor(NodeSupervisor):
             replica.awake, replica.round = False, round_
             self._wake_if_due(replica)
 
-    def _on_step_failed(self, failed: StepFailed) -> None:
+    def _on_step_failed(self, failed: messages.StepFailed) -> None:
         replica = self._replica_of(failed.rank)
         rollback = replica.rollbacks.start(failed)
         if rollback is None:
@@ -325,7 +300,7 @@ class LeadSupervisor(NodeSupervisor):
         self._tell_followers(rollback)
         self.roll_back(rollback)
 
-    def _on_abandoned(self, abandoned: StepAbandoned) -> None:
+    def _on_abandoned(self, abandoned: messages.StepAbandoned) -> None:
         replica = self._replica_of(abandoned.rank)
         resume = replica.rollbacks.note_abandoned(abandoned)
         if resume is not None:
@@ -337,13 +312,13 @@ class LeadSupervisor(NodeSupervisor):
             return
         replica.awake = True
         for rank in replica.ranks:
-            self.send_rank(rank, encode(Wake(replica.round)))
+            self.send_rank(rank, encode(messages.Wake(replica.round)))
 
     def _check_ready(self) -> None:
         if len(self._facts) == self.mesh.world and not self.is_serving:
             self.is_serving = True
             ranks = [self._facts[rank] for rank in range(self.mesh.world)]
-            ready = Ready(0, {**ranks[0], "ranks": ranks})
+            ready = messages.Ready(0, {**ranks[0], "ranks": ranks})
             self._tell_followers(ready)
             self.send_client(ready)
 
@@ -357,7 +332,7 @@ class LeadSupervisor(NodeSupervisor):
         )
         self.fail(f"not ready within {self.spec.timeouts.start:.0f} s: {states}", late)
 
-    def _on_failed(self, failed: Failed) -> None:
+    def _on_failed(self, failed: messages.Failed) -> None:
         """A rank whose wait timed out is not at fault if another rank is seen not to take part."""
         seen = self.snapshots(time.monotonic())
         where = f"; {seen[failed.rank]}" if failed.rank in seen else ""

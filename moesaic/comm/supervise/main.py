@@ -1,12 +1,11 @@
 """The supervisor's process: `python -m moesaic.comm.supervise.main`, started by comm.launch.
 
-It reads a ServiceSpec from its standard input, which stays open: its end means that the client is
-gone, and the service stops. It answers with one line on its standard output, "ok ROUTE FOLDER" or
-"error TEXT", and keeps that open as well: its end tells the client that the supervisor is gone.
+It reads a ServiceSpec from its standard input. It answers with one line on its standard output: "ok
+ROUTE FOLDER" or "error TEXT". Both pipes stay open: the end of one means that the process at its
+other end is gone.
 
-It runs in a session of its own, so the terminal's Ctrl-C and Ctrl-Z go to the client alone, which
-decides. SIGTERM or SIGINT sent to it stop the service in order, with status 0; a fault ends it with
-status 1. Ranks ignore both.
+It has a session of its own, so that Ctrl-C and Ctrl-Z reach the client alone. SIGTERM or SIGINT
+stop the service in order, with status 0; a fault ends it with status 1. Ranks ignore both.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def main() -> int:
     except (OSError, RuntimeError) as error:
         os.write(answers, f"error {error}\n".encode())
         return 1
-    # What multiprocessing makes goes there too, and with it when it is swept.
+    # The temporary files of multiprocessing are swept with the folder.
     tempfile.tempdir = str(folder.path)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
@@ -77,7 +76,7 @@ def _run(node: NodeSupervisor) -> int:
 
 
 def _take_pipes() -> tuple[int, int]:
-    """The two pipes under other numbers, so that no child of ours holds them open."""
+    """Duplicates the two pipes, so that no child inherits them."""
     requests, answers = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -102,8 +101,8 @@ def _read(pipe: int, length: int) -> bytes:
 
 
 def _watch_client(node: NodeSupervisor, pipe: int) -> None:
-    """The pipe ends with the client, unless a child of the client's holds it; its process then
-    tells."""
+    """Stops the service when the pipe or the process of the client ends: a child of the client may
+    hold the pipe open."""
 
     number = f"node {node.spec.node_rank}'s" if node.mesh.nnodes > 1 else "the"
 
@@ -131,11 +130,11 @@ def _watch_signals(node: NodeSupervisor) -> None:
 
 
 def _ignore(number: int, frame: object) -> None:
-    """The number has gone through the pipe."""
+    """The wakeup descriptor delivers the number."""
 
 
 def _leave(code: int) -> None:
-    """Without waiting for threads that still wait for the fork server."""
+    """Exits without waiting for threads that wait for the fork server."""
     logging.shutdown()
     sys.stderr.flush()
     os._exit(code)

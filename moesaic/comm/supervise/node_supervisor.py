@@ -80,7 +80,7 @@ class NodeSupervisor(ABC):
         while self.exit_code is None and not self.has_client:
             self.loop.once(TICK)
         if self.exit_code is None:
-            self.begin()
+            self.start()
         while self.exit_code is None:
             self.loop.once(TICK)
             if self.exit_code is None:
@@ -88,7 +88,7 @@ class NodeSupervisor(ABC):
         return self.exit_code
 
     @abstractmethod
-    def begin(self) -> None:
+    def start(self) -> None:
         """Starts the ranks, or what must precede them."""
 
     @abstractmethod
@@ -144,36 +144,26 @@ class NodeSupervisor(ABC):
         with suppress(zmq.Again):
             self.client.send_multipart([self.client_route, data], zmq.NOBLOCK)
 
-    def log_end(self, level: int, text: str) -> None:
-        """The client logs it if there is one."""
+    def end(self, exit_code: int, level: int, text: str) -> bool:
+        """Ends the loop; False if it has ended before. A client logs the reason itself."""
+        if self.exit_code is not None:
+            return False
+        self.exit_code = exit_code
         logger.log(logging.DEBUG if self.has_client else level, "%s", text)
+        return True
 
     def describe_loss(self, rank: int, what: str) -> str:
         """Says what happened to a rank of this node, and what it did last."""
         return f"{self.mesh.describe(rank)} {what}; {self.page.snapshot(rank)}"
 
     def start_ranks(self, store: StoreAddress, host: str = "") -> None:
-        spec = self.spec
         jobs = []
-        for rank in spec.ranks:
-            rank_spec = RankSpec(
-                rank=rank,
-                mesh=spec.mesh,
-                target=spec.target,
-                config=spec.config,
-                control=self._control,
-                endpoint=self._endpoint,
-                route=self._routes[rank],
-                store=store,
-                timeout=spec.timeouts.collective,
-                start_timeout=spec.timeouts.start,
-                threads=spec.threads,
-                log_level=spec.log_level,
-                host=host,
+        for rank in self.spec.ranks:
+            route = self._routes[rank]
+            data = pack(
+                RankSpec(rank, self.spec, self._control, self._endpoint, route, store, host)
             )
-            jobs.append(
-                SpawnJob(f"rank{rank}", "moesaic.comm.launch.rank_link:main", (pack(rank_spec),))
-            )
+            jobs.append(SpawnJob(f"rank{rank}", "moesaic.comm.launch.rank_link:main", (data,)))
         self._spawner.start(jobs)
 
     def fence(self, ranks: Sequence[int], reason: str) -> None:

@@ -1,4 +1,4 @@
-"""One thread that waits for sockets and file descriptors at once."""
+"""One thread that waits for sockets and file descriptors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Source = zmq.Socket[bytes] | int
 
 
 class PollLoop:
-    """Calls the handler of whatever is readable; a handler may add and remove others."""
+    """Calls the handler of each readable source; a handler may add and remove sources."""
 
     def __init__(self) -> None:
         self._poller = zmq.Poller()
@@ -29,7 +29,7 @@ class PollLoop:
             self._poller.unregister(source)
 
     def once(self, seconds: float) -> None:
-        """Wait for at most that long, and serve all that is there."""
+        """Waits for at most `seconds` and handles what is readable."""
         for source, _ in self._poller.poll(int(max(0.0, seconds) * 1000)):
             handler = self._handlers.get(source)
             if handler is not None:
@@ -37,7 +37,7 @@ class PollLoop:
 
 
 def receive_some(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
-    """Yields the frames of messages that are there, MOST_AT_ONCE at most."""
+    """Yields the frames of up to MOST_AT_ONCE received messages."""
     with suppress(zmq.Again):
         for _ in range(MOST_AT_ONCE):
             yield socket.recv_multipart(zmq.NOBLOCK)

@@ -1,4 +1,4 @@
-"""Whether the processes of this node live: ended, stopped, or silent."""
+"""Detects processes of this node that are stopped or silent."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from moesaic.core.rank_state import RankState
 
 logger = logging.getLogger(__name__)
 
-# A supervisor that was itself held up for so long cannot judge what it sees.
+# A supervisor that was stalled this long cannot judge what it sees.
 LATE: Final = 1.0
-# Loading a model may hold Python's lock for long, and so may a machine with too much to do.
+# Loading a model, or an overloaded machine, may hold the GIL for long.
 PATIENT_FACTOR: Final = 6
-# From this share of the time that is allowed on, a silence is looked into.
+# A silence is examined from this share of the limit on.
 SUSPECT_SHARE: Final = 0.2
-# Who has waited for a core for this share of its silence is starved, and does not hang.
+# A rank that waited for a core for this share of its silence is starved and does not hang.
 STARVED_SHARE: Final = 0.5
-# What multiprocessing gives when the fork server, which would know better, is gone.
+# The exit code that multiprocessing reports when the fork server is gone.
 LOST: Final = 255
 
 
 @dataclass(slots=True)
 class Silence:
-    """Of a rank: since when it is looked into, and how long each of its threads had waited for a
-    core until then."""
+    """When the examination of a silent rank began, and how long each of its threads had waited for
+    a core until then."""
 
     since: float
     delays: Mapping[str, float]
-    is_told: bool = False
+    is_logged: bool = False
 
     def starved_for(self, pid: int) -> float:
         """The longest that a thread has waited for a core since then."""
@@ -43,7 +43,7 @@ class Silence:
 
 
 class ProcessWatch:
-    """Looks at all ranks of the node, about every 0.1 s."""
+    """Checks all ranks of the node, about every 0.1 s."""
 
     def __init__(self, page: ControlPage, timeouts: Timeouts) -> None:
         self._page, self._timeouts = page, timeouts
@@ -51,15 +51,15 @@ class ProcessWatch:
         self._silent: dict[int, Silence] = {}
         self._looked = 0.0
         self.was_late = False
-        """Whether the last look came long after the one before."""
+        """Whether this check came long after the one before."""
         self._fair_from = 0.0
         self.is_fair = False
-        """Whether enough time has passed since then to judge by what is seen."""
+        """Whether enough time has passed since then to judge a silence."""
 
     def look(
         self, pids: Mapping[int, int], now: float, *, starting: bool
     ) -> tuple[int, str] | None:
-        """The first rank that hangs, and how it shows."""
+        """The first rank that hangs, and the evidence."""
         self.was_late = now - self._looked > LATE
         if self.was_late:
             self._stopped.clear()
@@ -98,12 +98,12 @@ class ProcessWatch:
         return f"hangs: it has given no heartbeat for {seen.beat_age:.1f} s"
 
     def _is_starved(self, rank: int, pid: int, silence: Silence, now: float) -> bool:
-        """Whether it is the machine that keeps a rank from its heartbeat."""
+        """Whether the machine, and not the rank, delays the heartbeat."""
         waited, seconds = silence.starved_for(pid), now - silence.since
         if waited < STARVED_SHARE * seconds:
             return False
-        if not silence.is_told:
-            silence.is_told = True
+        if not silence.is_logged:
+            silence.is_logged = True
             logger.warning(
                 "rank %d has waited for a core for %.1f s of the last %.1f s: the machine has too "
                 "much to do",
@@ -120,13 +120,13 @@ def process_state(pid: int) -> str:
 
 
 def started_at(pid: int) -> str:
-    """Tells a process from a later one with its number; empty if it is gone."""
+    """Distinguishes a process from a later one with the same number; empty if it is gone."""
     return _stat(pid, 19)
 
 
 def run_delays(pid: int) -> dict[str, float]:
-    """Seconds for which each thread of a process was ready to run and no core was free for it; none
-    where the kernel does not tell."""
+    """Seconds for which each thread of a process was runnable without a free core; empty where the
+    kernel does not report it."""
     found = {}
     for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
         try:
@@ -137,17 +137,17 @@ def run_delays(pid: int) -> dict[str, float]:
 
 
 def _stat(pid: int, field: int) -> str:
-    """A field of /proc/PID/stat, counted from the one behind the name."""
+    """A field of /proc/PID/stat, counted from the one after the name."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return ""
-    # The name stands in brackets, and may hold any character.
+    # The name is in parentheses and may contain any character.
     return stat.rpartition(b")")[2].split()[field].decode()
 
 
 def describe_exit(exit_code: int | None) -> str:
-    """How a process ended, from its exit code as multiprocessing gives it."""
+    """Describes an exit code as multiprocessing reports it."""
     if exit_code is None:
         return "is gone"
     if exit_code == LOST:

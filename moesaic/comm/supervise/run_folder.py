@@ -1,4 +1,4 @@
-"""The run folder of a supervisor: its sockets, for its own user only."""
+"""The run folder of a supervisor: its sockets, accessible to its own user only."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from typing import Final
 from moesaic.comm.supervise.process_watch import started_at
 
 LOCK: Final = "owner"
-# A Unix socket's name has 107 bytes; what stands behind the folder needs up to this many.
+# A Unix socket's path has at most 107 bytes; file names in the folder need up to this many.
 ROOM: Final = 60
 
 
 class RunFolder:
-    """Made with a lock that the kernel drops when the owner ends, however it ends: by that, others
-    tell an abandoned folder from one in use."""
+    """Holds a lock that the kernel drops when the owner ends: the sign of an abandoned folder."""
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
@@ -29,7 +28,7 @@ class RunFolder:
 
     @classmethod
     def create(cls) -> RunFolder:
-        """A new folder; those that dead supervisors of this user left are removed."""
+        """Creates a folder, and removes those of dead supervisors of this user."""
         parent = user_folder()
         with held(parent):
             for old in parent.iterdir():
@@ -47,7 +46,7 @@ class RunFolder:
 
 
 def user_folder() -> Path:
-    """Where the run folders of this user are."""
+    """The parent of this user's run folders."""
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     if not (base and os.access(base, os.W_OK) and len(base) < 107 - ROOM):
         base = tempfile.gettempdir()
@@ -65,7 +64,7 @@ def user_folder() -> Path:
 
 @contextmanager
 def held(parent: Path) -> Iterator[None]:
-    """Under the lock of the user's folder: nobody sweeps what is being made in it."""
+    """Holds the lock of the user's folder: new files in it are not swept."""
     descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -75,12 +74,12 @@ def held(parent: Path) -> Iterator[None]:
 
 
 def mark_of(kind: str, pid: int, number: int) -> str:
-    """The name of a file that says something about a process; swept when that is gone."""
+    """The name of a marker file of a process; swept when the process is gone."""
     return f"{kind}-{pid}-{started_at(pid)}-{number}"
 
 
 def _sweep(old: Path) -> None:
-    """A folder whose owner is gone, or the mark of a process that is."""
+    """Removes a folder whose owner is gone, or the marker of a process that is gone."""
     if old.is_dir():
         if _is_free(old / LOCK):
             shutil.rmtree(old, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What a service is to be, and what a rank of it has to know: plain data, sent as msgpack."""
+"""The configuration of a service and of each rank, sent as msgpack."""
 
 from __future__ import annotations
 
@@ -16,48 +16,53 @@ LOAD_BALANCE: Final = ("round_robin", "total_requests", "total_tokens")
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """In seconds. `start`: until all ranks are ready, all that they wait for on the way included.
-    `join`: until all nodes are there. `collective`: when an operation between ranks fails by
-    itself. `hang`: how long a step may stand still before the service ends. `guard`: before that is
-    logged. `beat`: the age of a heartbeat that means a hang; `stopped`: the same for a process that
-    was stopped. `node`: how long another node may be silent. `stop`: how long ranks may take to
-    end."""
+    """In seconds."""
 
     start: float = 1800.0
+    """Until all ranks are ready."""
     join: float = 600.0
+    """Until all nodes are connected."""
     collective: float = DIST_TIMEOUT
+    """Until an operation between ranks fails."""
     hang: float = 30.0
+    """How long a step may make no progress before the service ends."""
     guard: float = 1.0
+    """The same, before it is logged."""
     beat: float = 5.0
+    """The age of a heartbeat that means a hang."""
     stopped: float = 0.5
+    """How long a process may be stopped (state T)."""
     node: float = 3.0
+    """How long another node may be silent."""
     stop: float = 2.0
+    """How long ranks may take to end."""
 
     @property
-    def meet(self) -> float:
+    def nodes(self) -> float:
         """How long nodes wait for each other."""
         return min(self.join, self.start)
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """`target`: "package.module:function" that every rank calls with its RankLink. `config`: what
-    the ranks read as link.config. `dist_init_addr`: HOST:PORT of node 0 where several nodes meet;
-    `host`: this node's own address, found out where it is empty. `threads`: of each rank.
-    `gpu_sharers`: ranks on one GPU at most; several want CUDA's MPS."""
-
     mesh: Mesh
     target: str
+    """package.module:function, which every rank calls with its RankLink."""
     config: dict[str, Any] = field(default_factory=dict)
+    """What the ranks read as link.config."""
     node_rank: int = 0
     dist_init_addr: str | None = None
+    """HOST:PORT of node 0, for several nodes."""
     host: str = ""
+    """This node's own address; detected if empty."""
     load_balance: str = "round_robin"
     timeouts: Timeouts = Timeouts()
     threads: int = 1
+    """CPU threads of each rank."""
     preload: tuple[str, ...] = ()
     log_level: str = "info"
     gpu_sharers: int = 0
+    """The most ranks on one GPU; several need CUDA's MPS."""
 
     def __post_init__(self) -> None:
         mesh = self.mesh
@@ -76,30 +81,25 @@ class ServiceSpec:
 
     @property
     def ranks(self) -> range:
-        """Those of this node."""
+        """The ranks of this node."""
         return self.mesh.ranks_of_node(self.node_rank)
 
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """What a rank is born with. `control`: the path of the node's control page; `endpoint`: where
-    it talks to its supervisor, and `route` by what name. `timeout`: of an operation between ranks;
-    `start_timeout`: of their meetings until all are ready. `host`: where there are several nodes,
-    the address of this one."""
+    """What the process of a rank gets from its supervisor."""
 
     rank: int
-    mesh: Mesh
-    target: str
-    config: dict[str, Any]
+    service: ServiceSpec
     control: str
+    """The path of the node's control page."""
     endpoint: str
+    """The supervisor's socket."""
     route: bytes
+    """The identity of this rank's socket there."""
     store: StoreAddress
-    timeout: float
-    start_timeout: float
-    threads: int
-    log_level: str
     host: str = ""
+    """The address of this node, for several nodes."""
 
 
 def split_address(address: str) -> tuple[str, int]:

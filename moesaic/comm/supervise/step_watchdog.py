@@ -1,4 +1,4 @@
-"""The step guard: compares which step and operation the ranks are in, and finds the odd one out."""
+"""Compares the step and the operation of all ranks, and finds the one that stalls a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEPT_BEGINS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """`ranks` keep the others waiting, for `seconds` now; `text` says so."""
+    """`ranks` have stalled the others for `seconds`."""
 
     ranks: tuple[int, ...]
     seconds: float
@@ -32,13 +32,13 @@ class Suspicion:
 
 
 class StepTimes:
-    """How long a step of each replica usually takes, from what is seen of its step numbers."""
+    """How long a step of each replica usually takes, measured by its step numbers."""
 
     def __init__(self) -> None:
         self._usual: dict[int, float] = {}
         self._last: dict[int, tuple[int, float]] = {}
 
-    def take(self, replica: int, step: int, stepping: bool, now: float) -> None:
+    def record(self, replica: int, step: int, stepping: bool, now: float) -> None:
         last_step, last_time = self._last.get(replica, (step, now))
         if step > last_step and stepping:
             seconds = (now - last_time) / (step - last_step)
@@ -49,7 +49,7 @@ class StepTimes:
         self._last[replica] = (step, last_time)
 
     def forget(self) -> None:
-        """After a time in which nobody looked: how long the step before it took is unknown."""
+        """Called after a pause in which no step was observed."""
         self._last.clear()
 
     def usual(self, replica: int) -> float:
@@ -60,10 +60,10 @@ class StepWatchdog:
     def __init__(self, mesh: Mesh, patience: float, hang: float) -> None:
         self._mesh, self._patience, self._hang = mesh, patience, hang
         self._times = StepTimes()
-        self._told: dict[int, tuple[object, ...]] = {}
+        self._logged: dict[int, tuple[object, ...]] = {}
         self._begins: dict[int, dict[int, dict[int, float]]] = {}
-        """Of each replica, by the last steps that were seen, what its ranks had computed until
-        then. More than one, as others may be seen before a step's end is told."""
+        """What the ranks of each replica had computed by the last steps. Several steps are kept, as
+        the next one may start before the report of a slow one arrives."""
 
     def look(self, seen: Mapping[int, RankSnapshot], now: float) -> Suspicion | None:
         """Logs a new suspicion once, and returns the first that has lasted too long."""
@@ -73,7 +73,7 @@ class StepWatchdog:
             if len(here) < 2:
                 continue
             leader = here[min(here)]
-            self._times.take(replica, leader.step, leader.state != RankState.IDLE, now)
+            self._times.record(replica, leader.step, leader.state != RankState.IDLE, now)
             self._note_begin(replica, leader.step, here)
             hung = self._judge(replica, here)
             if hung is not None:
@@ -81,11 +81,11 @@ class StepWatchdog:
         return None
 
     def pause(self) -> None:
-        """Instead of a look that would not be fair."""
+        """Replaces `look` while the supervisor cannot judge."""
         self._times.forget()
 
     def explain_slow(self, slow: SlowStep, seen: Mapping[int, RankSnapshot]) -> str:
-        """Which rank computed longest in a step that has just ended."""
+        """Describes which rank computed longest in a step that has just ended."""
         text = f"step {slow.step} took {slow.seconds:.1f} s, usually {slow.usual:.2f} s"
         before = self._begins.get(slow.replica, {}).get(slow.step, {})
         spent = {rank: seen[rank].computed_so_far - before[rank] for rank in before if rank in seen}
@@ -98,7 +98,7 @@ class StepWatchdog:
         )
 
     def _note_begin(self, replica: int, step: int, seen: Mapping[int, RankSnapshot]) -> None:
-        """What was computed so far, when a step is seen for the first time."""
+        """Records what was computed when a step is seen for the first time."""
         begins = self._begins.setdefault(replica, {})
         if step not in begins:
             begins[step] = {rank: one.computed_so_far for rank, one in seen.items()}
@@ -106,7 +106,7 @@ class StepWatchdog:
                 del begins[next(iter(begins))]
 
     def suspect(self, seen: Mapping[int, RankSnapshot], patience: float) -> Suspicion | None:
-        """Who keeps the others waiting, among ranks of one replica."""
+        """The ranks of one replica that the others wait for."""
         waiting = {r: s for r, s in seen.items() if s.state == RankState.WAITING}
         busy = {r: s for r, s in seen.items() if s.state != RankState.WAITING}
         seconds = min(s.state_age for s in seen.values())
@@ -119,17 +119,17 @@ class StepWatchdog:
         usual = self._times.usual(replica)
         found = self.suspect(seen, max(self._patience, SLOW_STEPS * usual))
         if found is None:
-            self._told.pop(replica, None)
+            self._logged.pop(replica, None)
             return None
         episode = (found.ranks, *(s.progress for s in seen.values()))
-        if self._told.get(replica) != episode:
-            self._told[replica] = episode
+        if self._logged.get(replica) != episode:
+            self._logged[replica] = episode
             logger.warning("%s", found.text)
         return found if found.seconds >= max(self._hang, HANG_STEPS * usual) else None
 
     def _behind(self, waiting: Mapping[int, RankSnapshot]) -> dict[int, RankSnapshot]:
-        """All wait: those of a stage that are in an earlier step than others of it, else those in
-        another operation than most; all of them, if there is no difference."""
+        """Where all ranks wait: those in an earlier step than others of their stage, else those in
+        another operation than most, else all."""
         stages: dict[int, dict[int, RankSnapshot]] = {}
         for rank, sight in waiting.items():
             stages.setdefault(self._mesh.place(rank).stage, {})[rank] = sight
@@ -153,12 +153,12 @@ class StepWatchdog:
         names = "; ".join(f"{self._mesh.describe(r)}: {s}" for r, s in _first(odd))
         others = {r: s for r, s in waiting.items() if r not in odd}
         if not others:
-            return f"a step stands still, and all ranks wait: {names}"
+            return f"a step makes no progress, and all ranks wait: {names}"
         waits = ", ".join(
             f"rank {r} in {s.operation!r} of step {s.step} for {s.state_age:.1f} s"
             for r, s in _first(others)
         )
-        return f"a step stands still: the odd one out is {names}. Waiting for it: {waits}"
+        return f"a step makes no progress: the odd one out is {names}. Waiting for it: {waits}"
 
 
 def _second(seconds: Mapping[int, float]) -> float:

@@ -33,16 +33,8 @@ from moesaic.comm.network.listener import Listener, RoleHandler
 from moesaic.comm.network.message_stream import MessageStream
 from moesaic.comm.network.store import StoreAddress, StoreTable
 from moesaic.comm.supervise.service_spec import ServiceSpec
-from moesaic.core.messages import (
-    AnyMessage,
-    Beat,
-    Fault,
-    Hello,
-    Message,
-    NoMessage,
-    decode,
-    encode,
-)
+from moesaic.core import messages
+from moesaic.core.messages import AnyMessage, Message, decode, encode
 from moesaic.core.rank_state import RankSnapshot
 
 logger = logging.getLogger(__name__)
@@ -121,7 +113,7 @@ class Channel:
                 inbox.put(node, decode(self._stream.receive()))
         except OSError as error:
             inbox.put(node, Disconnected(str(error)))
-        except NoMessage as error:
+        except messages.NoMessage as error:
             inbox.put(node, Disconnected(f"it sent an invalid message: {error}"))
 
     def close(self, seconds: float = LINGER_SECONDS) -> None:
@@ -159,7 +151,7 @@ class FollowerLinks:
             )
         secret = given or secrets.token_bytes(32)
         self.store = StoreAddress(host, port, secret)
-        self._welcome = Hello(facts={} if given else {MADE_SECRET: secret})
+        self._welcome = messages.Hello(facts={} if given else {MADE_SECRET: secret})
         self.inbox = ReceivedMessages()
         self._lock = threading.Lock()
         self._channels: dict[int, Channel] = {}
@@ -201,7 +193,7 @@ class FollowerLinks:
 
     def lost(self, now: float) -> tuple[int, float] | None:
         """A node that has been silent for too long, and the seconds."""
-        silent = {node: now - heard for node, heard in self._heard.items()}
+        silent = {node: now - last_heard for node, last_heard in self._heard.items()}
         late = [(node, seconds) for node, seconds in silent.items() if seconds > self._silence]
         return late[0] if late else None
 
@@ -223,7 +215,7 @@ class FollowerLinks:
         channel = Channel(connection, session, calls=False)
         refusal = self._claim(node, channel)
         if refusal:
-            channel.send(Fault(refusal))
+            channel.send(messages.Fault(refusal))
             channel.close()
         else:
             channel.receive_all(node, self.inbox)
@@ -246,7 +238,7 @@ class LeadLink:
     def __init__(self, node: int, address: tuple[str, int], seconds: float) -> None:
         self._node, self._address = node, address
         self.inbox = ReceivedMessages()
-        self.met = self.heard = 0.0
+        self.connected_at = self.last_heard = 0.0
         self._channel: Channel | None = None
         threading.Thread(target=self._run, args=(seconds,), name="to node 0", daemon=True).start()
 
@@ -257,8 +249,8 @@ class LeadLink:
 
     def receive(self, now: float) -> list[Event]:
         events = [event for _, event in self.inbox.drain()]
-        self.heard = now if events else self.heard
-        self.met = now if Connected() in events else self.met
+        self.last_heard = now if events else self.last_heard
+        self.connected_at = now if Connected() in events else self.connected_at
         return events
 
     def close(self) -> None:
@@ -297,7 +289,7 @@ class RemoteRanks:
     def __init__(self) -> None:
         self._received: dict[int, tuple[float, RankSnapshot]] = {}
 
-    def update(self, beat: Beat, now: float) -> None:
+    def update(self, beat: messages.Beat, now: float) -> None:
         self._received |= {rank: (now, snapshot) for rank, snapshot in beat.ranks.items()}
 
     def at(self, now: float) -> dict[int, RankSnapshot]:

@@ -1,7 +1,7 @@
-"""One-sided memory for kernels: every rank owns a region that the others' kernels read and write.
+"""One-sided memory for kernels: every rank owns a region that all ranks' kernels read and write.
 
-Planes lie at the same offsets in all regions, behind the flags (kernels/a2a.py). On CPU, where the
-kernels' torch twins compute, regions are shared memory; on CUDA they are symmetric memory
+Planes have the same offsets in all regions, after the flags (kernels/a2a.py). On CPU, where the
+kernels' torch twins run, regions are shared memory; on CUDA they are symmetric memory
 (comm/windows/symmetric_memory.py).
 """
 
@@ -32,9 +32,9 @@ from moesaic.kernels.a2a import (
     ahead,
 )
 
-# Planes begin at multiples of this, so that rows of 16 bytes can be copied at once.
+# Planes begin at multiples of this, so that 16 bytes can be copied at once.
 ALIGN: Final = 512
-# The mask of who takes part is one signed word.
+# The mask of active ranks is one signed word.
 MAX_RANKS: Final = 63
 # Flags are signed words.
 MAX_GENERATION: Final = (1 << 63 - GENERATION_SHIFT) - 1
@@ -42,16 +42,29 @@ UNREADABLE: Final = "unknown: the GPU can no longer be read"
 
 
 class DeviceWindow(ABC):
-    """`mail` is what kernels take of it. One thread of a rank uses it at a time.
+    """`signals` is what kernels use. One thread of a rank uses it at a time.
 
-    Kernels do not raise: what went wrong in a wait they leave on the desk, and `check` raises it.
+    Kernels do not raise: a failed wait is recorded in host memory, and `check` raises it.
     """
 
-    signals: SignalPlanes
-
     def __init__(
-        self, specs: Sequence[PlaneSpec], size: int, timeout: float, channels: int
+        self,
+        group_rank: int,
+        regions: Sequence[Tensor],
+        specs: Sequence[PlaneSpec],
+        timeout: float,
+        channels: int,
+        near: bool = False,
     ) -> None:
+        """`near`: all regions are on one GPU."""
+        size, device = len(regions), regions[0].device
+        state = new_state(channels, range(size), timeout).to(device)
+        bases = torch.tensor([region.data_ptr() for region in regions], device=device)
+        pinned = device.type == "cuda"  # kernels write it as they run
+        failure = torch.zeros(NUM_FAILURE_WORDS, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        self.signals = SignalPlanes(
+            group_rank, size, tuple(regions), bases, 0, state, failure, near
+        )
         self._offsets, self.region_bytes = layout(specs, channels, size)
         self._specs = {spec.name: spec for spec in specs}
         self.timeout = timeout
@@ -69,29 +82,29 @@ class DeviceWindow(ABC):
         return self.signals.size
 
     def offset(self, name: str) -> int:
-        """Bytes from where a region begins to a plane."""
+        """The offset of a plane in a region, in bytes."""
         if name not in self._offsets:
             raise ValueError(f"no plane {name!r}: this window has {sorted(self._offsets)}")
         return self._offsets[name]
 
     def plane(self, name: str, rank: int | None = None) -> Tensor:
-        """The array of a rank (None: of this one) itself, not a copy."""
+        """The array of a rank (None: this one), not a copy."""
         offset, spec = self.offset(name), self._specs[name]
         rank = self.rank if rank is None else rank
         return self.signals.plane(rank, offset, spec.shape, spec.dtype)
 
     def call(self, channel: int, operation: str, tag: int = 0) -> ChannelCall:
-        """For a kernel that signals or waits; `operation` is what an error will name."""
+        """The argument of a kernel that signals or waits; errors name `operation`."""
         assert 0 <= channel < self._channels, f"channel {channel} of {self._channels}"
         assert 0 <= tag <= MAX_TAG, f"tag {tag}, which is at most {MAX_TAG}"
         self._operations[channel << COUNT_SHIFT | tag] = operation
         return ChannelCall(self.signals, channel, tag)
 
     def check(self) -> None:
-        """Raises what a wait of a kernel has left on the desk, as far as kernels have come."""
-        desk = self.signals.failure
-        if desk[FailureWords.FAILURE]:
-            raise self._complaint(desk.tolist())
+        """Raises the error of the first wait that failed so far."""
+        failure = self.signals.failure
+        if failure[FailureWords.FAILURE]:
+            raise self._failure(failure.tolist())
 
     def restart(self, membership: Membership) -> None:
         """Drops what is in flight. All active ranks call it when no kernel of the last generation
@@ -105,8 +118,7 @@ class DeviceWindow(ABC):
 
     @contextmanager
     def longer_timeout(self, seconds: float) -> Iterator[None]:
-        """Waits of kernels that are launched inside last so long, if that is longer: a peer may
-        have something to compile."""
+        """Extends the timeout of kernels launched inside: a peer may have to compile."""
         before = self.timeout
         self._set_timeout(max(before, seconds))
         try:
@@ -116,8 +128,8 @@ class DeviceWindow(ABC):
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
-        """Kernels that are launched inside neither wait for other ranks nor tell them anything, and
-        what they give is good for nothing: so they can be compiled. No other may be under way."""
+        """Kernels launched inside neither wait for other ranks nor signal them, and their results
+        are meaningless: they are only compiled. No other kernel may be running."""
         self._set_broken(True)
         try:
             yield
@@ -134,46 +146,46 @@ class DeviceWindow(ABC):
         self.signals.state[DeviceStateWord.TIMEOUT_NS] = int(seconds * 1e9)
 
     def abort(self, reason: str) -> None:
-        """Makes waits of this rank's kernels, those under way too, give up. Any thread may."""
+        """Ends the waits of this rank's kernels, also of running ones. Any thread may call it."""
         self._reason = reason
         self.signals.failure[FailureWords.ABORT] = 1
 
     @abstractmethod
     def close(self) -> None:
-        """Gives the memory back; no kernel of this rank may use it any more. May be repeated."""
+        """Frees the memory; no kernel of this rank may use it any more. May be repeated."""
 
-    def _complaint(self, desk: Sequence[int]) -> Exception:
-        wanted, seen, channel = (
-            desk[FailureWords.WANTED],
-            desk[FailureWords.SEEN],
-            desk[FailureWords.CHANNEL],
+    def _failure(self, failure: Sequence[int]) -> Exception:
+        expected, seen, channel = (
+            failure[FailureWords.WANTED],
+            failure[FailureWords.SEEN],
+            failure[FailureWords.CHANNEL],
         )
-        peers = tuple(rank for rank in range(self.size) if desk[FailureWords.PEERS] >> rank & 1)
-        operation = self._operation(channel, wanted)
-        if desk[FailureWords.FAILURE] == Failure.ABORTED:
+        peers = tuple(rank for rank in range(self.size) if failure[FailureWords.PEERS] >> rank & 1)
+        operation = self._operation(channel, expected)
+        if failure[FailureWords.FAILURE] == Failure.ABORTED:
             return WindowAborted(self._reason)
-        if desk[FailureWords.FAILURE] == Failure.TIMEOUT:
+        if failure[FailureWords.FAILURE] == Failure.TIMEOUT:
             last_seen = dict.fromkeys(peers, UNREADABLE)
-            for rank, flag in self.flags_seen(desk).items():
+            for rank, flag in self.flags_seen(failure).items():
                 if rank in last_seen:
-                    last_seen[rank] = self._last_seen(channel, flag, wanted)
+                    last_seen[rank] = self._last_seen(channel, flag, expected)
             return PeerTimeout(peers, operation, self.timeout, last_seen)
-        return OutOfStep(f"{operation}: {_difference(peers[0], seen, wanted)}")
+        return OutOfStep(f"{operation}: {_difference(peers[0], seen, expected)}")
 
-    def flags_seen(self, desk: Sequence[int]) -> dict[int, int]:
-        """By rank, on the channel of which the desk complains. After an error of CUDA's own only
-        the desk can still be read, which has that of the first rank that was not there."""
+    def flags_seen(self, failure: Sequence[int]) -> dict[int, int]:
+        """The flag of each rank on the channel of the failed wait. After a CUDA error only host
+        memory can be read, which has the flag of the first missing rank."""
         try:
             return dict(
-                enumerate(self.signals.flag(self.rank, desk[FailureWords.CHANNEL]).tolist())
+                enumerate(self.signals.flag(self.rank, failure[FailureWords.CHANNEL]).tolist())
             )
         except RuntimeError:
-            peers = desk[FailureWords.PEERS]
-            return {(peers & -peers).bit_length() - 1: desk[FailureWords.SEEN]}
+            peers = failure[FailureWords.PEERS]
+            return {(peers & -peers).bit_length() - 1: failure[FailureWords.SEEN]}
 
-    def _last_seen(self, channel: int, flag: int, wanted: int) -> str:
-        """What a rank did last on a channel, as far as its flag tells."""
-        if ahead(flag, wanted) >= 0:
+    def _last_seen(self, channel: int, flag: int, expected: int) -> str:
+        """The last operation of a rank on a channel, by its flag."""
+        if ahead(flag, expected) >= 0:
             return "it came later"
         if not flag or flag >> GENERATION_SHIFT != self.generation:
             return ""
@@ -184,40 +196,25 @@ class DeviceWindow(ABC):
         return self._operations.get(channel << COUNT_SHIFT | tag, f"channel {channel}, layer {tag}")
 
 
-def _difference(rank: int, seen: int, wanted: int) -> str:
-    if seen >> GENERATION_SHIFT != wanted >> GENERATION_SHIFT:
+def _difference(rank: int, seen: int, expected: int) -> str:
+    if seen >> GENERATION_SHIFT != expected >> GENERATION_SHIFT:
         return (
             f"rank {rank} is in generation {seen >> GENERATION_SHIFT}, this rank in "
-            f"{wanted >> GENERATION_SHIFT}: one of them has been left behind"
+            f"{expected >> GENERATION_SHIFT}: one of them has been left behind"
         )
-    if seen >> COUNT_SHIFT != wanted >> COUNT_SHIFT:
+    if seen >> COUNT_SHIFT != expected >> COUNT_SHIFT:
         return f"rank {rank} has gone on without this one"
-    return f"rank {rank} is in layer {seen & MAX_TAG}, this rank in layer {wanted & MAX_TAG}"
+    return f"rank {rank} is in layer {seen & MAX_TAG}, this rank in layer {expected & MAX_TAG}"
 
 
 class HostWindow(DeviceWindow):
-    """Of ranks that compute on CPU: between processes, or in one (`between`)."""
-
-    def __init__(
-        self,
-        group_rank: int,
-        regions: Sequence[Tensor],
-        specs: Sequence[PlaneSpec],
-        timeout: float,
-        channels: int,
-    ) -> None:
-        size = len(regions)
-        super().__init__(specs, size, timeout, channels)
-        state = new_state(channels, range(size), timeout)
-        bases = torch.tensor([region.data_ptr() for region in regions])
-        desk = torch.zeros(NUM_FAILURE_WORDS, dtype=torch.int64)
-        self.signals = SignalPlanes(group_rank, size, tuple(regions), bases, 0, state, desk)
+    """A window of ranks that compute on CPU, in several processes or in one (`between`)."""
 
     @classmethod
     def create(
         cls, group: Peers, specs: Sequence[PlaneSpec], timeout: float, channels: int
     ) -> HostWindow:
-        """Called by all ranks of the group with the same planes."""
+        """All ranks of the group call it with the same planes."""
         nbytes = layout(specs, channels, group.size)[1]
         if group.size == 1:
             return cls(0, [torch.zeros(nbytes, dtype=torch.uint8)], specs, timeout, channels)
@@ -229,18 +226,18 @@ class HostWindow(DeviceWindow):
     def between(
         cls, size: int, specs: Sequence[PlaneSpec], timeout: float, channels: int
     ) -> list[HostWindow]:
-        """Of ranks in one process: for tests of kernels."""
+        """Windows of ranks in one process, for tests of kernels."""
         nbytes = layout(specs, channels, size)[1]
         regions = torch.zeros(size, nbytes, dtype=torch.uint8).unbind(0)
         return [cls(rank, regions, specs, timeout, channels) for rank in range(size)]
 
     def close(self) -> None:
-        """It is gone with the last tensor that views it."""
+        """The memory is freed with the last tensor that views it."""
         vars(self).pop("signals", None)
 
 
 def new_state(channels: int, active: Sequence[int], timeout: float) -> Tensor:
-    """As a rank's own state begins; on the CPU."""
+    """The initial state of a rank, on the CPU."""
     state = torch.zeros(DeviceStateWord.CHANNELS + 2 * channels, dtype=torch.int64, device="cpu")
     state[DeviceStateWord.TIMEOUT_NS] = int(timeout * 1e9)
     state[DeviceStateWord.ACTIVE] = sum(1 << rank for rank in active)
@@ -248,7 +245,7 @@ def new_state(channels: int, active: Sequence[int], timeout: float) -> Tensor:
 
 
 def layout(specs: Sequence[PlaneSpec], channels: int, size: int) -> tuple[dict[str, int], int]:
-    """Where each plane begins in a region of one of so many ranks, and how many bytes that has."""
+    """The offset of each plane in a region, and the bytes of the region."""
     names = [spec.name for spec in specs]
     if len(set(names)) < len(names):
         raise ValueError(f"planes {names}: give each a name of its own")

@@ -1,4 +1,4 @@
-"""Sleeping on a word of shared memory, and waking those who sleep on it."""
+"""Sleeps on a word of shared memory, and wakes sleepers."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _syscall.argtypes = (
 
 
 def wait(address: int, expected: int, seconds: float) -> None:
-    """Sleep while the 32-bit word holds `expected`, until woken, for at most `seconds`.
+    """Sleeps while the 32-bit word holds `expected`, until woken or for `seconds`.
 
-    It may return early for no reason: look again at what you wait for. ctypes releases the GIL.
+    It may return early: check the condition again. ctypes releases the GIL.
     """
     if _NUMBER is None:
         time.sleep(min(seconds, _NAP))
@@ -45,6 +45,6 @@ def wait(address: int, expected: int, seconds: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wake whoever sleeps on the word; change the word first."""
+    """Wakes a sleeper on the word; change the word first."""
     if _NUMBER is not None:
         _syscall(_NUMBER, address, _WAKE, 1, None)

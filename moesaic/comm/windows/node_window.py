@@ -1,13 +1,13 @@
 """A window between ranks of several nodes.
 
-Every node has one mapping with the planes of all ranks, laid out alike, so that a rank reads from
-its own node's mapping whoever wrote it. What a rank writes it touches; with its next signal that
-goes to the other nodes, ahead of the signal itself. Each sender has one rank in every other node
-that receives for all of them there, so a word or a byte of a mapping still has one writer.
+Every node has one mapping with the planes of all ranks, with the same layout, so that a rank reads
+from its own node's mapping regardless of the writer. A rank touches what it writes; its next signal
+sends that to the other nodes, ahead of the signal. For each sender one rank in every other node
+receives, so that each byte of a mapping has one writer.
 
-A write reaches another node between its writer's signal before and its next one: later than in the
-writer's own node, never earlier. So where a protocol lets nobody overwrite what others may still
-read, because it has heard from them that they have read it, that holds in every node.
+A write reaches another node between its writer's previous signal and its next one: later than in
+the writer's own node, never earlier. So a protocol in which a rank overwrites data only after its
+readers have acknowledged it is safe in every node.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from moesaic.comm.windows.window import (
 
 @dataclass(frozen=True, slots=True)
 class NodeRoute:
-    """To one other node, and the ranks of the group that are there."""
+    """The connection to another node, and the group's ranks there."""
 
     outlet: Outlet
     node: int
@@ -48,7 +48,7 @@ class NodeRoute:
 
 @dataclass(frozen=True, slots=True)
 class NodeGroups:
-    """Who receives for whom: of each node that has a part in the group, its ranks."""
+    """The group's ranks on each node."""
 
     ranks_of: dict[int, tuple[int, ...]]
 
@@ -59,15 +59,15 @@ class NodeGroups:
         )
 
     def receiver(self, sender: int, node: int) -> int:
-        """The rank of `node` that receives what `sender` of another node sends: those of a node
-        share the work."""
+        """The rank of `node` that receives from `sender` of another node: the ranks of a node share
+        the work."""
         home = next(ranks for ranks in self.ranks_of.values() if sender in ranks)
         there = self.ranks_of[node]
         return there[home.index(sender) % len(there)]
 
 
 class NodeSender:
-    """What a rank has written and not yet sent: pieces of the mapping, and to which routes."""
+    """Sends what a rank has written: pieces of the mapping, and the routes that each takes."""
 
     def __init__(self, window: int, memory: mmap.mmap, routes: Sequence[NodeRoute]) -> None:
         self.window, self.routes = window, routes
@@ -77,7 +77,7 @@ class NodeSender:
         self._mask_of = {rank: 1 << i for i, route in enumerate(routes) for rank in route.ranks}
         self._pieces: list[tuple[int, int, int]] = []
 
-    def load(self, view: Tensor, ranks: Sequence[int] | None) -> None:
+    def add(self, view: Tensor, ranks: Sequence[int] | None) -> None:
         mask = self._everywhere
         if ranks is not None:
             mask = 0
@@ -96,7 +96,7 @@ class NodeSender:
     def post(
         self, channel: int, epoch: int, operation: str, seconds: float, status: RankStatus | None
     ) -> None:
-        """Send what was loaded, and the signal behind it."""
+        """Sends the pieces, then the signal."""
         loaded, self._pieces = self._pieces, []
         for number, route in enumerate(self.routes):
             pieces = [(start, stop) for start, stop, mask in loaded if mask >> number & 1]
@@ -106,11 +106,11 @@ class NodeSender:
             data = [self._bytes[start:stop] for start, stop in pieces]
             route.outlet.send([head, *data], seconds, status)
 
-    def tell(self, kind: FrameKind, seconds: float, text: str = "") -> None:
+    def broadcast(self, kind: FrameKind, seconds: float, text: str = "") -> None:
         for route in self.routes:
             route.outlet.send([frame(kind, self.window, text=text)], seconds)
 
-    def unload(self) -> None:
+    def clear(self) -> None:
         self._pieces.clear()
 
     def release(self) -> None:
@@ -118,7 +118,7 @@ class NodeSender:
         self._bytes.release()
 
     def unreachable(self) -> dict[int, str]:
-        """The ranks of nodes to which nothing can be sent any more, and why."""
+        """The ranks that cannot be reached any more, and why."""
         return {
             rank: f"node {route.node} (ranks {', '.join(map(str, route.ranks))}): {broken}"
             for route in self.routes
@@ -128,7 +128,7 @@ class NodeSender:
 
 
 class NodeSignals(Signals):
-    """Signals that other nodes hear of too."""
+    """Also sends signals to other nodes."""
 
     def __init__(
         self,
@@ -150,11 +150,11 @@ class NodeSignals(Signals):
 
     def abort(self, reason: str) -> None:
         super().abort(reason)
-        self._sender.tell(FrameKind.ABORT, self._timeout, reason)
+        self._sender.broadcast(FrameKind.ABORT, self._timeout, reason)
 
 
 class NodeWindow(SharedWindow):
-    """`signal` sends: it returns when the kernel has taken what was touched."""
+    """`signal` returns when the kernel has accepted the touched data."""
 
     spans_nodes = True
 
@@ -174,10 +174,10 @@ class NodeWindow(SharedWindow):
         )
 
     def touch(self, view: Tensor, ranks: Sequence[int] | None = None) -> None:
-        self._sender.load(view, ranks)
+        self._sender.add(view, ranks)
 
     def forget(self) -> None:
-        self._sender.unload()
+        self._sender.clear()
 
     def close(self) -> None:
         super().close()
@@ -199,7 +199,7 @@ def _retire(outlets: list[Outlet], window: int) -> None:
 def create_node_window(
     group: Peers, specs: Sequence[PlaneSpec], timeout: float, channels: int
 ) -> NodeWindow:
-    """Called by all ranks of the group with the same planes."""
+    """All ranks of the group call it with the same planes."""
     links = group.links
     if links is None:
         raise ValueError(
@@ -228,14 +228,14 @@ def create_node_window(
         links.forget(window)
         raise
     sender = found[0]
-    # From here on the receivers notice when this rank goes.
-    sender.tell(FrameKind.OPEN, timeout)
+    # From here on the receivers notice when this rank ends.
+    sender.broadcast(FrameKind.OPEN, timeout)
     return NodeWindow(memory, specs, group, timeout, channels, sender)
 
 
 @dataclass(frozen=True, slots=True)
 class _Peer:
-    """A member of the group, as it presents itself."""
+    """A member of the group, as it describes itself."""
 
     rank: int
     node: int
@@ -255,7 +255,7 @@ def _expect(
     channels: int,
     window: int,
 ) -> None:
-    """Make ready for those senders for which this rank receives."""
+    """Prepares to receive from the senders that this rank serves."""
     plan, here = NodeGroups.of(group.nodes), group.nodes[group.rank]
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     for sender, node in enumerate(group.nodes):

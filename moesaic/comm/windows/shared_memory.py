@@ -1,9 +1,9 @@
-"""Memory without a name (memfd) that processes of one machine share. No torch here.
+"""Unnamed memory (memfd) that processes of one machine share. No torch here.
 
-A process finds the memory of another as /proc/PID/fd/N. Such a path comes from another process, so
-it is looked at before anything behind it is opened for writing: only memory that this user made
-under the expected name, of the expected size and sealed against resizing, is mapped. A mapping of
-memory that shrinks would end the process at its next access.
+A process opens the memory of another as /proc/PID/fd/N. The path comes from another process, so it
+is checked before it is opened for writing: only memory of this user, with the expected name and
+size and sealed against resizing, is mapped. An access to a mapping that shrank would end the
+process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DESCRIPTOR: Final = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 
 
 def create_memory(name: str, length: int) -> int:
-    """The descriptor of zeroed memory that can no longer change its size."""
+    """The descriptor of zeroed memory of a fixed size."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.truncate(descriptor, length)
@@ -31,10 +31,10 @@ def create_memory(name: str, length: int) -> int:
 
 
 def map_memory(path: str, name: str, length: int) -> mmap.mmap:
-    """The memory of that name behind /proc/PID/fd/N; ValueError if it is anything else."""
+    """Maps the memory of that name behind /proc/PID/fd/N; ValueError if it is anything else."""
     if DESCRIPTOR.fullmatch(path) is None:
         raise ValueError(f"{path!r} is not the path of a descriptor, /proc/PID/fd/N")
-    # A descriptor of the path alone: opening a device or a pipe would have effects of its own.
+    # O_PATH: opening a device or a pipe has side effects.
     found = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         _check(found, path, name, length)
@@ -42,7 +42,7 @@ def map_memory(path: str, name: str, length: int) -> mmap.mmap:
     finally:
         os.close(found)
     try:
-        # Regular files and memory that was made without sealing have no seals.
+        # Regular files and unsealed memory have no seals.
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:
             raise ValueError(f"{path} is memory that may change its size")
         return mmap.mmap(descriptor, length)

@@ -1,8 +1,8 @@
-"""The control page of a shared window: who has come how far, who sleeps, what each rank does.
+"""The control page of a shared window: the signals, waits and operations of all ranks.
 
-Words are aligned int64, which a memoryview loads and stores in one piece. Every word has one
-writer, except the doorbells and the abort line; no two ranks' words share a cache line. For a rank
-of another node somebody in this node writes (bridge.py).
+Words are aligned int64, which a memoryview loads and stores atomically. Every word has one writer,
+except the wake lines and the abort line; no two ranks' words share a cache line. For a rank of
+another node a rank of this node writes (node_window.py).
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from moesaic.core.rank_state import RankState
 WORD: Final = 8
 LINE: Final = 8  # words of a cache line
 TEXT_BYTES: Final = 128
-# Ranks of a wait are a mask in one signed word.
+# The ranks of a wait are a mask in one signed word.
 MAX_RANKS: Final = 63
 
 # A yield lets a peer run on a machine with more ranks than cores, and costs a microsecond where
 # there is none to run.
 SPINS: Final = 12
-# The longest sleep without a look around: what a lost wake may cost, and how long a new epoch may
-# go unnoticed.
+# The longest sleep without a check: the cost of a lost wake, and the delay before a new epoch is
+# noticed.
 SLICE: Final = 0.05
 
-# The line of a sleeper. The ticket is 0 while it is awake, and written last.
+# The line of a sleeper. The ticket is 0 while it is awake, and is written last.
 TICKET, CHANNEL, EPOCH, MASK = range(4)
-# The line of its doorbell is the futex word and, next to it, the ticket that was rung for. Then,
-# whether the rank is lost; its text says why.
-RUNG, LOST = 1, 2
+# A wake line has the futex word, the ticket for which it was last woken, and whether the rank is
+# lost; its text says why.
+WOKEN, LOST = 1, 2
 
-# Whether somebody aborted, and whether any rank is lost.
+# Whether the window is aborted, and whether any rank is lost.
 ABORT, LOSSES = range(2)
 ABORT_TEXT: Final = LINE
 
@@ -47,11 +47,11 @@ _lock = threading.Lock()
 
 
 def fence() -> None:
-    """Order this rank's accesses before and after.
+    """Orders this rank's memory accesses before and after.
 
-    Taking and giving back a free lock runs locked instructions, each a full fence on x86. On ARM
+    Acquiring and releasing a free lock runs locked instructions, each a full fence on x86. On ARM
     they are an acquire and a release: that keeps data and signals in order, but a sleeper and its
-    waker could miss each other, which then costs one SLICE.
+    waker could miss each other, which costs one SLICE.
     """
     _lock.acquire()
     _lock.release()
@@ -62,7 +62,8 @@ def page_bytes(size: int, channels: int) -> int:
 
 
 class Signals:
-    """Post, wait and abort over a control page that all ranks map. For one thread of each rank."""
+    """Post, wait and abort over a control page that all ranks map. One thread of each rank uses
+    it."""
 
     def __init__(
         self,
@@ -80,24 +81,25 @@ class Signals:
         self._size = size
         self._bytes = page
         self._words = page.cast("q")
-        self._bells = page.cast("I")
+        self._words32 = page.cast("I")
         self._address = address
         posts = _round_up(channels)
         self._posted = [_base(peer, size, channels) for peer in range(size)]
         self._sleeper = [base + posts for base in self._posted]
-        self._bell = [base + LINE for base in self._sleeper]
-        self._text = [(base + LINE) * WORD for base in self._bell]
+        self._wake_line = [base + LINE for base in self._sleeper]
+        self._text = [(base + LINE) * WORD for base in self._wake_line]
         self._peers = [peer for peer in range(size) if peer != rank]
-        self._said = ""
+        self._operation = ""
         self._ticket = 0
-        self._rings = 0
+        self._wakes = 0
 
     def post(self, channel: int, epoch: int, operation: str) -> None:
-        """Publish `epoch`, after all earlier writes, and wake those who waited for just that."""
+        """Publishes `epoch` after all earlier writes, and wakes the ranks whose wait is now
+        complete."""
         words = self._words
         mine = self._posted[self._rank] + channel
         assert epoch >= words[mine], f"epoch {epoch} after {words[mine]} in {operation!r}"
-        self._say(operation)
+        self._note(operation)
         fence()
         words[mine] = epoch
         fence()
@@ -108,7 +110,7 @@ class Signals:
     def wait(
         self, channel: int, epoch: int, operation: str, ranks: Sequence[int], timeout: float
     ) -> None:
-        self._say(operation)
+        self._note(operation)
         pending = [self._posted[rank] + channel for rank in ranks]
         if self._arrived(pending, epoch):
             return
@@ -123,17 +125,18 @@ class Signals:
             return
         missing = tuple(r for r in ranks if self._words[self._posted[r] + channel] < epoch)
         fence()
-        # None, if the last one came just now.
+        # Empty if the last one has just arrived.
         if missing:
             seen = {rank: self._operation_of(rank) for rank in missing}
             raise PeerTimeout(missing, operation, timeout, seen)
 
     def posted(self, channel: int) -> int:
-        """What this rank has posted last."""
+        """The last epoch that this rank has posted."""
         return self._words[self._posted[self._rank] + channel]
 
     def abort(self, reason: str) -> None:
-        """Make every wait, those in progress too, raise WindowAborted. The first reason stays."""
+        """Makes every wait, also those in progress, raise WindowAborted. The first reason is
+        kept."""
         if self._words[ABORT]:
             return
         start = ABORT_TEXT * WORD
@@ -142,25 +145,25 @@ class Signals:
         self._words[ABORT] = 1
         fence()
         for peer in self._peers:
-            self._ring(peer)
+            self._wake(peer)
 
     def lose(self, reason: str) -> None:
-        """This rank will post no more: make every wait for it raise PeerLost."""
+        """Makes every wait for this rank raise PeerLost."""
         seen = self._operation_of(self._rank)
-        self._say(f"{reason} (last seen: {seen!r})" if seen else reason)
+        self._note(f"{reason} (last seen: {seen!r})" if seen else reason)
         fence()
-        self._words[self._bell[self._rank] + LOST] = 1
+        self._words[self._wake_line[self._rank] + LOST] = 1
         self._words[LOSSES] = 1
         fence()
         for peer in self._peers:
-            self._ring(peer)
+            self._wake(peer)
 
     def release(self) -> None:
-        for view in (self._words, self._bells, self._bytes):
+        for view in (self._words, self._words32, self._bytes):
             view.release()
 
     def _arrived(self, pending: list[int], epoch: int) -> bool:
-        """Strike off the words that reached the epoch; whether none is left."""
+        """Removes the words that reached the epoch; returns whether none is left."""
         words = self._words
         while pending and words[pending[-1]] >= epoch:
             pending.pop()
@@ -168,7 +171,7 @@ class Signals:
             raise WindowAborted(_decode(self._bytes, ABORT_TEXT * WORD))
         if self._status is not None and self._status.changed:
             self._status.check_epoch()
-            # Who has what it waited for goes on: its part of an abandoned step may be done.
+            # A complete wait returns: this rank's part of an abandoned step may be done.
             if pending:
                 self._status.check()
         if pending:
@@ -182,21 +185,21 @@ class Signals:
         lost = {}
         for word in pending:
             rank = bisect_right(self._posted, word) - 1
-            if self._words[self._bell[rank] + LOST]:
+            if self._words[self._wake_line[rank] + LOST]:
                 fence()
-                # What it posted before it was lost counts.
+                # Signals posted before the loss count.
                 if self._words[word] < epoch:
                     lost[rank] = self._operation_of(rank)
             elif rank in self.unreachable:
                 lost[rank] = self.unreachable[rank]
         if lost:
-            raise PeerLost(tuple(sorted(lost)), self._said, 0.0, lost)
+            raise PeerLost(tuple(sorted(lost)), self._operation, 0.0, lost)
 
     def _sleep(
         self, channel: int, epoch: int, ranks: Sequence[int], pending: list[int], timeout: float
     ) -> bool:
-        """Sleep until all have arrived; False if time ran out."""
-        words, line, bell = self._words, self._sleeper[self._rank], self._bell[self._rank]
+        """Sleeps until all have arrived; False after the timeout."""
+        words, line, wake_line = self._words, self._sleeper[self._rank], self._wake_line[self._rank]
         words[line + CHANNEL] = channel
         words[line + EPOCH] = epoch
         words[line + MASK] = sum(1 << rank for rank in ranks)
@@ -204,56 +207,58 @@ class Signals:
         words[line + TICKET] = self._ticket
         deadline = time.monotonic() + timeout
         if self._status is not None:
-            self._status.enter(RankState.WAITING, self._said)
+            self._status.enter(RankState.WAITING, self._operation)
         try:
             while True:
-                rung = self._bells[2 * bell]
-                # Between publishing the condition and the last look at it: who posts after the look
-                # sees the condition. Who rings after `rung` was read makes the sleep end at once.
+                value = self._words32[2 * wake_line]
+                # Between publishing the condition and the last check of it: a rank that posts after
+                # the check sees the condition. A wake after `value` was read ends the sleep at
+                # once.
                 fence()
                 if self._arrived(pending, epoch):
                     return True
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return False
-                futex.wait(self._address + bell * WORD, rung, min(left, SLICE))
+                futex.wait(self._address + wake_line * WORD, value, min(left, SLICE))
         finally:
             words[line + TICKET] = 0
             if self._status is not None:
                 self._status.enter(RankState.COMPUTING)
 
     def _wake_if_due(self, peer: int) -> None:
-        """Wake a sleeper whose whole condition holds, unless somebody has done so already."""
+        """Wakes a sleeper whose whole condition holds, unless it has been woken already."""
         words, line = self._words, self._sleeper[peer]
         ticket, channel, epoch, mask = words[line : line + 4].tolist()
-        if not ticket or words[self._bell[peer] + RUNG] == ticket:
+        if not ticket or words[self._wake_line[peer] + WOKEN] == ticket:
             return
         for rank, posted in enumerate(self._posted):
             if mask >> rank & 1 and words[posted + channel] < epoch:
                 return
         # A hint only: a late writer of an old ticket causes one needless wake.
-        words[self._bell[peer] + RUNG] = ticket
-        self._ring(peer)
+        words[self._wake_line[peer] + WOKEN] = ticket
+        self._wake(peer)
 
-    def _ring(self, peer: int) -> None:
-        # No two rings write the same value, so a sleeper that read any earlier one sees a change.
-        self._rings += 1
-        value = (self._rings * self._size + self._rank) & 0xFFFFFFFF
-        self._bells[2 * self._bell[peer]] = value
-        futex.wake(self._address + self._bell[peer] * WORD)
+    def _wake(self, peer: int) -> None:
+        # No two wakes write the same value, so that a sleeper that read any earlier one sees a
+        # change.
+        self._wakes += 1
+        value = (self._wakes * self._size + self._rank) & 0xFFFFFFFF
+        self._words32[2 * self._wake_line[peer]] = value
+        futex.wake(self._address + self._wake_line[peer] * WORD)
 
-    def _say(self, operation: str) -> None:
-        if operation != self._said:
+    def _note(self, operation: str) -> None:
+        if operation != self._operation:
             start = self._text[self._rank]
             self._bytes[start : start + TEXT_BYTES] = _encode(operation)
-            self._said = operation
+            self._operation = operation
 
     def _operation_of(self, rank: int) -> str:
         return _decode(self._bytes, self._text[rank])
 
 
 def _base(rank: int, size: int, channels: int) -> int:
-    """The first word of a rank's block: its posts, its sleeper line, its doorbell, its text."""
+    """The first word of a rank's block: its posts, sleeper line, wake line and text."""
     head = LINE + TEXT_BYTES // WORD
     return head + rank * (_round_up(channels) + 2 * LINE + TEXT_BYTES // WORD)
 
@@ -264,12 +269,12 @@ def _round_up(words: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _encode(text: str) -> bytes:
-    """A length and that many bytes of UTF-8, cut to fit."""
+    """The length and the UTF-8 bytes, truncated to fit."""
     data = text.encode()[: TEXT_BYTES - 1]
     return (bytes([len(data)]) + data).ljust(TEXT_BYTES, b"\0")
 
 
 def _decode(page: memoryview, start: int) -> str:
-    """The text at `start`; one that is being overwritten gives a mixture, and no error."""
+    """The text at `start`; a concurrent write may give a mixture, but no error."""
     data = bytes(page[start : start + TEXT_BYTES])
     return data[1 : 1 + data[0]].decode(errors="replace")

@@ -1,9 +1,9 @@
-"""TCP between the nodes of a service: frames that a rank sends into another node's memory.
+"""TCP between nodes: frames that a rank sends into another node's memory.
 
-A frame is a head, a text, a table of pieces (offset, length) and their bytes. It goes to one rank
-of the other node, whose thread receives it straight into the node's mapping of a window and then
-posts the signal there on behalf of the sender. Both ends of a connection prove that they know the
-service's secret before anything else is read (comm.handshake). No torch here.
+A frame is a header, a text, a table of pieces (offset, length) and their bytes. One rank of the
+other node receives it straight into the node's mapping of a window, and then posts the signal there
+on behalf of the sender. Both ends of a connection prove first that they know the service's secret
+(network/handshake.py). No torch here.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ MARK: Final = b"MOEf"
 PIECE_BYTES: Final = 16
 MOST_TEXT: Final = 1024
 MOST_PIECES: Final = 1 << 16
-# What one call of the kernel takes.
+# The limit of one system call.
 MOST_BUFFERS: Final = 1024
 
 Buffer = bytes | bytearray | memoryview
 
 
 class FrameKind(IntEnum):
-    """OPEN: the sender will use a window. CLOSE: it will no more."""
+    """OPEN: the sender starts to use a window. CLOSE: it stops."""
 
     OPEN = 0
     POST = 1
@@ -51,13 +51,13 @@ class FrameKind(IntEnum):
 
 
 class Malformed(Exception):
-    """A frame that nobody could have sent who follows the protocol."""
+    """A frame that violates the protocol."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inlet:
-    """Where frames of one sender for one window land. `first`: the first byte that it may write;
-    `signals` act for it."""
+    """The destination of one sender's frames for one window. `first`: the first byte that it may
+    write; `signals` act for it."""
 
     memory: memoryview
     first: int
@@ -81,7 +81,7 @@ def frame(
     text: str = "",
     pieces: Sequence[tuple[int, int]] = (),
 ) -> bytes:
-    """All of a frame but the bytes of its pieces."""
+    """A frame without the bytes of its pieces."""
     assert len(pieces) <= MOST_PIECES, f"{len(pieces)} pieces in one frame"
     data = text.encode(errors="replace")[:MOST_TEXT]
     head = HEAD.pack(MARK, kind, len(data), channel, len(pieces), window, epoch)
@@ -90,8 +90,8 @@ def frame(
 
 
 class Outlet:
-    """A connection to a rank of another node, on which this process only sends. Once `broken`, what
-    is sent is dropped; make another with Links.connect."""
+    """A connection to a rank of another node, on which this process only sends. Once `broken`,
+    frames are dropped; TcpLinks.connect makes another."""
 
     def __init__(self, connection: socket.socket, peer: Identity, address: str) -> None:
         self.peer, self.address = peer, address
@@ -101,8 +101,8 @@ class Outlet:
         self._closed_windows: deque[int] = deque()
 
     def send(self, buffers: list[Buffer], seconds: float, status: RankStatus | None = None) -> None:
-        """`seconds`: how long the peer may take nothing. A new epoch ends it as it ends a wait. A
-        new generation does not: those who go on need the connection, and a frame must be whole."""
+        """`seconds`: how long the peer may accept nothing. A new epoch ends it as it ends a wait. A
+        new generation does not: the connection is kept, so that a frame must be whole."""
         with self._lock:
             if self.broken:
                 return
@@ -114,13 +114,13 @@ class Outlet:
             except OSError as error:
                 self._break(f"{self.peer} ({self.address}) cannot be reached: {error}")
             except EpochChanged:
-                # Part of a frame may have gone: nothing can follow it.
+                # Part of a frame may have been sent: nothing can follow it.
                 self._break(f"a frame to {self.peer} ({self.address}) was given up")
                 raise
 
     def retire(self, window: int) -> None:
-        """A window is gone here; the peer is told with the next frame. Any thread may call it, also
-        one that is sending."""
+        """Tells the peer, with the next frame, that a window is closed. Any thread may call it,
+        even one that is sending."""
         self._closed_windows.append(window)
 
     def close(self) -> None:
@@ -149,10 +149,10 @@ class Outlet:
 
 
 class TcpLinks:
-    """This process's end of the connections between nodes: a listener on the node's own address,
-    a thread for each rank that sends here, and connections to send on, made when first needed.
+    """This process's connections between nodes: a listener on the node's own address, a thread for
+    each rank that sends here, and connections to send on, opened at first use.
 
-    `rank` and `node` are those of the service. Everybody has the same secret.
+    `rank` and `node` are those of the service. All ranks have the same secret.
     """
 
     def __init__(self, rank: int, node: int, address: str, secret: bytes) -> None:
@@ -174,24 +174,24 @@ class TcpLinks:
         self._listener = Listener(listening, self.identity, {Role.LINK: handler})
 
     def next_window(self, group: str) -> str:
-        """A name for the next window of a group: all its ranks make them in the same order."""
+        """A name for the next window of a group: all its ranks create them in the same order."""
         self._windows[group] = self._windows.get(group, 0) + 1
         return f"{group}/{self._windows[group]}"
 
     def expect(self, window: int, sender: int, inlet: Inlet) -> None:
-        """Frames of a rank of the service for a window land there, from the first on."""
+        """Directs the frames of a rank for a window to `inlet`."""
         with self._lock:
             assert (window, sender) not in self._expected, f"window {window:x} is there already"
             self._expected[window, sender] = inlet
 
     def forget(self, window: int) -> None:
-        """Of a window that came to nothing."""
+        """Undoes `expect` for a window that was not created."""
         with self._lock:
             for key in [key for key in self._expected if key[0] == window]:
                 del self._expected[key]
 
     def connect(self, host: str, port: int, peer: Identity) -> Outlet:
-        """OSError, with the address, where there is nobody, or somebody without the secret."""
+        """Raises OSError, with the address, if the peer is unreachable or has another secret."""
         with self._connecting:
             known = self._outlets.get((host, port))
             if known is not None and not known.broken:
@@ -219,7 +219,7 @@ class TcpLinks:
         return connection
 
     def close(self) -> None:
-        """End all connections and the listener. May be repeated."""
+        """Ends all connections and the listener. May be repeated."""
         self._listener.close()
         with self._lock:
             outlets = list(self._outlets.values())
@@ -228,7 +228,7 @@ class TcpLinks:
             outlet.close()
 
     def _serve(self, connection: socket.socket, session: Session, name: str) -> None:
-        """Receive until the connection ends; then the sender is lost to the windows it used."""
+        """Receives until the connection ends; the windows of the sender then lose it."""
         inlets: dict[int, Inlet] = {}
         why = "is no longer listened to"
         try:
@@ -249,7 +249,7 @@ class TcpLinks:
     def _receive_frame(
         self, connection: socket.socket, peer: Identity, inlets: dict[int, Inlet]
     ) -> bool:
-        """One frame, into memory and then signalled; False if the connection has ended."""
+        """Receives one frame and signals; False if the connection has ended."""
         head = bytearray(HEAD.size)
         if not _receive(connection, [memoryview(head)]):
             return False
@@ -294,7 +294,8 @@ def _check_signal(inlet: Inlet, channel: int, epoch: int) -> None:
 
 
 def _receive(connection: socket.socket, places: list[memoryview], *, inside: bool = False) -> bool:
-    """Fill the places in order. False if the connection had ended before, unless `inside`."""
+    """Fills the places in order. Returns False if the connection had ended before, unless
+    `inside`."""
     left = [place for place in reversed(places) if len(place)]
     while left:
         count = connection.recvmsg_into(left[: -MOST_BUFFERS - 1 : -1], 0, socket.MSG_WAITALL)[0]
@@ -308,7 +309,7 @@ def _receive(connection: socket.socket, places: list[memoryview], *, inside: boo
 
 
 def _advance(left: list[memoryview], count: int) -> None:
-    """Strike off so many bytes; the first buffer is the last of the list."""
+    """Drops `count` bytes; the first buffer is the last of the list."""
     while count:
         length = len(left[-1])
         if length > count:

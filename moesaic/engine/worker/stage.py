@@ -63,7 +63,7 @@ class SingleStage:
     def agree(self, step: InflightStep) -> None:
         self.number += 1
         if self._status is not None:
-            self._status.begin(self.number)
+            self._status.begin_step(self.number)
         counts = (step.plan.num_tokens,) if step.plan.items else ()
         step.agreement = StepAgreement(self.number, counts, prefill=step.plan.prefill)
 
@@ -107,7 +107,7 @@ class FirstStage:
 
     def agree(self, step: InflightStep) -> None:
         self.number += 1
-        self._status.begin(self.number)
+        self._status.begin_step(self.number)
         plan, mesh, operation = step.plan, self._mesh, f"agree on step {self.number}"
         self._encoded = self._encode(step)
         data = self._encoded if mesh.attention_tp > 1 and plan.items else b""
@@ -176,7 +176,7 @@ class LaterStage:
         self._order, x_TH = self._pipe.receive()
         order = decode_order(self._order)
         step.planned_at, self.number = time.monotonic_ns(), order.agreement.number
-        self._status.begin(self.number)
+        self._status.begin_step(self.number)
         step.plan, step.agreement = self._receiver.decode(order.plan), order.agreement
         return x_TH
 
