@@ -72,7 +72,7 @@ class InflightStep:
     plan: StepPlan = field(default_factory=StepPlan.empty)
     items: list[PlannedItem] = field(default_factory=list)
     """The requests that this rank planned; empty on ranks that follow a leader."""
-    planned_at: int = field(default_factory=time.monotonic_ns)
+    started_at: int = field(default_factory=time.monotonic_ns)
     prompt_tokens: int = 0
     admitted: int = 0
     """Requests that run for the first time, and how many of their tokens the prefix cache has."""

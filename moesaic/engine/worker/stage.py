@@ -175,7 +175,7 @@ class LaterStage:
         self._status.enter(RankState.COMPUTING)
         self._order, x_TH = self._pipe.receive()
         order = decode_order(self._order)
-        step.planned_at, self.number = time.monotonic_ns(), order.agreement.number
+        step.started_at, self.number = time.monotonic_ns(), order.agreement.number
         self._status.begin_step(self.number)
         step.plan, step.agreement = self._receiver.decode(order.plan), order.agreement
         return x_TH

@@ -90,12 +90,14 @@ class StepLoop:
         False if no rank has anything to do."""
         spans, self.in_trial = self.runner.spans, self.stage.is_trial
         spans.begin_step(self.stage.number + 1)
+        start = time.monotonic_ns()
         step = self._plan()
+        step.started_at = start
         self.inflight.append(step)  # before anything can fail: a rollback must find it
         x_TH = self.stage.agree(step)
         has_work = bool(step.agreement.counts)
         if has_work:
-            spans.add(SpanKind.PLAN, step.planned_at, tokens=step.plan.num_tokens)
+            spans.add(SpanKind.PLAN, step.started_at, tokens=step.plan.num_tokens)
             handle = self.runner.begin(step.plan, step.agreement, x_TH)
             step.handle = self.stage.hand_on(step, handle)
         else:
@@ -119,7 +121,7 @@ class StepLoop:
         self.inflight.popleft()
         spans, tokens = self.runner.spans, step.plan.num_tokens
         # Steps that are in flight at once share the time.
-        start = max(step.planned_at, self._completed_at)
+        start = max(step.started_at, self._completed_at)
         spans.begin_step(step.number)
         if self.group is not None and step.items:
             self.group.apply(step, result, (time.monotonic_ns() - start) / 1e9)
