@@ -92,7 +92,7 @@ def test_a_rollback_gives_the_drafts_back() -> None:
     request.token_ids.append(5)
     request.num_computed, request.drafts = len(request.prompt_ids), [7, 8, 9]
     item = PlannedItem.begin(Scheduled(request, 3, True, 2))
-    assert item.drafts == [7, 8] and item.samples and request.verifying
+    assert item.drafts == (7, 8) and item.samples and request.verifying
     assert not request.can_run_ahead and request.drafts == [] and request.pending == 1
     item.undo()
     assert request.drafts == [7, 8] and not request.verifying and request.pending == 0

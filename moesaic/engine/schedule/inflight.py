@@ -19,7 +19,7 @@ class PlannedItem(NamedTuple):
     request: Request
     stop: int
     samples: bool
-    drafts: list[int]
+    drafts: tuple[int, ...]
     first: int
     num_scored: int
     retractions: int
@@ -28,7 +28,7 @@ class PlannedItem(NamedTuple):
     def begin(cls, work: Scheduled) -> PlannedItem:
         """Counts the step's work as done: steps run in the order in which they are planned."""
         request, first, stop = work.request, work.request.num_computed, work.stop
-        drafts = request.drafts[: work.num_drafts]
+        drafts = tuple(request.drafts[: work.num_drafts]) if work.num_drafts else ()
         before = (request.num_scored, request.retractions)
         planned = cls(request, stop, work.samples, drafts, first, *before)
         if request.return_logprob:
@@ -36,8 +36,8 @@ class PlannedItem(NamedTuple):
             request.num_scored = max(request.num_scored, scored)
         request.num_computed = stop
         request.pending += planned.samples
-        request.drafts = []
-        request.verifying = bool(drafts)
+        if request.drafts:
+            request.drafts, request.verifying = [], bool(drafts)
         return planned
 
     @property
@@ -59,7 +59,7 @@ class PlannedItem(NamedTuple):
         request = self.request
         request.pending -= self.samples
         request.num_scored = self.num_scored
-        request.drafts, request.verifying = self.drafts, False
+        request.drafts, request.verifying = [*self.drafts], False
         if request.retractions == self.retractions:
             request.num_computed = self.first
 
