@@ -126,8 +126,7 @@ def decode(
 
 def prefill(shape: Shape, page: int, invariant: bool = False) -> Usage:
     key_bytes = (shape.dim + shape.rest) * 2
-    config = attention_prefill.choose_config(key_bytes, shape.window)
-    config = attention_prefill.invariant_config(key_bytes) if invariant else config
+    config = attention_prefill.choose_config(key_bytes, shape.window, invariant)
     constants = shape.constants(page) | {
         "ROWS": config.rows,
         "PER_TILE": min(shape.group, config.rows),

@@ -1,5 +1,5 @@
-"""How a token enters attention inside the decoding kernel: its queries become a tile of registers,
-its key and value go into the cache. The bits are those of rotary.py's own kernel."""
+"""Norms and rotates a new token inside the decoding kernel: its queries stay in registers, its key
+and value go to the cache. The bits are those of the kernels in rotary.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moesaic.kernels.triton.rotary import encode, load_halves
 
 @triton.jit
 def load_norms(q_norm, k_norm, GROUP: tl.constexpr, TALL: tl.constexpr, D: tl.constexpr):
-    """The two halves of each row's norm weights: GROUP rows of queries, then one of the key."""
+    """Both halves of each row's norm weights: GROUP rows of queries, then the key."""
     if q_norm is None:
         return 1.0, 1.0
     else:
@@ -41,10 +41,9 @@ def enter_row(
     D: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Halves [ROWS, D / 2] of the queries of one key/value head, from a row of query, key and value
-    heads, normed where there are norms, and rotated. If `stored`, the new key and value go to
-    `keys` and `values`. The key is a row of the queries' tile, behind them, so that it takes no
-    time of its own: the tile is TALL enough to hold GROUP rows and one."""
+    """Normed and rotated halves [ROWS, D / 2] of the queries of one key/value head. If `stored`,
+    writes the new key and value. The key is a row of the queries' tile, behind them, and so costs
+    no extra time: a tile of TALL rows holds GROUP queries and one key."""
     FP8: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8
     member = tl.arange(0, TALL)
     h, d = tl.arange(0, D // 2), tl.arange(0, D)
@@ -73,7 +72,7 @@ def enter_row(
 
 @triton.jit
 def first_rows(x, ROWS: tl.constexpr):
-    """Of as many or twice as many."""
+    """`x` has ROWS or 2 * ROWS rows."""
     if x.shape[0] == ROWS:
         return x
     else:

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation; twins in kernels/norm.py."""
+"""Root-mean-square normalisation; the twins are in kernels/norm.py."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from moesaic.kernels.triton.launch import await_inputs, dependent_launch, releas
 from moesaic.kernels.triton.quantise import fp8_scales, to_fp8
 from moesaic.kernels.triton.sort import sum_few_pairs
 
-# Channels that one thread takes: 16 bytes of a 16-bit type.
+# Channels of a thread: 16 bytes of a 16-bit type.
 THREAD_CHANNELS = 8
 MAX_WARPS = 16
-# Short rows, of heads, go several to a program.
+# A program handles several short rows (heads).
 TILE_CHANNELS = 1024
 
 
@@ -47,8 +47,8 @@ def _norm_kernel(
     BY_COLUMN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rows of x lie at (row // inner) * stride_outer + row % inner * stride_inner; with K, x has K
-    pairs for each row, which are summed as `sum_pairs` does it."""
+    """A row of x starts at (row // inner) * stride_outer + row % inner * stride_inner. With K, x
+    holds K pairs of each row, which are added as by `sum_pairs`."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     channel = tl.arange(0, BLOCK_H)[None, :]
     mask = (row < rows) & (channel < H)
@@ -76,7 +76,7 @@ def _norm_kernel(
     else:
         GROUPS: tl.constexpr = BLOCK_H // 128
         grouped = tl.reshape(normed.to(tl.float32), (ROWS, GROUPS, 128))
-        # As integers a NaN is the largest of all.
+        # As an integer, NaN is the largest number.
         bits = tl.max(grouped.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2)
         scales = fp8_scales(bits.to(tl.float32, bitcast=True), 1)
         group = tl.arange(0, GROUPS)[None, :]
@@ -118,13 +118,13 @@ def add_rms_norm_fp8(
 
 
 def _rows_of(x: Tensor) -> Tensor:
-    """[rows, H] or [rows, heads, H] as it lies, if its channels lie together."""
+    """[rows, H] or [rows, heads, H]; copies only if channels are not contiguous."""
     return x if x.dim() in (2, 3) and x.stride(-1) == 1 else x.reshape(-1, x.shape[-1])
 
 
 @cache
 def tiling(size: int) -> dict[str, int]:
-    """The same for any number of rows: a row's sum does not depend on its neighbours."""
+    """Does not depend on the number of rows, and so neither does a row's sum."""
     block = max(FP8_GROUP, triton.next_power_of_2(size))
     tile = max(1, TILE_CHANNELS // block)
     warps = min(MAX_WARPS, max(1, tile * block // (32 * THREAD_CHANNELS)))
@@ -151,7 +151,7 @@ def _run(
     rows = x.numel() // size // max(1, top_k)
     if rows == 0:
         return
-    assert residual_TH is None or residual_TH.stride(-1) == 1, "channels must lie together"
+    assert residual_TH is None or residual_TH.stride(-1) == 1, "channels must be contiguous"
     tile, pdl = tiling(size), dependent_launch(x)
     _norm_kernel[(-(-rows // tile["ROWS"]),)](
         x,

@@ -1,5 +1,5 @@
-"""From what the projections give to what attention needs, in one kernel: norms, rotation, and the
-new keys and values at their places of the cache."""
+"""Between projections and attention, in one kernel: norms and rotates queries and keys, and writes
+the new keys and values to the cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moesaic.kernels.triton.attention_blocks import padded, strides
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
 
 WARPS = 4
-# Elements of a tile; each thread gets 16 of them, which it loads 8 at a time.
+# Elements of a tile: 16 a thread, loaded 8 at a time.
 TILE = WARPS * 32 * 16
 
 
@@ -104,8 +104,7 @@ def enter_latent(
 
 @triton.jit
 def load_halves(x, rows, kept, D: tl.constexpr, DP: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The two channels of each pair, [len(rows), DP / 2] each, in float32. Rows of an odd pair's
-    tile are filled up with zeros."""
+    """The two channels of each pair, [len(rows), DP / 2] each, in float32, padded with zeros."""
     if INTERLEAVED:
         d = tl.arange(0, DP)
         both = tl.load(
@@ -123,7 +122,7 @@ def load_halves(x, rows, kept, D: tl.constexpr, DP: tl.constexpr, INTERLEAVED: t
 
 @triton.jit
 def rotate(a, b, cos, sin, rows, kept, D: tl.constexpr, DP: tl.constexpr):
-    """`rows`: where the rows of cos and sin begin."""
+    """`rows`: offsets of the rows of cos and sin."""
     h = tl.arange(0, DP // 2)
     mask = kept[:, None] & (h[None, :] < D // 2)
     c = tl.load(cos + rows[:, None] + h[None, :], mask=mask, other=0.0)
@@ -133,7 +132,7 @@ def rotate(a, b, cos, sin, rows, kept, D: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def encode(x, into, FP8: tl.constexpr):
-    """In the type of the cache; float8 holds no more than 448, and what is no number."""
+    """Converts to the type of the cache; float8 saturates at 448 and keeps NaN."""
     if FP8:
         x = tl.maximum(x, -448.0, propagate_nan=tl.PropagateNan.ALL)
         x = tl.minimum(x, 448.0, propagate_nan=tl.PropagateNan.ALL)
@@ -179,13 +178,13 @@ def enter_heads_kernel(
     is_k = (row < num_rows) & (head >= HEADS) & (head < HEADS + KV_HEADS)
     is_v = (row < num_rows) & (head >= HEADS + KV_HEADS)
     h = tl.arange(0, DP // 2)
-    # Attention has much to fetch before it needs what is made here.
+    # Attention has much to load before it needs these results.
     release_next(PDL)
     await_inputs(PDL)
     slot = tl.load(slots + token, mask=row < num_rows, other=-1).to(tl.int64)
     at = token * qkv_row + head * D
     a, b = load_halves(qkv, at, is_q | is_k, D, DP, INTERLEAVED)
-    # Asked for together with the others, and before it is known whether there is a slot.
+    # Loaded together with the others, before the slot is known.
     d = tl.arange(0, DP)
     real_v = is_v[:, None] & (d[None, :] < D)
     v = tl.load(qkv + at[:, None] + d[None, :], mask=real_v, other=0.0).to(tl.float32)
@@ -237,7 +236,7 @@ def enter_latent_kernel(
     FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The first programs take a latent each, the others ROWS queries."""
+    """The first programs handle one latent each, the others ROWS queries."""
     h = tl.arange(0, ROPE_P // 2)
     program = tl.program_id(0)
     if program < num_tokens:

@@ -1,16 +1,16 @@
-"""Sampling; twins in kernels/sampling.py.
+"""Sampling; the twins are in kernels/sampling.py.
 
 R rows · V vocabulary · N blocks of 128 tokens · C chunks of 32 blocks · P = C * 32 blocks.
 
-    _peaks_kernel    the highest score of each block and chunk: all that greedy rows need
-    _sums_kernel     the weight of each block, of rows that any token may be drawn from
-    narrow           for top-p alone: the few tokens of which one is the lowest kept
-    _draw_kernel     a program a row: what top-k and top-p keep, and the draw
+    _peaks_kernel    the highest score of each block and chunk: sufficient for greedy rows
+    _sums_kernel     the weight of each block, for rows without top-k
+    narrow           for top-p alone: a few tokens that include the lowest one kept
+    _draw_kernel     one program a row: applies top-k and top-p, and draws
 
-With top-k only blocks whose peak reaches the lowest score that can still matter are read again. The
-lowest score kept is searched by cutting its range in four, among tokens held in registers where
-they are few enough, as nearly always, else in all those blocks; scores are compared as integers
-that order like them, so that the search ends.
+With top-k only blocks whose peak reaches the lowest score that may be kept are read again. The
+search for the lowest score kept cuts its range in four: nearly always among tokens in registers, if
+these are too many in all such blocks. Scores are compared as integers that sort in the same order,
+so that the search terminates.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from moesaic.kernels.triton.sampling_parts import (
     uniform_at,
 )
 
-# Blocks that are gathered at once; with more, the sums of a search do not fit the registers.
+# Blocks that are gathered at once; with more, the sums of a search exceed the registers.
 GATHER = tl.constexpr(8)
-# Tokens of blocks that are held at once with top-k.
+# Tokens held in registers with top-k.
 HELD_K = tl.constexpr(4096)
 LEAST = tl.constexpr(-(2**31))
 # The key of -inf.
 BOTTOM = tl.constexpr(-2139095041)
-# Cuts of a range in scores before it is cut in integers; each leaves a quarter.
+# Cuts of a range by score before it is cut by integer; each leaves a quarter.
 SCORE_CUTS = tl.constexpr(3)
 DRAW_WARPS = 16
 
@@ -110,7 +110,7 @@ def _sums_kernel(
     params_ptr += row * COLUMNS
     if not is_greedy(params_ptr) and top_k_of(params_ptr, V) == -1:
         temperature = float64_at(params_ptr).to(tl.float32)
-        # With top-p the total is that of all tokens.
+        # With top-p, the total includes all tokens.
         min_p = tl.where(float64_at(params_ptr + 2) < 1, 0.0, float64_at(params_ptr + 3))
         best, _ = best_of(best_ptr, token_ptr, row, chunks, BLOCK_C)
         block = chunk * BLOCKS + tl.arange(0, BLOCKS)
@@ -129,8 +129,8 @@ def _peak_keys(peaks_ptr, blocks, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _list_blocks(peaks_ptr, list_ptr, least, blocks, BLOCK_N: tl.constexpr):
-    """Writes the blocks that have a score of `least` or above, in order; gives their number."""
-    tl.debug_barrier()  # the list before this one has been read
+    """Lists the blocks that have a score of `least` or above, in order; returns their number."""
+    tl.debug_barrier()  # All threads have read the previous list.
     wanted = (_peak_keys(peaks_ptr, blocks, BLOCK_N) >= least.to(tl.int32)).to(tl.int32)
     place = tl.cumsum(wanted, 0) - 1
     tl.store(list_ptr + place, tl.arange(0, BLOCK_N), wanted != 0)
@@ -140,7 +140,7 @@ def _list_blocks(peaks_ptr, list_ptr, least, blocks, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _load_blocks(logits_ptr, list_ptr, start, count, V):
-    """Listed blocks from `start` on, and their scores [GATHER, 128]: -inf behind the last."""
+    """Listed blocks from `start` on, and their scores [GATHER, 128]; -inf past the last."""
     place = start + tl.arange(0, GATHER)
     block = tl.load(list_ptr + place, place < count, 0)
     token = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -164,8 +164,8 @@ def _search(
     COUNT: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The highest key in [low, high) such that what is at or above it weighs at least `target`; or
-    one that keeps exactly so many tokens, where they are counted."""
+    """The highest key in [low, high) such that the tokens from it on weigh at least `target`; with
+    COUNT, a key that keeps exactly `target` tokens is enough."""
     cuts = 0
     have = tl.full((), float("inf"), tl.float64)
     enough = target if COUNT else tl.full((), -1.0, tl.float64)
@@ -219,7 +219,7 @@ def _total(x):
 
 @triton.jit
 def _kth_peak(peaks, k, low, high):
-    """The k-th highest peak, below which the k-th highest score cannot be; or `low`."""
+    """The k-th highest peak, a lower bound of the k-th highest score; or `low`."""
     while high - low > 1:
         middle = low + (high - low) // 2
         reached = tl.sum((peaks >= middle.to(tl.int32)).to(tl.int32), 0) >= k
@@ -233,7 +233,7 @@ def _sum_blocks(
     logits_ptr, list_ptr, sums_ptr, peaks_ptr, blocks, floor, V, best, temperature, min_p, scale,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Weights of each block's tokens that are kept; of all blocks together."""
+    """Stores the weight of each block's kept tokens; returns that of all blocks."""
     every = tl.arange(0, BLOCK_N)
     tl.store(sums_ptr + every, tl.zeros((BLOCK_N,), tl.float64), every < blocks)
     count = _list_blocks(peaks_ptr, list_ptr, floor, blocks, BLOCK_N)
@@ -251,10 +251,9 @@ def _sum_blocks(
 @triton.jit
 def _walk(logits_ptr, sums_ptr, blocks, floor, V, best, temperature, min_p, scale, number,
           BLOCK_N: tl.constexpr):  # fmt: skip
-    """The token at which the sum of weights passes the share `number` of all, in vocabulary
-    order."""
+    """The token at which the sum of weights, in vocabulary order, passes the share `number`."""
     every = tl.arange(0, BLOCK_N)
-    # Past the first cache, which atomic additions do not reach.
+    # Bypasses the L1 cache, which atomic additions do not update.
     sums = tl.load(sums_ptr + every, every < blocks, 0.0, cache_modifier=".cg")
     total = tl.sum(sums, 0)
     mark = tl.minimum((number * total).to(tl.int64).to(tl.float64), total - 1)
@@ -271,7 +270,7 @@ def _walk(logits_ptr, sums_ptr, blocks, floor, V, best, temperature, min_p, scal
 
 @triton.jit
 def _search_held(key, amount, low, high, target):
-    """As `_search`, of keys in registers and what each of them counts."""
+    """`_search` over keys in registers; `amount` is what each of them adds."""
     while high - low > 1:
         step = tl.maximum((high - low) // 4, 1)
         first, second = low + step, tl.minimum(low + 2 * step, high - 1)
@@ -289,8 +288,8 @@ def _floor_of_held(
     logits_ptr, list_ptr, kept_ptr, count, blocks, V, top_k, top_p, min_p, target, best,
     temperature, scale, SIZE: tl.constexpr, WITH_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The lowest key kept, of SIZE listed tokens that are to weigh `target`, or of the tokens of
-    listed blocks with top-k; their weights are added to those of their blocks."""
+    """The lowest key kept, of SIZE listed tokens that must weigh `target`, or WITH_K of the tokens
+    of listed blocks; adds their weights to those of their blocks."""
     every, place = tl.arange(0, BLOCK_N), tl.arange(0, SIZE)
     listed = place // WIDTH if WITH_K else place
     token = tl.load(list_ptr + listed, listed < count, 0)
@@ -321,8 +320,8 @@ def _floor_of_all(
     logits_ptr, list_ptr, sums_ptr, peaks_ptr, low, top, blocks, V, top_k, top_p, min_p, best,
     temperature, scale, reach, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The same from all blocks, where what could be kept is too much to hold. `low`: a key that
-    top-k keeps."""
+    """The lowest key kept, searched in all blocks if the candidates exceed the registers. `low`: a
+    key that top-k keeps."""
     total = tl.full((), 0.0, tl.float64)
     floor = low
     if top_k != -1:
@@ -357,7 +356,7 @@ def _draw_kernel(
     above_ptr, kept_ptr, drawn_ptr, rows, V, stride, chunks, scale, reach, length,
     BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`reach`: how far below the best a score weighs nothing at temperature 1."""
+    """`reach`: distance below the best at which a score has no weight at temperature 1."""
     row = tl.program_id(0).to(tl.int64)
     await_inputs(PDL)
     release_next(PDL)

@@ -1,11 +1,11 @@
-"""Sorting pairs of row and expert, and summing what came out; see moesaic.kernels.experts.
+"""Sorts pairs of row and expert, and sums their results; see moesaic.kernels.experts.
 
 R rows · K chosen · N = R * K pairs · E experts · X tiles · C chunks of pairs · S parts of a chunk.
 
-Nothing here counts with atomics: a pair's place is the number of pairs before it in the order of
-(expert, pair), so the order is the same every time and nothing needs to be zero beforehand. Up to
-`FEW_PAIRS` each pair is compared with all others in one launch; above, chunks and parts of them
-are counted first, and pairs are compared within their part.
+A pair's place is the number of pairs before it in the order (expert, pair), counted without
+atomics: the result is deterministic, and no buffer needs zeroing. Up to `FEW_PAIRS`, one launch
+compares each pair with all others; above, chunks and their parts are counted first, and pairs are
+compared within their part.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ FEW_PAIRS = 4096
 PAIRS_A_PROGRAM = 16
 CHUNK = 512
 BINS = 512
-"""Counts of a chunk: the more experts, the fewer parts it has."""
+"""Counts of a chunk: with more experts it has fewer parts."""
 PART = 32
-"""Pairs of a part, at least."""
+"""The fewest pairs of a part."""
 MAX_EXPERTS = 1024
 COUNTS = 16384
 """Elements of `hist_CE` that a program adds at once."""
@@ -40,8 +40,6 @@ ZEROED_COLUMNS = 2048
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """What kernels are specialised on."""
-
     experts: int
     padded: int
     block: int
@@ -50,7 +48,7 @@ class _Sizes:
     @cache
     def of(experts: int, block: int) -> _Sizes:
         if not 0 < experts <= MAX_EXPERTS:
-            raise ValueError(f"{experts} experts cannot be sorted: there may be 1..{MAX_EXPERTS}")
+            raise ValueError(f"cannot sort {experts} experts: use 1..{MAX_EXPERTS}")
         return _Sizes(experts, max(32, triton.next_power_of_2(experts)), block)
 
     def constants(self) -> dict[str, int]:
@@ -75,7 +73,7 @@ def sort_pairs(
         )  # fmt: skip
         return groups
     chunks, parts = triton.cdiv(num_pairs, CHUNK), chunk_parts(sizes.padded)
-    # Counts of each chunk, and those of its parts before each part.
+    # Counts of each chunk, and of the earlier parts of its chunk for each part.
     hist_CE = torch.empty(chunks, sizes.padded, dtype=torch.int32, device=ids_RK.device)
     before_CSE = hist_CE.new_empty(chunks, parts, sizes.padded)
     _count_chunks[(chunks,)](
@@ -106,7 +104,7 @@ def group_pairs(ids_RK: Tensor, w2: Matrices, load_E: Tensor | None = None) -> G
 
 
 def row_arguments(groups: Groups) -> dict[str, object]:
-    """What `sort_row` takes besides a kernel's lists, by its names."""
+    """Arguments of `sort_row` besides a kernel's lists, by name."""
     sizes = _Sizes.of(groups.count_E.numel(), groups.block)
     direct = groups.ids_K is not None
     return {
@@ -136,7 +134,7 @@ def blocks(count_E: Tensor, rows: int, block: int, load_E: Tensor | None = None)
 def _room(
     pairs: int | None, places: int, sizes: _Sizes, top_k: int, device: torch.device
 ) -> Groups:
-    """All arrays in one piece of memory; without `pairs` rows are places."""
+    """Allocates all arrays in one tensor; without `pairs` there is no order."""
     tiles = max(1, max_tiles(places, sizes.experts, sizes.block))
     lengths = (pairs or 0, sizes.experts, sizes.experts, tiles, tiles, 1, tiles + 2)
     starts = [0]
@@ -154,7 +152,7 @@ def _room(
 
 
 def _arrays(groups: Groups) -> tuple[Tensor | None, ...]:
-    """As the kernels take them."""
+    """In the order of the kernels' parameters."""
     return (
         groups.order_P,
         groups.first_E,
@@ -168,7 +166,7 @@ def _arrays(groups: Groups) -> tuple[Tensor | None, ...]:
 
 @triton.jit
 def _keys(ids, places, num_pairs, E: tl.constexpr):
-    """The expert of each pair; E where it is nobody's."""
+    """The expert of each pair; E for a pair without one."""
     found = tl.load(ids + places, mask=places < num_pairs, other=-1).to(tl.int32)
     return tl.where(found < 0, E, found)
 
@@ -177,8 +175,8 @@ def _keys(ids, places, num_pairs, E: tl.constexpr):
 def _write_tiles(
     count_E, first_E, experts_E, tile_expert, tile_place, begin, step, BLOCK: tl.constexpr
 ):
-    """Tile `begin` of every expert that has so many, then `step` further on; gives how many tiles
-    there are of all. Nearly always experts have one or two."""
+    """Writes tiles begin, begin + step, … of every expert; returns the number of all tiles. Nearly
+    always an expert has one or two."""
     tiles_E = (count_E + BLOCK - 1) // BLOCK
     at_E = tl.cumsum(tiles_E, 0) - tiles_E
     for tile in range(begin, tl.max(tiles_E, 0), step):
@@ -192,7 +190,7 @@ def _write_summary(
     count_E, first_E, experts_E, total, first, count, num_tiles, counters, load, num_counters,
     E: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
-    """`load`: what counts are added to, by an instruction that nobody waits for."""
+    """Adds the counts to `load`, without waiting for it."""
     if load is not None:
         some = (experts_E < E) & (count_E > 0)
         tl.atomic_add(load + experts_E, count_E.to(tl.int64), mask=some, sem="relaxed")
@@ -210,7 +208,7 @@ def _write_lists(
     num_pairs, num_counters,
     E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    """All but the order, by one program that looks at all pairs."""
+    """Writes all lists but the order, in one program that reads all pairs."""
     key_N = _keys(ids, tl.arange(0, NP), num_pairs, E)
     experts_E = tl.arange(0, EP)
     count_E = tl.histogram(key_N, EP, mask=key_N < E)
@@ -227,7 +225,7 @@ def _place_pairs(
     ids, order, begin, num_pairs,
     E: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    """BI pairs from `begin` on go where as many pairs come before them."""
+    """Writes BI pairs, from `begin` on, to their places in the order."""
     pair_I = begin + tl.arange(0, BI)
     rank_I = _keys(ids, pair_I, num_pairs, E) * NP + pair_I
     before_IJ = tl.zeros([BI, BJ], dtype=tl.int32)
@@ -244,7 +242,7 @@ def sort_row(
     num_pairs, num_counters,
     E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    """All lists of one row's pairs, by one program of a kernel that needs none of them."""
+    """Writes all lists of one row's pairs, in one program of a kernel that needs none of them."""
     _write_lists(
         ids, first, count, tile_expert, tile_place, num_tiles, counters, load,
         num_pairs, num_counters, E, EP, BLOCK, NP,
@@ -294,7 +292,7 @@ def _earlier_in_part(
     ids, begin, num_pairs,
     EP: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
-    """How many pairs before each one of a chunk are of its part and expert: [PARTS, SIZE]."""
+    """Number of earlier pairs of the same part and expert, for each pair: [PARTS, SIZE]."""
     part_S = begin + tl.arange(0, PARTS) * SIZE
     place_I = tl.arange(0, SIZE)
     key_SI = _keys(ids, part_S[:, None] + place_I[None, :], num_pairs, EP)
@@ -376,7 +374,7 @@ def sum_pairs(y_NH: Tensor, ids_RK: Tensor, out_RH: Tensor, add_RH: Tensor | Non
     if add_RH is None and out_RH.data_ptr() == y_NH.data_ptr():
         assert top_k == 1, top_k
         return _zero_nobodies(out_RH, ids_RK)
-    # Few rows: narrow programs, so that there are more of them.
+    # Few rows get narrow programs, to have more of them.
     few = rows < 128
     width = min(_power_of_2(hidden), 512 if few else 2048)
     pdl = dependent_launch(y_NH)
@@ -387,7 +385,7 @@ def sum_pairs(y_NH: Tensor, ids_RK: Tensor, out_RH: Tensor, add_RH: Tensor | Non
     return out_RH
 
 
-# The function itself takes microseconds.
+# The uncached function takes microseconds.
 _power_of_2 = cache(triton.next_power_of_2)
 
 
@@ -419,9 +417,9 @@ def _sum_pairs(
 def sum_few_pairs(
     y, ids, row, column, there, inside, H: tl.constexpr, K: tl.constexpr
 ):  # fmt: skip
-    """In float32. A row that is nobody's is read for nothing, but no row waits for its id, nor for
-    another row: left to itself the compiler has three of them on their way. It cannot add before
-    it has the ids, and cannot ask for those before the barrier, nor for rows behind it."""
+    """Sums in float32. Loads pairs without an expert, too, so that no load waits for an id. Without
+    the barrier, the compiler would keep only three loads in flight: it cannot add without the ids,
+    which are loaded behind the barrier, and must load all pairs before it."""
     parts = ()
     for k in tl.static_range(K):
         parts = parts + (tl.load(y + (row * K + k) * H + column, mask=inside, other=0.0),)
