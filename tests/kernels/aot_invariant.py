@@ -41,9 +41,8 @@ def enter(heads: int, kv_heads: int) -> Usage:
     strides = ("qkv_row", "cos_row", "k_slot", "k_head", "v_slot", "v_head")
     types |= dict.fromkeys(strides, "i32")
     types |= dict.fromkeys(("eps", "k_factor", "v_factor"), "fp32")
-    constants = {"HEADS": heads, "KV_HEADS": kv_heads, "D": 128, "DP": 128}
-    constants |= {"ROWS": rotary.TILE // 128, "INTERLEAVED": False, "NORM": True}
-    constants |= {"FP8": False, "PDL": True}
+    constants = {"HEADS": heads, "KV_HEADS": kv_heads, "D": 128}
+    constants |= {"ROWS": rotary.TILE // 128, "INTERLEAVED": False, "PDL": True}
     kernel = rotary.enter_heads_kernel
     return build(kernel, types, constants, aligned=strides, num_warps=rotary.WARPS)
 

@@ -18,12 +18,18 @@ Config = TypeVar("Config")
 LOG2_E = math.log2(math.e)
 # The largest logit of a row that has seen none yet; finite, as a difference of two must not be NaN.
 LOWEST = tl.constexpr(-1.0e38)
+# Views of one packed tensor, whose alignment varies: specialising on it would recompile kernels.
+PACKED = ["tiles", "starts", "lengths", "rows_p", "kv_lens", "first_p", "pages_p", "slots_p"]
 
 
-@cache
-def padded(size: int) -> int:
+@triton.constexpr_function
+def tile_width(size: int) -> int:
     """Width of a tile that holds `size` channels."""
     return max(16, triton.next_power_of_2(size))
+
+
+# For the host: the uncached function takes microseconds.
+padded = cache(tile_width)
 
 
 def two_parts(q: Queries) -> Queries:
@@ -36,10 +42,8 @@ def two_parts(q: Queries) -> Queries:
 
 
 def channels(q: Queries) -> dict[str, int]:
-    """Kernel constants: channels of the two parts of queries and keys, and their tile widths."""
-    main = q.values.shape[-1]
-    rest = 0 if q.rest is None else q.rest.shape[-1]
-    return {"D1": main, "D1P": padded(main), "D2": rest, "D2P": padded(rest)}
+    """Kernel constants: channels of the two parts of queries and keys."""
+    return {"D1": q.values.shape[-1], "D2": 0 if q.rest is None else q.rest.shape[-1]}
 
 
 def first_fitting(table: Iterable[tuple[int, Config]], size: int) -> Config:
@@ -104,8 +108,9 @@ def slots_at(page, start, offs_n, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def load_rows(base, offsets, kept, SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """[len(offsets), TILE]; zeros from channel SIZE on."""
+def load_rows(base, offsets, kept, SIZE: tl.constexpr, MASKED: tl.constexpr):
+    """[len(offsets), tile_width(SIZE)]; zeros from channel SIZE on."""
+    TILE: tl.constexpr = tile_width(SIZE)
     d = tl.arange(0, TILE)
     pointers = base + offsets[:, None] + d[None, :]
     if SIZE != TILE:
@@ -116,8 +121,8 @@ def load_rows(base, offsets, kept, SIZE: tl.constexpr, TILE: tl.constexpr, MASKE
 
 
 @triton.jit
-def store_rows(base, offsets, x, kept, SIZE: tl.constexpr, TILE: tl.constexpr):
-    d = tl.arange(0, TILE)
+def store_rows(base, offsets, x, kept, SIZE: tl.constexpr):
+    d = tl.arange(0, tile_width(SIZE))
     pointers = base + offsets[:, None] + d[None, :]
     tl.store(pointers, x, mask=kept[:, None] & (d[None, :] < SIZE))
 
@@ -138,21 +143,18 @@ def attend_block(
     k_slot,
     v_slot,
     D1: tl.constexpr,
-    D1P: tl.constexpr,
     D2: tl.constexpr,
-    D2P: tl.constexpr,
     V: tl.constexpr,
-    VP: tl.constexpr,
     SHARED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """One step of the online softmax. `kept`: tokens that exist; `seen`: those that each row sees,
     only used if MASKED. `top`: the largest logit so far, in powers of two. `total`: the sum of each
     row, or of each row and column, which the caller then reduces."""
-    k1 = load_rows(keys, slots * k_slot, kept, D1, D1P, MASKED).to(q1.dtype)
+    k1 = load_rows(keys, slots * k_slot, kept, D1, MASKED).to(q1.dtype)
     s = tl.dot(q1, tl.trans(k1), input_precision="ieee")
     if D2 > 0:
-        k2 = load_rows(keys + D1, slots * k_slot, kept, D2, D2P, MASKED).to(q1.dtype)
+        k2 = load_rows(keys + D1, slots * k_slot, kept, D2, MASKED).to(q1.dtype)
         s = tl.dot(q2, tl.trans(k2), s, input_precision="ieee")
     if MASKED:
         s = tl.where(seen, s, float("-inf"))
@@ -160,7 +162,7 @@ def attend_block(
     if SHARED:
         acc = tl.dot(p.to(q1.dtype), k1, acc, input_precision="ieee")
     else:
-        v = load_rows(values, slots * v_slot, kept, V, VP, MASKED).to(q1.dtype)
+        v = load_rows(values, slots * v_slot, kept, V, MASKED).to(q1.dtype)
         acc = tl.dot(p.to(q1.dtype), v, acc, input_precision="ieee")
     return acc, total, new_top
 
@@ -179,9 +181,9 @@ def weigh(acc, total, top, s, scale):
 
 
 @triton.jit
-def finish(acc, total, top, sinks, heads, valid, v_scale, SINKS: tl.constexpr):
+def finish(acc, total, top, sinks, heads, valid, v_scale):
     """Normalises the mixed values; rows that saw nothing get zeros."""
-    if SINKS:
+    if sinks is not None:
         sink = tl.load(sinks + heads, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
         new_top = tl.maximum(top, sink)
         share = tl.exp2(top - new_top)

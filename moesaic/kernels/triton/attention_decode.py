@@ -29,6 +29,7 @@ from moesaic.kernels.quantise import FP8_GROUP
 from moesaic.kernels.triton.attention_blocks import (
     LOG2_E,
     LOWEST,
+    PACKED,
     AttentionTile,
     attend_block,
     channels,
@@ -40,6 +41,7 @@ from moesaic.kernels.triton.attention_blocks import (
     slots_at,
     store_rows,
     strides,
+    tile_width,
     two_parts,
 )
 from moesaic.kernels.triton.attention_enter import enter_row, load_norms
@@ -187,11 +189,9 @@ def _decode(
         cache.v_scale if cache.values is not None else cache.k_scale,
         splits.count, -(-splits.chunk // config.block) * config.block, **entering.arguments(),
         TALL=0 if entering.entry is None else tall(per_kv, cache.value_dim, config),
-        GROUP=per_kv, ROWS=config.rows, **channels(q), V=cache.value_dim,
-        VP=padded(cache.value_dim), PAGE=cache.page_size, BLOCK_N=config.block,
-        SPLIT=splits.count > 1, **merging(per_kv, cache.value_dim, config),
-        SHARED=cache.values is None, SINKS=softmax.sinks_N is not None,
-        WINDOW=softmax.window or 0, PDL=pdl.on,
+        GROUP=per_kv, ROWS=config.rows, **channels(q), V=cache.value_dim, PAGE=cache.page_size,
+        BLOCK_N=config.block, SPLIT=splits.count > 1, **merging(per_kv, cache.value_dim, config),
+        SHARED=cache.values is None, WINDOW=softmax.window or 0, PDL=pdl.on,
         num_warps=config.warps, num_stages=config.stages, **pdl.options,
     )  # fmt: skip
     return out
@@ -214,17 +214,9 @@ def _partials(size: tuple[int, int, int], q: Queries, value_dim: int) -> tuple[T
     return parts, torch.empty(size, dtype=torch.float32, device=q.values.device)
 
 
-# These are views of one packed tensor, whose alignment varies: specialising on it would recompile.
 @triton.jit(
     do_not_specialize=["scale_row", "scale_group", "num_splits", "least_chunk"],
-    do_not_specialize_on_alignment=[
-        "counters",
-        "rows_p",
-        "kv_lens",
-        "first_p",
-        "pages_p",
-        "slots_p",
-    ],
+    do_not_specialize_on_alignment=[*PACKED, "counters"],
 )
 def decode_kernel(
     q1_p, q2_p, keys, values, out, scales, sinks, partial, sums, counters,
@@ -233,10 +225,10 @@ def decode_kernel(
     scale_row, scale_group, scale, v_scale, num_splits, least_chunk,
     slots_p, cos, sin, q_norm, k_norm, cos_row, eps, k_factor, v_factor,
     TALL: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, D1: tl.constexpr, D1P: tl.constexpr, D2: tl.constexpr,
-    D2P: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, MERGED: tl.constexpr,
-    SHARED: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, V: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, HEADS: tl.constexpr,
+    WIDTH: tl.constexpr, MERGED: tl.constexpr, SHARED: tl.constexpr, WINDOW: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     tile, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -260,11 +252,11 @@ def decode_kernel(
     page = pages_at(pages, low, offs_n, high, PAGE, BLOCK_N)
     if PDL:
         slots = slots_at(page, low, offs_n, PAGE, BLOCK_N)
-        prefetch_tokens(keys, slots * k_slot, D1, D1P)
+        prefetch_tokens(keys, slots * k_slot, D1)
         if D2 > 0:
-            prefetch_tokens(keys + D1, slots * k_slot, D2, D2P)
+            prefetch_tokens(keys + D1, slots * k_slot, D2)
         if not SHARED:
-            prefetch_tokens(values, slots * v_slot, V, VP)
+            prefetch_tokens(values, slots * v_slot, V)
     if TALL > 0:
         slot = tl.load(slots_p + row).to(tl.int64)
         norms = load_norms(q_norm, k_norm, GROUP, TALL, D1 + D2)
@@ -283,11 +275,11 @@ def decode_kernel(
         # All threads store before one of them loads the newest token.
         tl.debug_barrier()
     else:
-        q1 = load_rows(q1_p + row * q1_row, heads * q1_head, valid, D1, D1P, True)
+        q1 = load_rows(q1_p + row * q1_row, heads * q1_head, valid, D1, True)
         q2 = q1
         if D2 > 0:
-            q2 = load_rows(q2_p + row * q2_row, heads * q2_head, valid, D2, D2P, True)
-    acc = tl.zeros((ROWS, VP), tl.float32)
+            q2 = load_rows(q2_p + row * q2_row, heads * q2_head, valid, D2, True)
+    acc = tl.zeros((ROWS, tile_width(V)), tl.float32)
     total = zero_totals(keys, ROWS, BLOCK_N)
     top = tl.full((ROWS,), LOWEST, tl.float32)
     for start in range(low, high, BLOCK_N):
@@ -299,7 +291,7 @@ def decode_kernel(
             seen = kept & (start + offs_n >= oldest)
         acc, total, top = attend_block(
             acc, total, top, q1, q2, keys, values, slots, kept, seen[None, :], scale,
-            k_slot, v_slot, D1, D1P, D2, D2P, V, VP, SHARED, True,
+            k_slot, v_slot, D1, D2, V, SHARED, True,
         )  # fmt: skip
     if len(total.shape) == 2:
         total = tl.sum(total, 1)
@@ -307,15 +299,15 @@ def decode_kernel(
     if scales is not None:
         scales += row * scale_row
     if (not SPLIT) | (used <= 1):
-        x = finish(acc, total, top, sinks, heads, valid, v_scale, SINKS)
-        store_heads(out, scales, x.to(q1.dtype), 0, heads, valid, out_head, scale_group, V, VP)
+        x = finish(acc, total, top, sinks, heads, valid, v_scale).to(q1.dtype)
+        store_heads(out, scales, x, 0, heads, valid, out_head, scale_group, V, tile_width(V))
     else:
         num_heads = tl.num_programs(0) // BLOCKS * GROUP
         first = seq.to(tl.int64) * num_splits * num_heads
         place = first + split * num_heads + heads
         # The result of this split alone, and the logarithm of its weight.
         some = total > 0
-        store_rows(partial, place * V, acc / tl.where(some, total, 1.0)[:, None], valid, V, VP)
+        store_rows(partial, place * V, acc / tl.where(some, total, 1.0)[:, None], valid, V)
         tl.store(sums + place, tl.where(some, top + tl.log2(total), LOWEST), mask=valid)
         # All threads store before one of them counts.
         tl.debug_barrier()
@@ -325,8 +317,7 @@ def decode_kernel(
             real = (tile % BLOCKS) * ROWS + tl.arange(0, HEADS)
             merge_splits(
                 partial, sums, out, scales, sinks, first, num_heads, used, kv_head * GROUP + real,
-                real < GROUP, out_head, scale_group, v_scale, q1.dtype, HEADS, V, VP, WIDTH,
-                MERGED, SINKS,
+                real < GROUP, out_head, scale_group, v_scale, q1.dtype, HEADS, V, WIDTH, MERGED,
             )  # fmt: skip
 
 
@@ -341,11 +332,11 @@ def zero_totals(keys, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def prefetch_tokens(base, offsets, SIZE: tl.constexpr, TILE: tl.constexpr):
+def prefetch_tokens(base, offsets, SIZE: tl.constexpr):
     """Prefetches SIZE channels of tokens into the L2 cache. That is safe before the previous kernel
     has written them, as its writes also go to the L2 cache."""
     PER_LINE: tl.constexpr = 1024 // base.dtype.element_ty.primitive_bitwidth
-    line = tl.arange(0, max(1, TILE // PER_LINE)) * PER_LINE
+    line = tl.arange(0, max(1, tile_width(SIZE) // PER_LINE)) * PER_LINE
     prefetch_lines(base + offsets[:, None] + tl.minimum(line, SIZE - 1)[None, :])
 
 
@@ -367,14 +358,12 @@ def merge_splits(
     DTYPE: tl.constexpr,
     HEADS: tl.constexpr,
     V: tl.constexpr,
-    VP: tl.constexpr,
     WIDTH: tl.constexpr,
     MERGED: tl.constexpr,
-    SINKS: tl.constexpr,
 ):
     """Merges the results of the splits, some channels at a time, as if one program had attended all
     tokens. Bypasses the L1 cache, as other processors wrote them."""
-    for column in range(0, VP, WIDTH):
+    for column in range(0, tile_width(V), WIDTH):
         d = column + tl.arange(0, WIDTH)
         acc = tl.zeros((HEADS, WIDTH), tl.float32)
         total = tl.zeros((HEADS,), tl.float32)
@@ -407,7 +396,7 @@ def merge_splits(
                 share = tl.exp2(weights[part] - top)
                 acc += parts[part] * share[:, None]
                 total += share
-        y = finish(acc, total, top, sinks, heads, valid, v_scale, SINKS).to(DTYPE)
+        y = finish(acc, total, top, sinks, heads, valid, v_scale).to(DTYPE)
         store_heads(out, scales, y, column, heads, valid, out_head, scale_group, V, WIDTH)
 
 

@@ -18,7 +18,7 @@ def load_norms(q_norm, k_norm, GROUP: tl.constexpr, TALL: tl.constexpr, D: tl.co
         member = tl.arange(0, TALL)
         weight = tl.where(member < GROUP, q_norm, k_norm)
         start = tl.zeros((TALL,), tl.int64)
-        return load_halves(weight[:, None], start, member <= GROUP, D, D, False)
+        return load_halves(weight[:, None], start, member <= GROUP, D, False)
 
 
 @triton.jit
@@ -44,14 +44,13 @@ def enter_row(
     """Normed and rotated halves [ROWS, D / 2] of the queries of one key/value head. If `stored`,
     writes the new key and value. The key is a row of the queries' tile, behind them, and so costs
     no extra time: a tile of TALL rows holds GROUP queries and one key."""
-    FP8: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8
     member = tl.arange(0, TALL)
     h, d = tl.arange(0, D // 2), tl.arange(0, D)
     key = GROUP * kv_heads + kv_head
     is_k = (member == GROUP) & stored
     there = (member < GROUP) | is_k
     at = tl.where(member < GROUP, kv_head * GROUP + member, key) * D
-    a, b = load_halves(qkv, at, there, D, D, False)
+    a, b = load_halves(qkv, at, there, D, False)
     same = tl.zeros((TALL,), tl.int64)
     angle = same[:, None] + h[None, :]
     c = tl.load(cos + angle, mask=there[:, None], other=0.0)
@@ -63,9 +62,9 @@ def enter_row(
         a, b = a * factor * norms[0], b * factor * norms[1]
     x, y = a * c - b * s, b * c + a * s
     to = keys + angle
-    tl.store(to, encode(x * k_factor, keys, FP8), mask=is_k[:, None])
-    tl.store(to + D // 2, encode(y * k_factor, keys, FP8), mask=is_k[:, None])
-    tl.store(values + d, encode(v * v_factor, values, FP8), mask=stored)
+    tl.store(to, encode(x * k_factor, keys), mask=is_k[:, None])
+    tl.store(to + D // 2, encode(y * k_factor, keys), mask=is_k[:, None])
+    tl.store(values + d, encode(v * v_factor, values), mask=stored)
     kind: tl.constexpr = qkv.dtype.element_ty
     return first_rows(x.to(kind), ROWS), first_rows(y.to(kind), ROWS)
 

@@ -27,6 +27,7 @@ from moesaic.kernels.attention import LayerPages, PrefillRows, Queries, Softmax
 from moesaic.kernels.triton.attention_blocks import (
     LOG2_E,
     LOWEST,
+    PACKED,
     first_fitting,
     prefill_arguments,
     strides,
@@ -329,11 +330,7 @@ def _attend(
         _seq, offset, start, length, kv_len = following
 
 
-# These are views of one packed tensor, whose alignment varies: specialising on it would recompile.
-@gluon.jit(
-    do_not_specialize=["parts", "items"],
-    do_not_specialize_on_alignment=["tiles", "starts", "lengths", "kv_lens", "first_p", "pages_p"],
-)
+@gluon.jit(do_not_specialize=["parts", "items"], do_not_specialize_on_alignment=PACKED)
 def attention_kernel(
     q1,
     q2,

@@ -20,17 +20,18 @@ from moesaic.kernels.triton import attention_hopper
 from moesaic.kernels.triton.attention_blocks import (
     LOG2_E,
     LOWEST,
+    PACKED,
     AttentionTile,
     attend_block,
     channels,
     finish,
     first_fitting,
     load_rows,
-    padded,
     pages_at,
     prefill_arguments,
     slots_at,
     store_rows,
+    tile_width,
     two_parts,
 )
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
@@ -117,11 +118,9 @@ def launch(
         ROWS=config.rows,
         **channels(q),
         V=cache.value_dim,
-        VP=padded(cache.value_dim),
         PAGE=cache.page_size,
         BLOCK_N=config.block,
         SHARED=cache.values is None,
-        SINKS=softmax.sinks_N is not None,
         WINDOW=softmax.window or 0,
         PLAIN=not invariant,
         PDL=pdl.on,
@@ -131,11 +130,7 @@ def launch(
     )
 
 
-# These are views of one packed tensor, whose alignment varies: specialising on it would recompile.
-@triton.jit(
-    do_not_specialize=["parts"],
-    do_not_specialize_on_alignment=["tiles", "starts", "lengths", "kv_lens", "first_p", "pages_p"],
-)
+@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=PACKED)
 def prefill_kernel(
     q1_p,
     q2_p,
@@ -166,15 +161,11 @@ def prefill_kernel(
     PER_TILE: tl.constexpr,
     ROWS: tl.constexpr,
     D1: tl.constexpr,
-    D1P: tl.constexpr,
     D2: tl.constexpr,
-    D2P: tl.constexpr,
     V: tl.constexpr,
-    VP: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SHARED: tl.constexpr,
-    SINKS: tl.constexpr,
     WINDOW: tl.constexpr,
     PLAIN: tl.constexpr,
     PDL: tl.constexpr,
@@ -195,13 +186,13 @@ def prefill_kernel(
     valid = (tl.arange(0, ROWS) < POSITIONS * PER_TILE) & (query < length) & (member < GROUP)
     row = (tl.load(starts + seq) + query).to(tl.int64)
     heads = kv_head * GROUP + member
-    q1 = load_rows(q1_p, row * q1_row + heads * q1_head, valid, D1, D1P, True)
+    q1 = load_rows(q1_p, row * q1_row + heads * q1_head, valid, D1, True)
     q2 = q1
     if D2 > 0:
-        q2 = load_rows(q2_p, row * q2_row + heads * q2_head, valid, D2, D2P, True)
+        q2 = load_rows(q2_p, row * q2_row + heads * q2_head, valid, D2, True)
     keys += kv_head * k_head
     values += kv_head * v_head
-    acc = tl.zeros((ROWS, VP), tl.float32)
+    acc = tl.zeros((ROWS, tile_width(V)), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     top = tl.full((ROWS,), LOWEST, tl.float32)
     offs_n = tl.arange(0, BLOCK_N)
@@ -220,7 +211,7 @@ def prefill_kernel(
             every = offs_n >= 0
             acc, total, top = attend_block(
                 acc, total, top, q1, q2, keys, values, slots, every, every, scale, k_slot, v_slot,
-                D1, D1P, D2, D2P, V, VP, SHARED, False,
+                D1, D2, V, SHARED, False,
             )  # fmt: skip
     page = pages_at(pages, low, offs_n, kv_len, PAGE, BLOCK_N)
     for start in range(low, high, BLOCK_N):
@@ -232,7 +223,7 @@ def prefill_kernel(
             seen &= n[None, :] > position[:, None] - WINDOW
         acc, total, top = attend_block(
             acc, total, top, q1, q2, keys, values, slots, n < kv_len, seen, scale, k_slot, v_slot,
-            D1, D1P, D2, D2P, V, VP, SHARED, True,
+            D1, D2, V, SHARED, True,
         )  # fmt: skip
-    x = finish(acc, total, top, sinks, heads, valid, v_scale, SINKS)
-    store_rows(out, row * out_row + heads * out_head, x.to(out.dtype.element_ty), valid, V, VP)
+    x = finish(acc, total, top, sinks, heads, valid, v_scale)
+    store_rows(out, row * out_row + heads * out_head, x.to(out.dtype.element_ty), valid, V)
