@@ -235,13 +235,8 @@ def decode_attention(
         rows_B = batch.rows_B.long()
         store_rows(out, rows_B, mixed_TNV[rows_B].flatten(1))
         return out
-    sequences = (batch.rows_B.tolist(), batch.kv_lens_B.tolist(), batch.first_B.tolist())
-    for row, kv_len, first in zip(*sequences, strict=True):
-        out[row] = 0
-        if kv_len:
-            part = slice(row, row + 1)
-            out[part] = _attend(q, cache, softmax, part, kv_len, batch.pages[first:])
-    return out
+    columns = (batch.rows_B, torch.ones_like(batch.rows_B), batch.kv_lens_B, batch.first_B)
+    return _attend_all(q, cache, softmax, columns, batch.pages, out)
 
 
 @native(DECODE)
@@ -274,11 +269,8 @@ def prefill_attention(
 
     Two queries [1, 0] over the keys and values of the example above: [4, 0] and [3, 2].
     """
-    sequences = (batch.starts_B, batch.lengths_B, batch.kv_lens_B, batch.first_B)
-    for start, length, kv_len, first in torch.stack(sequences, dim=1).tolist():
-        part = slice(start, start + length)
-        out_TNV[part] = _attend(q, cache, softmax, part, kv_len, batch.pages[first:])
-    return out_TNV
+    columns = (batch.starts_B, batch.lengths_B, batch.kv_lens_B, batch.first_B)
+    return _attend_all(q, cache, softmax, columns, batch.pages, out_TNV)
 
 
 @native(PREFILL)
@@ -290,12 +282,24 @@ def invariant_attention(
 
     One query [1, 0] over both keys and values of the example above: [3, 2].
     """
-    some = torch.nonzero(batch.kv_lens_B > 0).flatten()
-    columns = (batch.starts_B, batch.lengths_B, batch.kv_lens_B, batch.first_B)
-    for start, length in zip(batch.starts_B.tolist(), batch.lengths_B.tolist(), strict=True):
-        out_TNV[start : start + length] = 0
-    chosen = PrefillRows(*(column[some] for column in columns), batch.pages, batch.tiles)
-    return prefill_attention.twin(q, cache, chosen, softmax, out_TNV)
+    return prefill_attention.twin(q, cache, batch, softmax, out_TNV)
+
+
+def _attend_all(
+    q: Queries,
+    cache: LayerPages,
+    softmax: Softmax,
+    columns: tuple[Tensor, ...],
+    pages: Tensor,
+    out_TNV: Tensor,
+) -> Tensor:
+    """`columns`: start, length, kv_len and first page of each sequence."""
+    for start, length, kv_len, first in torch.stack(columns, dim=1).tolist():
+        rows = slice(start, start + length)
+        out_TNV[rows] = 0
+        if kv_len:
+            out_TNV[rows] = _attend(q, cache, softmax, rows, kv_len, pages[first:])
+    return out_TNV
 
 
 def _attend(

@@ -72,8 +72,10 @@ def use(kernel: Any, types: dict[str, str], **constants: Any) -> Usage:
 
 
 def check_norm(size: int, add: bool, fp8: bool, top_k: int = 0) -> None:
-    fixed = {"H": size, "K": top_k, "ADD": add, "FP8": fp8, "BY_COLUMN": fp8}
-    fixed |= norm.tiling(size) | ({} if top_k else {"ids_ptr": None})
+    fixed: dict[str, Any] = {"H": size, "K": top_k, "BY_COLUMN": fp8, **norm.tiling(size)}
+    given = {"ids_ptr": top_k, "residual_ptr": add, "sum_ptr": add}
+    given |= {"normed_ptr": not fp8, "values_ptr": fp8, "scales_ptr": fp8}
+    fixed |= {name: None for name, there in given.items() if not there}
     usage = use(norm._norm_kernel, {}, **fixed)
     assert usage.registers <= 64 + 4 * top_k
     assert usage.count("ld.global.v4") >= 1 + add + max(0, top_k - 1)
@@ -130,13 +132,13 @@ def check_int8() -> None:
 
 
 def check_greedy() -> None:
-    usage = use(sampling._peaks_kernel, {}, PEAKS=False)
+    usage = use(sampling._peaks_kernel, {}, peaks_ptr=None)
     assert usage.count("ld.global.v4") == 8 and usage.registers <= 128
     use(sampling._greedy_kernel, {}, BLOCK_C=64, num_warps=1)
 
 
 def check_draw() -> None:
-    use(sampling._peaks_kernel, {}, PEAKS=True)
+    use(sampling._peaks_kernel, {})
     usage = use(sampling._sums_kernel, {}, BLOCK_C=64)
     # The exact division, and the exponential that torch has.
     assert usage.count("div.rn.f32") == 32 and usage.count("ex2.approx.ftz.f32") == 32

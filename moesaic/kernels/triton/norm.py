@@ -42,8 +42,6 @@ def _norm_kernel(
     BLOCK_H: tl.constexpr,
     ROWS: tl.constexpr,
     K: tl.constexpr,
-    ADD: tl.constexpr,
-    FP8: tl.constexpr,
     BY_COLUMN: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -55,7 +53,7 @@ def _norm_kernel(
     weight = tl.load(weight_ptr + channel, channel < H, 0.0).to(tl.float32)
     release_next(PDL)
     await_inputs(PDL)
-    if ADD:
+    if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * stride_residual + channel, mask, 0.0)
     if K == 0:
         start = row // inner * stride_outer + row % inner * stride_inner
@@ -64,14 +62,14 @@ def _norm_kernel(
         x = sum_few_pairs(x_ptr, ids_ptr, row, channel, row < rows, mask, H, K)
         x = x.to(x_ptr.dtype.element_ty)
     out = row * H + channel
-    if ADD:
+    if residual_ptr is not None:
         x = (residual.to(tl.float32) + x.to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + out, x, mask)
     x = x.to(tl.float32)
     mean = tl.sum(x * x, 1)[:, None] / H
     normed = x * tl.math.rsqrt(mean + eps) * weight
     normed = normed.to(x_ptr.dtype.element_ty)
-    if not FP8:
+    if normed_ptr is not None:
         tl.store(normed_ptr + out, normed, mask)
     else:
         GROUPS: tl.constexpr = BLOCK_H // 128
@@ -88,7 +86,7 @@ def _norm_kernel(
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _run(x, None, weight_H, eps, normed)
+    _run(x, None, weight_H, eps, (normed, None, None, None))
     return normed
 
 
@@ -96,7 +94,7 @@ def add_rms_norm(
     x_TH: Tensor | PairSum, residual_TH: Tensor, weight_H: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     normed_TH, sum_TH = torch.empty_like(residual_TH), torch.empty_like(residual_TH)
-    _run(x_TH, residual_TH, weight_H, eps, normed_TH, sum_TH)
+    _run(x_TH, residual_TH, weight_H, eps, (normed_TH, sum_TH, None, None))
     return normed_TH, sum_TH
 
 
@@ -112,8 +110,7 @@ def add_rms_norm_fp8(
     sum_TH = residual_TH.new_empty(rows, size)
     values_TH = residual_TH.new_empty(rows, size, dtype=torch.float8_e4m3fn)
     scales = torch.empty(shape[::-1] if by_column else shape, device=residual_TH.device)
-    out = (None, sum_TH, values_TH, scales)
-    _run(x_TH, residual_TH, weight_H, eps, *out, by_column)
+    _run(x_TH, residual_TH, weight_H, eps, (None, sum_TH, values_TH, scales), by_column)
     return Rows(values_TH, scales.t() if by_column else scales), sum_TH
 
 
@@ -136,12 +133,10 @@ def _run(
     residual_TH: Tensor | None,
     weight_H: Tensor,
     eps: float,
-    normed: Tensor | None,
-    sum_TH: Tensor | None = None,
-    values_TH: Tensor | None = None,
-    scales: Tensor | None = None,
+    outputs: tuple[Tensor | None, ...],
     by_column: bool = False,
 ) -> None:
+    """`outputs`: normed rows, sums, float8 values and their scales; None for what is not needed."""
     ids_RK, x = None, rows_of_x
     if isinstance(rows_of_x, PairSum):
         ids_RK, x = rows_of_x.ids_RK, rows_of_x.values
@@ -158,10 +153,7 @@ def _run(
         ids_RK,
         residual_TH,
         weight_H,
-        normed,
-        sum_TH,
-        values_TH,
-        scales,
+        *outputs,
         rows,
         1 if x.dim() == 2 else x.shape[1],
         x.stride(0),
@@ -170,8 +162,6 @@ def _run(
         eps,
         H=size,
         K=top_k,
-        ADD=residual_TH is not None,
-        FP8=values_TH is not None,
         BY_COLUMN=by_column,
         **tile,
         PDL=pdl.on,

@@ -59,7 +59,6 @@ def _peaks_kernel(
     V,
     stride,
     chunks,
-    PEAKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -71,7 +70,7 @@ def _peaks_kernel(
     x = tl.where(x == x, x, float("inf"))
     peaks = tl.max(x, 1)
     best = tl.max(peaks, 0)
-    if PEAKS:
+    if peaks_ptr is not None:
         tl.store(peaks_ptr + row * chunks * BLOCKS + block, peaks)
     first = tl.min(tl.min(tl.where((x == best) & (token < V), token, 0x7FFFFFFF), 1), 0)
     tl.store(best_ptr + row * chunks + chunk, best)
@@ -116,7 +115,7 @@ def _sums_kernel(
         block = chunk * BLOCKS + tl.arange(0, BLOCKS)
         token = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
         x = tl.load(logits_ptr + row * stride + token, token < V, -float("inf")).to(tl.float32)
-        weights = token_weights(x, best, temperature, min_p.to(tl.float32), scale)
+        weights = token_weights(x, (best, temperature, scale), min_p.to(tl.float32))
         tl.store(sums_ptr + row * chunks * BLOCKS + block, tl.sum(weights, 1))
 
 
@@ -149,23 +148,10 @@ def _load_blocks(logits_ptr, list_ptr, start, count, V):
 
 
 @triton.jit
-def _search(
-    logits_ptr,
-    list_ptr,
-    peaks_ptr,
-    blocks,
-    V,
-    low,
-    high,
-    target,
-    best,
-    temperature,
-    scale,
-    COUNT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+def _search(inputs, low, high, target, scaling, COUNT: tl.constexpr, BLOCK_N: tl.constexpr):
     """The highest key in [low, high) such that the tokens from it on weigh at least `target`; with
     COUNT, a key that keeps exactly `target` tokens is enough."""
+    logits_ptr, list_ptr, peaks_ptr, blocks, V = inputs
     cuts = 0
     have = tl.full((), float("inf"), tl.float64)
     enough = target if COUNT else tl.full((), -1.0, tl.float64)
@@ -187,7 +173,7 @@ def _search(
             if COUNT:
                 weights = tl.full((GATHER, WIDTH), 1.0, tl.float64)
             else:
-                weights = token_weights(x, best, temperature, 0.0, scale)
+                weights = token_weights(x, scaling, 0.0)
             key = sort_key(x)
             above1 += tl.where(key >= first.to(tl.int32), weights, 0.0)
             above2 += tl.where(key >= second.to(tl.int32), weights, 0.0)
@@ -229,18 +215,16 @@ def _kth_peak(peaks, k, low, high):
 
 
 @triton.jit
-def _sum_blocks(
-    logits_ptr, list_ptr, sums_ptr, peaks_ptr, blocks, floor, V, best, temperature, min_p, scale,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def _sum_blocks(inputs, sums_ptr, floor, scaling, min_p, BLOCK_N: tl.constexpr):
     """Stores the weight of each block's kept tokens; returns that of all blocks."""
+    logits_ptr, list_ptr, peaks_ptr, blocks, V = inputs
     every = tl.arange(0, BLOCK_N)
     tl.store(sums_ptr + every, tl.zeros((BLOCK_N,), tl.float64), every < blocks)
     count = _list_blocks(peaks_ptr, list_ptr, floor, blocks, BLOCK_N)
     total = tl.zeros((GATHER,), tl.float64)
     for start in range(0, count, GATHER):
         block, x = _load_blocks(logits_ptr, list_ptr, start, count, V)
-        weights = token_weights(x, best, temperature, min_p, scale)
+        weights = token_weights(x, scaling, min_p)
         kept = tl.sum(tl.where(sort_key(x) >= floor.to(tl.int32), weights, 0.0), 1)
         total += kept
         tl.store(sums_ptr + block, kept, start + tl.arange(0, GATHER) < count)
@@ -249,9 +233,9 @@ def _sum_blocks(
 
 
 @triton.jit
-def _walk(logits_ptr, sums_ptr, blocks, floor, V, best, temperature, min_p, scale, number,
-          BLOCK_N: tl.constexpr):  # fmt: skip
+def _draw_token(inputs, sums_ptr, floor, scaling, min_p, number, BLOCK_N: tl.constexpr):
     """The token at which the sum of weights, in vocabulary order, passes the share `number`."""
+    logits_ptr, _, _, blocks, V = inputs
     every = tl.arange(0, BLOCK_N)
     # Bypasses the L1 cache, which atomic additions do not update.
     sums = tl.load(sums_ptr + every, every < blocks, 0.0, cache_modifier=".cg")
@@ -262,7 +246,7 @@ def _walk(logits_ptr, sums_ptr, blocks, floor, V, best, temperature, min_p, scal
     mark -= tl.sum(tl.where(every < block, sums, 0.0), 0)
     token = block * WIDTH + tl.arange(0, WIDTH)
     x = tl.load(logits_ptr + token, token < V, -float("inf")).to(tl.float32)
-    weights = token_weights(x, best, temperature, min_p, scale)
+    weights = token_weights(x, scaling, min_p)
     ends = tl.cumsum(tl.where(sort_key(x) >= floor.to(tl.int32), weights, 0.0), 0)
     offset = tl.minimum(tl.sum((ends <= mark).to(tl.int32), 0), WIDTH - 1)
     return tl.minimum(block * WIDTH + offset, V - 1)
@@ -285,11 +269,13 @@ def _search_held(key, amount, low, high, target):
 
 @triton.jit
 def _floor_of_held(
-    logits_ptr, list_ptr, kept_ptr, count, blocks, V, top_k, top_p, min_p, target, best,
-    temperature, scale, SIZE: tl.constexpr, WITH_K: tl.constexpr, BLOCK_N: tl.constexpr,
+    inputs, kept_ptr, count, limits, target, scaling,
+    SIZE: tl.constexpr, WITH_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The lowest key kept, of SIZE listed tokens that must weigh `target`, or WITH_K of the tokens
     of listed blocks; adds their weights to those of their blocks."""
+    logits_ptr, list_ptr, _, blocks, V = inputs
+    top_k, top_p, min_p = limits
     every, place = tl.arange(0, BLOCK_N), tl.arange(0, SIZE)
     listed = place // WIDTH if WITH_K else place
     token = tl.load(list_ptr + listed, listed < count, 0)
@@ -298,7 +284,7 @@ def _floor_of_held(
     mask = (listed < count) & (token < V)
     x = tl.load(logits_ptr + token, mask, -float("inf")).to(tl.float32)
     key = tl.where(mask, sort_key(x), LEAST)
-    weights = tl.where(mask, token_weights(x, best, temperature, 0.0, scale), 0.0)
+    weights = tl.where(mask, token_weights(x, scaling, 0.0), 0.0)
     low = tl.min(tl.where(mask, key, 0x7FFFFFFF), 0).to(tl.int64)
     high = tl.max(key, 0).to(tl.int64) + 1
     if WITH_K:
@@ -308,7 +294,7 @@ def _floor_of_held(
     if top_p < 1:
         low = _search_held(key, weights, low, high, target)
     tl.debug_barrier()
-    weights = token_weights(x, best, temperature, min_p, scale)
+    weights = token_weights(x, scaling, min_p)
     kept = mask & (key >= low.to(tl.int32)) & (weights > 0)
     tl.atomic_add(kept_ptr + token // WIDTH, weights, kept, sem="relaxed")
     tl.debug_barrier()
@@ -316,37 +302,25 @@ def _floor_of_held(
 
 
 @triton.jit
-def _floor_of_all(
-    logits_ptr, list_ptr, sums_ptr, peaks_ptr, low, top, blocks, V, top_k, top_p, min_p, best,
-    temperature, scale, reach, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def _floor_of_all(inputs, sums_ptr, low, top, limits, scaling, reach, BLOCK_N: tl.constexpr):
     """The lowest key kept, searched in all blocks if the candidates exceed the registers. `low`: a
     key that top-k keeps."""
+    blocks = inputs[3]
+    top_k, top_p, min_p = limits
+    best, temperature, _ = scaling
     total = tl.full((), 0.0, tl.float64)
     floor = low
     if top_k != -1:
-        floor = _search(
-            logits_ptr, list_ptr, peaks_ptr, blocks, V, low, top, top_k.to(tl.float64),
-            best, temperature, scale, True, BLOCK_N,
-        )  # fmt: skip
+        floor = _search(inputs, low, top, top_k.to(tl.float64), scaling, True, BLOCK_N)
     if top_p < 1:
         if top_k == -1:
             every = tl.arange(0, BLOCK_N)
             total = tl.sum(tl.load(sums_ptr + every, every < blocks, 0.0), 0)
         else:
-            total = _sum_blocks(
-                logits_ptr, list_ptr, sums_ptr, peaks_ptr, blocks, floor, V, best,
-                temperature, 0.0, scale, BLOCK_N,
-            )  # fmt: skip
+            total = _sum_blocks(inputs, sums_ptr, floor, scaling, 0.0, BLOCK_N)
         least = tl.maximum(floor, sort_key(best - temperature * reach).to(tl.int64))
-        floor = _search(
-            logits_ptr, list_ptr, peaks_ptr, blocks, V, least, top, top_p * total, best,
-            temperature, scale, False, BLOCK_N,
-        )  # fmt: skip
-    _sum_blocks(
-        logits_ptr, list_ptr, sums_ptr, peaks_ptr, blocks, floor, V, best, temperature,
-        min_p, scale, BLOCK_N,
-    )  # fmt: skip
+        floor = _search(inputs, least, top, top_p * total, scaling, False, BLOCK_N)
+    _sum_blocks(inputs, sums_ptr, floor, scaling, min_p, BLOCK_N)
     return floor
 
 
@@ -374,6 +348,8 @@ def _draw_kernel(
         temperature = float64_at(params_ptr).to(tl.float32)
         top_k, top_p = top_k_of(params_ptr, V), float64_at(params_ptr + 2)
         min_p = float64_at(params_ptr + 3).to(tl.float32)
+        inputs = (logits_ptr, list_ptr, peaks_ptr, blocks, V)
+        limits, scaling = (top_k, top_p, min_p), (best, temperature, scale)
         floor = tl.full((), BOTTOM, tl.int64)
         from_ptr = sums_ptr
         if (top_k != -1) | (top_p < 1):
@@ -387,9 +363,8 @@ def _draw_kernel(
                 few = count * WIDTH <= HELD_K
                 if few:
                     floor = _floor_of_held(
-                        logits_ptr, list_ptr, kept_ptr, count, blocks, V, top_k, top_p, min_p,
-                        0.0, best, temperature, scale, HELD_K, True, BLOCK_N,
-                    )  # fmt: skip
+                        inputs, kept_ptr, count, limits, 0.0, scaling, HELD_K, True, BLOCK_N
+                    )
             else:
                 every, chunk = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_C)
                 target = top_p * tl.sum(tl.load(sums_ptr + every, every < blocks, 0.0), 0)
@@ -398,23 +373,17 @@ def _draw_kernel(
                 count = tl.load(count_ptr + row)
                 few = (count <= HELD) & (above < target) & (within >= target)
                 if few:
+                    rest = target - above
                     floor = _floor_of_held(
-                        logits_ptr, list_ptr, kept_ptr, count, blocks, V, top_k, top_p, min_p,
-                        target - above, best, temperature, scale, HELD, False, BLOCK_N,
-                    )  # fmt: skip
+                        inputs, kept_ptr, count, limits, rest, scaling, HELD, False, BLOCK_N
+                    )
             if not few:
-                floor = _floor_of_all(
-                    logits_ptr, list_ptr, sums_ptr, peaks_ptr, floor, top, blocks, V, top_k,
-                    top_p, min_p, best, temperature, scale, reach, BLOCK_N,
-                )  # fmt: skip
+                floor = _floor_of_all(inputs, sums_ptr, floor, top, limits, scaling, reach, BLOCK_N)
                 from_ptr = sums_ptr
         number = uniform_at(
             tl.load(params_ptr + 4).to(tl.uint64, bitcast=True), tl.load(params_ptr + 5)
         )
-        token = _walk(
-            logits_ptr, from_ptr, blocks, floor, V, best, temperature, min_p, scale, number,
-            BLOCK_N,
-        )  # fmt: skip
+        token = _draw_token(inputs, from_ptr, floor, scaling, min_p, number, BLOCK_N)
     tl.store(drawn_ptr + row, token.to(tl.int64))
     tl.store(drawn_ptr + rows + row, broken.to(tl.int64))
 
@@ -478,7 +447,6 @@ def _peaks(logits_RV: Tensor, peaks_RP: Tensor | None) -> tuple[Tensor, Tensor]:
         vocab,
         logits_RV.stride(0),
         chunks,
-        PEAKS=peaks_RP is not None,
         PDL=pdl.on,
         **pdl.options,
     )

@@ -21,8 +21,10 @@ def sort_key(x):
 
 
 @triton.jit
-def token_weights(scores, best, temperature, min_p, scale):
-    """Integers in float64, with the bits of torch on the same kind of device."""
+def token_weights(scores, scaling, min_p):
+    """Integers in float64, with the bits of torch on the same kind of device. `scaling`: the best
+    score, the temperature, and the weight of the best score."""
+    best, temperature, scale = scaling
     share = tl.maximum(tl.math.div_rn(scores - best, tl.zeros_like(scores) + temperature), -80.0)
     if INTERPRETED:
         share = tl.exp(share)
