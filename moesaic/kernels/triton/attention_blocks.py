@@ -129,19 +129,13 @@ def store_rows(base, offsets, x, kept, SIZE: tl.constexpr):
 
 @triton.jit
 def attend_block(
-    acc,
-    total,
-    top,
-    q1,
-    q2,
-    keys,
-    values,
+    state,
+    q,
+    cache,
     slots,
     kept,
     seen,
     scale,
-    k_slot,
-    v_slot,
     D1: tl.constexpr,
     D2: tl.constexpr,
     V: tl.constexpr,
@@ -151,6 +145,9 @@ def attend_block(
     """One step of the online softmax. `kept`: tokens that exist; `seen`: those that each row sees,
     only used if MASKED. `top`: the largest logit so far, in powers of two. `total`: the sum of each
     row, or of each row and column, which the caller then reduces."""
+    acc, total, top = state
+    q1, q2 = q
+    keys, values, k_slot, v_slot = cache
     k1 = load_rows(keys, slots * k_slot, kept, D1, MASKED).to(q1.dtype)
     s = tl.dot(q1, tl.trans(k1), input_precision="ieee")
     if D2 > 0:

@@ -268,9 +268,9 @@ def decode_kernel(
     if TALL > 0:
         stored = (slot >= 0) & (split == tl.maximum(used, 1) - 1)
         q1, q2 = enter_row(
-            q1_p + row * q1_row, keys + slot * k_slot, values + slot * v_slot, cos + row * cos_row,
-            sin + row * cos_row, norms, eps, kv_head, tl.num_programs(0), stored, k_factor,
-            v_factor, GROUP, ROWS, TALL, D1 + D2, q_norm is not None,
+            q1_p + row * q1_row, (keys + slot * k_slot, values + slot * v_slot, k_factor, v_factor),
+            cos + row * cos_row, sin + row * cos_row, norms, eps, kv_head, tl.num_programs(0),
+            stored, GROUP, ROWS, TALL, D1 + D2, q_norm is not None,
         )  # fmt: skip
         # All threads store before one of them loads the newest token.
         tl.debug_barrier()
@@ -290,17 +290,18 @@ def decode_kernel(
         if WINDOW > 0:
             seen = kept & (start + offs_n >= oldest)
         acc, total, top = attend_block(
-            acc, total, top, q1, q2, keys, values, slots, kept, seen[None, :], scale,
-            k_slot, v_slot, D1, D2, V, SHARED, True,
+            (acc, total, top), (q1, q2), (keys, values, k_slot, v_slot), slots, kept,
+            seen[None, :], scale, D1, D2, V, SHARED, True,
         )  # fmt: skip
     if len(total.shape) == 2:
         total = tl.sum(total, 1)
     out += row * out_row
     if scales is not None:
         scales += row * scale_row
+    target = (out, scales, out_head, scale_group)
     if (not SPLIT) | (used <= 1):
         x = finish(acc, total, top, sinks, heads, valid, v_scale).to(q1.dtype)
-        store_heads(out, scales, x, 0, heads, valid, out_head, scale_group, V, tile_width(V))
+        store_heads(target, x, 0, heads, valid, V, tile_width(V))
     else:
         num_heads = tl.num_programs(0) // BLOCKS * GROUP
         first = seq.to(tl.int64) * num_splits * num_heads
@@ -316,8 +317,8 @@ def decode_kernel(
             tl.store(counter, 0)
             real = (tile % BLOCKS) * ROWS + tl.arange(0, HEADS)
             merge_splits(
-                partial, sums, out, scales, sinks, first, num_heads, used, kv_head * GROUP + real,
-                real < GROUP, out_head, scale_group, v_scale, q1.dtype, HEADS, V, WIDTH, MERGED,
+                (partial, sums, first, num_heads, used), target, sinks, kv_head * GROUP + real,
+                real < GROUP, v_scale, q1.dtype, HEADS, V, WIDTH, MERGED,
             )  # fmt: skip
 
 
@@ -342,18 +343,11 @@ def prefetch_tokens(base, offsets, SIZE: tl.constexpr):
 
 @triton.jit
 def merge_splits(
-    partial,
-    sums,
-    out,
-    scales,
+    splits,
+    target,
     sinks,
-    first,
-    num_heads,
-    used,
     heads,
     valid,
-    out_head,
-    scale_group,
     v_scale,
     DTYPE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -363,6 +357,7 @@ def merge_splits(
 ):
     """Merges the results of the splits, some channels at a time, as if one program had attended all
     tokens. Bypasses the L1 cache, as other processors wrote them."""
+    partial, sums, first, num_heads, used = splits
     for column in range(0, tile_width(V), WIDTH):
         d = column + tl.arange(0, WIDTH)
         acc = tl.zeros((HEADS, WIDTH), tl.float32)
@@ -397,24 +392,14 @@ def merge_splits(
                 acc += parts[part] * share[:, None]
                 total += share
         y = finish(acc, total, top, sinks, heads, valid, v_scale).to(DTYPE)
-        store_heads(out, scales, y, column, heads, valid, out_head, scale_group, V, WIDTH)
+        store_heads(target, y, column, heads, valid, V, WIDTH)
 
 
 @triton.jit
-def store_heads(
-    out,
-    scales,
-    x,
-    column,
-    heads,
-    valid,
-    out_head,
-    scale_group,
-    V: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+def store_heads(target, x, column, heads, valid, V: tl.constexpr, WIDTH: tl.constexpr):
     """Stores WIDTH channels of some heads, from `column` on; with scales in float8, with the bits
     of `quantise_rows`."""
+    out, scales, out_head, scale_group = target
     d = column + tl.arange(0, WIDTH)
     if scales is not None:
         GROUPS: tl.constexpr = WIDTH // 128

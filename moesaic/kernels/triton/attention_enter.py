@@ -24,8 +24,7 @@ def load_norms(q_norm, k_norm, GROUP: tl.constexpr, TALL: tl.constexpr, D: tl.co
 @triton.jit
 def enter_row(
     qkv,
-    keys,
-    values,
+    target,
     cos,
     sin,
     norms,
@@ -33,8 +32,6 @@ def enter_row(
     kv_head,
     kv_heads,
     stored,
-    k_factor,
-    v_factor,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     TALL: tl.constexpr,
@@ -44,6 +41,7 @@ def enter_row(
     """Normed and rotated halves [ROWS, D / 2] of the queries of one key/value head. If `stored`,
     writes the new key and value. The key is a row of the queries' tile, behind them, and so costs
     no extra time: a tile of TALL rows holds GROUP queries and one key."""
+    keys, values, k_factor, v_factor = target
     member = tl.arange(0, TALL)
     h, d = tl.arange(0, D // 2), tl.arange(0, D)
     key = GROUP * kv_heads + kv_head
@@ -61,9 +59,9 @@ def enter_row(
         factor = tl.rsqrt(squares / D + eps)[:, None]
         a, b = a * factor * norms[0], b * factor * norms[1]
     x, y = a * c - b * s, b * c + a * s
-    to = keys + angle
-    tl.store(to, encode(x * k_factor, keys), mask=is_k[:, None])
-    tl.store(to + D // 2, encode(y * k_factor, keys), mask=is_k[:, None])
+    at_k = keys + angle
+    tl.store(at_k, encode(x * k_factor, keys), mask=is_k[:, None])
+    tl.store(at_k + D // 2, encode(y * k_factor, keys), mask=is_k[:, None])
     tl.store(values + d, encode(v * v_factor, values), mask=stored)
     kind: tl.constexpr = qkv.dtype.element_ty
     return first_rows(x.to(kind), ROWS), first_rows(y.to(kind), ROWS)

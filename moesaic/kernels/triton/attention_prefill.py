@@ -190,8 +190,7 @@ def prefill_kernel(
     q2 = q1
     if D2 > 0:
         q2 = load_rows(q2_p, row * q2_row + heads * q2_head, valid, D2, True)
-    keys += kv_head * k_head
-    values += kv_head * v_head
+    cache = (keys + kv_head * k_head, values + kv_head * v_head, k_slot, v_slot)
     acc = tl.zeros((ROWS, tile_width(V)), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     top = tl.full((ROWS,), LOWEST, tl.float32)
@@ -210,7 +209,7 @@ def prefill_kernel(
             page = pages_at(pages, start + BLOCK_N, offs_n, kv_len, PAGE, BLOCK_N)
             every = offs_n >= 0
             acc, total, top = attend_block(
-                acc, total, top, q1, q2, keys, values, slots, every, every, scale, k_slot, v_slot,
+                (acc, total, top), (q1, q2), cache, slots, every, every, scale,
                 D1, D2, V, SHARED, False,
             )  # fmt: skip
     page = pages_at(pages, low, offs_n, kv_len, PAGE, BLOCK_N)
@@ -222,7 +221,7 @@ def prefill_kernel(
         if WINDOW > 0:
             seen &= n[None, :] > position[:, None] - WINDOW
         acc, total, top = attend_block(
-            acc, total, top, q1, q2, keys, values, slots, n < kv_len, seen, scale, k_slot, v_slot,
+            (acc, total, top), (q1, q2), cache, slots, n < kv_len, seen, scale,
             D1, D2, V, SHARED, True,
         )  # fmt: skip
     x = finish(acc, total, top, sinks, heads, valid, v_scale)

@@ -167,17 +167,7 @@ def _route_kernel(
 
 @triton.jit
 def _norm_row(
-    x,
-    weight,
-    x_ptr,
-    residual_ptr,
-    normed_ptr,
-    sum_ptr,
-    channel,
-    inside,
-    eps,
-    keep,
-    H: tl.constexpr,
+    x, weight, x_ptr, residual_ptr, normed_ptr, sum_ptr, channel, inside, eps, keep, H: tl.constexpr
 ):
     """Adds the residual and norms some channels, given their `x` and norm `weight`. With `keep`
     also stores them and their sums."""
