@@ -153,7 +153,7 @@ def check_sort() -> None:
     # A version of ptxas puts one number there, to run two programs at once.
     assert many.local <= 8
     zeroed = build(
-        sort._zero_nobodies_kernel,
+        sort._zero_missing_kernel,
         {"y": "*bf16", "ids": INTEGERS, "rows": "i32"},
         {"H": 7168, "BR": sort.ZEROED_ROWS, "BH": sort.ZEROED_COLUMNS, "PDL": True},
     )

@@ -160,20 +160,22 @@ def store_tile(
 
 
 @triton.jit
-def add_splits(
-    acc_TO, partial, arrived, tile, split, num_tiles, num_rows,
-    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, SPLITS: tl.constexpr,
+def store_split(
+    y, bias, acc_TO, partial, arrived, tile, split, num_tiles, num_rows, num_outputs,
+    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Stores a split's sum. The last program of a tile adds all of them in order and resets the
-    counter. Returns whether this is the last one, and the sum."""
+    """Stores a split's sum. The last program of a tile adds all of them in order, stores the
+    outputs and resets the counter."""
+    if SPLITS == 1:
+        store_tile(y, bias, acc_TO, tile, num_rows, num_outputs, BLOCK_T, BLOCK_O, GATED)
+        return
     t = tl.arange(0, BLOCK_T)[:, None]
     spot = t * BLOCK_O + tl.arange(0, BLOCK_O)[None, :]
     mine = (tile + split * num_tiles).to(tl.int64) * (BLOCK_T * BLOCK_O)
     tl.store(partial + mine + spot, acc_TO, mask=t < num_rows)
     tl.debug_barrier()  # All threads store before one of them counts.
     before = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
-    is_last = before == SPLITS - 1
-    if is_last:
+    if before == SPLITS - 1:
         acc_TO = tl.zeros([BLOCK_T, BLOCK_O], tl.float32)
         # Loads of a large tile take too many registers.
         UNROLL: tl.constexpr = 4 if BLOCK_T * BLOCK_O < 8192 else 1
@@ -182,7 +184,7 @@ def add_splits(
             # Bypasses the L1 cache, which does not see the writes of other processors.
             acc_TO += tl.load(place, mask=t < num_rows, other=0.0, cache_modifier=".cg")
         tl.store(arrived + tile, 0)
-    return is_last, acc_TO
+        store_tile(y, bias, acc_TO, tile, num_rows, num_outputs, BLOCK_T, BLOCK_O, GATED)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -222,14 +224,10 @@ def _few_rows(
         else:
             acc = tl.dot(x_TI, w_OI.T, acc, input_precision="ieee")
     acc_TO = acc.T if TURNED else acc
-    if SPLITS > 1:
-        is_last, acc_TO = add_splits(
-            acc_TO, partial, arrived, tile, split, num_tiles, num_rows, BLOCK_T, BLOCK_O, SPLITS
-        )
-        if is_last:
-            store_tile(y, bias, acc_TO, tile, num_rows, num_outputs, BLOCK_T, BLOCK_O, GATED)
-    else:
-        store_tile(y, bias, acc_TO, tile, num_rows, num_outputs, BLOCK_T, BLOCK_O, GATED)
+    store_split(
+        y, bias, acc_TO, partial, arrived, tile, split, num_tiles, num_rows, num_outputs,
+        BLOCK_T, BLOCK_O, SPLITS, GATED,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -25,12 +25,12 @@ from moesaic.kernels.triton.launch import await_inputs, dependent_launch, releas
 from moesaic.kernels.triton.linear import (
     LinearLaunch,
     LinearTile,
-    add_splits,
     matrix_rows,
     plan_with,
     prefetch_matrix,
     processors_of,
     split_buffers,
+    store_split,
     store_tile,
 )
 
@@ -143,14 +143,10 @@ def _few_rows(
         scale_T, gate, up = next_T, next_gate, next_up
     if not BLOCKED:
         acc_TO *= tl.load(w_scales + row_O)[None, :]
-    if SPLITS > 1:
-        is_last, acc_TO = add_splits(
-            acc_TO, partial, arrived, tile, split, num_tiles, num_rows, BLOCK_T, BLOCK_O, SPLITS
-        )
-        if is_last:
-            store_tile(y, bias, acc_TO, tile, num_rows, num_outputs, BLOCK_T, BLOCK_O, GATED)
-    else:
-        store_tile(y, bias, acc_TO, tile, num_rows, num_outputs, BLOCK_T, BLOCK_O, GATED)
+    store_split(
+        y, bias, acc_TO, partial, arrived, tile, split, num_tiles, num_rows, num_outputs,
+        BLOCK_T, BLOCK_O, SPLITS, GATED,
+    )  # fmt: skip
 
 
 @triton.jit

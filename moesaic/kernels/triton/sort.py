@@ -61,7 +61,7 @@ def sort_pairs(
     ids_RK = ids_RK.contiguous()
     num_pairs = ids_RK.numel()
     sizes = _Sizes.of(num_experts, block)
-    groups = _room(num_pairs, num_pairs, sizes, ids_RK.shape[1], ids_RK.device)
+    groups = _allocate(num_pairs, num_pairs, sizes, ids_RK.shape[1], ids_RK.device)
     pdl = dependent_launch(ids_RK)
     out = _arrays(groups)
     if num_pairs <= FEW_PAIRS:
@@ -99,7 +99,7 @@ def group_pairs(ids_RK: Tensor, w2: Matrices, load_E: Tensor | None = None) -> G
     if len(ids_RK) != 1 or plan.implementation != "small" or plan.fused:
         return sort_pairs(ids_RK, num_experts, plan.block, load_E)
     sizes = _Sizes.of(num_experts, plan.block)
-    groups = _room(num_pairs, num_pairs, sizes, num_pairs, ids_RK.device)
+    groups = _allocate(num_pairs, num_pairs, sizes, num_pairs, ids_RK.device)
     return replace(groups, ids_K=ids_RK.view(-1), load_E=load_E)
 
 
@@ -121,7 +121,7 @@ def row_arguments(groups: Groups) -> dict[str, object]:
 
 def blocks(count_E: Tensor, rows: int, block: int, load_E: Tensor | None = None) -> Groups:
     sizes = _Sizes.of(count_E.numel(), block)
-    groups = _room(None, sizes.experts * rows, sizes, 1, count_E.device)
+    groups = _allocate(None, sizes.experts * rows, sizes, 1, count_E.device)
     pdl = dependent_launch(count_E)
     _, *out = _arrays(groups)
     _blocks[(1,)](
@@ -131,7 +131,7 @@ def blocks(count_E: Tensor, rows: int, block: int, load_E: Tensor | None = None)
     return groups
 
 
-def _room(
+def _allocate(
     pairs: int | None, places: int, sizes: _Sizes, top_k: int, device: torch.device
 ) -> Groups:
     """Allocates all arrays in one tensor; without `pairs` there is no order."""
@@ -172,11 +172,10 @@ def _keys(ids, places, num_pairs, E: tl.constexpr):
 
 
 @triton.jit
-def _write_tiles(
-    count_E, first_E, experts_E, tile_expert, tile_place, begin, step, BLOCK: tl.constexpr
-):
+def _write_tiles(count_E, first_E, experts_E, lists, begin, step, BLOCK: tl.constexpr):
     """Writes tiles begin, begin + step, … of every expert; returns the number of all tiles. Nearly
     always an expert has one or two."""
+    _, _, tile_expert, tile_place, _, _, _ = lists
     tiles_E = (count_E + BLOCK - 1) // BLOCK
     at_E = tl.cumsum(tiles_E, 0) - tiles_E
     for tile in range(begin, tl.max(tiles_E, 0), step):
@@ -187,10 +186,10 @@ def _write_tiles(
 
 @triton.jit
 def _write_summary(
-    count_E, first_E, experts_E, total, first, count, num_tiles, counters, load, num_counters,
-    E: tl.constexpr, EP: tl.constexpr,
-):  # fmt: skip
-    """Adds the counts to `load`, without waiting for it."""
+    count_E, first_E, experts_E, total, lists, num_counters, E: tl.constexpr, EP: tl.constexpr
+):
+    """Writes all lists but the order and the tiles; adds the counts to `load` without waiting."""
+    first, count, _, _, num_tiles, counters, load = lists
     if load is not None:
         some = (experts_E < E) & (count_E > 0)
         tl.atomic_add(load + experts_E, count_E.to(tl.int64), mask=some, sem="relaxed")
@@ -204,8 +203,7 @@ def _write_summary(
 
 @triton.jit
 def _write_lists(
-    ids, first, count, tile_expert, tile_place, num_tiles, counters, load,
-    num_pairs, num_counters,
+    ids, lists, num_pairs, num_counters,
     E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
     """Writes all lists but the order, in one program that reads all pairs."""
@@ -213,11 +211,8 @@ def _write_lists(
     experts_E = tl.arange(0, EP)
     count_E = tl.histogram(key_N, EP, mask=key_N < E)
     first_E = tl.cumsum(count_E, 0) - count_E
-    total = _write_tiles(count_E, first_E, experts_E, tile_expert, tile_place, 0, 1, BLOCK)
-    _write_summary(
-        count_E, first_E, experts_E, total, first, count, num_tiles, counters, load,
-        num_counters, E, EP,
-    )  # fmt: skip
+    total = _write_tiles(count_E, first_E, experts_E, lists, 0, 1, BLOCK)
+    _write_summary(count_E, first_E, experts_E, total, lists, num_counters, E, EP)
 
 
 @triton.jit
@@ -243,10 +238,8 @@ def sort_row(
     E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
     """Writes all lists of one row's pairs, in one program of a kernel that needs none of them."""
-    _write_lists(
-        ids, first, count, tile_expert, tile_place, num_tiles, counters, load,
-        num_pairs, num_counters, E, EP, BLOCK, NP,
-    )  # fmt: skip
+    lists = (first, count, tile_expert, tile_place, num_tiles, counters, load)
+    _write_lists(ids, lists, num_pairs, num_counters, E, EP, BLOCK, NP)
     _place_pairs(ids, order, 0, num_pairs, E, NP, NP, NP)
 
 
@@ -262,10 +255,8 @@ def _sort_few(
     release_next(PDL)
     pid = tl.program_id(0)
     if pid == 0:
-        _write_lists(
-            ids, first, count, tile_expert, tile_place, num_tiles, counters, load,
-            num_pairs, num_counters, E, EP, BLOCK, NP,
-        )  # fmt: skip
+        lists = (first, count, tile_expert, tile_place, num_tiles, counters, load)
+        _write_lists(ids, lists, num_pairs, num_counters, E, EP, BLOCK, NP)
     else:
         _place_pairs(ids, order, (pid - 1) * BI, num_pairs, E, BI, BJ, NP)
 
@@ -336,14 +327,10 @@ def _place_chunks(
     to_I = tl.gather(first_E + before_E, tl.minimum(key_I, EP - 1), 0) + in_chunk_I
     tl.store(order + to_I, pid * CHUNK + place_I, mask=key_I < EP)
 
-    total = _write_tiles(
-        count_E, first_E, experts_E, tile_expert, tile_place, pid, num_chunks, BLOCK
-    )
+    lists = (first, count, tile_expert, tile_place, num_tiles, counters, load)
+    total = _write_tiles(count_E, first_E, experts_E, lists, pid, num_chunks, BLOCK)
     if pid == 0:
-        _write_summary(
-            count_E, first_E, experts_E, total, first, count, num_tiles, counters, load,
-            num_counters, E, EP,
-        )  # fmt: skip
+        _write_summary(count_E, first_E, experts_E, total, lists, num_counters, E, EP)
 
 
 @triton.jit(do_not_specialize=["num_counters"])
@@ -357,11 +344,9 @@ def _blocks(
     experts_E = tl.arange(0, EP)
     count_E = tl.load(counts + experts_E, mask=experts_E < E, other=0).to(tl.int32)
     first_E = experts_E * rows
-    total = _write_tiles(count_E, first_E, experts_E, tile_expert, tile_place, 0, 1, BLOCK)
-    _write_summary(
-        count_E, first_E, experts_E, total, first, count, num_tiles, counters, load,
-        num_counters, E, EP,
-    )  # fmt: skip
+    lists = (first, count, tile_expert, tile_place, num_tiles, counters, load)
+    total = _write_tiles(count_E, first_E, experts_E, lists, 0, 1, BLOCK)
+    _write_summary(count_E, first_E, experts_E, total, lists, num_counters, E, EP)
 
 
 def sum_pairs(y_NH: Tensor, ids_RK: Tensor, out_RH: Tensor, add_RH: Tensor | None = None) -> Tensor:
@@ -373,7 +358,7 @@ def sum_pairs(y_NH: Tensor, ids_RK: Tensor, out_RH: Tensor, add_RH: Tensor | Non
     assert add_RH is None or add_RH.is_contiguous()
     if add_RH is None and out_RH.data_ptr() == y_NH.data_ptr():
         assert top_k == 1, top_k
-        return _zero_nobodies(out_RH, ids_RK)
+        return _zero_missing(out_RH, ids_RK)
     # Few rows get narrow programs, to have more of them.
     few = rows < 128
     width = min(_power_of_2(hidden), 512 if few else 2048)
@@ -431,11 +416,11 @@ def sum_few_pairs(
     return total
 
 
-def _zero_nobodies(y_RH: Tensor, ids_R1: Tensor) -> Tensor:
+def _zero_missing(y_RH: Tensor, ids_R1: Tensor) -> Tensor:
     rows, hidden = y_RH.shape
     width = min(triton.next_power_of_2(hidden), ZEROED_COLUMNS)
     pdl = dependent_launch(y_RH)
-    _zero_nobodies_kernel[(triton.cdiv(rows, ZEROED_ROWS), triton.cdiv(hidden, width))](
+    _zero_missing_kernel[(triton.cdiv(rows, ZEROED_ROWS), triton.cdiv(hidden, width))](
         y_RH, ids_R1, rows, H=hidden, BR=ZEROED_ROWS, BH=width, PDL=pdl.on,
         num_warps=4, **pdl.options,
     )  # fmt: skip
@@ -443,7 +428,7 @@ def _zero_nobodies(y_RH: Tensor, ids_R1: Tensor) -> Tensor:
 
 
 @triton.jit
-def _zero_nobodies_kernel(
+def _zero_missing_kernel(
     y, ids, rows, H: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr, PDL: tl.constexpr
 ):
     row_R = tl.program_id(0) * BR + tl.arange(0, BR)
