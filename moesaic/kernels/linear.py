@@ -16,13 +16,7 @@ from moesaic.kernels.cpu import widened
 from moesaic.kernels.experts import Rows
 from moesaic.kernels.native import native
 from moesaic.kernels.norm import SumToNorm, add_rms_norm
-from moesaic.kernels.quantise import (
-    FP8_GROUP,
-    FP8_MAX,
-    absmax_scales,
-    quantise_rows,
-    silu_and_mul,
-)
+from moesaic.kernels.quantise import FP8_GROUP, FP8_MAX, absmax_scales, quantise_rows, silu_and_mul
 
 LINEAR = "moesaic.kernels.triton.linear"
 LINEAR_HEADS = "moesaic.kernels.triton.linear_heads"

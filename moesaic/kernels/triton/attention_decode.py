@@ -160,12 +160,7 @@ def tall(per_kv: int, dim: int, config: AttentionTile) -> int:
 
 
 def _decode(
-    q: Queries,
-    entering: Entering,
-    cache: LayerPages,
-    batch: DecodeRows,
-    softmax: Softmax,
-    out: Out,
+    q: Queries, entering: Entering, cache: LayerPages, batch: DecodeRows, softmax: Softmax, out: Out
 ) -> Out:
     num_seqs, kv_heads = len(batch.rows_B), cache.keys.shape[2]
     if not num_seqs:

@@ -192,16 +192,7 @@ def _multiply(found, buffers, blocks, sums, step, P: gl.constexpr, mma: gl.const
 
 @gluon.jit(do_not_specialize=["num_rows"])
 def rows_kernel(
-    x,
-    x_scales,
-    w,
-    w_scales,
-    bias,
-    y,
-    num_rows,
-    num_outputs,
-    x_stride,
-    P: gl.constexpr,
+    x, x_scales, w, w_scales, bias, y, num_rows, num_outputs, x_stride, P: gl.constexpr
 ):
     UNITS: gl.constexpr = P.UNITS
     STEPS: gl.constexpr = P.steps

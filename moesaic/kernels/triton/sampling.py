@@ -51,16 +51,7 @@ DRAW_WARPS = 16
 
 
 @triton.jit
-def _peaks_kernel(
-    logits_ptr,
-    peaks_ptr,
-    best_ptr,
-    token_ptr,
-    V,
-    stride,
-    chunks,
-    PDL: tl.constexpr,
-):
+def _peaks_kernel(logits_ptr, peaks_ptr, best_ptr, token_ptr, V, stride, chunks, PDL: tl.constexpr):
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     block = chunk * BLOCKS + tl.arange(0, BLOCKS)
     token = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
