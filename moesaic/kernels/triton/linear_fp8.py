@@ -423,12 +423,8 @@ def _problem_with(product: Callable[[Rows, Fp8Matrix], Tensor], device: torch.de
     x_TI = torch.randn(258, 640, device=device, generator=generator)
     w_OI = torch.randn(384, 640, device=device, generator=generator)
     # Blocks of different magnitudes reveal a misplaced scale.
-    w_OI *= (
-        torch.linspace(0.1, 10, 15, device=device)
-        .view(3, 5)
-        .repeat_interleave(128, 0)
-        .repeat_interleave(128, 1)
-    )
+    magnitudes = torch.linspace(0.1, 10, 15, device=device).view(3, 5)
+    w_OI *= magnitudes.repeat_interleave(128, 0).repeat_interleave(128, 1)
     x_TI *= torch.linspace(0.1, 10, 258, device=device)[:, None]
     weight, off = Fp8Matrix.of(w_OI), 0.0
     # Rows as in a step, and a number of rows that is no multiple of 4.

@@ -136,10 +136,13 @@ def _block_scales(w_scales, line, step, P: gl.constexpr, mma: gl.constexpr):
 
 
 @gluon.jit
-def _finish(total, at, places, ends, P: gl.constexpr):
+def _store_unit(total, first, row, unit, ends, P: gl.constexpr):
     """Stores a unit's outputs [T, 8]."""
     y, bias, w_scales, num_rows, num_outputs = ends
-    t, o = places
+    layout: gl.constexpr = total.type.layout
+    t = row + gl.arange(0, P.ROWS, layout=gl.SliceLayout(1, layout))
+    o = first + unit * 8 + gl.arange(0, 8, layout=gl.SliceLayout(0, layout))
+    at = (t.to(gl.int64) * num_outputs)[:, None] + o[None, :]
     inside = o < num_outputs
     if P.scaling and not P.BLOCKED:
         total *= gl.load(w_scales + o, mask=inside, other=0.0)[None, :]
@@ -147,14 +150,6 @@ def _finish(total, at, places, ends, P: gl.constexpr):
         total += gl.load(bias + o, mask=inside, other=0.0).to(gl.float32)[None, :]
     kept = (t < num_rows)[:, None] & inside[None, :]
     gl.store(y + at, total.to(y.dtype.element_ty), mask=kept)
-
-
-@gluon.jit
-def _places(first, row, unit, num_outputs, layout: gl.constexpr, P: gl.constexpr):
-    """Rows and outputs of a unit, and their offsets in y."""
-    t = row + gl.arange(0, P.ROWS, layout=gl.SliceLayout(1, layout))
-    o = first + unit * 8 + gl.arange(0, 8, layout=gl.SliceLayout(0, layout))
-    return t, o, (t.to(gl.int64) * num_outputs)[:, None] + o[None, :]
 
 
 @gluon.jit
@@ -166,8 +161,7 @@ def _store(sums, staging, ends, first, row, P: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([P.WARPS, 1, 1], [1, 4, 8], [1, P.WARPS, 1], [2, 1, 0])
     for unit in gl.static_range(UNITS):
         total = gl.sum(staging[unit].load(layout), 0)
-        t, o, at = _places(first, row, unit, ends[4], gl.SliceLayout(0, layout), P)
-        _finish(total, at, (t, o), ends, P)
+        _store_unit(total, first, row, unit, ends, P)
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ compared within their part.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -38,21 +38,12 @@ ZEROED_ROWS = 8
 ZEROED_COLUMNS = 2048
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    experts: int
-    padded: int
-    block: int
-
-    @staticmethod
-    @cache
-    def of(experts: int, block: int) -> _Sizes:
-        if not 0 < experts <= MAX_EXPERTS:
-            raise ValueError(f"cannot sort {experts} experts: use 1..{MAX_EXPERTS}")
-        return _Sizes(experts, max(32, triton.next_power_of_2(experts)), block)
-
-    def constants(self) -> dict[str, int]:
-        return {"E": self.experts, "EP": self.padded, "BLOCK": self.block}
+@cache
+def constants(experts: int, block: int) -> dict[str, int]:
+    """Kernel constants: experts, also padded to a power of two, and rows of a tile."""
+    if not 0 < experts <= MAX_EXPERTS:
+        raise ValueError(f"cannot sort {experts} experts: use 1..{MAX_EXPERTS}")
+    return {"E": experts, "EP": max(32, triton.next_power_of_2(experts)), "BLOCK": block}
 
 
 def sort_pairs(
@@ -60,29 +51,28 @@ def sort_pairs(
 ) -> Groups:
     ids_RK = ids_RK.contiguous()
     num_pairs = ids_RK.numel()
-    sizes = _Sizes.of(num_experts, block)
-    groups = _allocate(num_pairs, num_pairs, sizes, ids_RK.shape[1], ids_RK.device)
+    sizes = constants(num_experts, block)
+    groups, out = _allocate(num_pairs, num_pairs, sizes, ids_RK.shape[1], ids_RK.device)
     pdl = dependent_launch(ids_RK)
-    out = _arrays(groups)
     if num_pairs <= FEW_PAIRS:
         width = max(32, triton.next_power_of_2(num_pairs))
         _sort_few[(1 + triton.cdiv(num_pairs, PAIRS_A_PROGRAM),)](
-            ids_RK, *out, load_E, num_pairs, groups.counters.numel(), **sizes.constants(),
+            ids_RK, *out, load_E, num_pairs, groups.counters.numel(), **sizes,
             BI=PAIRS_A_PROGRAM, BJ=min(width, 1024), NP=width, PDL=pdl.on,
             num_warps=8 if width > 256 else 4, **pdl.options,
         )  # fmt: skip
         return groups
-    chunks, parts = triton.cdiv(num_pairs, CHUNK), chunk_parts(sizes.padded)
+    chunks, parts = triton.cdiv(num_pairs, CHUNK), chunk_parts(sizes["EP"])
     # Counts of each chunk, and of the earlier parts of its chunk for each part.
-    hist_CE = torch.empty(chunks, sizes.padded, dtype=torch.int32, device=ids_RK.device)
-    before_CSE = hist_CE.new_empty(chunks, parts, sizes.padded)
+    hist_CE = torch.empty(chunks, sizes["EP"], dtype=torch.int32, device=ids_RK.device)
+    before_CSE = hist_CE.new_empty(chunks, parts, sizes["EP"])
     _count_chunks[(chunks,)](
-        ids_RK, hist_CE, before_CSE, num_pairs, EP=sizes.padded, CHUNK=CHUNK, PARTS=parts,
+        ids_RK, hist_CE, before_CSE, num_pairs, EP=sizes["EP"], CHUNK=CHUNK, PARTS=parts,
         PDL=pdl.on, num_warps=4, **pdl.options,
     )  # fmt: skip
     _place_chunks[(chunks,)](
         ids_RK, hist_CE, before_CSE, *out, load_E, num_pairs, groups.counters.numel(), chunks,
-        **sizes.constants(), CHUNK=CHUNK, PARTS=parts, BC=min(128, COUNTS // sizes.padded), BJ=32,
+        **sizes, CHUNK=CHUNK, PARTS=parts, BC=min(128, COUNTS // sizes["EP"]), BJ=32,
         PDL=pdl.on, num_warps=PLACE_WARPS, **pdl.options,
     )  # fmt: skip
     return groups
@@ -98,14 +88,14 @@ def group_pairs(ids_RK: Tensor, w2: Matrices, load_E: Tensor | None = None) -> G
     plan = plan_for(ids_RK.device, ExpertsShape(w2.format, *w2.shape), num_pairs)
     if len(ids_RK) != 1 or plan.implementation != "small" or plan.fused:
         return sort_pairs(ids_RK, num_experts, plan.block, load_E)
-    sizes = _Sizes.of(num_experts, plan.block)
-    groups = _allocate(num_pairs, num_pairs, sizes, num_pairs, ids_RK.device)
+    sizes = constants(num_experts, plan.block)
+    groups, _ = _allocate(num_pairs, num_pairs, sizes, num_pairs, ids_RK.device)
     return replace(groups, ids_K=ids_RK.view(-1), load_E=load_E)
 
 
 def row_arguments(groups: Groups) -> dict[str, object]:
     """Arguments of `sort_row` besides a kernel's lists, by name."""
-    sizes = _Sizes.of(groups.count_E.numel(), groups.block)
+    sizes = constants(groups.count_E.numel(), groups.block)
     direct = groups.ids_K is not None
     return {
         "ids": groups.ids_K,
@@ -113,55 +103,39 @@ def row_arguments(groups: Groups) -> dict[str, object]:
         "load": groups.load_E,
         "num_counters": groups.counters.numel() if direct else 0,
         "num_pairs": groups.num_places if direct else 0,
-        "E": sizes.experts if direct else 0,
-        "EP": sizes.padded if direct else 0,
+        "E": sizes["E"] if direct else 0,
+        "EP": sizes["EP"] if direct else 0,
         "NP": max(32, triton.next_power_of_2(groups.num_places)) if direct else 0,
     }
 
 
 def blocks(count_E: Tensor, rows: int, block: int, load_E: Tensor | None = None) -> Groups:
-    sizes = _Sizes.of(count_E.numel(), block)
-    groups = _allocate(None, sizes.experts * rows, sizes, 1, count_E.device)
+    sizes = constants(count_E.numel(), block)
+    groups, (_, *out) = _allocate(None, sizes["E"] * rows, sizes, 1, count_E.device)
     pdl = dependent_launch(count_E)
-    _, *out = _arrays(groups)
     _blocks[(1,)](
-        count_E, *out, load_E, rows, groups.counters.numel(), **sizes.constants(), PDL=pdl.on,
+        count_E, *out, load_E, rows, groups.counters.numel(), **sizes, PDL=pdl.on,
         num_warps=4, **pdl.options,
     )  # fmt: skip
     return groups
 
 
 def _allocate(
-    pairs: int | None, places: int, sizes: _Sizes, top_k: int, device: torch.device
-) -> Groups:
-    """Allocates all arrays in one tensor; without `pairs` there is no order."""
-    tiles = max(1, max_tiles(places, sizes.experts, sizes.block))
-    lengths = (pairs or 0, sizes.experts, sizes.experts, tiles, tiles, 1, tiles + 2)
+    pairs: int | None, places: int, sizes: dict[str, int], top_k: int, device: torch.device
+) -> tuple[Groups, tuple[Tensor, ...]]:
+    """Allocates all arrays in one tensor; without `pairs` there is no order. Also returns them in
+    the order of the kernels' parameters."""
+    tiles = max(1, max_tiles(places, sizes["E"], sizes["BLOCK"]))
+    lengths = (pairs or 0, sizes["E"], sizes["E"], tiles, tiles, 1, tiles + 2)
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + -(-length // ALIGN) * ALIGN)
     memory = torch.empty(starts[-1], dtype=torch.int32, device=device)
     views = zip(starts, lengths, strict=False)
-    order, first, count, tile_expert, tile_place, num_tiles, counters = (
-        memory[start : start + length] for start, length in views
-    )
-    return Groups(
-        None if pairs is None else order,
-        first, count, tile_expert, tile_place, num_tiles, sizes.block, top_k, places, counters,
-    )  # fmt: skip
-
-
-def _arrays(groups: Groups) -> tuple[Tensor | None, ...]:
-    """In the order of the kernels' parameters."""
-    return (
-        groups.order_P,
-        groups.first_E,
-        groups.count_E,
-        groups.tile_expert_X,
-        groups.tile_place_X,
-        groups.num_tiles_1,
-        groups.counters,
-    )
+    arrays = tuple(memory[start : start + length] for start, length in views)
+    order, *lists, counters = arrays
+    shown = None if pairs is None else order
+    return Groups(shown, *lists, sizes["BLOCK"], top_k, places, counters), arrays
 
 
 @triton.jit
