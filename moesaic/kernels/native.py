@@ -1,10 +1,10 @@
-"""Which implementation computes: Triton for tensors on a GPU, torch for all others.
+"""Chooses the implementation: Triton for tensors on a GPU, torch for all others.
 
     @native("moesaic.kernels.triton.norm")
     def rms_norm(x_TH, weight_H, eps): …torch…
 
-The function under the decorator is the torch twin: it defines what the kernel of the same name and
-signature in that module must give. Triton is only imported for the first tensor on a GPU.
+The decorated function is the torch twin; it defines the result of the kernel with the same name and
+signature in that module. Triton is imported with the first tensor on a GPU.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ R = TypeVar("R")
 
 
 def native(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """The first argument says where to compute: a tensor, or what has one as its `values`
-    (or as theirs)."""
+    """The first argument decides the device: a tensor, or an object with one in `values`, possibly
+    nested."""
 
     def decorate(twin: Callable[P, R]) -> Callable[P, R]:
         kernel: Callable[P, R] | None = None

@@ -37,7 +37,7 @@ def cache_folder() -> Path:
 
 
 def load_library(name: str, options: tuple[str, ...]) -> ctypes.CDLL | None:
-    """The library of a C file; None, with a line in the log, where it cannot be made."""
+    """The library of a C file; None, with a log line, if it cannot be built."""
     compiler, *extra = shlex.split(os.environ.get("CC") or "cc") or ["cc"]
     if shutil.which(compiler) is None:
         logger.info("no C compiler (%s): %s is computed by torch, which is slower", compiler, name)
@@ -48,7 +48,7 @@ def load_library(name: str, options: tuple[str, ...]) -> ctypes.CDLL | None:
         library = _built(command, source)
         try:
             return ctypes.CDLL(str(library))
-        except OSError:  # damaged: make it again
+        except OSError:  # damaged: build it again
             library.unlink()
             return ctypes.CDLL(str(_built(command, source)))
     except (OSError, subprocess.SubprocessError) as error:
@@ -62,8 +62,8 @@ def _reason(error: Exception) -> str:
 
 
 def _built(command: list[str], source: Path) -> Path:
-    """Named by what it is made from and for, since homes may be shared between machines; and put in
-    place whole, since ranks may build at the same time."""
+    """The file name depends on the sources and the CPU, as machines may share a home. The file is
+    moved into place atomically, as ranks may build it at the same time."""
     made_for = repr((command, sorted(cpu_flags()))).encode()
     headers = b"".join(path.read_bytes() for path in sorted(FOLDER.glob("*.h")))
     key = hashlib.sha256(source.read_bytes() + headers + made_for).hexdigest()[:16]
@@ -90,7 +90,7 @@ def _built(command: list[str], source: Path) -> Path:
 
 
 def _refuse_if_others_write(path: Path) -> None:
-    """What others could have written is not run."""
+    """Refuses files that other users could have written."""
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise OSError(f"{path} may be written by others: remove it, or chmod go-w it")

@@ -1,4 +1,4 @@
-"""Feed-forward networks of experts in bfloat16 by AMX tiles, and the same in torch.
+"""Experts' feed-forward networks in bfloat16 with AMX tiles, and their torch reference.
 
 e experts · H hidden · I intermediate · J = 2 * I · Y rows of all experts.
 """
@@ -33,8 +33,7 @@ Call = Callable[[object, int, int], int]
 
 @dataclass(frozen=True, slots=True)
 class SwigluSpec:
-    """silu(gate) * up; or, with a limit, gate * sigmoid(alpha * gate) * (up + 1) of clamped
-    values."""
+    """silu(gate) * up; with a limit, gate * sigmoid(alpha * gate) * (up + 1) of clamped values."""
 
     alpha: float = 1.0
     limit: float | None = None
@@ -81,7 +80,7 @@ class ExpertsLibrary:
 
 @cache
 def library() -> ExpertsLibrary | None:
-    """The compiled kernel; None where the machine or the compiler does not allow it."""
+    """The compiled kernel; None if the CPU or the compiler does not support it."""
     if not cpu_flags() >= NEEDED_FLAGS:
         return None
     loaded = load_library("experts", OPTIONS)
@@ -94,7 +93,7 @@ def library() -> ExpertsLibrary | None:
 
 
 def fits(hidden: int, inner: int, dtype: torch.dtype) -> bool:
-    """Whether `run` can compute layers of this shape here."""
+    """Whether `run` supports layers of this shape on this machine."""
     whole = hidden % 32 == 0 and inner % 32 == 0
     return dtype == torch.bfloat16 and whole and library() is not None
 
@@ -102,8 +101,8 @@ def fits(hidden: int, inner: int, dtype: torch.dtype) -> bool:
 def run(
     x_YH: Tensor, y_YH: Tensor, h_YI: Tensor, jobs: Sequence[ExpertRows], experts: ExpertTensors
 ) -> None:
-    """Writes the rows of the jobs to y; h is room for what lies between. On all of torch's threads,
-    each with a share of every expert's weights."""
+    """Writes the rows of the jobs to y; h is workspace. Runs on all of torch's threads, each with a
+    share of every expert's weights."""
     kernel = library()
     assert kernel is not None
     for tensor in (
@@ -137,7 +136,7 @@ def _check(failed: int) -> None:
 def _arguments(
     x_YH: Tensor, y_YH: Tensor, h_YI: Tensor, jobs: Sequence[ExpertRows], experts: ExpertTensors
 ) -> object:
-    """A pointer to the kernel's arguments; it keeps what it points to alive."""
+    """A pointer to the kernel's arguments; it keeps them alive."""
     array = ctypes.c_int64 * len(jobs)
     activation = experts.activation
     return ctypes.pointer(
@@ -165,7 +164,7 @@ def _arguments(
 def reference(
     x_YH: Tensor, y_YH: Tensor, h_YI: Tensor, jobs: Sequence[ExpertRows], experts: ExpertTensors
 ) -> None:
-    """What `run` computes, in torch: sums in float32, h and y rounded once."""
+    """Computes the same in torch: sums in float32, h and y rounded once."""
     for job in jobs:
         rows = slice(job.start, job.start + job.rows)
         gate_up = F.linear(x_YH[rows].float(), experts.w13_eJH[job.slot].float())

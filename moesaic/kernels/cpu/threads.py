@@ -1,4 +1,4 @@
-"""Python threads that call C, which releases the interpreter."""
+"""Python threads for C calls, which release the GIL."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ def threads(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, "kernel")
 
 
-# A child has none of its parent's threads.
+# A forked child has none of its parent's threads.
 os.register_at_fork(after_in_child=threads.cache_clear)

@@ -1,5 +1,5 @@
-"""Products of 16-bit numbers on CPUs that have no instructions for them: in float32, rounded once.
-There torch multiplies element by element, tens to hundreds of times slower.
+"""16-bit products on CPUs without instructions for them: in float32, rounded once. torch would
+multiply element by element, tens to hundreds of times slower.
 
 B products · M, N rows and columns of a result · K summed · T tokens · I inputs · O outputs.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
-# Rows of float16 up to which torch's own kernel takes less time than making the weights wide.
+# Below this many float16 rows torch's own kernel is faster than widening the weights.
 FEW = 16
 
 
@@ -53,7 +53,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
 def flash(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """torch's attention kernel: the results, and the logarithms of the sums of exponentials."""
+    """torch's attention kernel: the results and their log-sum-exps."""
     if _is_slow(q):
         if mask is not None and mask.is_floating_point():
             mask = mask.float()
