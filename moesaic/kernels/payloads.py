@@ -30,7 +30,7 @@ def encode_rows(x_TH: Tensor, payload: str, scale: float = 1.0) -> tuple[Tensor,
     if payload == "mxfp4":
         return encode_mxfp4(x_TH)
     raise ValueError(
-        f"there is no payload {payload!r}: take one of {', '.join(PLAIN)}, fp8, int8, nvfp4, mxfp4"
+        f"unknown payload {payload!r}: use one of {', '.join(PLAIN)}, fp8, int8, nvfp4, mxfp4"
     )
 
 

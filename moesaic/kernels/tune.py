@@ -55,7 +55,7 @@ GLANCE: Clock = partial(measure, quick=True)
 
 @dataclass(frozen=True)
 class TuneCase:
-    """One entry of a file: a shape of experts at a number of tokens."""
+    """One entry of a file: a shape of experts and a number of tokens."""
 
     shape: ExpertsShape
     top_k: int
@@ -87,8 +87,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Tensors:
-    """Of one case, with random contents. `x` and `h` are in a float type; where the weights are fp8
-    the same are there `quantised`."""
+    """Random tensors of one case. `x` and `h` have a float type; for fp8 weights `quantised` has
+    both in fp8."""
 
     x: Rows
     h: Rows

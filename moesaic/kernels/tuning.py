@@ -195,8 +195,8 @@ def _tell_if_missing(path: Path) -> None:
     """Warns once: files for another GPU or format would otherwise be ignored silently."""
     if not path.is_file():
         logger.warning(
-            "%s has no %s: for such weights nothing in that folder is used on this GPU; "
-            "`moesaic tune … --out %s` makes the file",
+            "%s has no %s: such weights do not use that folder on this GPU; "
+            "`moesaic tune … --out %s` writes the file",
             VARIABLE,
             path,
             path.parent,
@@ -211,7 +211,7 @@ def folders() -> list[Path]:
     folder = Path(own).expanduser()
     if not folder.is_dir():
         raise ValueError(
-            f"{VARIABLE} is {own!r} and that is no folder: unset it, or make one with "
+            f"{VARIABLE} is {own!r}, which is no folder: unset it, or create one with "
             f"`moesaic tune … --out {own}`"
         )
     return [folder, TUNED]
@@ -389,7 +389,9 @@ def _decode(entry: dict[str, Any], path: Path) -> ExpertsPlan:
             raise ValueError("gate_up and down have different block_m")
         fused = entry.get("fused", False)
         if type(fused) is not bool or (fused and kind is not TileConfig):
-            raise ValueError(f"fused is {fused!r}: only 'small' can be, and it is true or false")
+            raise ValueError(
+                f"fused is {fused!r}: it must be true or false, and only 'small' can be fused"
+            )
     except KeyError as error:
         raise ValueError(f"{path}: no {error} in entry {entry}: {MEND}") from error
     except (TypeError, ValueError) as error:
@@ -403,10 +405,10 @@ def check_config(config: Any) -> None:
         name, value = field.name, getattr(config, field.name)
         if isinstance(field.default, bool):
             if type(value) is not bool:
-                raise ValueError(f"{name} is {value!r}, which is neither true nor false")
+                raise ValueError(f"{name} is {value!r}, which is not true or false")
             continue
         if type(value) is not int:
-            raise ValueError(f"{name} is {value!r}, which is no whole number")
+            raise ValueError(f"{name} is {value!r}, which is not an integer")
         least = LEAST_BLOCK if name.startswith("block") else 0 if name == "prefetch" else 1
         power = name.startswith("block") or name.endswith("warps")
         if value < least or (power and value & (value - 1)):

@@ -40,7 +40,7 @@ def load_library(name: str, options: tuple[str, ...]) -> ctypes.CDLL | None:
     """The library of a C file; None, with a log line, if it cannot be built."""
     compiler, *extra = shlex.split(os.environ.get("CC") or "cc") or ["cc"]
     if shutil.which(compiler) is None:
-        logger.info("no C compiler (%s): %s is computed by torch, which is slower", compiler, name)
+        logger.info("no C compiler (%s): torch computes %s, which is slower", compiler, name)
         return None
     source = FOLDER / f"{name}.c"
     command = [compiler, *extra, "-O3", *options, "-shared", "-fPIC", str(source)]
@@ -52,7 +52,7 @@ def load_library(name: str, options: tuple[str, ...]) -> ctypes.CDLL | None:
             library.unlink()
             return ctypes.CDLL(str(_built(command, source)))
     except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("%s is computed by torch, which is slower: %s", name, _reason(error))
+        logger.warning("torch computes %s, which is slower: %s", name, _reason(error))
         return None
 
 
@@ -93,4 +93,4 @@ def _refuse_if_others_write(path: Path) -> None:
     """Refuses files that other users could have written."""
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise OSError(f"{path} may be written by others: remove it, or chmod go-w it")
+        raise OSError(f"other users can write {path}: remove it, or chmod go-w it")

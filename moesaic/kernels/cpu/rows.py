@@ -140,7 +140,7 @@ def plan_pairs(tokens: GatheredTokens) -> PairPlan:
 
 def _check_ids(found: int, tokens: GatheredTokens) -> None:
     if found < 0:
-        raise ValueError(f"a rank sent a slot beyond the {tokens.groups * tokens.slots} there are")
+        raise ValueError(f"a rank sent a slot id of {tokens.groups * tokens.slots} or more")
 
 
 def sum_rows(
@@ -197,7 +197,7 @@ def _in_parts(function: Callable[..., int], arguments: object, tokens: int, each
     calls = (repeat(arguments), firsts, lasts, map(ctypes.byref, foreign))
     failed = map(function, *calls) if parts == 1 else threads(parts).map(function, *calls)
     if any(failed):
-        raise MemoryError("no memory to add up rows")
+        raise MemoryError("no memory to sum rows")
     return sum(count.value for count in foreign)
 
 

@@ -20,8 +20,8 @@ FEW = 16
 
 @cache
 def lacks(dtype: torch.dtype) -> bool:
-    """Whether this CPU has no fast products of a type. oneDNN says that Arm has float16, and is
-    slow where bfloat16 is."""
+    """Whether this CPU has no fast products of a type. oneDNN claims float16 on Arm, but is slow
+    wherever bfloat16 is missing."""
     sixteen = dtype in (torch.bfloat16, torch.float16)
     return sixteen and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 

@@ -2,7 +2,8 @@
 
 `state`, `failure` and `bases` are those of SignalPlanes. `lane` numbers the threads of a program,
 at least one for each rank: so no two threads load the same flag at different times and then
-disagree on whether to go on. All threads of a program decide by a maximum over them."""
+disagree on whether to go on. All threads of a program decide by a maximum over them.
+"""
 
 from __future__ import annotations
 
@@ -189,8 +190,8 @@ def raise_flags(
     SIZE: tl.constexpr,
     SCOPE: tl.constexpr,
 ):
-    """Raises this rank's flag in all regions; whoever sees it sees all earlier writes of the
-    program's threads, and those that they waited for."""
+    """Raises this rank's flag in all regions. Ranks that see it also see all earlier writes of the
+    program's threads, and those that these waited for."""
     offset = flags + (channel.to(tl.int64) * SIZE + rank) * 8
     at = tl.load(bases_ptr + lane, lane < SIZE, 0) + offset
     # One thread releases the writes of another.

@@ -71,8 +71,8 @@ def gate_up_large(
     product = product_of(x, w13, groups.order_P is not None)
     if h.scales is not None and (config.block_n != FP8_GROUP or product.columns % FP8_GROUP):
         raise ValueError(
-            f"h is quantised by {FP8_GROUP} channels: blocks of {config.block_n} of "
-            f"{product.columns} must be such groups"
+            f"h is quantised by {FP8_GROUP} channels, but has blocks of {config.block_n} of "
+            f"{product.columns}"
         )
     extra = {
         "out": h.values,

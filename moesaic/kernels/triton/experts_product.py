@@ -70,7 +70,9 @@ class Product:
 
 def product_of(x: Rows, w: Matrices, gather: bool) -> Product:
     if w.format not in SCALING:
-        raise ValueError(f"weight format {w.format} has no kernel for many rows; has {[*SCALING]}")
+        raise ValueError(
+            f"weight format {w.format} has no kernel for many rows: use one of {[*SCALING]}"
+        )
     return _product(w.shape, w.parts, SCALING[w.format], x.values.dtype, gather)
 
 
