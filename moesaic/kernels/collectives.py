@@ -202,7 +202,7 @@ def _give(call: ChannelCall, planes: CollectivePlanes, part: Tensor, target: Tar
         signals.plane(peer, offset, tuple(part.shape), part.dtype).copy_(part)
         if isinstance(target, Columns):
             signals.plane(peer, offset - HEAD_BYTES, (1,), torch.int64).fill_(target.width)
-    signal.twin(call)  # type: ignore[attr-defined]
+    signal.twin(call)
 
 
 def _take(
@@ -210,7 +210,7 @@ def _take(
 ) -> None:
     """Waits, then writes the elements of `span` that the result contains."""
     signals = call.signals
-    wait.twin(call)  # type: ignore[attr-defined]
+    wait.twin(call)
     if signals.state[DeviceStateWord.BROKEN]:
         out_M.zero_()
         return

@@ -72,6 +72,12 @@ class Groups:
     def planned_places(self) -> int:
         return self.expected or self.num_places
 
+    @property
+    def lists(self) -> tuple[Tensor | None, ...]:
+        """Arguments of the kernels, in this order."""
+        tiles = (self.tile_expert_X, self.tile_place_X, self.num_tiles_1)
+        return self.order_P, self.first_E, self.count_E, *tiles
+
 
 @dataclass(frozen=True, slots=True)
 class RemoteRows:
@@ -266,8 +272,7 @@ def gate_up(x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: R
         product = x_RH[rows_of(groups, places)] @ dense_matrix(w13, expert).T
         if w13.bias_EN is not None:
             product += w13.bias_EN[expert].float()
-        gate, up = product.chunk(2, dim=-1)
-        store_rows(h, places, _activate(activation, gate, up))
+        store_rows(h, places, activation.reference(*product.chunk(2, dim=-1)))
     return h
 
 
@@ -387,10 +392,3 @@ def dense_matrix(matrices: Matrices, expert: int) -> Tensor:
         spread = scales.repeat_interleave(rows, -2).repeat_interleave(columns, -1)
         values = values * spread[..., : values.shape[-2], : values.shape[-1]]
     return values.flatten(0, 1)
-
-
-def _activate(spec: SwigluSpec, gate: Tensor, up: Tensor) -> Tensor:
-    if spec.limit is None:
-        return gate * torch.sigmoid(gate) * up
-    gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit) + 1
-    return gate * torch.sigmoid(spec.alpha * gate) * up

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar, cast
 
 from torch import Tensor
 
@@ -20,11 +20,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def native(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+class NativeFunction(Protocol[P, R]):
+    twin: Callable[P, R]
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+
+def native(module: str) -> Callable[[Callable[P, R]], NativeFunction[P, R]]:
     """The first argument decides the device: a tensor, or an object with one in `values`, possibly
     nested."""
 
-    def decorate(twin: Callable[P, R]) -> Callable[P, R]:
+    def decorate(twin: Callable[P, R]) -> NativeFunction[P, R]:
         kernel: Callable[P, R] | None = None
 
         @wraps(twin)
@@ -40,6 +46,6 @@ def native(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             return kernel(*args, **kwargs)
 
         call.twin = twin  # type: ignore[attr-defined]
-        return call
+        return cast(NativeFunction[P, R], call)
 
     return decorate

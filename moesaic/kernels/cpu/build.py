@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
 SECONDS = 60
+TILE_FLAGS = {"amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512vl", "avx512_bf16"}
+TILE_OPTIONS = ("-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
 
 
 @cache

@@ -6,27 +6,21 @@ T tokens · I inputs · O outputs.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from functools import cache
-from itertools import repeat
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.kernels.cpu.build import cpu_flags, load_library
-from moesaic.kernels.cpu.threads import threads
+from moesaic.kernels.cpu.build import TILE_FLAGS, TILE_OPTIONS, cpu_flags, load_library
+from moesaic.kernels.cpu.threads import Call, call_in_parts
 
 FLOAT_FLAGS = {"avx512f"}
-TILE_FLAGS = {"amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512vl", "avx512_bf16"}
-TILE_OPTIONS = ("-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
 # Outputs of a tile.
 TILE_OUTPUTS = 16
 # Products with fewer multiplications finish before a second thread starts.
 SMALL_WORK = 1 << 20
-
-Call = Callable[[object, int, int], int]
 
 
 class _LinearStruct(ctypes.Structure):
@@ -89,19 +83,9 @@ def run(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
             outputs=len(weight_OI),
         )
     )
-    _call(library()[x_TI.dtype], arguments, len(x_TI) * weight_OI.numel())
+    large = len(x_TI) * weight_OI.numel() > SMALL_WORK
+    call_in_parts(library()[x_TI.dtype], arguments, torch.get_num_threads() if large else 1)
     return y_TO
-
-
-def _call(kernel: Call, arguments: object, work: int) -> None:
-    parts = torch.get_num_threads() if work > SMALL_WORK else 1
-    if parts == 1:
-        failed = kernel(arguments, 0, 1)
-    else:
-        calls = threads(parts).map(kernel, repeat(arguments), range(parts), repeat(parts))
-        failed = max(list(calls))
-    if failed:
-        raise MemoryError("no memory to pack rows for a matrix product")
 
 
 def reference(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:

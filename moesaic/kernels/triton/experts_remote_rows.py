@@ -18,7 +18,7 @@ import triton.language as tl
 
 from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.experts import Groups, Matrices, Rows
-from moesaic.kernels.triton.experts_small import constants_of, fitting, lists_of, planes_of
+from moesaic.kernels.triton.experts_small import constants_of, fitting, planes_of
 from moesaic.kernels.triton.experts_tiles import finish_gate_up, gate_up_lines, product, tile_rows
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
 from moesaic.kernels.tuning import TileConfig
@@ -41,7 +41,7 @@ def gate_up_remote(
     row_bytes, pdl = hidden * x.values.element_size(), dependent_launch(x.values)
     _gate_up_remote_kernel[(tiles,)](
         x.values, x.scales, remote.signals.bases_P, *planes_of(w13), h.values, h.scales,
-        *lists_of(groups), remote.count, remote.values, remote.scales,
+        *groups.lists, remote.count, remote.values, remote.scales,
         x.scale, activation.alpha, activation.limit or 0.0,
         HIDDEN=hidden, INNER=inner, TOP_K=groups.top_k, LIMITED=activation.limit is not None,
         ALIGN=min(COPIED, row_bytes & -row_bytes), **constants_of(config, groups, w13), PDL=pdl.on,

@@ -43,7 +43,7 @@ def gate_up_small(
     tiles = _slots(groups) * triton.cdiv(inner, config.block_n) + (groups.ids_K is not None)
     pdl = dependent_launch(x.values)
     _gate_up_kernel[(tiles,)](
-        _checked(x), x.scales, *planes_of(w13), h.values, h.scales, *lists_of(groups),
+        _checked(x), x.scales, *planes_of(w13), h.values, h.scales, *groups.lists,
         x.scale, activation.alpha, activation.limit or 0.0,
         HIDDEN=hidden, INNER=inner, TOP_K=groups.top_k, LIMITED=activation.limit is not None,
         **constants_of(config, groups, w13), **row_arguments(groups), PREFETCH=prefetch, PDL=pdl.on,
@@ -75,7 +75,7 @@ def gate_up_down_small(
     pdl = dependent_launch(y)
     _gate_up_down_kernel[(programs,)](
         _checked(x), x.scales, *planes_of(w13), h.values, h.scales, *planes_of(w2), weights_RK, y,
-        *lists_of(groups), groups.counters, slots, x.scale, h.scale,
+        *groups.lists, groups.counters, slots, x.scale, h.scale,
         activation.alpha, activation.limit or 0.0,
         HIDDEN=hidden, INNER=inner, TOP_K=groups.top_k, LIMITED=activation.limit is not None,
         **constants_of(gate_up, groups, w13),
@@ -99,7 +99,7 @@ def down_small(
     pdl = dependent_launch(y)
     _down_kernel[(tiles,)](
         _checked(h), h.scales, *planes_of(w2), weights_RK, y,
-        *lists_of(groups, direct=groups.ids_K is not None), groups.ids_K, h.scale,
+        *(groups.lists if groups.ids_K is None else (None,) * 6), groups.ids_K, h.scale,
         HIDDEN=hidden, INNER=inner,
         **constants_of(config, groups, w2), PREFETCH=config.prefetch, PDL=pdl.on,
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl.options,
@@ -136,20 +136,6 @@ def planes_of(matrices: Matrices) -> tuple[Tensor | None, ...]:
     planes = (matrices.planes["values"], matrices.planes.get("scales"), matrices.bias_EN)
     assert all(plane is None or plane.is_contiguous() for plane in planes)
     return planes
-
-
-def lists_of(groups: Groups, direct: bool = False) -> tuple[Tensor | None, ...]:
-    """`direct`: empty, for a kernel that needs only a row's ids."""
-    if direct:
-        return (None,) * 6
-    return (
-        groups.order_P,
-        groups.first_E,
-        groups.count_E,
-        groups.tile_expert_X,
-        groups.tile_place_X,
-        groups.num_tiles_1,
-    )
 
 
 def constants_of(config: TileConfig, groups: Groups, matrices: Matrices) -> dict[str, Any]:

@@ -25,11 +25,12 @@ from moesaic.kernels.payloads import encode_nvfp4 as encode_nvfp4
 from moesaic.kernels.payloads import in_groups, pack_pairs
 from moesaic.kernels.payloads import mxfp4_scales as mxfp4_scales
 from moesaic.kernels.quantise import FP8_MAX as FP8_MAX
+from moesaic.kernels.quantise import INT8_MAX as INT8_MAX
 from moesaic.kernels.quantise import TINY as TINY
 from moesaic.kernels.quantise import absmax_scales as absmax_scales
+from moesaic.kernels.quantise import quantise_rows
 
 FP8 = torch.float8_e4m3fn
-INT8_MAX = 127.0
 INT4_MAX = 15.0
 INT4_ZERO = 8
 
@@ -68,10 +69,7 @@ def decode_fp8(
 
 def encode_int8(w_NK: Tensor) -> tuple[Tensor, Tensor]:
     """int8 values [N, K] in -127..127 and one float32 scale for each row [N, 1]."""
-    w_NK = w_NK.float()
-    scales = absmax_scales(w_NK.abs().amax(-1, keepdim=True), INT8_MAX)
-    scaled = (w_NK / scales).round_().clamp_(-INT8_MAX, INT8_MAX)
-    return scaled.nan_to_num_(0).to(torch.int8), scales
+    return quantise_rows.twin(w_NK, "int8")
 
 
 def decode_int8(values: Tensor, scales: Tensor, out: Tensor | None = None) -> Tensor:
