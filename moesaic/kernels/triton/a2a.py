@@ -83,7 +83,8 @@ def _signal_kernel(
     release_next(PDL)
     lane = tl.arange(0, LANES)
     active = taking_part(state_ptr, lane)
-    signal_once(bases_ptr, state_ptr, active, lane, rank, flags, channel, tag, SIZE, SCOPE)
+    place = (bases_ptr, state_ptr, rank, flags, channel)
+    signal_once(place, active, lane, tag, SIZE, SCOPE)
 
 
 @triton.jit(do_not_specialize=[*VARYING, "fill"])
@@ -107,15 +108,12 @@ def _wait_kernel(
     await_inputs(PDL)
     lane = tl.arange(0, LANES)
     active = taking_part(state_ptr, lane)
+    place = (bases_ptr, state_ptr, rank, flags, channel)
     if SIGNAL_FIRST:
-        wanted = signal_once(
-            bases_ptr, state_ptr, active, lane, rank, flags, channel, tag, SIZE, SCOPE
-        )
+        wanted = signal_once(place, active, lane, tag, SIZE, SCOPE)
     else:
         wanted = flag_word(state_ptr, times_raised(state_ptr + CHANNELS + 2 * channel), tag)
-    await_flags(
-        bases_ptr, state_ptr, failure_ptr, wanted, active, lane, rank, flags, channel, SIZE, SCOPE
-    )
+    await_flags(place, failure_ptr, wanted, active, lane, SIZE, SCOPE)
     release_next(PDL)
     _clear_absent(bases_ptr, state_ptr, rank, ids, fill, SIZE)
 
@@ -251,14 +249,10 @@ def _send_kernel(
                 tl.store(at + k, by, first & wants)
     # Each program releases its own writes to all ranks, on other GPUs as well.
     if is_last(state_ptr + CHANNELS + 2 * channel + 1, SCOPE):
-        raise_counted(
-            bases_ptr, state_ptr, count, word, active, lane, rank, flags, channel, SIZE, SCOPE
-        )
+        own = (bases_ptr, state_ptr, rank, flags, channel)
+        raise_counted(own, count, word, active, lane, SIZE, SCOPE)
         if RECEIVES:
-            await_flags(
-                bases_ptr, state_ptr, failure_ptr, word, active, lane, rank, flags, channel, SIZE,
-                SCOPE,
-            )  # fmt: skip
+            await_flags(own, failure_ptr, word, active, lane, SIZE, SCOPE)
             release_next(PDL)
             _clear_absent(bases_ptr, state_ptr, rank, ids, rows * K, SIZE)
 

@@ -5,6 +5,9 @@ P ranks · B elements of a block · N elements of a part · M elements of a resu
 Ranks may share a GPU, so a waiting kernel must leave room for the peers it waits for: few, small
 programs wait. Small parts take one kernel, whose programs write, signal, wait and read; large parts
 take a kernel that writes and signals, a wait of one program, and a kernel that reads.
+
+Kernels pass `source` = (addresses of all regions, of this rank's, offset of the plane, bytes of a
+part with its head, half, lane) and `places` = (the arguments PLACES).
 """
 
 from __future__ import annotations
@@ -202,12 +205,10 @@ def _turn(state, channel, back: tl.constexpr):
 
 
 @triton.jit
-def _part(
-    regions, own, plane, slot, half, lane, peer: tl.constexpr, P: tl.constexpr,
-    PUSHED: tl.constexpr,
-):  # fmt: skip
-    """Address of the part of `peer`, behind its head: in this rank's region (`own`) if pushed, in
-    the peer's if published."""
+def _part(source, peer: tl.constexpr, P: tl.constexpr, PUSHED: tl.constexpr):
+    """Address of the part of `peer`, behind its head: in this rank's region if pushed, in the
+    peer's if published."""
+    regions, own, plane, slot, half, lane = source
     if PUSHED:
         place = (lane * _HALVES + half) * P + peer
         return own + plane + place.to(tl.int64) * slot + _HEAD
@@ -216,17 +217,13 @@ def _part(
 
 
 @triton.jit
-def _sum_parts(
-    regions, own, plane, slot, half, lane, place_B, mask_B,
-    TYPE: tl.constexpr, P: tl.constexpr, PUSHED: tl.constexpr,
-):  # fmt: skip
+def _sum_parts(source, place_B, mask_B, TYPE: tl.constexpr, P: tl.constexpr, PUSHED: tl.constexpr):
     """Sums in rank order: narrow floats in float32, others in their own type."""
     NARROW: tl.constexpr = TYPE.is_floating() and TYPE.primitive_bitwidth < 32
     WIDE: tl.constexpr = tl.float32 if NARROW else TYPE
     total_B = tl.zeros(place_B.shape, WIDE)
     for peer in tl.static_range(P):
-        at = _part(regions, own, plane, slot, half, lane, peer, P, PUSHED)
-        part = byte_at(at, 0, TYPE, 16)
+        part = byte_at(_part(source, peer, P, PUSHED), 0, TYPE, 16)
         found_B = tl.load(part + place_B, mask=mask_B, other=0, cache_modifier=".cg").to(WIDE)
         # The first part is not added to zero: a negative zero stays.
         total_B = found_B if peer == 0 else total_B + found_B
@@ -235,14 +232,14 @@ def _sum_parts(
 
 @triton.jit
 def _lay_out(
-    out, regions, own, plane, slot, half, lane, at_B, place_B, stop, ok,
-    first, limit, rows, width, total, shift,
+    out, source, at_B, place_B, stop, ok, places,
     EVEN: tl.constexpr, FLAT: tl.constexpr, P: tl.constexpr, PUSHED: tl.constexpr,
 ):  # fmt: skip
     """Places elements at_B of all parts side by side."""
+    first, limit, rows, width, total, shift = places
     start = tl.full([], 0, tl.int64) + shift
     for peer in tl.static_range(P):
-        at = _part(regions, own, plane, slot, half, lane, peer, P, PUSHED)
+        at = _part(source, peer, P, PUSHED)
         if EVEN:
             columns = width
         else:
@@ -264,25 +261,18 @@ def _lay_out(
 
 @triton.jit
 def _take(
-    out, regions, own, plane, slot, half, lane, at_B, place_B, stop, ok,
-    first, limit, rows, width, total, shift,
+    out, source, at_B, place_B, stop, ok, places,
     SUM: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr, P: tl.constexpr,
     PUSHED: tl.constexpr,
 ):  # fmt: skip
     """Writes elements at_B, at place_B of all parts, to the result; zeros if not `ok`."""
     if SUM:
-        to_B = at_B - first
-        mask_B = (at_B < stop) & (to_B >= 0) & (to_B < limit)
-        total_B = _sum_parts(
-            regions, own, plane, slot, half, lane, place_B, mask_B & ok, out.dtype.element_ty, P,
-            PUSHED,
-        )  # fmt: skip
+        to_B = at_B - places[0]
+        mask_B = (at_B < stop) & (to_B >= 0) & (to_B < places[1])
+        total_B = _sum_parts(source, place_B, mask_B & ok, out.dtype.element_ty, P, PUSHED)
         tl.store(out + to_B, total_B, mask=mask_B)
     else:
-        _lay_out(
-            out, regions, own, plane, slot, half, lane, at_B, place_B, stop, ok,
-            first, limit, rows, width, total, shift, EVEN, FLAT, P, PUSHED,
-        )  # fmt: skip
+        _lay_out(out, source, at_B, place_B, stop, ok, places, EVEN, FLAT, P, PUSHED)
 
 
 @triton.jit
@@ -316,7 +306,7 @@ def _push_kernel(
     await_inputs(PDL)
     lane = tl.program_id(0)
     half, number, counter = _turn(state, _HALVES * lane, 0 if PUT else 1)
-    channel = _HALVES * lane + half
+    place = (bases, state, rank, flags, _HALVES * lane + half)
     start = begin + lane * size
     length = tl.minimum(size, stop - start)
     thread = tl.arange(0, THREADS)
@@ -330,19 +320,17 @@ def _push_kernel(
                 x, regions, plane, slot, half, rank, lane, start, length, count, width,
                 EVEN, P, BLOCK,
             )  # fmt: skip
-            raise_flags(bases, word, active, thread, rank, flags, channel, P, SCOPE)
+            raise_flags(place, word, active, thread, P, SCOPE)
             tl.store(counter, number)
     if TAKE:
         if ok:
-            ok = await_flags(
-                bases, state, failure, word, active, thread, rank, flags, channel, P, SCOPE
-            )
+            ok = await_flags(place, failure, word, active, thread, P, SCOPE)
+        source = (regions, own, plane, slot, half, lane)
+        places = (first, limit, rows, width, total, shift)
         for offset in range(0, length, BLOCK):
             place_B = offset + tl.arange(0, BLOCK)
-            _take(
-                out, regions, own, plane, slot, half, lane, start + place_B, place_B, stop, ok,
-                first, limit, rows, width, total, shift, SUM, EVEN, FLAT, P, True,
-            )  # fmt: skip
+            at_B = start + place_B
+            _take(out, source, at_B, place_B, stop, ok, places, SUM, EVEN, FLAT, P, True)
     release_next(PDL)
 
 
@@ -367,10 +355,8 @@ def _publish_kernel(
             place_B = block * BLOCK + tl.arange(0, BLOCK)
             mask_B = place_B < count
             if SUMS:
-                x_B = _sum_parts(
-                    regions, own, plane, slot, 1 - half, 0, begin + place_B, mask_B,
-                    x.dtype.element_ty, P, False,
-                )  # fmt: skip
+                source = (regions, own, plane, slot, 1 - half, 0)
+                x_B = _sum_parts(source, begin + place_B, mask_B, x.dtype.element_ty, P, False)
             else:
                 x_B = tl.load(x + begin + place_B, mask=mask_B)
             tl.store(mine + place_B, x_B, mask=mask_B)
@@ -378,7 +364,8 @@ def _publish_kernel(
             tl.store(byte_at(own, offset - _HEAD, tl.int64, 16), width)
         if is_last(state + CHANNELS + 2 * channel + 1, "gpu"):
             word = flag_word(state, number, tag)
-            raise_flags(bases, word, active, thread, rank, flags, channel + half, P, SCOPE)
+            place = (bases, state, rank, flags, channel + half)
+            raise_flags(place, word, active, thread, P, SCOPE)
             tl.store(counter, number)
 
 
@@ -394,9 +381,8 @@ def _wait_kernel(
     active = taking_part(state, thread)
     if active != 0:
         word = flag_word(state, number, tag)
-        await_flags(
-            bases, state, failure, word, active, thread, rank, flags, channel + half, P, SCOPE
-        )
+        place = (bases, state, rank, flags, channel + half)
+        await_flags(place, failure, word, active, thread, P, SCOPE)
     release_next(PDL)
 
 
@@ -414,7 +400,6 @@ def _pull_kernel(
     ok = taking_part(state, tl.arange(0, THREADS)) != 0
     regions, own = all_bases(bases, P), tl.load(bases + rank)
     place_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    _take(
-        out, regions, own, plane, slot, half, 0, begin + place_B, place_B, stop, ok,
-        first, limit, rows, width, total, shift, SUM, EVEN, FLAT, P, False,
-    )  # fmt: skip
+    source = (regions, own, plane, slot, half, 0)
+    places = (first, limit, rows, width, total, shift)
+    _take(out, source, begin + place_B, place_B, stop, ok, places, SUM, EVEN, FLAT, P, False)
