@@ -306,7 +306,7 @@ def _push_kernel(
     await_inputs(PDL)
     lane = tl.program_id(0)
     half, number, counter = _turn(state, _HALVES * lane, 0 if PUT else 1)
-    place = (bases, state, rank, flags, _HALVES * lane + half)
+    place = (bases, state, rank, flags, lane * _HALVES + half)
     start = begin + lane * size
     length = tl.minimum(size, stop - start)
     thread = tl.arange(0, THREADS)
