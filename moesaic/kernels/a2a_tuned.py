@@ -135,20 +135,12 @@ def candidates(kernel: Kernel, rows: int, machine: GpuModel) -> list[LaunchPlan]
 
 def load(device: str, folder: Path = tuning.TUNED) -> dict[tuple[str, int], LaunchPlan]:
     """Measured plans by kernel and number of rows."""
-    path = folder / tuning.file_name(device, FORMAT)
-    return {
-        (kernel, int(rows)): _decode(entry, path)
-        for kernel, sizes in tuning.read(path).items()
-        for rows, entry in sizes.items()
-    }
+    return tuning.decode_entries(folder / tuning.file_name(device, FORMAT), _decode)
 
 
-def _decode(entry: dict[str, Any], path: Path) -> LaunchPlan:
-    try:
-        plan = LaunchPlan(**{name: value for name, value in entry.items() if name != "us"})
-        tuning.check_config(plan)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error} in entry {entry}: {tuning.MEND}") from error
+def _decode(entry: dict[str, Any]) -> LaunchPlan:
+    plan = LaunchPlan(**{name: value for name, value in entry.items() if name != "us"})
+    tuning.check_config(plan)
     return plan
 
 

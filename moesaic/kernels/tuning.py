@@ -18,18 +18,19 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from importlib import import_module
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 TUNED = Path(__file__).parent / "tuned"
 VARIABLE = "MOESAIC_TUNED"
@@ -353,12 +354,21 @@ def file_name(device: str, format: str) -> str:
 
 def load(device: str, format: str, folder: Path = TUNED) -> dict[tuple[str, int], ExpertsPlan]:
     """Measured plans by shape ("E=… H=… I=…") and number of pairs."""
-    path = folder / file_name(device, format)
-    return {
-        (shape, int(pairs)): _decode(entry, path)
-        for shape, sizes in read(path).items()
-        for pairs, entry in sizes.items()
-    }
+    return decode_entries(folder / file_name(device, format), _decode)
+
+
+def decode_entries(path: Path, decode: Callable[[Any], T]) -> dict[tuple[str, int], T]:
+    """The decoded entries of a file by name and number of pairs or rows."""
+    found = {}
+    for name, sizes in read(path).items():
+        for size, entry in sizes.items():
+            try:
+                found[name, int(size)] = decode(entry)
+            except KeyError as error:
+                raise ValueError(f"{path}: no {error} in entry {entry}: {MEND}") from error
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{path}: {error} in entry {entry}: {MEND}") from error
+    return found
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
@@ -379,23 +389,18 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
     return shapes
 
 
-def _decode(entry: dict[str, Any], path: Path) -> ExpertsPlan:
-    try:
-        kind = config_class(entry["implementation"])
-        gate_up, down = (kind(**entry[which]) for which in ("gate_up", "down"))
-        check_config(gate_up)
-        check_config(down)
-        if gate_up.block_m != down.block_m:
-            raise ValueError("gate_up and down have different block_m")
-        fused = entry.get("fused", False)
-        if type(fused) is not bool or (fused and kind is not TileConfig):
-            raise ValueError(
-                f"fused is {fused!r}: it must be true or false, and only 'small' can be fused"
-            )
-    except KeyError as error:
-        raise ValueError(f"{path}: no {error} in entry {entry}: {MEND}") from error
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error} in entry {entry}: {MEND}") from error
+def _decode(entry: dict[str, Any]) -> ExpertsPlan:
+    kind = config_class(entry["implementation"])
+    gate_up, down = (kind(**entry[which]) for which in ("gate_up", "down"))
+    check_config(gate_up)
+    check_config(down)
+    if gate_up.block_m != down.block_m:
+        raise ValueError("gate_up and down have different block_m")
+    fused = entry.get("fused", False)
+    if type(fused) is not bool or (fused and kind is not TileConfig):
+        raise ValueError(
+            f"fused is {fused!r}: it must be true or false, and only 'small' can be fused"
+        )
     return ExpertsPlan(entry["implementation"], gate_up.block_m, gate_up, down, fused)
 
 

@@ -158,10 +158,9 @@ def _work(step, found, ring, given, P: gl.constexpr, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def _work_tall(
-    step, found, ring, given, P: gl.constexpr, WHICH: gl.constexpr, BLOCKS: gl.constexpr
-):
-    """Computes 64 or 128 places of a tall item: BLOCKS blocks of 128 columns, or of 64 and 64."""
+def _work_tall(step, found, ring, given, P: gl.constexpr, WHICH: gl.constexpr):
+    """Computes 128 or 64 places of a tall item: blocks of 128 columns, or of 64 and 64."""
+    BLOCKS: gl.constexpr = 2 - WHICH
     order, scales, ends, numbers = given
     bias, out, _, weights, staging = ends
     scale, alpha, limit = numbers
@@ -217,22 +216,6 @@ def _skip(step, ring, P: gl.constexpr):
 
 
 @gluon.jit
-def _do_wide(step, found, ring, given, P: gl.constexpr, WHICH: gl.constexpr):
-    _, _, place, end = found
-    if place + 64 * WHICH < end:
-        step = _work(step, found, ring, given, P, WHICH)
-    else:
-        step = _skip(step, ring, P)
-    return step
-
-
-@gluon.jit
-def _do_tall(step, found, ring, given, P: gl.constexpr, WHICH: gl.constexpr):
-    BLOCKS: gl.constexpr = 2 - WHICH
-    return _work_tall(step, found, ring, given, P, WHICH, BLOCKS)
-
-
-@gluon.jit
 def _multiply(tables, ring, queue, scales, ends, numbers, P: gl.constexpr, WHICH: gl.constexpr):
     given = (tables[0], scales, ends, numbers)
     strip, expert, place, end = locate_item(gl.program_id(0), tables, gl.load(tables[5]), P)
@@ -243,9 +226,12 @@ def _multiply(tables, ring, queue, scales, ends, numbers, P: gl.constexpr, WHICH
     while strip >= 0:
         found = (strip, expert, place, end)
         if not P.TALL or strip < P.NUM_STRIPS:
-            step = _do_wide(step, found, ring, given, P, WHICH)
+            if place + 64 * WHICH < end:
+                step = _work(step, found, ring, given, P, WHICH)
+            else:
+                step = _skip(step, ring, P)
         else:
-            step = _do_tall(step, found, ring, given, P, WHICH)
+            step = _work_tall(step, found, ring, given, P, WHICH)
         strip, expert, place, end = receive_item(queue, number)
         number += 1
 
