@@ -59,18 +59,18 @@ class Kernel:
         return self.name in SENDERS
 
 
-_tried: dict[Kernel, LaunchPlan] = {}
+_overrides: dict[Kernel, LaunchPlan] = {}
 
 
 @contextmanager
-def trying(kernel: Kernel, plan: LaunchPlan) -> Iterator[None]:
+def override_plan(kernel: Kernel, plan: LaunchPlan) -> Iterator[None]:
     """Overrides the kernel's plan for any number of rows; for the tuner."""
-    _tried[kernel] = plan
+    _overrides[kernel] = plan
     plan_of.cache_clear()
     try:
         yield
     finally:
-        del _tried[kernel]
+        del _overrides[kernel]
         plan_of.cache_clear()
 
 
@@ -88,7 +88,7 @@ def _guess(kernel: Kernel, rows: int, machine: GpuModel, ranks: int) -> LaunchPl
 
 def planned(kernel: Kernel, rows: int, machine: GpuModel, guess: LaunchPlan) -> LaunchPlan:
     """The measured plan, with no more programs than there are items or than the limit allows."""
-    found = _tried.get(kernel)
+    found = _overrides.get(kernel)
     if found is None and machine.name:
         found = _measured(machine.name, kernel, tuning.bucket(rows))
     if found is None:

@@ -148,10 +148,10 @@ def push(
     assert len(lanes) <= planes.lanes, (span, planes)
     if x_N is not None:
         for own, part in lanes:
-            _give(_turn(own, 0), planes, x_N[part.begin : part.stop], target)
+            _write_part(_round_call(own, 0), planes, x_N[part.begin : part.stop], target)
     if out_M is not None:
         for own, part in lanes:
-            _take(_turn(own, 1), planes, out_M, part, target)
+            _read_parts(_round_call(own, 1), planes, out_M, part, target)
 
 
 @native(COLLECTIVES)
@@ -160,7 +160,7 @@ def publish(
 ) -> None:
     """Writes this rank's part where peers can read it, then signals. `call` is on
     `publish_channel`, here and below."""
-    _give(_turn(call, 0), planes, x_N[span.begin : span.stop], target)
+    _write_part(_round_call(call, 0), planes, x_N[span.begin : span.stop], target)
 
 
 @native(COLLECTIVES)
@@ -172,8 +172,8 @@ def publish_sums(
     start = min(len(span), call.signals.rank * size)
     share = ElementRange(start, min(len(span), start + size))
     sums = torch.empty(len(share), dtype=dtype)
-    _take(_turn(call, 1), planes, sums, ElementRange(0, share.stop), Sum(start))
-    _give(_turn(call, 0), planes, sums, Sum())
+    _read_parts(_round_call(call, 1), planes, sums, ElementRange(0, share.stop), Sum(start))
+    _write_part(_round_call(call, 0), planes, sums, Sum())
 
 
 @native(COLLECTIVES)
@@ -181,10 +181,10 @@ def pull(
     call: ChannelCall, planes: CollectivePlanes, out_M: Tensor, span: ElementRange, target: Target
 ) -> None:
     """Waits until all ranks have published, then sums their parts or lays them out."""
-    _take(_turn(call, 1), planes, out_M, span, target)
+    _read_parts(_round_call(call, 1), planes, out_M, span, target)
 
 
-def _turn(call: ChannelCall, back: int) -> ChannelCall:
+def _round_call(call: ChannelCall, back: int) -> ChannelCall:
     """The call on the channel of the next round (0) or of the last round this rank wrote to (1);
     `call` is on that of the first round."""
     state, place = call.signals.state, DeviceStateWord.CHANNELS + 2 * call.channel
@@ -192,7 +192,7 @@ def _turn(call: ChannelCall, back: int) -> ChannelCall:
     return ChannelCall(call.signals, call.channel + (rounds - back) % HALVES, call.tag)
 
 
-def _give(call: ChannelCall, planes: CollectivePlanes, part: Tensor, target: Target) -> None:
+def _write_part(call: ChannelCall, planes: CollectivePlanes, part: Tensor, target: Target) -> None:
     """Writes a pushed part to all ranks, a published one to this rank; then signals."""
     signals = call.signals
     if signals.state[DeviceStateWord.BROKEN]:
@@ -205,7 +205,7 @@ def _give(call: ChannelCall, planes: CollectivePlanes, part: Tensor, target: Tar
     signal.twin(call)
 
 
-def _take(
+def _read_parts(
     call: ChannelCall, planes: CollectivePlanes, out_M: Tensor, span: ElementRange, target: Target
 ) -> None:
     """Waits, then writes the elements of `span` that the result contains."""

@@ -236,7 +236,7 @@ def weigh_pairs(y_NH: Tensor, ids_RK: Tensor, weights_RK: Tensor, out_RH: Tensor
 @dataclass(frozen=True, slots=True)
 class PairSum:
     """A deferred `sum_pairs`. `add_rms_norm` computes it along with the norm, which saves a kernel
-    for few rows; all other code calls `finished`."""
+    for few rows; all other code calls `summed`."""
 
     values: Tensor
     """[N, H]"""
@@ -251,7 +251,7 @@ class PairSum:
         return self.ids_RK.shape[0], self.values.shape[1]
 
 
-def finished(x_RH: Tensor | PairSum) -> Tensor:
+def summed(x_RH: Tensor | PairSum) -> Tensor:
     if isinstance(x_RH, Tensor):
         return x_RH
     y_NH, ids_RK = x_RH.values, x_RH.ids_RK

@@ -18,9 +18,9 @@ from moesaic.kernels.a2a import ChannelCall, signal, wait
 
 # Two alternate, as a rank that signals twice on one channel would overtake another; one is for
 # starts.
-MEETINGS = 3
-START = 2
-Link = Callable[[int], object]
+NUM_CHANNELS = 3
+START_CHANNEL = 2
+NumberedCall = Callable[[int], object]
 """One call of a row, given its number; it may use other buffers than the previous one."""
 
 
@@ -42,16 +42,16 @@ class TimedRank:
 
 
 @dataclass(frozen=True, slots=True)
-class Length:
-    """`links` calls in a row (an even number), `repeats` of the row per time, `rounds` times."""
+class RunLength:
+    """`calls` in a row (an even number), `repeats` of the row per time, `rounds` times."""
 
-    links: int
+    calls: int
     repeats: int
     rounds: int
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class RankTimer:
     """Synchronised measurements. All ranks make the same calls in the same order."""
 
     calls: tuple[ChannelCall, ...]
@@ -67,53 +67,53 @@ class Together:
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
-    def meet(self, number: int) -> None:
+    def synchronise(self, number: int) -> None:
         """Waits for all ranks; consecutive numbers differ by one."""
-        self._meet(number % 2)
+        self._signal_and_wait(number % 2)
 
-    def microseconds(self, link: Link, length: Length, graph: bool) -> list[float]:
-        """Times of one link on this rank, one for each round. Everything is compiled before."""
-        assert length.links % 2 == 0 and (self.on_gpu or not graph)
-        run = _captured(link, length.links) if graph else _one_by_one(link, length.links)
+    def microseconds(self, call: NumberedCall, length: RunLength, graph: bool) -> list[float]:
+        """Times of one call on this rank, one for each round. Everything is compiled before."""
+        assert length.calls % 2 == 0 and (self.on_gpu or not graph)
+        run = _captured(call, length.calls) if graph else _one_by_one(call, length.calls)
         read = self._on_device if self.on_gpu else self._on_host
         return [read(run, length) for _ in range(length.rounds)]
 
-    def _on_device(self, run: Callable[[], None], length: Length) -> float:
+    def _on_device(self, run: Callable[[], None], length: RunLength) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         self.barrier()
-        self._meet(START)
+        self._signal_and_wait(START_CHANNEL)
         run()
         begin.record()
         for _ in range(length.repeats):
             run()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) * 1e3 / (length.repeats * length.links)
+        return begin.elapsed_time(end) * 1e3 / (length.repeats * length.calls)
 
-    def _on_host(self, run: Callable[[], None], length: Length) -> float:
+    def _on_host(self, run: Callable[[], None], length: RunLength) -> float:
         self.barrier()
         begin = time.perf_counter()
         for _ in range(length.repeats):
             run()
-        return (time.perf_counter() - begin) * 1e6 / (length.repeats * length.links)
+        return (time.perf_counter() - begin) * 1e6 / (length.repeats * length.calls)
 
-    def _meet(self, channel: int) -> None:
+    def _signal_and_wait(self, channel: int) -> None:
         signal(self.calls[channel])
         wait(self.calls[channel])
 
 
-def _one_by_one(link: Link, links: int) -> Callable[[], None]:
+def _one_by_one(call: NumberedCall, count: int) -> Callable[[], None]:
     def run() -> None:
-        for number in range(links):
-            link(number)
+        for number in range(count):
+            call(number)
 
     return run
 
 
-def _captured(link: Link, links: int) -> Callable[[], None]:
+def _captured(call: NumberedCall, count: int) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for number in range(links):
-            link(number)
+        for number in range(count):
+            call(number)
     return graph.replay

@@ -50,7 +50,7 @@ FUSED_MICROSECONDS = 100.0
 UNFIT = (TritonError, RuntimeError, ValueError, AssertionError)
 
 Clock = Callable[[Callable[[], object]], float]
-GLANCE: Clock = partial(measure, quick=True)
+QUICK_CLOCK: Clock = partial(measure, quick=True)
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def grouped(tensors: Tensors, case: TuneCase, candidate: Candidate) -> Groups:
     """The groups that the engine would use for such a product."""
     config = candidate.config
     plan = ExpertsPlan(candidate.implementation, config.block_m, config, config)
-    with tuning.trying(case.shape, plan):
+    with tuning.override_plan(case.shape, plan):
         return group_pairs(tensors.ids, tensors.experts.w2)
 
 
@@ -251,9 +251,9 @@ def search(
     device: torch.device,
     tick: Callable,
     clock: Clock = measure,
-    glance: Clock = GLANCE,
+    quick_clock: Clock = QUICK_CLOCK,
 ) -> tuple[ExpertsPlan, float]:
-    """The fastest plan and its microseconds by `clock`; `glance` is a quicker clock for all
+    """The fastest plan and its microseconds by `clock`; `quick_clock` is a quicker clock for all
     candidates. Calls `tick` after each candidate."""
     tensors, facts = make_tensors(case, device), tuning.device_facts(device)
 
@@ -262,7 +262,7 @@ def search(
 
     first: list[tuple[float, Candidate]] = []
     for candidate in candidates(case, facts):
-        us = timed(candidate, glance)
+        us = timed(candidate, quick_clock)
         first += [] if us is None else [(us, candidate)]
         tick()
     chosen = [(timed(candidate, clock), candidate) for candidate in _finalists(first)]
@@ -325,7 +325,7 @@ def layer_time(tensors: Tensors, case: TuneCase, plan: ExpertsPlan, clock: Clock
         gate_up_down(x, experts, groups, tensors.weights, h, y)
         return sum_pairs(y, tensors.ids, y if case.top_k == 1 else tensors.out)
 
-    with tuning.trying(case.shape, plan):
+    with tuning.override_plan(case.shape, plan):
         return _time(run, clock)
 
 

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 TUNED = Path(__file__).parent / "tuned"
 VARIABLE = "MOESAIC_TUNED"
-MEND = "remove it, or replace it by `moesaic tune … --again`"
+FIX_HINT = "remove it, or replace it by `moesaic tune … --again`"
 KIB = 1024
 LINE = 128
 """Bytes of a cache line."""
@@ -148,7 +148,7 @@ def bucket(num_pairs: int) -> int:
 
 
 def plan_for(device: torch.device, shape: ExpertsShape, num_pairs: int) -> ExpertsPlan:
-    return _tried.get(shape) or _plan(device, shape, bucket(num_pairs))
+    return _overrides.get(shape) or _plan(device, shape, bucket(num_pairs))
 
 
 def plan_for_block(
@@ -165,17 +165,17 @@ def plan_of_block(device: torch.device, shape: ExpertsShape, block: int) -> Expe
     return guess(device_facts(device), shape, shape.experts * block, block)
 
 
-_tried: dict[ExpertsShape, ExpertsPlan] = {}
+_overrides: dict[ExpertsShape, ExpertsPlan] = {}
 
 
 @contextmanager
-def trying(shape: ExpertsShape, plan: ExpertsPlan) -> Iterator[None]:
+def override_plan(shape: ExpertsShape, plan: ExpertsPlan) -> Iterator[None]:
     """Overrides the plan of that shape; for the tuner."""
-    _tried[shape] = plan
+    _overrides[shape] = plan
     try:
         yield
     finally:
-        del _tried[shape]
+        del _overrides[shape]
 
 
 @cache
@@ -183,7 +183,7 @@ def _plan(device: torch.device, shape: ExpertsShape, pairs: int) -> ExpertsPlan:
     facts = device_facts(device)
     own, *_ = searched = folders()
     if own != TUNED and shape.format in LARGE_FORMATS:
-        _tell_if_missing(own / file_name(facts.name, shape.format))
+        _warn_if_missing(own / file_name(facts.name, shape.format))
     for folder in searched:
         measured = load(facts.name, shape.format, folder).get((str(shape), pairs))
         if measured is not None:
@@ -192,7 +192,7 @@ def _plan(device: torch.device, shape: ExpertsShape, pairs: int) -> ExpertsPlan:
 
 
 @cache
-def _tell_if_missing(path: Path) -> None:
+def _warn_if_missing(path: Path) -> None:
     """Warns once: files for another GPU or format would otherwise be ignored silently."""
     if not path.is_file():
         logger.warning(
@@ -365,9 +365,9 @@ def decode_entries(path: Path, decode: Callable[[Any], T]) -> dict[tuple[str, in
             try:
                 found[name, int(size)] = decode(entry)
             except KeyError as error:
-                raise ValueError(f"{path}: no {error} in entry {entry}: {MEND}") from error
+                raise ValueError(f"{path}: no {error} in entry {entry}: {FIX_HINT}") from error
             except (TypeError, ValueError) as error:
-                raise ValueError(f"{path}: {error} in entry {entry}: {MEND}") from error
+                raise ValueError(f"{path}: {error} in entry {entry}: {FIX_HINT}") from error
     return found
 
 

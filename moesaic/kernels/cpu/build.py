@@ -18,7 +18,7 @@ from moesaic.core.process import child_environment
 logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-SECONDS = 60
+COMPILE_TIMEOUT = 60
 TILE_FLAGS = {"amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512vl", "avx512_bf16"}
 TILE_OPTIONS = ("-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
 
@@ -47,12 +47,12 @@ def load_library(name: str, options: tuple[str, ...]) -> ctypes.CDLL | None:
     source = FOLDER / f"{name}.c"
     command = [compiler, *extra, "-O3", *options, "-shared", "-fPIC", str(source)]
     try:
-        library = _built(command, source)
+        library = _build(command, source)
         try:
             return ctypes.CDLL(str(library))
         except OSError:  # damaged: build it again
             library.unlink()
-            return ctypes.CDLL(str(_built(command, source)))
+            return ctypes.CDLL(str(_build(command, source)))
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("torch computes %s, which is slower: %s", name, _reason(error))
         return None
@@ -63,7 +63,7 @@ def _reason(error: Exception) -> str:
     return said.strip() if isinstance(said, str) and said.strip() else str(error)
 
 
-def _built(command: list[str], source: Path) -> Path:
+def _build(command: list[str], source: Path) -> Path:
     """The file name depends on the sources and the CPU, as machines may share a home. The file is
     moved into place atomically, as ranks may build it at the same time."""
     made_for = repr((command, sorted(cpu_flags()))).encode()
@@ -84,7 +84,7 @@ def _built(command: list[str], source: Path) -> Path:
             check=True,
             capture_output=True,
             text=True,
-            timeout=SECONDS,
+            timeout=COMPILE_TIMEOUT,
         )
         made.chmod(0o700)
         made.replace(library)

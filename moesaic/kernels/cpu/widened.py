@@ -19,7 +19,7 @@ FEW = 16
 
 
 @cache
-def lacks(dtype: torch.dtype) -> bool:
+def lacks_fast_products(dtype: torch.dtype) -> bool:
     """Whether this CPU has no fast products of a type. oneDNN claims float16 on Arm, but is slow
     wherever bfloat16 is missing."""
     sixteen = dtype in (torch.bfloat16, torch.float16)
@@ -27,7 +27,7 @@ def lacks(dtype: torch.dtype) -> bool:
 
 
 def _is_slow(x: Tensor) -> bool:
-    return x.is_cpu and lacks(x.dtype)
+    return x.is_cpu and lacks_fast_products(x.dtype)
 
 
 def mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:

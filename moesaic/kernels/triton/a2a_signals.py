@@ -111,7 +111,7 @@ def _now(lane):
 
 
 @triton.jit
-def taking_part(state_ptr, lane):
+def active_ranks(state_ptr, lane):
     """One bit for each active rank; 0 once a wait has failed. That may happen concurrently, so one
     thread reads for the whole program."""
     broken = tl.max(tl.load(state_ptr + BROKEN + lane, lane == 0, 0, volatile=True), 0)

@@ -32,6 +32,7 @@ from moesaic.kernels.collectives import (
 )
 from moesaic.kernels.triton.a2a_signals import (
     CHANNELS,
+    active_ranks,
     all_bases,
     await_flags,
     byte_at,
@@ -39,7 +40,6 @@ from moesaic.kernels.triton.a2a_signals import (
     is_last,
     lanes,
     raise_flags,
-    taking_part,
     times_raised,
 )
 from moesaic.kernels.triton.launch import (
@@ -195,7 +195,7 @@ def _kinds(kind: tuple[bool, bool, bool]) -> dict[str, bool]:
 
 
 @triton.jit
-def _turn(state, channel, back: tl.constexpr):
+def _round_channel(state, channel, back: tl.constexpr):
     """(half of the next round (0) or of the last one that this rank gave its part to (1), the count
     of its channel in that round, address of this count)"""
     counts = state + CHANNELS + 2 * channel
@@ -260,7 +260,7 @@ def _lay_out(
 
 
 @triton.jit
-def _take(
+def _read_parts(
     out, source, at_B, place_B, stop, ok, places,
     SUM: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr, P: tl.constexpr,
     PUSHED: tl.constexpr,
@@ -276,7 +276,7 @@ def _take(
 
 
 @triton.jit
-def _give_to_all(
+def _write_to_all(
     x, regions, plane, slot, half, rank, lane, start, length, count, width,
     EVEN: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -305,18 +305,18 @@ def _push_kernel(
     """Program i handles lane i: `size` elements from begin + i * size on."""
     await_inputs(PDL)
     lane = tl.program_id(0)
-    half, number, counter = _turn(state, _HALVES * lane, 0 if PUT else 1)
+    half, number, counter = _round_channel(state, _HALVES * lane, 0 if PUT else 1)
     place = (bases, state, rank, flags, lane * _HALVES + half)
     start = begin + lane * size
     length = tl.minimum(size, stop - start)
     thread = tl.arange(0, THREADS)
-    active = taking_part(state, thread)
+    active = active_ranks(state, thread)
     regions, own = all_bases(bases, P), tl.load(bases + rank)
     word = flag_word(state, number, tag)
     ok = active != 0
     if PUT:  # noqa: SIM102  known when it is compiled, the other is not
         if ok:
-            _give_to_all(
+            _write_to_all(
                 x, regions, plane, slot, half, rank, lane, start, length, count, width,
                 EVEN, P, BLOCK,
             )  # fmt: skip
@@ -330,7 +330,7 @@ def _push_kernel(
         for offset in range(0, length, BLOCK):
             place_B = offset + tl.arange(0, BLOCK)
             at_B = start + place_B
-            _take(out, source, at_B, place_B, stop, ok, places, SUM, EVEN, FLAT, P, True)
+            _read_parts(out, source, at_B, place_B, stop, ok, places, SUM, EVEN, FLAT, P, True)
     release_next(PDL)
 
 
@@ -344,9 +344,9 @@ def _publish_kernel(
     before. The last program to end signals."""
     await_inputs(PDL)
     release_next(PDL)
-    half, number, counter = _turn(state, channel, 0)
+    half, number, counter = _round_channel(state, channel, 0)
     thread = tl.arange(0, THREADS)
-    active = taking_part(state, thread)
+    active = active_ranks(state, thread)
     regions, own = all_bases(bases, P), tl.load(bases + rank)
     offset = plane + half.to(tl.int64) * slot + _HEAD
     mine = byte_at(own, offset, x.dtype.element_ty, 16)
@@ -376,9 +376,9 @@ def _wait_kernel(
 ):  # fmt: skip
     """Waits until all ranks have published as often as this one."""
     await_inputs(PDL)
-    half, number, _ = _turn(state, channel, 1)
+    half, number, _ = _round_channel(state, channel, 1)
     thread = tl.arange(0, THREADS)
-    active = taking_part(state, thread)
+    active = active_ranks(state, thread)
     if active != 0:
         word = flag_word(state, number, tag)
         place = (bases, state, rank, flags, channel + half)
@@ -396,10 +396,10 @@ def _pull_kernel(
     """Takes one block of all parts, which have arrived."""
     await_inputs(PDL)
     release_next(PDL)
-    half, _, _ = _turn(state, channel, 1)
-    ok = taking_part(state, tl.arange(0, THREADS)) != 0
+    half, _, _ = _round_channel(state, channel, 1)
+    ok = active_ranks(state, tl.arange(0, THREADS)) != 0
     regions, own = all_bases(bases, P), tl.load(bases + rank)
     place_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     source = (regions, own, plane, slot, half, 0)
     places = (first, limit, rows, width, total, shift)
-    _take(out, source, begin + place_B, place_B, stop, ok, places, SUM, EVEN, FLAT, P, False)
+    _read_parts(out, source, begin + place_B, place_B, stop, ok, places, SUM, EVEN, FLAT, P, False)

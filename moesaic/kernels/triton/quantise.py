@@ -190,7 +190,7 @@ def silu_mul(gate_up_TJ: Tensor) -> Tensor:
     out_TI = torch.empty(rows, size, dtype=gate_up_TJ.dtype, device=gate_up_TJ.device)
     if not rows:
         return out_TI
-    x_TJ, pdl = _together(gate_up_TJ), dependent_launch(gate_up_TJ)
+    x_TJ, pdl = _row_contiguous(gate_up_TJ), dependent_launch(gate_up_TJ)
     block = min(SILU_CHANNELS, triton.next_power_of_2(size))
     _silu_mul_kernel[(rows, triton.cdiv(size, block))](
         x_TJ, out_TI, x_TJ.stride(0), SIZE=size, BLOCK=block, PDL=pdl.on, **pdl.options
@@ -202,7 +202,7 @@ def quantise_rows(
     x_TH: Tensor, format: RowFormat, by_column: bool = False
 ) -> tuple[Tensor, Tensor]:
     (rows, size), device, pdl = x_TH.shape, x_TH.device, dependent_launch(x_TH)
-    x = _together(x_TH)
+    x = _row_contiguous(x_TH)
     fixed = {"SIZE": size, "PDL": pdl.on, **pdl.options}
     if format == "int8":
         values = torch.empty(rows, size, dtype=torch.int8, device=device)
@@ -241,6 +241,6 @@ def fp8_tile(rows: int, groups: int) -> QuantiseTile:
     return QuantiseTile(down, across, warps)
 
 
-def _together(x: Tensor) -> Tensor:
+def _row_contiguous(x: Tensor) -> Tensor:
     """Makes the channels of a row contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
