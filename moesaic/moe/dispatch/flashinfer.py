@@ -236,7 +236,7 @@ class DeviceFlashInfer(DeviceRowsDispatcher):
     weights_travel = True
 
 
-FLASHINFER = register_a2a(
+register_a2a(
     A2aBackend(
         name="flashinfer",
         summary="one-sided: dispatch puts into the windows of others, combine gets from them",

@@ -66,7 +66,7 @@ class DeviceMooncake(DeviceLowLatency):
         return super()._tokens(x_TH, topk, step)
 
 
-MOONCAKE = register_a2a(
+register_a2a(
     A2aBackend(
         name="mooncake",
         summary="low_latency with a list of active ranks: the others are neither awaited nor used",
