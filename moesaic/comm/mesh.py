@@ -37,8 +37,7 @@ class RankPlace:
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """`dp`: attention groups per stage. `replicas`: copies of the model. `dense_tp`, `vocab_tp`:
-    the number of ranks that share dense layers and logits: `tp`, or 1 or the attention group's
-    size."""
+    ranks that share dense layers and logits: `tp`, or 1 or the attention group's size."""
 
     tp: int = 1
     pp: int = 1
@@ -92,9 +91,6 @@ class Mesh:
 
     def rank(self, replica: int, stage: int, tp_rank: int) -> int:
         return (replica * self.pp + stage) * self.tp + tp_rank
-
-    def replica_ranks(self, place: RankPlace) -> Sequence[int]:
-        return self.ranks_of_replica(place.replica)
 
     def ranks_of_replica(self, replica: int) -> range:
         first = self.rank(replica, 0, 0)

@@ -193,9 +193,8 @@ class Engine:
                 yield RequestUpdate(number, progress, states[number].request)
 
     def abort(self, rid: str, client: object = None) -> int:
-        """Aborts the call, the prompt with all its samples, or the sample that has exactly this id;
-        with `client` only if it is that client's. Returns the number of requests, which is 0 if
-        they have ended."""
+        """Aborts the call, the prompt with all its samples, or the sample with this id, with
+        `client` only if it is that client's; returns the number of open requests."""
         if not isinstance(rid, str):
             raise ValueError(f"rid must be the id of one request, not {shown(rid)}")
         return self._inflight.abort(rid, client)
@@ -205,8 +204,7 @@ class Engine:
         return self._inflight.abort_all()
 
     async def check_grammar(self, grammar: Grammar, client: Hashable = None) -> None:
-        """ValueError if no output can follow it. A new one waits in the client's line; QueueFull if
-        too many wait."""
+        """ValueError if no output can follow it, QueueFull if too many new grammars wait."""
         SamplingParams(**{grammar.kind: grammar.text})  # type: ignore[arg-type]
         await self.limits.grammars.check_in_turn(grammar, client)
 

@@ -188,8 +188,7 @@ def _without_escapes(data: bytes) -> tuple[bytes, bytes]:
 
 
 def _has_lone_surrogate(data: bytes, message: str) -> bool:
-    """Whether a lone surrogate is why msgspec rejects the data; near the end of the data it reports
-    truncation instead."""
+    """Whether msgspec rejects a lone surrogate; near the end it reports truncation instead."""
     if "truncated" not in message:
         return "surrogate" in message
     try:

@@ -129,8 +129,7 @@ class ConnectionTable:
             self._evict(self._body_bytes.oldest_of_largest())
 
     def admit_request(self, connection: Connection) -> bool:
-        """Whether there is room for a request that is not a probe; it may evict a request that
-        waits for its client."""
+        """Whether a request that is no probe has room; may evict one that waits for its client."""
         if len(self._requests) >= self._quotas.connections - self._quotas.for_probes:
             oldest = self._slow.oldest_of_largest()
             if oldest is None:
@@ -159,8 +158,7 @@ class ConnectionTable:
 
 
 def network_of(host: str) -> str:
-    """An IPv4 address, or the /64 network of an IPv6 address, because one client may have all
-    addresses in it."""
+    """An IPv4 address, or the /64 network of an IPv6 address: one client may have all of it."""
     try:
         address = ipaddress.IPv6Address(host.partition("%")[0])
     except ValueError:

@@ -55,8 +55,7 @@ class Context:
         return made
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
-        """Runs blocking work, such as queries that the engine answers between steps. Errors of the
-        engine become Refusals."""
+        """Runs blocking work, such as queries. Errors of the engine become Refusals."""
         try:
             return await asyncio.to_thread(work)
         except (ValueError, RuntimeError) as error:

@@ -134,8 +134,7 @@ async def _with_errors(source: AsyncGenerator[bytes, None]) -> AsyncGenerator[by
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of the work, which is cancelled if the client disconnects; that aborts its
-    requests."""
+    """The result of the work, which is cancelled, with its requests, if the client disconnects."""
     task, disconnect = asyncio.create_task(work), asyncio.create_task(_disconnect(request))
     try:
         await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)

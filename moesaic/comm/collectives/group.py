@@ -160,8 +160,7 @@ class RankGroup(Peers):
         in_splits: Sequence[int],
         operation: str,
     ) -> None:
-        """Sends rows in_splits[r] of `source` to rank r, and receives rows out_splits[r] of `out`
-        from it."""
+        """Sends in_splits[r] rows of `source` to rank r, receives out_splits[r] rows of `out`."""
         if self.size == 1:
             out.copy_(source)
         self._run(

@@ -37,8 +37,7 @@ class PipeWord(IntEnum):
 
 
 class PipeSignal(IntEnum):
-    """SENT: slots that a stage has filled. TAKEN: slots of the previous stage that it has
-    emptied."""
+    """SENT: slots that a stage has filled. TAKEN: slots of the previous stage that it emptied."""
 
     SENT = 0
     TAKEN = 1

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, Final
 
+import msgspec
 import torch
 import zmq
 from tqdm import tqdm
@@ -24,7 +25,7 @@ from moesaic.comm.network.rendezvous import StoreGroup
 from moesaic.comm.network.store import StoreClient
 from moesaic.comm.supervise.child_process import die_with_fork_server, name_process
 from moesaic.comm.supervise.control_page import ControlPage, EpochChanged, RankStatus
-from moesaic.comm.supervise.service_spec import RankSpec, ServiceSpec, unpack_rank_spec
+from moesaic.comm.supervise.service_spec import RankSpec, ServiceSpec
 from moesaic.comm.supervise.spawner import function_of
 from moesaic.comm.windows.tcp_links import TcpLinks
 from moesaic.core.messages import AnyMessage, Failed, Message, Ready, Stop, decode, encode
@@ -72,11 +73,6 @@ class RankLink:
     @property
     def node(self) -> int:
         return self.mesh.node_of(self.rank)
-
-    @property
-    def shows_progress(self) -> bool:
-        """Only one rank shows progress."""
-        return self.rank == 0
 
     @property
     def store(self) -> StoreClient:
@@ -132,8 +128,7 @@ class RankLink:
         self, timeout: float | None = None, waits_for: str | None = None
     ) -> AnyMessage | None:
         """The next message, or None after `timeout` seconds (None: no limit). While it waits, the
-        rank is idle, or waits for `waits_for`. Stop ends the process by SystemExit, with status
-        0."""
+        rank is idle, or waits for `waits_for`. Stop ends the process with status 0."""
         if not self._socket.poll(0):
             if timeout == 0:
                 return None
@@ -174,7 +169,7 @@ def main(data: bytes) -> None:
     """Runs a rank's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_fork_server()
-    spec = unpack_rank_spec(data)
+    spec = msgspec.msgpack.decode(data, type=RankSpec)
     name_process(process_name(spec.rank))
     _set_up(spec.rank, spec.service)
     link = RankLink(spec)

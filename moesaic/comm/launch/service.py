@@ -18,13 +18,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
+import msgspec
 import zmq
 
 from moesaic.comm.launch.mps import start_mps
 from moesaic.comm.supervise.address import check_init_address
 from moesaic.comm.supervise.main import LENGTH_BYTES
 from moesaic.comm.supervise.process_watch import process_state
-from moesaic.comm.supervise.service_spec import ServiceSpec, Timeouts, pack
+from moesaic.comm.supervise.service_spec import ServiceSpec, Timeouts
 from moesaic.core.messages import AnyMessage, Fault, Hello, Message, Ready, Stop, decode, encode
 from moesaic.core.process import NODE_SECRET, child_environment
 
@@ -240,8 +241,7 @@ class Service:
 
 
 def host_ranks(service: Service) -> int:
-    """Runs a node other than node 0 until the service or this node ends; returns the exit
-    status."""
+    """Runs a node other than node 0 until the service or this node ends; the exit status."""
     node = service.spec.node_rank
     with _leaving_on_signals(service):
         service.connect()
@@ -287,7 +287,7 @@ def _spawn(spec: ServiceSpec, environment: Mapping[str, str]) -> subprocess.Pope
         bufsize=0,
     )
     assert process.stdin is not None
-    data = pack(spec)
+    data = msgspec.msgpack.encode(spec)
     with suppress(BrokenPipeError):
         process.stdin.write(len(data).to_bytes(LENGTH_BYTES, "little") + data)
     return process

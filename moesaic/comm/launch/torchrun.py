@@ -25,8 +25,7 @@ LAST_PORT: Final = 65535
 
 @dataclass(frozen=True, slots=True)
 class Torchrun:
-    """torchrun's environment; `nnodes`, `node_rank` and `dist_init_addr` override the flags of the
-    same names."""
+    """torchrun's environment; `nnodes`, `node_rank` and `dist_init_addr` override those flags."""
 
     world: int
     local_rank: int

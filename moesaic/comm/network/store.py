@@ -136,7 +136,10 @@ class StoreTable:
 
     def delete(self, request: StoreRequest) -> bool:
         (key,) = request.keys
-        return self._drop(key)
+        value = self._values.pop(key, None)
+        if value is not None:
+            self._bytes -= len(key) + len(value)
+        return value is not None
 
     def count(self, request: StoreRequest) -> int:
         return len(self._values)
@@ -147,12 +150,6 @@ class StoreTable:
         if grown > MOST_BYTES:
             raise ValueError(f"the store holds {MOST_BYTES} bytes, not {grown}")
         self._values[key], self._bytes = value, grown
-
-    def _drop(self, key: str) -> bool:
-        value = self._values.pop(key, None)
-        if value is not None:
-            self._bytes -= len(key) + len(value)
-        return value is not None
 
 
 class StoreClient:

@@ -110,8 +110,7 @@ class ControlPage:
         return self._words[EPOCH]
 
     def roll_back(self, rank: int, generation: int) -> None:
-        """Makes pending waits of this rank raise StepRolledBack until it adopts the generation.
-        Supervisor only."""
+        """Pending waits of this rank raise StepRolledBack until it adopts it. Supervisor only."""
         self._words[self._base(rank - self.first_rank) // WORD + GENERATION] = generation
 
     def status(self, rank: int) -> RankStatus:

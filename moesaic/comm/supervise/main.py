@@ -18,6 +18,7 @@ import tempfile
 from contextlib import suppress
 from typing import Final
 
+import msgspec
 import zmq
 
 from moesaic.comm.supervise.child_process import name_process
@@ -25,7 +26,7 @@ from moesaic.comm.supervise.follower_supervisor import FollowerSupervisor
 from moesaic.comm.supervise.lead_supervisor import LeadSupervisor
 from moesaic.comm.supervise.node_supervisor import NodeSupervisor
 from moesaic.comm.supervise.run_folder import RunFolder
-from moesaic.comm.supervise.service_spec import ServiceSpec, unpack_service_spec
+from moesaic.comm.supervise.service_spec import ServiceSpec
 
 LENGTH_BYTES: Final = 8
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ def _take_pipes() -> tuple[int, int]:
 
 def _read_spec(pipe: int) -> ServiceSpec:
     length = int.from_bytes(_read(pipe, LENGTH_BYTES), "little")
-    return unpack_service_spec(_read(pipe, length))
+    return msgspec.msgpack.decode(_read(pipe, length), type=ServiceSpec)
 
 
 def _read(pipe: int, length: int) -> bytes:
@@ -101,8 +102,7 @@ def _read(pipe: int, length: int) -> bytes:
 
 
 def _watch_client(node: NodeSupervisor, pipe: int) -> None:
-    """Stops the service when the pipe or the process of the client ends: a child of the client may
-    hold the pipe open."""
+    """Stops the service when the client's pipe or process ends: a child may keep the pipe open."""
 
     number = f"node {node.spec.node_rank}'s" if node.mesh.nnodes > 1 else "the"
 

@@ -13,6 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import zmq
 
 from moesaic.comm.network.quiet_log import QuietLog
@@ -21,7 +22,7 @@ from moesaic.comm.supervise.control_page import ControlPage
 from moesaic.comm.supervise.membership_policy import EndService, MembershipPolicy
 from moesaic.comm.supervise.poll_loop import PollLoop, receive_some
 from moesaic.comm.supervise.process_watch import ProcessWatch, describe_exit
-from moesaic.comm.supervise.service_spec import RankSpec, ServiceSpec, pack
+from moesaic.comm.supervise.service_spec import RankSpec, ServiceSpec
 from moesaic.comm.supervise.spawner import Spawner, SpawnJob, kill_children
 from moesaic.core.messages import AnyMessage, Message, NoMessage, RollbackStep, Stop, decode, encode
 
@@ -34,8 +35,7 @@ LINGER_MS: Final = 2000
 
 
 class NodeSupervisor(ABC):
-    """Common to the supervisor of node 0 and those of other nodes. Its client is the process that
-    started it."""
+    """The base of both kinds of supervisors. Its client is the process that started it."""
 
     def __init__(
         self, spec: ServiceSpec, folder: Path, context: zmq.Context[zmq.Socket[bytes]]
@@ -160,9 +160,8 @@ class NodeSupervisor(ABC):
         jobs = []
         for rank in self.spec.ranks:
             route = self._routes[rank]
-            data = pack(
-                RankSpec(rank, self.spec, self._control, self._endpoint, route, store, host)
-            )
+            spec = RankSpec(rank, self.spec, self._control, self._endpoint, route, store, host)
+            data = msgspec.msgpack.encode(spec)
             jobs.append(SpawnJob(f"rank{rank}", "moesaic.comm.launch.rank_link:main", (data,)))
         self._spawner.start(jobs)
 

@@ -29,8 +29,7 @@ LOST: Final = 255
 
 @dataclass(slots=True)
 class Silence:
-    """When the examination of a silent rank began, and how long each of its threads had waited for
-    a core until then."""
+    """The start of an examination, and how long each thread had waited for a core until then."""
 
     since: float
     delays: Mapping[str, float]

@@ -38,8 +38,7 @@ class StepRollbacks:
         return self.failures > MAX_FAILURES
 
     def start(self, failed: StepFailed) -> RollbackStep | None:
-        """The message for all ranks; None if the rollback has started: several ranks may fail in
-        one step."""
+        """The message for all ranks; None if a rollback has started, as several ranks may fail."""
         if self.in_progress or failed.generation != self.generation:
             return None
         self.generation += 1

@@ -62,8 +62,7 @@ def page_bytes(size: int, channels: int) -> int:
 
 
 class Signals:
-    """Post, wait and abort over a control page that all ranks map. One thread of each rank uses
-    it."""
+    """Post, wait and abort over a control page that all ranks map; one thread of each uses it."""
 
     def __init__(
         self,
@@ -94,8 +93,7 @@ class Signals:
         self._wakes = 0
 
     def post(self, channel: int, epoch: int, operation: str) -> None:
-        """Publishes `epoch` after all earlier writes, and wakes the ranks whose wait is now
-        complete."""
+        """Publishes `epoch` after all earlier writes, and wakes ranks whose wait is complete."""
         words = self._words
         mine = self._posted[self._rank] + channel
         assert epoch >= words[mine], f"epoch {epoch} after {words[mine]} in {operation!r}"
@@ -135,8 +133,7 @@ class Signals:
         return self._words[self._posted[self._rank] + channel]
 
     def abort(self, reason: str) -> None:
-        """Makes every wait, also those in progress, raise WindowAborted. The first reason is
-        kept."""
+        """Makes every wait, also those in progress, raise WindowAborted with the first reason."""
         if self._words[ABORT]:
             return
         start = ABORT_TEXT * WORD

@@ -69,8 +69,7 @@ class SymmetricWindow(DeviceWindow):
         channels: int,
         device: torch.device,
     ) -> SymmetricWindow:
-        """All ranks of the group call it with the same planes; a failure on one is a RuntimeError
-        on all."""
+        """All ranks call it with the same planes; a failure on one is a RuntimeError on all."""
         nbytes = layout(specs, channels, group.size)[1]
         if device.index is None:
             device = torch.device(device.type, torch.cuda.current_device())

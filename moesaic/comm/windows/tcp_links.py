@@ -294,8 +294,7 @@ def _check_signal(inlet: Inlet, channel: int, epoch: int) -> None:
 
 
 def _receive(connection: socket.socket, places: list[memoryview], *, inside: bool = False) -> bool:
-    """Fills the places in order. Returns False if the connection had ended before, unless
-    `inside`."""
+    """Fills the places in order; False if the connection had ended before, unless `inside`."""
     left = [place for place in reversed(places) if len(place)]
     while left:
         count = connection.recvmsg_into(left[: -MOST_BUFFERS - 1 : -1], 0, socket.MSG_WAITALL)[0]

@@ -55,8 +55,7 @@ class FairQueue(Generic[WaiterT]):
         raise NotImplementedError
 
     def queue(self, waiter: WaiterT) -> None:
-        """Adds a waiter to its client's line. Raises `full()` without room, unless another client
-        has more waiting."""
+        """Queues a waiter, or raises `full()` if there is no room and no other client has more."""
         line = self._lines.get(waiter.client)
         self._make_room(waiter.wanted, 0 if line is None else line.waiting)
         line = self._lines.setdefault(waiter.client, _Line(waiter.client))

@@ -18,8 +18,7 @@ MAX_REPEATED: Final = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class RequestUpdate:
-    """The progress of one request of a call. Only the first `progress.num_output` output tokens of
-    `request` belong to it."""
+    """The progress of a request; its first `progress.num_output` output tokens belong to it."""
 
     index: int
     """Counts prompts, and within them samples."""

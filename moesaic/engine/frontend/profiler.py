@@ -204,8 +204,7 @@ class Recording:
 
 
 def trace_folder() -> Path:
-    """The default folder of traces: a private one, because the working directory may be served or
-    shared."""
+    """The default folder of traces is private: the working directory may be served or shared."""
     if folder := os.environ.get(FOLDER_VARIABLE):
         return Path(folder).absolute()
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"

@@ -96,8 +96,7 @@ def engine_stats(answers: RankAnswers, num_experts: int) -> EngineStats:
 
 
 def _complete(own: RankStats | None, seen: Mapping[str, Any]) -> RankStats:
-    """Adds what only the supervisor knows, from the moment of the query: a rank that replies is
-    always computing."""
+    """Adds the supervisor's view at the time of the query: a rank that replies always computes."""
     stats = own or RankStats(
         seen["rank"],
         seen["place"],

@@ -136,8 +136,7 @@ class GraphCache:
         )
 
     def _capture(self, key: GraphKey, stream: torch.cuda.Stream, pool: Any) -> torch.cuda.CUDAGraph:
-        """Runs the body once before the capture, in which nothing may be compiled or allocated by
-        libraries."""
+        """Runs the body once first: a capture must neither compile nor let libraries allocate."""
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             self._body(key)

@@ -63,10 +63,9 @@ logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """This rank's weights and KV cache, and the steps that it computes with them. `kind` is whose
-    code runs (cpu or cuda), `device` where its tensors reside. By default steps are asynchronous
-    where the kind is cuda; `queries`: new tokens per sequence that decode graphs are captured
-    for."""
+    """This rank's weights, KV cache and steps. `kind` is whose code runs (cpu or cuda), `device`
+    where its tensors reside. Steps are asynchronous by default where the kind is cuda; `queries`:
+    new tokens per sequence in decode graphs."""
 
     def __init__(
         self,
@@ -113,8 +112,7 @@ class ModelRunner:
         else:
             self.steps = SynchronousSteps(self, args.watchdog_timeout)
         self.overlaps = self.steps.overlaps
-        """Whether `begin` returns before a step is computed, so that plans may have future
-        tokens."""
+        """Whether `begin` returns before a step is computed: plans may then have future tokens."""
 
     def _load_model(self, args: ServerArgs, raw: RawConfig) -> int:
         """Returns the bytes of all weights."""
@@ -259,8 +257,7 @@ class ModelRunner:
         self, plan: StepPlan, agreement: StepAgreement | None = None, x_TH: Tensor | None = None
     ) -> StepHandle:
         """Starts a step; steps run in the order in which they begin. `agreement`: what all ranks
-        know of the step, if there are several. `x_TH`: hidden states of the previous pipeline
-        stage."""
+        know of it, if there are several. `x_TH`: hidden states of the previous stage."""
         agreement = agreement or StepAgreement(0, (plan.num_tokens,), prefill=plan.prefill)
         try:
             return self.steps.begin(plan, agreement, x_TH)
@@ -284,9 +281,6 @@ class ModelRunner:
         self.watchdog.abort(reason)
         self.steps.drop()
 
-    def clear(self, pages: Sequence[int]) -> None:
-        self.attention.clear(pages)
-
     def group_counts(self, agreement: StepAgreement) -> tuple[int, ...]:
         """Tokens of each attention group, if there are several."""
         return agreement.counts if self.ranks.mesh.dp > 1 else ()
@@ -296,7 +290,7 @@ class ModelRunner:
         return torch.zeros(shape, dtype=self.model.config.dtype, device=self.device)
 
     def dummy_logits(self, spans: Sequence[SequenceSpan], tokens: int, prefill: bool) -> Tensor:
-        """Of a step of arbitrary tokens."""
+        """Runs a step of arbitrary tokens."""
         number_T, groups = torch.arange(tokens, device=self.device), self.ranks.mesh.dp
         hidden_TH = self.model(
             number_T % self.vocab_size,

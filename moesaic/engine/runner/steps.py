@@ -132,16 +132,15 @@ class AsynchronousSteps:
 
     @torch.inference_mode()
     def prepare(self, idle_steps: Sequence[tuple[int, bool]]) -> None:
-        """Captures graphs, and runs steps without tokens of this rank, so that no other rank waits
-        for their kernels to compile. `idle_steps`: most tokens of a rank, and whether any
-        prefills."""
+        """Captures graphs, and runs steps without tokens of this rank, so that no peer waits for
+        kernels to compile. `idle_steps`: most tokens of a rank, and whether any prefills."""
         with self._runner.watchdog.waiting_longer(COMPILE_SECONDS):
             if self._runner.device.type == "cuda":
                 self.graphs.capture()
             groups = self._runner.ranks.mesh.dp
             for tokens, prefill in idle_steps if groups > 1 else ():
                 self._run_idle(StepAgreement(0, (tokens,) * groups, prefill=prefill))
-            self._runner.watchdog.check()
+            self._runner.watchdog.lifecycle.check()
 
     def begin(self, plan: StepPlan, agreement: StepAgreement, x_TH: Tensor | None) -> DeviceStep:
         runner = self._runner
@@ -266,8 +265,7 @@ class AsynchronousSteps:
     def _draw(
         self, drawn: list[int], numbers: list[int], asked: list[SampleRow], output: BatchOutput
     ) -> Tensor:
-        """The tokens of all rows, those of the `drawn` ones replaced. `numbers`: of their future
-        token slots."""
+        """The tokens of all rows, those of `drawn` replaced; `numbers`: their token slots."""
         rows, slots = self._uploads.upload(drawn, numbers)
         logits_RV = output.logits_RV
         some_RV = logits_RV if len(drawn) == len(logits_RV) else logits_RV[rows]
@@ -286,7 +284,7 @@ class AsynchronousSteps:
     def _finish(self, step: DeviceStep) -> StepResult:
         plan = step.plan
         step.event.wait(self._timeout, f"step {step.number} of {plan.num_tokens} tokens")
-        self._runner.watchdog.check()
+        self._runner.watchdog.lifecycle.check()
         if not self._runner.ranks.is_last:
             return StepResult([])
         tokens, broken = step.found.tolist()

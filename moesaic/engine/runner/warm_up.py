@@ -84,8 +84,7 @@ def single_tokens(most: int, longest: int) -> list[tuple[int, int]]:
 
 
 def warm_spans(size: int, singles: int, context: int, page_size: int) -> list[SequenceSpan]:
-    """Single tokens with `context`, as many as leave room for a prompt of two, and the prompt; all
-    use one page."""
+    """Single tokens with `context`, and a prompt of at least two tokens; all use one page."""
     singles = min(singles, max(0, size - 2))
     rest = size - singles
     lengths = [(1, context)] * singles + [(rest, rest)]

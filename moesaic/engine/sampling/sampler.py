@@ -128,8 +128,7 @@ class Scores:
 
 
 class NearestBlocks(NamedTuple):
-    """Blocks with the highest scores, and the lowest score kept; rows that are not `exact` need the
-    histogram."""
+    """The highest blocks and the lowest score kept; rows not `exact` need the histogram."""
 
     scores: Scores
     floor_R1: Tensor
@@ -139,8 +138,7 @@ class NearestBlocks(NamedTuple):
 def sample(
     logits_BV: Tensor, rows: Sequence[SampleRow], masks: Sequence[Tensor | None] = ()
 ) -> Sampled:
-    """Samples a token per row; NonFiniteLogits names all rows that have none. `masks`: see
-    token_masks."""
+    """Samples a token per row (`masks`: see token_masks); NonFiniteLogits names the others."""
     assert logits_BV.shape[0] == len(rows), (logits_BV.shape, len(rows))
     out = Sampled([], [], [])
     bad: list[int] = []

@@ -12,9 +12,8 @@ from moesaic.engine.schedule.scheduler import Scheduled
 
 
 class PlannedItem(NamedTuple):
-    """An item of an in-flight step: the request's tokens up to `stop`, of which the last are
-    `drafts`, and whether the step samples after them. The rest is the request's state before, for
-    a rollback."""
+    """An item of an in-flight step: the request's tokens up to `stop`, the last ones `drafts`, and
+    whether the step samples after them; the rest restores the request in a rollback."""
 
     request: Request
     stop: int

@@ -50,9 +50,8 @@ class PlanItem(msgspec.Struct, array_like=True, gc=False):
 
 
 class StepPlan(msgspec.Struct, array_like=True):
-    """The work of one serving group. All its ranks carry out all plans, in the order in which they
-    were made. `clear`: newly allocated pages, which are zeroed first. `ended`: requests that no
-    later plan names."""
+    """The work of one serving group. All its ranks carry out all plans in order. `clear`: newly
+    allocated pages, zeroed first. `ended`: requests that no later plan names."""
 
     items: list[PlanItem]
     clear: list[int]
@@ -146,18 +145,6 @@ class StageOrder(msgspec.Struct, array_like=True):
     plan: bytes
 
 
-_encoder = msgspec.msgpack.Encoder()
-_orders = msgspec.msgpack.Decoder(StageOrder)
-_results = msgspec.msgpack.Decoder(StepResult)
-
-
-def encode(value: StageOrder | StepResult) -> bytes:
-    return _encoder.encode(value)
-
-
-def decode_order(data: bytes) -> StageOrder:
-    return _orders.decode(data)
-
-
-def decode_result(data: bytes) -> StepResult:
-    return _results.decode(data)
+encode = msgspec.msgpack.Encoder().encode
+decode_order = msgspec.msgpack.Decoder(StageOrder).decode
+decode_result = msgspec.msgpack.Decoder(StepResult).decode

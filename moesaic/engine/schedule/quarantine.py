@@ -1,5 +1,4 @@
-"""Finds the request that breaks a step: the requests of a failed step run again in ever smaller
-sets."""
+"""Finds the request that breaks a step: requests of a failed step run again in smaller sets."""
 
 from __future__ import annotations
 

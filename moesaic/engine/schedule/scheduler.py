@@ -155,8 +155,7 @@ class Scheduler:
         self.kv.release(request)
 
     def _admit(self, budget: int, planned: Plan, only: frozenset[Request] | None) -> None:
-        """Admits waiting requests in order; one stays behind while another request computes a page
-        that it can reuse."""
+        """Admits waiting requests in order, except those whose next page another one computes."""
         # What the step with its first token computes is shared when that has come.
         computing = {
             self.kv.frontier(r) for r in self.running if r.num_output == 0 or not r.is_decoding

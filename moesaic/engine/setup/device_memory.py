@@ -1,5 +1,4 @@
-"""The memory of a rank's device: what is free, what a step needs, and how many tokens the KV cache
-holds."""
+"""The memory of a rank's device: what is free, what a step needs, and the size of the KV cache."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -101,11 +100,8 @@ class MemoryPlan:
     sharers: int = 1
     """The most ranks on one GPU."""
 
-    def of_node(self, node: int) -> Sequence[RankShare]:
-        return [share for share in self.ranks if share.node == node]
-
     def fixed_bytes(self, node: int) -> int:
-        return sum(share.fixed_bytes for share in self.of_node(node))
+        return sum(share.fixed_bytes for share in self.ranks if share.node == node)
 
     def check_memory(self) -> None:
         """ValueError if a machine like this one cannot hold the ranks of a node."""
@@ -124,8 +120,7 @@ class MemoryPlan:
             )
 
     def cache_tokens(self, args: ServerArgs) -> int:
-        """Tokens of each rank's KV cache: what fits on the fullest rank, if all nodes are like this
-        machine."""
+        """Tokens of each rank's KV cache: what fits on the fullest rank of a node like this."""
         return min(self._tokens_of(args, share) for share in self.ranks)
 
     def _tokens_of(self, args: ServerArgs, share: RankShare) -> int:
@@ -162,7 +157,8 @@ def plan_memory(args: ServerArgs) -> MemoryPlan:
         limits=planned.limits,
         moe=planned.moe,
         ranks=tuple(
-            _in_replica(shares[rank % len(shares)], mesh, rank) for rank in range(mesh.world)
+            replace(shares[rank % len(shares)], place=mesh.place(rank), node=mesh.node_of(rank))
+            for rank in range(mesh.world)
         ),
         wanted=max_running(args, mesh) * context_length(args, raw),
         sharers=gpu_sharers(args),
@@ -321,11 +317,6 @@ def shape_only_model(raw: RawConfig, dtype: torch.dtype, weights: WeightFormat |
     """The whole model on the meta device."""
     with torch.device("meta"):
         return build_model(raw, BuildContext(1, MoeContext.single(dtype, weights)))
-
-
-def _in_replica(share: RankShare, mesh: Mesh, rank: int) -> RankShare:
-    """The same part in another replica."""
-    return replace(share, place=mesh.place(rank), node=mesh.node_of(rank))
 
 
 def expert_bytes(layer: FusedMoE) -> int:

@@ -43,8 +43,7 @@ MAX_JOINED = 4
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters of byte-level tokenizers for bytes: printable ones stand for themselves, the
-    others start at U+0100."""
+    """Byte-level tokenizers' characters: printable bytes are themselves, others from U+0100 on."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     named = {chr(byte): byte for byte in plain}
@@ -143,8 +142,7 @@ class Tokenizer:
         return self.backend.id_to_token(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """The text that this token adds to other text: with its leading space, and with U+FFFD for
-        a part of a character."""
+        """The text that a token adds to other text, U+FFFD for a part of a character."""
         if (text := self._token_texts.get(token_id)) is None:
             text = self._token_texts[token_id] = self._text_after_another(token_id)
         return text

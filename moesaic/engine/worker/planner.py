@@ -122,8 +122,7 @@ class Planner:
             self._finish(found, FinishReason("abort", message=ABORTED))
 
     def fail_all(self, message: str) -> None:
-        """Ends every request, whatever state the scheduler is in; results of in-flight steps are
-        ignored."""
+        """Ends every request; results of in-flight steps are ignored."""
         self._quarantine.clear()
         for state in list(self.states.values()):
             try:

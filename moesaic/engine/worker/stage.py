@@ -100,8 +100,7 @@ class FirstStage:
         return any(self._suspects)
 
     def may_plan(self) -> bool:
-        """With suspects, only the first group that has some computes: so it is clear whose requests
-        break a step."""
+        """Only the first group with suspects computes, so that its requests break the step."""
         turn = next((group for group, sets in enumerate(self._suspects) if sets), None)
         return turn in (None, self._place.dp_rank)
 

@@ -42,7 +42,7 @@ def run(link: RankLink) -> None:
     """Serves until the supervisor ends the process."""
     # What ranks have in common was logged before they started.
     if not logging.getLogger().isEnabledFor(logging.DEBUG):
-        quiet = "moesaic.engine.setup.moe_setup" if link.shows_progress else "moesaic"
+        quiet = "moesaic.engine.setup.moe_setup" if link.rank == 0 else "moesaic"
         logging.getLogger(quiet).setLevel(logging.WARNING)
         # Each leader logs its own batches.
         logging.getLogger("moesaic.engine.schedule.scheduler_metrics").setLevel(
@@ -230,7 +230,7 @@ def join(link: RankLink) -> RankContext:
     return RankContext(
         mesh=mesh,
         place=place,
-        replica=link.group(f"replica {place.replica}", mesh.replica_ranks(place)),
+        replica=link.group(f"replica {place.replica}", mesh.ranks_of_replica(place.replica)),
         stage_peers=stage_peers,
         stage=stage,
         attention=attention,

@@ -11,16 +11,17 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from moesaic.comm.collectives.group import Peers
+from moesaic.comm.windows.window import PlaneSpec
 from moesaic.core.step import PREFILL, Step
 from moesaic.moe.formats import CombineInput, DispatchOutput, TopKOutput
 from moesaic.moe.placement import EpLayout
-from moesaic.moe.quant.payload import Payload, PayloadFormat
+from moesaic.moe.quant.payload import PAYLOAD_FORMATS, Payload, PayloadFormat
 from moesaic.moe.registry import BufferSpec
 from moesaic.observe.spans import SpanKind, Spans
 
@@ -57,6 +58,32 @@ class DispatchConfig:
 
     def encode(self, x_TH: Tensor) -> Payload:
         return self.payload.encode(x_TH, self.global_scale)
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpec:
+    """The rows of a dispatcher's buffers; all layers with an equal spec share them."""
+
+    payload: str
+    hidden_size: int
+    dtype: torch.dtype
+    top_k: int
+
+    @classmethod
+    def of(cls, config: DispatchConfig, **sizes: Any) -> Self:
+        return cls(config.payload.name, config.hidden_size, config.dtype, config.top_k, **sizes)
+
+    def host_planes(self, *rows: int) -> list[PlaneSpec]:
+        """Rows in shared memory, with their ids and weights."""
+        codec = PAYLOAD_FORMATS[self.payload].codec
+        planes = [(p.name, p.width(self.hidden_size), wire_dtype(p.dtype)) for p in codec.planes]
+        planes += [("ids", self.top_k, torch.int32), ("weights", self.top_k, torch.float32)]
+        return [PlaneSpec(name, (*rows, width), dtype) for name, width, dtype in planes]
+
+
+def wire_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Types of one byte are stored as uint8: torch cannot index all of them."""
+    return torch.uint8 if dtype.itemsize == 1 else dtype
 
 
 @dataclass(slots=True)
@@ -137,9 +164,14 @@ class BaseDispatcher(ABC):
         self._hooks: dict[str, list[Hook]] = {point: [] for point in self.HOOKS}
 
     @classmethod
+    def buffer_spec(cls, config: DispatchConfig) -> BufferSpec | None:
+        """The buffer that it allocates, or shares with others that need the same."""
+        return None
+
+    @classmethod
     def buffers(cls, config: DispatchConfig) -> Sequence[BufferSpec]:
-        """The buffers that it allocates, or shares with others that need the same."""
-        return ()
+        spec = cls.buffer_spec(config)
+        return () if spec is None else (spec,)
 
     def register_hook(self, point: str, hook: Hook) -> HookHandle:
         if point not in self._hooks:

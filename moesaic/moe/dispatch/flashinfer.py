@@ -7,7 +7,6 @@ R rows received, those of source p from p * C on · H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,16 +16,9 @@ from moesaic.comm.windows.factory import create_window
 from moesaic.comm.windows.window import PlaneSpec, SharedWindow, window_bytes
 from moesaic.core.step import Step
 from moesaic.kernels.cpu.rows import Terms, sum_rows
-from moesaic.moe.dispatch.base import CommContext, DispatchConfig
+from moesaic.moe.dispatch.base import CommContext, DispatchConfig, RowSpec, wire_dtype
 from moesaic.moe.dispatch.device.rows import DeviceRowsDispatcher
-from moesaic.moe.dispatch.host.exchange import (
-    LANES,
-    TAGS,
-    ExchangeSignal,
-    Lanes,
-    planes_of,
-    wire_dtype,
-)
+from moesaic.moe.dispatch.host.exchange import LANES, TAGS, ExchangeSignal, Lanes, planes_of
 from moesaic.moe.dispatch.host.windowed import WindowDispatcher
 from moesaic.moe.dispatch.local import device_provider
 from moesaic.moe.formats import (
@@ -35,16 +27,12 @@ from moesaic.moe.formats import (
     StandardDispatchOutput,
     TopKOutput,
 )
-from moesaic.moe.quant.payload import PAYLOAD_FORMATS, Payload
+from moesaic.moe.quant.payload import Payload
 from moesaic.moe.registry import UNQUANTIZED, A2aBackend, Provider, register_a2a
 
 
 @dataclass(frozen=True, slots=True)
-class PutSpec:
-    payload: str
-    hidden_size: int
-    dtype: torch.dtype
-    top_k: int
+class PutSpec(RowSpec):
     tokens: int
     size: int
     pairs: bool
@@ -54,14 +42,7 @@ class PutSpec:
         rows = LANES * self.size * self.tokens
         each = self.top_k if self.pairs else 1
         return [
-            *(
-                PlaneSpec(
-                    plane.name, (rows, plane.width(self.hidden_size)), wire_dtype(plane.dtype)
-                )
-                for plane in PAYLOAD_FORMATS[self.payload].codec.planes
-            ),
-            PlaneSpec("ids", (rows, self.top_k), torch.int32),
-            PlaneSpec("weights", (rows, self.top_k), torch.float32),
+            *self.host_planes(rows),
             PlaneSpec("counts", (LANES, self.size), torch.int64),
             PlaneSpec("results", (rows * each, self.hidden_size), self.dtype),
             TAGS,
@@ -100,20 +81,9 @@ class FlashInferDispatcher(WindowDispatcher):
         return Lanes(create_window(group, self.spec.planes(), timeout, channels))
 
     @classmethod
-    def buffers(cls, config: DispatchConfig) -> Sequence[PutSpec]:
-        return (cls.buffer_spec(config),)
-
-    @classmethod
     def buffer_spec(cls, config: DispatchConfig) -> PutSpec:
-        return PutSpec(
-            payload=config.payload.name,
-            hidden_size=config.hidden_size,
-            dtype=config.dtype,
-            top_k=config.top_k,
-            tokens=config.max_tokens,
-            size=config.layout.size,
-            pairs=config.deterministic,
-        )
+        size, pairs = config.layout.size, config.deterministic
+        return PutSpec.of(config, tokens=config.max_tokens, size=size, pairs=pairs)
 
     def _first(self, lane: int, source: int) -> int:
         return (lane * self.layout.size + source) * self.spec.tokens

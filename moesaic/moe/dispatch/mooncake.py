@@ -45,8 +45,7 @@ class MooncakeDispatcher(LowLatencyDispatcher):
 
 
 class DeviceMooncake(DeviceLowLatency):
-    """The kernels skip inactive ranks. Where ranks share experts, the slots of an incomplete group
-    are not used."""
+    """The kernels skip inactive ranks; slots of an incomplete group are not used."""
 
     name = "mooncake"
 

@@ -48,16 +48,9 @@ class ReplicatedDispatcher(StandardDispatcher):
     arrive to show that the last results were read, but the next results do."""
 
     @classmethod
-    def buffer_spec(cls, config: DispatchConfig, rounds: Rounds) -> ExchangeSpec:
+    def buffer_spec(cls, config: DispatchConfig, rounds: Rounds | None = None) -> ExchangeSpec:
         each = min(config.top_k, config.layout.slots_per_rank) if config.deterministic else 1
-        return ExchangeSpec(
-            payload=config.payload.name,
-            hidden_size=config.hidden_size,
-            dtype=config.dtype,
-            top_k=config.top_k,
-            tokens=1,
-            result_rows=2 * config.max_tokens * each,
-        )
+        return ExchangeSpec.of(config, tokens=1, result_rows=2 * config.max_tokens * each)
 
     def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> RowsPending:
         self.check_tokens(len(x_TH))

@@ -50,8 +50,7 @@ AnswerT = TypeVar("AnswerT", bound=Answer)
 
 
 class AnswerWriter(Generic[AnswerT]):
-    """Writes the answers to one request. The fields that all chunks have in common are encoded
-    once."""
+    """Writes the answers to one request; fields that all chunks share are encoded once."""
 
     def __init__(
         self,

@@ -128,9 +128,8 @@ def choose_format(
     chat_template: str = "",
     added_tokens: Mapping[int, AddedToken] | None = None,
 ) -> Format:
-    """The formats that the flags name; defaults come from the model's family and, among its
-    checkpoints, from the chat template. `added_tokens`: the tokenizer's, because grammars name
-    markers by token id."""
+    """The formats that the flags name; defaults come from the model's family and chat template.
+    `added_tokens`: the tokenizer's, because grammars name markers by token id."""
     _check("--tool-call-parser", tool_call_parser, TOOL_PARSERS)
     _check("--reasoning-parser", reasoning_parser, REASONING_PARSERS)
     fits = (f for f in FAMILIES if f.model_type == model_type and f.hint in chat_template)

@@ -22,8 +22,7 @@ class Markers:
         return self._firsts.isdisjoint(text)
 
     def find(self, text: str, final: bool = False) -> tuple[int, int]:
-        """(start, end) of the first marker. Without a marker both are where one may begin, which is
-        the end of a final text."""
+        """(start, end) of the first marker; without one, both are where one may begin."""
         found = self._pattern.search(text) if self._pattern is not None else None
         if found is not None:
             start, end = found.span()

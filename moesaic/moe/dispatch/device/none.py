@@ -64,11 +64,8 @@ class DeviceReplicated(DeviceRowsDispatcher):
     @classmethod
     def buffer_spec(cls, config: DispatchConfig) -> DeviceExchangeSpec:
         each = config.top_k if config.deterministic else 1
-        return DeviceExchangeSpec(
-            payload=config.payload.name,
-            hidden_size=config.hidden_size,
-            dtype=config.dtype,
-            top_k=config.top_k,
+        return DeviceExchangeSpec.of(
+            config,
             rows=0,
             result_rows=2 * cls.most_tokens(config) * each,
             weights=False,

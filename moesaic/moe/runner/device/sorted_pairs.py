@@ -62,6 +62,7 @@ from moesaic.moe.runner.base import (
     RunnerOutput,
     Workspace,
 )
+from moesaic.moe.runner.host.layouts import flat_blocks
 
 # Rows of a block in deterministic mode.
 FIXED_BLOCK = 16
@@ -175,15 +176,9 @@ def pre_permute_masked(rows: LowLatencyDispatchOutput, context: RunContext) -> S
     count_e = rows.count_e
     if count_e is None:
         count_e = torch.tensor(rows.masked_m, dtype=torch.int32, device=rows.y_eMH.device)
-    flat = Payload(
-        rows.x.values.flatten(0, 1),
-        None if rows.x.scales is None else rows.x.scales.flatten(0, 1),
-        rows.x.format,
-        rows.x.global_scale,
-    )
     y_NH = rows.y_eMH.flatten(0, 1)
     plan, fixed = plan_of(len(y_NH), context, y_NH.device), context.config.deterministic
-    x = rows_for_weights(flat, context)
+    x = rows_for_weights(flat_blocks(rows.x), context)
     block = FIXED_BLOCK if fixed else plan.block
     groups = blocks(count_e, rows.y_eMH.shape[1], block, context.load_e)
     return SortedPairsInput(x, replace(groups, fixed=fixed), None, y_NH)
@@ -209,8 +204,7 @@ def _shape(config: MoeRunnerConfig, weights: ExpertWeights) -> ExpertsShape:
 
 
 def rows_for_weights(x: Payload, context: RunContext) -> Rows:
-    """Rows in the activation format of the weights, as sent if that is it. The products quantise to
-    fp8 themselves."""
+    """Rows in the weights' activation format, as sent if that is it; products quantise to fp8."""
     weights, config = context.weights, context.config
     activation = weights.w13_eJH.format.activation
     if x.format.name != activation:

@@ -271,7 +271,7 @@ def pre_permute_blocks(
     )
     first = slots[0] * block if slots else 0
     source_Y = torch.full((places.total,), first).index_copy_(0, places_N, rows_N)
-    x_YH = _take_rows(_flat(rows.x), source_Y, context)
+    x_YH = _take_rows(flat_blocks(rows.x), source_Y, context)
     pairs = ValidPairs(rows_N, places_N, None)
     return cls(x_YH, places.groups, pairs, _is_quantized(rows.x, context))
 
@@ -333,7 +333,7 @@ def _slot_rows(x: Payload, slot: int, count: int) -> Payload:
     return Payload(x.values[slot, :count], scales, x.format, x.global_scale)
 
 
-def _flat(x: Payload) -> Payload:
+def flat_blocks(x: Payload) -> Payload:
     """[e, M, H] as [e * M, H]."""
     scales = None if x.scales is None else x.scales.flatten(0, 1)
     return Payload(x.values.flatten(0, 1), scales, x.format, x.global_scale)
