@@ -97,7 +97,7 @@ class FusedMoE(Module):
         self.load.start_window()
 
     def _expert_shape(self) -> ExpertShape:
-        """Of the ranks that share an expert, the first one adds the bias of the down projection."""
+        """The first rank that shares an expert adds the bias of the down projection."""
         bias, first = self.config.bias, self.layout.moe_tp_rank == 0
         return ExpertShape(
             slots=self.layout.slots_per_rank,

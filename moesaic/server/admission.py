@@ -80,7 +80,7 @@ class AdmissionQueue(FairQueue["QueuedCall"]):
 
 
 class QueuedCall:
-    """The engine's AdmissionGate for one call, and a waiter of the queue. The call counts as
+    """The engine's CallAdmission for one call, and a waiter of the queue. The call counts as
     arriving until it enters or leaves, so its owner must call `leave`."""
 
     def __init__(self, admission: AdmissionQueue, client: Hashable) -> None:

@@ -284,7 +284,7 @@ def called_back(group: RankGroup) -> float:
     while not comm.calls and time.monotonic() < until:
         time.sleep(0.005)
     with pytest.raises(WindowAborted, match="the supervisor rolls this rank back") as caught:
-        watch.check()
+        watch.lifecycle.check()
     with pytest.raises(StepRolledBack):
         watch.raise_if_rolled_back(caught.value)
     status.generation = 1

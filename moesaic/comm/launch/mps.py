@@ -134,7 +134,7 @@ def start_mps() -> Mps:
         )
     elif runs:
         logger.warning(
-            "MPS: the daemon in %s is left alone; %s=%s takes it, as a GPU in exclusive mode wants",
+            "MPS: the daemon in %s is left alone; %s=%s takes it, as a GPU in exclusive mode needs",
             pipes,
             PIPES,
             pipes,

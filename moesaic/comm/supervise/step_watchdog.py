@@ -18,7 +18,7 @@ HANG_STEPS: Final = 20
 """A step may take this many times its usual time."""
 SLOW_STEPS: Final = 3
 """The same, before it is logged."""
-TOLD_RANKS: Final = 8
+NAMED_RANKS: Final = 8
 KEPT_BEGINS: Final = 16
 
 
@@ -166,4 +166,4 @@ def _second(seconds: Mapping[int, float]) -> float:
 
 
 def _first(seen: Mapping[int, RankSnapshot]) -> list[tuple[int, RankSnapshot]]:
-    return sorted(seen.items())[:TOLD_RANKS]
+    return sorted(seen.items())[:NAMED_RANKS]

@@ -12,7 +12,7 @@ import msgspec
 
 from moesaic.core.messages import QueryReply
 from moesaic.core.stats import EngineStats, RankStats
-from moesaic.engine.worker.rank_stats import RankTold
+from moesaic.engine.worker.rank_stats import RankStatsReply
 
 # Ranks reply between two steps. A rank that misses this deadline is left out of the statistics:
 # they are polled again soon.
@@ -80,7 +80,7 @@ class PendingQuery:
 def engine_stats(answers: RankAnswers, num_experts: int) -> EngineStats:
     """For ranks that did not answer it has the supervisor's view."""
     found = {
-        rank: msgspec.convert(msgspec.to_builtins(reply.value), RankTold)
+        rank: msgspec.convert(msgspec.to_builtins(reply.value), RankStatsReply)
         for rank, reply in answers.replies.items()
     }
     ranks = {rank: stats.rank for rank, stats in found.items()}

@@ -228,7 +228,7 @@ class AsynchronousSteps:
         return output
 
     def _output(self, hidden_TH: Tensor | None = None, rows: int = 0) -> BatchOutput:
-        """Of the first rows of a graph; `hidden_TH`: for the next pipeline stage."""
+        """The output of a graph's first rows; `hidden_TH`: for the next pipeline stage."""
         batch = self.graph_batch
         hidden_TH = None if self._runner.ranks.is_last else hidden_TH
         return BatchOutput(batch.logits_BV[:rows], batch.found_2B[:, :rows], hidden_TH)

@@ -1,4 +1,4 @@
-"""Steps as data: what the rank that plans a step tells the ranks that compute it."""
+"""Steps as data, from the rank that plans a step to the ranks that compute it."""
 
 from __future__ import annotations
 
@@ -127,10 +127,9 @@ class FinishedStep:
 
 
 class StepAgreement(msgspec.Struct, array_like=True):
-    """What every rank must know of a step before it computes: tokens and requested rows of logits
-    of each attention group, and whether any rank prefills. Without `counts` there is nothing to
-    compute: ranks sleep until they are woken for step `number`. Without `logits` there is one
-    group, whose plan has them."""
+    """What every rank must know of a step: tokens and requested rows of logits of each attention
+    group, and whether any rank prefills. Without `counts` there is nothing to compute: ranks sleep
+    until they are woken for step `number`. A single group's plan has the `logits`."""
 
     number: int
     counts: tuple[int, ...] = ()
@@ -139,7 +138,7 @@ class StepAgreement(msgspec.Struct, array_like=True):
 
 
 class StageOrder(msgspec.Struct, array_like=True):
-    """What a pipeline stage tells the next one; `plan` is encoded by plan_codec."""
+    """From a pipeline stage to the next one; `plan` is encoded by plan_codec."""
 
     agreement: StepAgreement
     plan: bytes

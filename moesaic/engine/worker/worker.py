@@ -154,7 +154,7 @@ class Worker:
                 self._handle(message)
 
     def _run_steps(self) -> None:
-        """Steps until no rank has anything to do."""
+        """Steps until no rank has work."""
         has_work = True
         while has_work:
             self._handle_received()
@@ -187,8 +187,8 @@ class Worker:
             self._handle(self.link.receive(None, f"be called back from step {number}"))
 
     def _restart(self, generation: int) -> None:
-        """Goes on in the next generation: abandons the step, waits until all ranks have, and drops
-        what is in flight. An error in here is final."""
+        """Abandons the step and resumes in the next generation, once all ranks have abandoned it.
+        An error in here is final."""
         self.link.status.generation = generation
         while self._rollback is None or self._rollback.generation != generation:
             self._handle(self._receive_order())
@@ -209,14 +209,14 @@ class Worker:
         return self.link.receive(None, f"abandon step {self.stage.number}")
 
     def _undo_steps(self, leader: Leader, order: messages.RollbackStep) -> int:
-        """A failed step whose results this group has already was not broken by its requests."""
+        """Requests of this group cannot have broken a step whose results it already has."""
         error = order.error if order.step > self.loop.last_completed else ""
         alone = self.loop.in_trial or self.mesh.dp == 1
         return leader.rollback(self.loop.inflight, error, alone)
 
 
 def join(link: RankLink) -> RankContext:
-    """Meets the ranks that this one computes with."""
+    """Connects to the ranks that this one computes with."""
     mesh, place = link.mesh, link.place
     stage_name = f"{place.replica} {place.stage}"
     stage_peers = link.group(f"stage {stage_name}", mesh.stage_ranks(place))

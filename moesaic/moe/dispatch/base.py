@@ -38,9 +38,9 @@ class DispatchConfig:
     dtype: torch.dtype
     payload: PayloadFormat
     max_tokens: int
-    """Of a rank in one step."""
+    """The most of a rank in one step."""
     max_decode_tokens: int
-    """Of a rank in a step without prefill."""
+    """The most of a rank in a step without prefill."""
     layer: int = 0
     global_scale: float = 1.0
     deterministic: bool = False

@@ -71,7 +71,7 @@ class JsonValue:
         self._closers: list[str] = []
         self._in_string = False
         self._escaped = False
-        self._begun = False
+        self._started = False
 
     def feed(self, text: str, start: int) -> int:
         """The index behind the part of `text` that belongs to the value; for a broken value the
@@ -81,7 +81,7 @@ class JsonValue:
             if self._escaped:
                 self._escaped = False
                 position += 1
-            elif not self._begun:
+            elif not self._started:
                 position = self._begin(text, position)
             elif self._in_string:
                 position = self._string(text, position)
@@ -92,7 +92,7 @@ class JsonValue:
         return position
 
     def _begin(self, text: str, position: int) -> int:
-        self._begun = True
+        self._started = True
         if text[position] in _CLOSERS:
             self._closers.append(_CLOSERS[text[position]])
         elif text[position] == '"':

@@ -29,7 +29,7 @@ from moesaic.moe.quant.payload import Payload
 @dataclass(frozen=True, slots=True)
 class Rounds:
     tokens: int
-    """Of a rank in one round."""
+    """The most of a rank in one round."""
     most: int = 1
     """Rounds."""
     combine: bool = False
