@@ -16,7 +16,6 @@ from moesaic.kernels.experts import PairSum
 from moesaic.layers.module import MatrixSlot, Module, TensorSlot
 from moesaic.moe.activations import Activation, silu_and_mul
 from moesaic.moe.context import MoeContext
-from moesaic.moe.dispatch.base import DispatchConfig
 from moesaic.moe.expert_load import SlotLoad
 from moesaic.moe.expert_store import INWARD, OUTWARD, ExpertShape, ExpertStore
 from moesaic.moe.formats import CombineInput, DispatchOutput, TopKOutput
@@ -58,7 +57,9 @@ class FusedMoE(Module):
         self.inner = config.intermediate_size // self.layout.moe_tp_size
         self.store = ExpertStore(context.weight_format, self._expert_shape())
         self.b13, self.b2 = self.store.weights.b13_eJ, self.store.weights.b2_eH
-        self.dispatcher = context.make_dispatcher(self._dispatch_config(layer))
+        sizes = (config.top_k, config.hidden_size)
+        dispatch = context.dispatch_config(self.layout, *sizes, layer)
+        self.dispatcher = context.make_dispatcher(dispatch)
         self.load = SlotLoad(layer, self.layout, context.comm.spans, context.resolved.device)
         self.runner = MoeRunner(
             context.resolved.a2a,
@@ -106,11 +107,6 @@ class FusedMoE(Module):
             dtype=self.context.dtype,
             inward_bias=bias,
             outward_bias=bias and first,
-        )
-
-    def _dispatch_config(self, layer: int) -> DispatchConfig:
-        return self.context.dispatch_config(
-            self.layout, self.config.top_k, self.config.hidden_size, layer
         )
 
     def _runner_config(self) -> MoeRunnerConfig:

@@ -274,7 +274,7 @@ def admissions(scheduler: Scheduler, requests: list[Request]) -> list[int]:
         work = scheduler.schedule()
         counts[-1] += len(scheduler.running)
         assert work, "a step without work"
-        for request, length, _ in work:
+        for request, length, *_ in work:
             request.num_computed += length
             scheduler.kv.share(request, request.num_computed)
             if request.num_computed == len(request.token_ids):

@@ -103,9 +103,8 @@ class RankLink:
             len(ranks),
             self._start_timeout,
             nodes if across else (),
-            self.status,
         )
-        group.collective_timeout = self.timeout
+        group.status, group.collective_timeout = self.status, self.timeout
         group.members, group.lifecycle = tuple(ranks), self.lifecycle
         if across:
             group.links, group.host = self.links, self._spec.host

@@ -19,12 +19,7 @@ from moesaic.core.rank_state import RankState
 from moesaic.core.step import Step
 from moesaic.engine.runner.attention import BACKENDS
 from moesaic.engine.runner.graphs import graph_sizes
-from moesaic.engine.runner.loading import (
-    CacheRequest,
-    config_eos_ids,
-    rank_memory,
-    with_device_collectives,
-)
+from moesaic.engine.runner.loading import config_eos_ids, rank_memory, with_device_collectives
 from moesaic.engine.runner.matchers import Matchers
 from moesaic.engine.runner.peer_watchdog import PeerWatchdog
 from moesaic.engine.runner.steps import AsynchronousSteps, SynchronousSteps
@@ -33,6 +28,7 @@ from moesaic.engine.schedule.plan import StepAgreement, StepHandle, StepPlan, St
 from moesaic.engine.setup.dense_setup import dense_weights
 from moesaic.engine.setup.device_memory import (
     GIB,
+    CacheRequest,
     StepBytes,
     cache_dtype,
     compute_device,

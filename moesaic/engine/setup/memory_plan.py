@@ -17,6 +17,7 @@ from moesaic.engine.setup.dense_setup import dense_weights
 from moesaic.engine.setup.device_memory import (
     DEFAULT_FREE_SHARE,
     GIB,
+    CacheRequest,
     StepBytes,
     cache_dtype,
     check_weights_fit,
@@ -125,12 +126,12 @@ class MemoryPlan:
 
     def _tokens_of(self, args: ServerArgs, share: RankShare) -> int:
         sharers, size = self.mesh.ranks_per_node, cache_dtype(args, self.dtype).itemsize
+        cache = CacheRequest(share.cache, size, self.wanted, share.fixed_bytes, share.step)
         if self.moe.resolved.device == "cuda":
             room = gpu_room().part(self.sharers).after(share.fixed_bytes)
-            return gpu_cache_tokens(args, share.cache, size, self.wanted, room, share.step)
+            return gpu_cache_tokens(args, cache, room)
         if args.max_total_tokens is not None or args.mem_fraction_static is not None:
-            fixed = share.fixed_bytes
-            return cpu_cache_tokens(args, share.cache, size, fixed, self.wanted, sharers)
+            return cpu_cache_tokens(args, cache, sharers)
         # By default the cache takes a share of what is free once all ranks of the node have loaded.
         free = max(0, free_memory() - self.fixed_bytes(share.node))
         budget, per_token = int(DEFAULT_FREE_SHARE * free / sharers), share.cache_bytes_per_token

@@ -177,16 +177,8 @@ def _log_choice(context: MoeContext) -> None:
 
 def report_buffers(context: MoeContext, model: CausalLM) -> int:
     """Logs the sizes of the dispatchers' buffers and returns their total bytes."""
-    layers = [module for module in model.modules() if isinstance(module, FusedMoE)]
-    configs = [
-        context.dispatch_config(
-            context.layout(len(layer.placement.slots)),
-            layer.config.top_k,
-            layer.config.hidden_size,
-            layer.dispatcher.config.layer,
-        )
-        for layer in layers
-    ]
+    layers = (module for module in model.modules() if isinstance(module, FusedMoE))
+    configs = [layer.dispatcher.config for layer in layers]
     report = context.buffers(configs)
     for number, layer_buffers in report.layers.items():
         logger.debug("moe: layer %d: %s", number, layer_buffers)
