@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 def main() -> int:
     name_process("moesaic-super")
     requests, answers = _take_pipes()
-    spec = _read_spec(requests)
+    length = int.from_bytes(_read(requests, LENGTH_BYTES), "little")
+    spec = msgspec.msgpack.decode(_read(requests, length), type=ServiceSpec)
     logging.basicConfig(
         level=spec.log_level.upper(), format="[%(asctime)s] [supervisor] %(message)s"
     )
@@ -48,7 +49,8 @@ def main() -> int:
     tempfile.tempdir = str(folder.path)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        node = _make(spec, folder, context)
+        kind = FollowerSupervisor if spec.node_rank else LeadSupervisor
+        node: NodeSupervisor = kind(spec, folder.path, context)
         _watch_client(node, requests)
         _watch_signals(node)
         os.write(answers, f"ok {node.client_route.decode()} {folder.path}\n".encode())
@@ -59,12 +61,6 @@ def main() -> int:
             context.term()
     finally:
         folder.remove()
-
-
-def _make(
-    spec: ServiceSpec, folder: RunFolder, context: zmq.Context[zmq.Socket[bytes]]
-) -> NodeSupervisor:
-    return (FollowerSupervisor if spec.node_rank else LeadSupervisor)(spec, folder.path, context)
 
 
 def _run(node: NodeSupervisor) -> int:
@@ -84,11 +80,6 @@ def _take_pipes() -> tuple[int, int]:
     os.dup2(2, 1)
     os.close(nothing)
     return requests, answers
-
-
-def _read_spec(pipe: int) -> ServiceSpec:
-    length = int.from_bytes(_read(pipe, LENGTH_BYTES), "little")
-    return msgspec.msgpack.decode(_read(pipe, length), type=ServiceSpec)
 
 
 def _read(pipe: int, length: int) -> bytes:

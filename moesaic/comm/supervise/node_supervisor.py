@@ -51,7 +51,8 @@ class NodeSupervisor(ABC):
         self._dropped_log = QuietLog(logger)
         self._routes = {rank: new_route() for rank in spec.ranks}
         self._senders = {route: rank for rank, route in self._routes.items()}
-        self._spawner = Spawner(_preloads(spec))
+        target = spec.target.partition(":")[0]
+        self._spawner = Spawner(["moesaic.comm.launch.rank_link", *spec.preload, target])
         self.loop.add(self._spawner.wakeup_fd, self._on_spawned)
         self._endpoint = f"ipc://{folder}/ranks"
         self.sockets = context
@@ -260,8 +261,3 @@ def new_route() -> bytes:
     """The identity of a peer's socket. It cannot be guessed: a process that finds the supervisor's
     socket can neither impersonate a rank or the client nor receive their messages."""
     return secrets.token_hex(16).encode()
-
-
-def _preloads(spec: ServiceSpec) -> list[str]:
-    module = spec.target.partition(":")[0]
-    return ["moesaic.comm.launch.rank_link", *spec.preload, module]

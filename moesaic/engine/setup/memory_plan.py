@@ -214,6 +214,7 @@ class PlannedModel:
         model = shape_only_part(self.raw, moe, parallel, self.dense)
         experts = [module for module in model.modules() if isinstance(module, FusedMoE)]
         in_experts = sum(map(expert_bytes, experts))
+        attention = (m for m in model.modules() if isinstance(m, Attention | LatentAttention))
         assert parallel.layers is not None
         return RankShare(
             place=ranks.place,
@@ -222,7 +223,7 @@ class PlannedModel:
             moe_layers=tuple(layer.dispatcher.config.layer for layer in experts),
             first_slot=experts[0].layout.first_slot if experts else 0,
             experts=experts[0].local_experts if experts else (),
-            query_heads=_query_heads(model),
+            query_heads=next(attention).num_heads,
             kv_heads=model.cache.num_heads,
             dense_bytes=model.nbytes - in_experts,
             expert_bytes=in_experts,
@@ -324,9 +325,3 @@ def expert_bytes(layer: FusedMoE) -> int:
     biases = (bias for bias in (layer.b13, layer.b2) if bias is not None)
     matrices = layer.weights.w13_eJH.nbytes + layer.weights.w2_eHI.nbytes
     return matrices + sum(bias.nbytes for bias in biases)
-
-
-def _query_heads(model: CausalLM) -> int:
-    """The query heads of a layer."""
-    kinds = (Attention, LatentAttention)
-    return next(module.num_heads for module in model.modules() if isinstance(module, kinds))

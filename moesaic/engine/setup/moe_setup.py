@@ -14,7 +14,6 @@ from moesaic.engine.worker.rank_context import RankContext
 from moesaic.models.blocks import CausalLM
 from moesaic.moe.backends import load_backends
 from moesaic.moe.context import DTYPE_NAMES, MoeContext
-from moesaic.moe.dispatch.base import DispatchConfig
 from moesaic.moe.dispatch.long_sequences import MIB, summarise
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
@@ -190,13 +189,9 @@ def report_buffers(context: MoeContext, model: CausalLM) -> int:
             len(report.layers),
             ", ".join(rows),
         )
-    in_rounds = A2A_REGISTRY[context.resolved.a2a].modes_in_rounds
-    if configs and set(in_rounds) & set(modes_of(context.resolved)):
-        _report_rounds(configs[0])
-    return report.total
-
-
-def _report_rounds(config: DispatchConfig) -> None:
-    summary = summarise(config)
+    in_rounds = set(A2A_REGISTRY[context.resolved.a2a].modes_in_rounds)
+    in_rounds &= set(modes_of(context.resolved))
+    summary = summarise(configs[0]) if configs and in_rounds else None
     if summary is not None:
         logger.log(logging.WARNING if summary.short else logging.INFO, "moe: %s", summary.text)
+    return report.total

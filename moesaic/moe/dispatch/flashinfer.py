@@ -72,13 +72,11 @@ class FlashInferDispatcher(WindowDispatcher):
         super().__init__(config, comm)
         self.layout = config.layout
         self.spec = self.buffer_spec(config)
-        self.lanes = comm.shared(self.spec, self._make_lanes)
+        planes, channels = self.spec.planes(), LANES * len(ExchangeSignal)
+        self.lanes = comm.shared(
+            self.spec, lambda: Lanes(create_window(comm.group, planes, comm.timeout, channels))
+        )
         self.window: SharedWindow = self.lanes.window
-
-    def _make_lanes(self) -> Lanes:
-        group, timeout = self.comm.group, self.comm.timeout
-        channels = LANES * len(ExchangeSignal)
-        return Lanes(create_window(group, self.spec.planes(), timeout, channels))
 
     @classmethod
     def buffer_spec(cls, config: DispatchConfig) -> PutSpec:
