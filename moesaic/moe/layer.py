@@ -144,8 +144,7 @@ class FusedMoE(Module):
             yield self._outward(f"{stem}{down}.weight", local)
 
     def sync_input_scales(self) -> None:
-        """After loading: activations with a global scale get the largest one that any expert of the
-        layer, on any rank, was calibrated with."""
+        """After loading: activations get the largest global scale of all experts of the layer."""
         if not self.store.has_input_scales:
             return
         own = struct.pack("2d", *self.store.largest_input_scales)

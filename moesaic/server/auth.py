@@ -52,8 +52,7 @@ class Keys:
         return bool(self.api or self.admin)
 
     def admit(self, access: RouteAccess, request: Request) -> bytes:
-        """The digest of the request's key, empty if the route needs none. Raises a Refusal if the
-        client may not call the route."""
+        """The digest of the request's key, empty if the route needs none, or a Refusal."""
         accepted = self._accepted(access)
         if not accepted:
             if access is not RouteAccess.OPEN:

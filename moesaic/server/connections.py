@@ -96,8 +96,7 @@ class ConnectionQuotas:
 
     @classmethod
     def of(cls, connections: int) -> ConnectionQuotas:
-        """Reserves a few connections for probes. One address, which may be a proxy, may have half
-        of all connections in unfinished heads."""
+        """Reserves a few connections for probes; one address may have half of all in open heads."""
         return cls(connections, min(PROBE_CONNECTIONS, connections // 4), connections // 2)
 
 

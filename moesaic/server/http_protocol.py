@@ -296,8 +296,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._watch_writes()
 
     def _watch_writes(self) -> None:
-        """Checks until the write buffer is empty that the client reads. A closed transport keeps
-        its buffer for ever, too."""
+        """Checks that the client reads until the write buffer, also of a closed one, is empty."""
         if self._write_timer is None:
             self._unsent, self._stalled_checks = self.transport.get_write_buffer_size(), 0
             self._schedule_write_check()

@@ -103,8 +103,7 @@ def _runs(items: list[Any]) -> Iterator[bytes]:
 
 
 class EventStream(StreamingResponse):
-    """Encoded server-sent events, and [DONE]. When the client disconnects the source is closed,
-    which aborts its requests."""
+    """Encoded server-sent events and [DONE]; a disconnect closes the source and its requests."""
 
     def __init__(self, source: AsyncGenerator[bytes, None]) -> None:
         self._source = _with_errors(source)

@@ -202,8 +202,7 @@ def _raise_file_limit(needed: int) -> int:
 
 @contextmanager
 def _exit_on_signals() -> Iterator[None]:
-    """During loading a signal ends the process and its children, with the status that a shell
-    reports for a process killed by a signal."""
+    """While loading, a signal ends the process with the status that a shell reports for it."""
     before = {number: signal.signal(number, _exit) for number in SIGNALS}
     try:
         yield

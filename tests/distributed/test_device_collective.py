@@ -343,7 +343,7 @@ def chosen_kind(group: RankGroup) -> str:
     crowded = DeviceCollective.create(group, LARGE, SECONDS, CPU, neighbours=8)
     told = DeviceCollective.window_bytes(group.size, LARGE, CPU, 8)
     assert crowded.window.region_bytes == told
-    assert (crowded._planes.lanes, comm._board.lanes) == (4, 32)
+    assert (crowded._planes.lanes, comm._planes.lanes) == (4, 32)
     return type(comm).__name__
 
 

@@ -242,8 +242,7 @@ class DeviceCollective(Collective):
         self._check_twins()
 
     def _room(self, like: Tensor, counts: Sequence[int], shape: tuple[int, ...]) -> Tensor:
-        """Allocates a result. With uneven parts, the part of a missing rank has no known position,
-        and must not be left uninitialised."""
+        """Allocates a result; zeros with uneven parts, as a missing rank's part has no position."""
         even = len(set(counts)) == 1
         return like.new_empty(shape) if even else like.new_zeros(shape)
 
@@ -315,8 +314,7 @@ class NcclCollective(Collective):
         return torch.cat(parts).t()[rows].contiguous()
 
     def abort(self, reason: str) -> None:
-        """Returns at once: NCCL ends its kernels, then waits until no graph holds any, and the
-        caller has yet to drop its graphs."""
+        """Returns at once: NCCL waits until no graph holds its kernels, which the caller drops."""
         with self._lock:
             if self._end is None:
                 self._reason, self._end = reason, Future()
@@ -396,8 +394,7 @@ def _tag_of(
 
 
 def lanes_of(size: int) -> tuple[int, int]:
-    """(lanes, bytes per lane) for `size` ranks that may wait on a GPU: 32 of 8 KiB for 2, 4 of 64
-    KiB for 8, one of 64 KiB from 30 on."""
+    """(lanes, bytes per lane) for `size` waiting ranks: 2: 32 of 8 KiB, 8: 4 of 64, 30: 1 of 64."""
     share = PROCESSORS * processor_percent(size) // 100
     lanes, most = MOST_LANES, min(MOST_WAITING, share - LEFT)
     while lanes > 1 and (size - 1) * lanes > most:

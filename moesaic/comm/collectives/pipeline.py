@@ -45,8 +45,7 @@ class PipeSignal(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class PipeSpec:
-    """`depth`: slots that a stage may fill before the next has emptied one. `message_bytes`: bytes
-    per slot; a longer message takes several."""
+    """`depth`: slots that a stage may fill ahead; a message may take several of them."""
 
     max_tokens: int
     hidden_size: int

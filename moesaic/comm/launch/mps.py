@@ -88,8 +88,7 @@ class Mps:
 
 
 def crowd() -> int:
-    """In a rank: how many ranks may wait on its GPU, those of other servers on the same daemon
-    included; 0 if the server has its own daemon."""
+    """Ranks of all servers that may wait on this rank's GPU; 0 if the server has its own daemon."""
     return int(os.environ.get(CROWD) or 0)
 
 

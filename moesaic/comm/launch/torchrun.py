@@ -63,8 +63,7 @@ class Torchrun:
 
     @contextmanager
     def launching(self) -> Iterator[None]:
-        """Holds a lock while the service lives. The kernel drops it when the launcher dies; the
-        file stays until torchrun is gone."""
+        """Holds a lock while the service lives; the kernel drops it when the launcher dies."""
         path = self._path()
         with held(path.parent):
             file = path.open("w", encoding="ascii")

@@ -185,8 +185,7 @@ class StoreClient:
     def wait(
         self, keys: Sequence[str], seconds: float, look: Callable[[], object] | None = None
     ) -> list[str]:
-        """Waits until all keys exist, and returns those that are missing after `seconds`. Meanwhile
-        it calls `look`, which may raise."""
+        """Waits until all keys exist, calling `look`; returns those missing after `seconds`."""
         started = time.monotonic()
         while not self.has(keys):
             if look is not None:

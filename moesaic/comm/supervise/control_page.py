@@ -46,8 +46,7 @@ class EpochChanged(RuntimeError):
 
 
 class StepRolledBack(RuntimeError):
-    """A rank of this replica could not finish a step: all of them abandon it and enter the next
-    generation. The membership has not changed."""
+    """A rank could not finish a step: its replica abandons it and enters the next generation."""
 
     def __init__(self, generation: int) -> None:
         super().__init__(generation)

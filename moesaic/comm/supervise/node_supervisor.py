@@ -132,8 +132,7 @@ class NodeSupervisor(ABC):
         self._ranks.send_multipart([self._routes[rank], data])
 
     def roll_back(self, rollback: RollbackStep) -> None:
-        """Rolls back the replica's ranks on this node: ranks in a wait see the control page, ranks
-        that sleep get the message."""
+        """Rolls back the replica's ranks here: by the control page in a wait, else by message."""
         for rank in self.mesh.ranks_of_replica(rollback.replica):
             if rank in self.spec.ranks:
                 self.page.roll_back(rank, rollback.generation)

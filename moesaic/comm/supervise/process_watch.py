@@ -124,8 +124,7 @@ def started_at(pid: int) -> str:
 
 
 def run_delays(pid: int) -> dict[str, float]:
-    """Seconds for which each thread of a process was runnable without a free core; empty where the
-    kernel does not report it."""
+    """Seconds for which each thread of a process was runnable without a core, if reported."""
     found = {}
     for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
         try:

@@ -119,8 +119,7 @@ class Outlet:
                 raise
 
     def retire(self, window: int) -> None:
-        """Tells the peer, with the next frame, that a window is closed. Any thread may call it,
-        even one that is sending."""
+        """Tells the peer with the next frame that a window is closed. Any thread may call it."""
         self._closed_windows.append(window)
 
     def close(self) -> None:

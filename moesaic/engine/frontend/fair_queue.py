@@ -153,8 +153,7 @@ class _Line(Generic[WaiterT]):
 
 
 class FairExecutor(FairQueue["_Task"]):
-    """Runs the tasks of all clients in one thread, fairly. Any thread may submit. `full` makes the
-    error of a task beyond `most_open`."""
+    """Runs the tasks of all clients in one thread, fairly. `full`: the error beyond `most_open`."""
 
     def __init__(
         self,

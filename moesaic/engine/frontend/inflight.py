@@ -26,8 +26,7 @@ class Core(Protocol):
 
 
 class RequestIndex:
-    """Requests by their own ids and by those of their prompts and calls. An id is free again once
-    its last request has ended."""
+    """Requests by the ids of themselves, their prompts and calls, until the last of an id ends."""
 
     def __init__(self) -> None:
         self._states: dict[str, RequestState] = {}
@@ -140,8 +139,7 @@ class InflightRequests:
         return len(states)
 
     def abandon(self, states: Iterable[RequestState]) -> None:
-        """Aborts requests whose caller has gone. One that has ended unread is left alone: another
-        request may have its id by now."""
+        """Aborts requests whose caller has gone; not one that has ended, whose id may be reused."""
         for state in states:
             with self._lock, suppress(RuntimeError):
                 if self._stop_waiting(state):

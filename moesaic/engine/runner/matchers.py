@@ -49,8 +49,7 @@ class RequestMatcher:
 
 
 class Matchers:
-    """Computes a step's masks from `begin` on, until `wait`. One thread does all of the work in
-    order, so steps never use a matcher at once."""
+    """Computes a step's masks from `begin` to `wait`, in one thread: matchers are not shared."""
 
     def __init__(self, make_compiler: Callable[[], Compiler], limit: int) -> None:
         self._make_compiler, self._limit = make_compiler, limit

@@ -76,8 +76,7 @@ class BatchOutput:
 
 @dataclass(slots=True)
 class DeviceStep:
-    """An in-flight step. `found`, [2, R] on the host, holds the tokens of `rows` and whether they
-    have none, once `event` has passed."""
+    """An in-flight step; after `event`, `found` [2, R] has the tokens of `rows`, or their lack."""
 
     steps: AsynchronousSteps
     plan: StepPlan

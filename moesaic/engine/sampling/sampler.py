@@ -157,8 +157,7 @@ def sample(
 def token_logprobs(
     logits_TV: Tensor, target_ids: Sequence[int], top_n: int = 0
 ) -> tuple[list[float], list[TopLogprobs]]:
-    """Logprob of each row's target, and the row's `top_n` most likely tokens; NaN for rows that
-    hold NaN or +inf, or nothing but -inf."""
+    """Logprob of each row's target, and its `top_n` most likely tokens; NaN for invalid rows."""
     assert logits_TV.shape[0] == len(target_ids), (logits_TV.shape, len(target_ids))
     logprobs: list[float] = []
     top: list[TopLogprobs] = []

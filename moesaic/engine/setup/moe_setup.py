@@ -53,8 +53,7 @@ METHODS = {"modelopt_fp8": "modelopt", "modelopt_fp4": "modelopt", "w8a8_fp8": "
 def weight_format(
     asked: str | None, method: str, declared: WeightFormat | None
 ) -> WeightFormat | None:
-    """The experts' format: the checkpoint's own, or that of `--quantization` for an unquantised
-    checkpoint; None is unquantised."""
+    """The experts' format: the checkpoint's, or that of `--quantization`; None is unquantised."""
     if asked is None:
         return declared
     if method == "none":

@@ -95,8 +95,7 @@ class ChatTemplates:
         return self._turns.submit(client, lambda: self._render(name, variables))
 
     def check(self) -> None:
-        """ChatTemplateError for a template that is not Jinja or is too costly for usual
-        conversations. It may refuse some of these."""
+        """ChatTemplateError if a template is not Jinja or too costly for usual conversations."""
         for name, text in self.texts.items():
             if text in CHAT_TEMPLATES:  # our own: saves the start of a process
                 continue

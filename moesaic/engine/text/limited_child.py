@@ -126,8 +126,7 @@ class LimitedChild:
         return None if process is None or process.poll() is not None else process.pid
 
     def ask(self, request: bytes) -> bytes:
-        """The answer. Raises Exceeded with the limit, ChildUnresponsive, or ValueError if the child
-        cannot start with `setup`."""
+        """The answer, or Exceeded, ChildUnresponsive, or ValueError if the child cannot start."""
         status = self._attempt(request)
         if status == RECYCLED:  # it ended after the previous request
             status = self._attempt(request)

@@ -238,8 +238,7 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
 def _named_tokens(
     config: TokenizerConfig, settings: dict[str, Any], legacy: dict[str, Any]
 ) -> dict[str, AddedToken]:
-    """bos_token, eos_token and so on. special_tokens_map.json takes precedence only in old folders,
-    whose settings do not list the added tokens."""
+    """bos_token, eos_token and so on; special_tokens_map.json has precedence in old folders."""
     flags = {entry.content: entry for entry in (config.added_tokens_decoder or {}).values()}
     merged = legacy | settings if flags else settings | legacy
     extra = merged.get("extra_special_tokens")
@@ -285,8 +284,7 @@ def _add_tokens(
 def _apply_bos_eos(
     backend: tokenizers.Tokenizer, config: TokenizerConfig, special: dict[str, str]
 ) -> None:
-    """add_bos_token and add_eos_token override the post-processor of tokenizer.json (DeepSeek's
-    folders name BOS only there)."""
+    """add_bos_token and add_eos_token override tokenizer.json, as DeepSeek's folders need."""
     frame = backend.encode("").ids
     bos, eos = (special.get(name) for name in ("bos_token", "eos_token"))
     has_bos = bos is not None and frame[:1] == [backend.token_to_id(bos)]

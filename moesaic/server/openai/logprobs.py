@@ -82,8 +82,7 @@ def _floored(logprob: float) -> float:
 
 
 class CompletionScores:
-    """The logprobs of one choice, with text offsets that continue from chunk to chunk. Tokens are
-    held back until their offset is known."""
+    """The logprobs of one choice; tokens are held back until their text offset is known."""
 
     def __init__(self, vocabulary: VocabularyTexts) -> None:
         self._vocabulary = vocabulary

@@ -74,8 +74,7 @@ class JsonValue:
         self._started = False
 
     def feed(self, text: str, start: int) -> int:
-        """The index behind the part of `text` that belongs to the value; for a broken value the
-        index of the first invalid character."""
+        """The index behind the value in `text`; of a broken one, of the first invalid character."""
         position = start
         while position < len(text) and self.state is Json.OPEN:
             if self._escaped:

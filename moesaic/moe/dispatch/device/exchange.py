@@ -184,8 +184,7 @@ class SideStream:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Launches on it, after all earlier launches. The caller keeps its tensors until `join`:
-        the allocator does not know of this stream."""
+        """Launches on it after all earlier launches. The caller keeps its tensors until `join`."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield

@@ -24,8 +24,7 @@ from moesaic.moe.quant.payload import Payload
 
 
 class DeviceGather(DeviceRowsDispatcher):
-    """Tokens of all ranks to all ranks. Results are read only from ranks that hold a token's
-    experts: the others have zeros."""
+    """All tokens go to all ranks; results are read only from ranks with a token's experts."""
 
     name = "none"
     everywhere = True
