@@ -15,8 +15,6 @@ from moesaic.config.args import ServerArgs
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """The coordinates of a rank."""
-
     rank: int
     replica: int
     stage: int
@@ -24,7 +22,6 @@ class RankPlace:
     dp_rank: int
     """The attention group, within the stage."""
     attention_rank: int
-    """Within the attention group."""
     ep_rank: int
     moe_tp_rank: int
 
@@ -115,7 +112,6 @@ class Mesh:
         return self.rank(replica, 0, dp_rank * self.attention_tp)
 
     def group_of(self, place: RankPlace) -> int:
-        """The serving group of a rank."""
         return place.replica * self.dp + place.dp_rank
 
     def describe(self, rank: int) -> str:
@@ -133,7 +129,6 @@ class Mesh:
 
 
 def mesh_of(args: ServerArgs) -> Mesh:
-    """The mesh of resolved arguments."""
     tp, split = args.tp_size, args.enable_dp_attention
     dp = args.dp_size if split else 1
     return Mesh(

@@ -100,7 +100,6 @@ class MoeContext:
 
     @property
     def weight_format(self) -> WeightFormat:
-        """The format of the experts' weights."""
         return self.resolved.weights
 
     def placement(self, num_experts: int, layer: int = 0) -> Placement:

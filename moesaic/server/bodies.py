@@ -199,7 +199,6 @@ def _has_lone_surrogate(data: bytes, message: str) -> bool:
 
 
 def _depth_steps() -> npt.NDArray[np.int8]:
-    """The change of depth for each byte."""
     steps = np.zeros(256, np.int8)
     steps[list(b"[{")], steps[list(b"]}")] = 1, -1
     return steps

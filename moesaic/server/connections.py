@@ -21,8 +21,6 @@ NETWORK: Final = ~((1 << 64) - 1)
 
 
 class ConnectionState(Enum):
-    """What a connection waits for."""
-
     HEAD = auto()
     """The first head, or the rest of one."""
     BODY = auto()
@@ -85,9 +83,7 @@ class ConnectionWeights:
 @dataclass(frozen=True, slots=True)
 class ConnectionQuotas:
     connections: int
-    """Connections that may be open."""
     for_probes: int
-    """Connections that are reserved for probes."""
     heads: int
     """Connections of one address that may wait for a head longer than `grace_seconds`."""
     body_bytes: int = BODY_BYTES

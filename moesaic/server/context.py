@@ -88,7 +88,6 @@ class Context:
         return Refusal(500, INTERNAL)
 
     def failure_of(self, request: Request) -> Refusal:
-        """The response to a request that failed."""
         if reason := self.unavailable_reason:
             return Refusal(503, reason, headers=CLOSE_AND_RETRY)
         return Refusal(500, request.failure)

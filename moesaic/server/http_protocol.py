@@ -317,7 +317,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
 
 def protocol_with(limits: ConnectionLimits) -> type[LimitedHttpProtocol]:
-    """The protocol class of one server."""
     attributes = {"limits": limits, "table": ConnectionTable(limits.quotas)}
     return type("ServerProtocol", (LimitedHttpProtocol,), attributes)
 

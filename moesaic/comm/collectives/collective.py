@@ -311,5 +311,4 @@ def _common(left: range, right: range) -> range:
 
 
 def _within(whole: range, part: range) -> slice:
-    """The position of a part in a range."""
     return slice(part.start - whole.start, part.stop - whole.start)

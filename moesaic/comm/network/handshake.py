@@ -38,8 +38,6 @@ NO_SECRET: Final = b"moesaic: no secret was given"
 
 
 class Role(IntEnum):
-    """The purpose of a connection."""
-
     LINK = 1
     """Data of a rank for a rank of another node."""
     STORE = 2

@@ -42,7 +42,6 @@ class StoreGroup(Peers):
         self.host = LOOPBACK
         """The address that gloo binds, if collectives are requested."""
         self.collective_timeout = timeout
-        """The timeout of those collectives."""
         self._collectives: RankGroup | None = None
         self._torch_store: TorchStore | None = None
 

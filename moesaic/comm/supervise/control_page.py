@@ -167,7 +167,6 @@ class RankStatus:
         self.enter(RankState.COMPUTING, operation)
 
     def enter(self, state: RankState, operation: str | None = None) -> None:
-        """Enters a state, and an operation if one is named."""
         words, first = self._words, self._first
         if operation is not None:
             self._page._write(self._start + LINE_BYTES, operation)

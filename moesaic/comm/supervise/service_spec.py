@@ -56,7 +56,6 @@ class ServiceSpec:
     load_balance: str = "round_robin"
     timeouts: Timeouts = Timeouts()
     threads: int = 1
-    """CPU threads of each rank."""
     preload: tuple[str, ...] = ()
     log_level: str = "info"
     gpu_sharers: int = 0
@@ -79,7 +78,6 @@ class ServiceSpec:
 
     @property
     def ranks(self) -> range:
-        """The ranks of this node."""
         return self.mesh.ranks_of_node(self.node_rank)
 
 

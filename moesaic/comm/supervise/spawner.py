@@ -47,7 +47,6 @@ class Spawner:
         threading.Thread(target=self._start, daemon=True, name="spawner").start()
 
     def start(self, jobs: Sequence[SpawnJob]) -> None:
-        """Queues the jobs."""
         for job in jobs:
             args = (job.target, *job.args)
             self._queue.put(self._context.Process(target=call, args=args, name=job.name))

@@ -15,8 +15,6 @@ MAX_FAILURES: Final = 64
 
 @dataclass(slots=True)
 class StepRollbacks:
-    """The rollbacks of one replica."""
-
     replica: int
     ranks: range
     leaders: Sequence[int]

@@ -165,7 +165,6 @@ class SharedWindow:
 
 
 def window_bytes(specs: Sequence[PlaneSpec], size: int, channels: int = CHANNELS) -> int:
-    """Bytes of the whole mapping."""
     return control_bytes(size, channels) + sum(_page_up(size * spec.nbytes) for spec in specs)
 
 

@@ -67,7 +67,6 @@ class FairQueue(Generic[WaiterT]):
         self.pump()
 
     def unqueue(self, waiter: WaiterT) -> None:
-        """Removes a waiter from its line."""
         line = self._lines[waiter.client]
         del line.waiters[waiter]
         self.forget(waiter, waiter.wanted)

@@ -47,8 +47,6 @@ class PromptTooLong(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What the engine can serve."""
-
     vocab_size: int
     context_length: int
     cache_tokens: int

@@ -99,7 +99,6 @@ class OutputFormat:
         return {"text": progress.text, "output_ids": output_ids, "meta_info": meta}
 
     def weight(self, request: Request, progress: Progress) -> int:
-        """The weight of the next output."""
         if self._has_logprobs(request, progress):
             return weight(request, 0, progress.num_output)
         return progress.num_output // 8

@@ -101,7 +101,6 @@ class Recording:
         self._steps: int | None = None
         self._ranks: set[int] = set()
         self.num_steps = 0
-        """Steps in the trace."""
 
     def start(self, num_steps: int | None) -> None:
         states = self._query("record")

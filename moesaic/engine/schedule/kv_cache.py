@@ -64,7 +64,6 @@ class PrefixTree:
         self._idle: list[tuple[int, int, PrefixNode]] = []
 
     def key(self, token_ids: Sequence[int], page: int) -> Key:
-        """The tokens of one page of a sequence."""
         return tuple(token_ids[page * self.page_size : (page + 1) * self.page_size])
 
     def match(self, token_ids: Sequence[int], limit: int) -> tuple[PrefixNode, list[int]]:

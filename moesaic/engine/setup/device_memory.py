@@ -125,7 +125,6 @@ class DeviceRoom:
 
 
 def gpu_room() -> DeviceRoom:
-    """The memory of the current GPU."""
     return DeviceRoom.of(torch.device("cuda", torch.cuda.current_device()))
 
 

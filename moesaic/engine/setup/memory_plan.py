@@ -294,7 +294,6 @@ def chunk_tokens(args: ServerArgs, mesh: Mesh, context: int) -> int:
 
 
 def step_limits(args: ServerArgs, mesh: Mesh, context: int) -> StepLimits:
-    """The limits of one attention group."""
     running = max_running(args, mesh)
     return StepLimits(chunk_tokens(args, mesh, context) + running, running)
 

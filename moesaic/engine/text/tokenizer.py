@@ -57,8 +57,6 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class TokenForm:
-    """The kind of a token."""
-
     text: str = ""
     """As decoded alone."""
     known: bool = True
@@ -195,7 +193,6 @@ class Tokenizer:
 
     @property
     def templates(self) -> dict[str, str]:
-        """Chat templates by name."""
         return self.chat.texts
 
     def apply_chat_template(

@@ -49,7 +49,6 @@ class PutSpec(RowSpec):
         ]
 
     def nbytes(self, size: int) -> int:
-        """The bytes of one of `size` ranks."""
         return window_bytes(self.planes(), size) // size
 
 

@@ -34,9 +34,7 @@ class AddedToken(Protocol):
 @dataclass(frozen=True)
 class Format:
     tools: str | None
-    """Name of the tool parser."""
     reasoning: str | None
-    """Name of the reasoning parser."""
     skip_special_tokens: bool
     """A sampling parameter; False keeps markers that are special tokens in the text."""
     vocabulary: AddedTokens = field(default_factory=AddedTokens, repr=False)

@@ -35,7 +35,6 @@ class ReplicatedRoute(DeviceRoute):
     """Token t is row t on all ranks."""
 
     half: int
-    """The half of the results buffer."""
     meets: bool
     """Whether all ranks meet before results are written."""
 

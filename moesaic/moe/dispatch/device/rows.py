@@ -196,7 +196,6 @@ class DeviceRowsDispatcher(BaseDispatcher):
         return self.exchange.results(route.lane, self._first(route), rows)
 
     def _first(self, route: DeviceRoute) -> int:
-        """The first row of the results."""
         return 0
 
     def _given(self, route: DeviceRoute) -> ChannelCall:

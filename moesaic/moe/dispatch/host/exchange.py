@@ -73,7 +73,6 @@ class ExchangeSpec(RowSpec):
         ]
 
     def nbytes(self, size: int) -> int:
-        """The bytes of one of `size` ranks."""
         inbox = LANES * self.inbox_rows * PAYLOAD_FORMATS[self.payload].row_bytes(self.hidden_size)
         return window_bytes(self.planes(), size) // size + inbox
 

@@ -46,7 +46,6 @@ class ExchangeDispatcher(WindowDispatcher):
         raise NotImplementedError
 
     def publish(self, x_TH: Tensor, topk: TopKOutput, lane: int) -> None:
-        """Publishes all tokens of a step."""
         x = self.config.encode(x_TH)
         self.lanes.acquire(lane, self.operation("dispatch"))
         self.exchange.publish(lane, x, topk, slice(None))
