@@ -22,7 +22,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from moesaic.config import ServerArgs
-from moesaic.core.process import forget_api_keys
+from moesaic.core.process import STOP_SIGNALS, forget_api_keys, handling_signals
 from moesaic.engine.engine import Engine
 from moesaic.server.admission import AdmissionQueue
 from moesaic.server.app import ROUTES, make_app
@@ -32,7 +32,6 @@ from moesaic.server.http_protocol import ConnectionLimits, protocol_with
 
 logger = logging.getLogger(__name__)
 
-SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 # Time that clients have to read the last answers at shutdown.
 SHUTDOWN_SECONDS: Final = 5
 KEEP_ALIVE_SECONDS: Final = 30
@@ -55,7 +54,7 @@ def serve(args: ServerArgs, listener: socket.socket) -> int:
     address = listener.getsockname()[0]
     if not keys and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         logger.warning("--host %s is reachable by others and there is no --api-key", args.host)
-    with _exit_on_signals(), closing(listener):
+    with handling_signals(_exit), closing(listener):
         with _progress(args.model_path):
             engine = Engine(apart=True, **asdict(args))
         try:
@@ -94,7 +93,7 @@ class Server(uvicorn.Server):
 
     async def serve_until_stopped(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in SIGNALS:
+        for number in STOP_SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
         stop = asyncio.create_task(self._stop_when_drained())
         try:
@@ -200,18 +199,8 @@ def _raise_file_limit(needed: int) -> int:
     return now
 
 
-@contextmanager
-def _exit_on_signals() -> Iterator[None]:
-    """While loading, a signal ends the process with the status that a shell reports for it."""
-    before = {number: signal.signal(number, _exit) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _exit(number: int, _: FrameType | None) -> None:
+    """While loading, a signal ends the process with the status that a shell reports for it."""
     logger.info("%s: the server was not ready yet", signal.Signals(number).name)
     sys.exit(128 + number)
 

@@ -23,7 +23,7 @@ from moesaic.comm.supervise.membership_policy import EndService, MembershipPolic
 from moesaic.comm.supervise.poll_loop import PollLoop, receive_some
 from moesaic.comm.supervise.process_watch import ProcessWatch, describe_exit
 from moesaic.comm.supervise.service_spec import RankSpec, ServiceSpec
-from moesaic.comm.supervise.spawner import Spawner, SpawnJob, kill_children
+from moesaic.comm.supervise.spawner import Spawner, kill_children
 from moesaic.core.messages import AnyMessage, Message, NoMessage, RollbackStep, Stop, decode, encode
 
 logger = logging.getLogger(__name__)
@@ -157,13 +157,11 @@ class NodeSupervisor(ABC):
         return f"{self.mesh.describe(rank)} {what}; {self.page.snapshot(rank)}"
 
     def start_ranks(self, store: StoreAddress, host: str = "") -> None:
-        jobs = []
         for rank in self.spec.ranks:
             route = self._routes[rank]
             spec = RankSpec(rank, self.spec, self._control, self._endpoint, route, store, host)
             data = msgspec.msgpack.encode(spec)
-            jobs.append(SpawnJob(f"rank{rank}", "moesaic.comm.launch.rank_link:main", (data,)))
-        self._spawner.start(jobs)
+            self._spawner.start(f"rank{rank}", "moesaic.comm.launch.rank_link:main", data)
 
     def fence(self, ranks: Sequence[int], reason: str) -> None:
         """Declares an epoch without these ranks and kills them, then all others."""

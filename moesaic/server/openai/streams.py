@@ -39,11 +39,9 @@ class Answer(Protocol):
 
     def chunks(self, update: RequestUpdate) -> Sequence[msgspec.Struct]:
         """What is new since the last update."""
-        ...
 
     def whole(self, update: RequestUpdate) -> msgspec.Struct:
         """The choice that ends with this update."""
-        ...
 
 
 AnswerT = TypeVar("AnswerT", bound=Answer)
