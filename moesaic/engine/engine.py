@@ -227,8 +227,7 @@ class Engine:
         return self._core.providers
 
     def get_stats(self) -> EngineStats:
-        """Counters since the start, by serving group and rank. For a rank that does not answer
-        within seconds it has the supervisor's view."""
+        """Counters since the start; for a rank that is late, the supervisor's view of it."""
         return engine_stats(self._thread.query("stats"), self._core.facts.num_experts)
 
     def start_profile(
@@ -239,8 +238,7 @@ class Engine:
         self._profiler.start(output_dir, num_steps)
 
     def stop_profile(self) -> str:
-        """Ends the recording and returns the path of its trace; after a recording that has ended by
-        itself, the path of that one. ValueError if there was none."""
+        """Ends the last recording and returns the path of its trace; ValueError without one."""
         return str(self._profiler.stop())
 
     @property

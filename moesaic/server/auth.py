@@ -116,8 +116,7 @@ def _refuse_foreign_pages(request: Request) -> None:
 
 
 def refuse_browsers(request: Request) -> None:
-    """Protects a GET that changes state on a server without keys: any page can make a browser send
-    it, and some browsers omit the Origin header."""
+    """Protects a GET that changes state without keys: any page can make a browser send it."""
     headers = request.headers
     if (
         any(name in BROWSER_HEADERS or name.startswith(BROWSER_PREFIX) for name in headers)

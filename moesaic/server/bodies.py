@@ -87,8 +87,7 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:
-    """The body, or a Refusal. msgspec rejects NaN, Infinity and lone surrogates, and its messages
-    say where and what was expected without quoting the body."""
+    """The body, or a Refusal; msgspec's messages say what was expected and do not quote it."""
     return (await read_sized(request, kind))[0]
 
 
@@ -106,8 +105,7 @@ async def in_thread_if_large(size: int, make: Callable[[], Result]) -> Result:
 
 
 def is_decodable(text: str) -> bool:
-    """Whether the JSON arguments of a call are small enough to decode. Raises a Refusal if they are
-    nested too deeply, because templates recurse into them."""
+    """Whether a call's JSON arguments are small enough to decode; Refusal if nested too deeply."""
     found = json_extent(text.encode())
     if found.depth > MAX_DEPTH:
         what = f"the arguments of a call are nested more than {MAX_DEPTH} levels deep"

@@ -133,8 +133,7 @@ class Server(uvicorn.Server):
         self.stopping = True
 
     async def _stop_when_drained(self) -> None:
-        """Stops the server after a fault, or after a signal when the open requests are done; until
-        then it listens and refuses new requests with a reason."""
+        """Stops after a fault, or after a signal when open requests are done; refuses new ones."""
         while not (self.stopping or self._engine.fault):
             await asyncio.sleep(POLL_SECONDS)
         if self._engine.fault:
@@ -157,8 +156,7 @@ class Server(uvicorn.Server):
 
 
 def config_of(app: ASGIApp, limits: ConnectionLimits) -> uvicorn.Config:
-    """uvicorn's configuration. `proxy_headers` is off: a client on this machine could pretend to be
-    many clients with `X-Forwarded-For`."""
+    """uvicorn's configuration; with `proxy_headers` a client could pretend to be many."""
     return uvicorn.Config(
         app,
         http=protocol_with(limits),

@@ -54,8 +54,7 @@ class Mps:
         return self._watch is not None
 
     def for_ranks(self, sharers: int) -> dict[str, str]:
-        """The environment of each of `sharers` ranks on a GPU, set before it opens CUDA; empty for
-        one rank. A user's own limit of processors is kept."""
+        """The environment of each of `sharers` ranks on a GPU; keeps a user's processor limit."""
         if sharers == 1:
             return {}
         shown = {**self.environment, CROWD: str(0 if self.is_own else MAX_MPS_CLIENTS)}

@@ -112,8 +112,7 @@ class Service:
             self._socket.send(encode(message), zmq.NOBLOCK)
 
     def receive(self, timeout: float | None = None) -> AnyMessage | None:
-        """The next message; None after `timeout` seconds (None: no limit) or a `wake`. After the
-        end of the service it returns its Fault every time."""
+        """The next message; None after `timeout` seconds or a `wake`; a Fault after the end."""
         if self._fault is not None:
             return self._fault
         if (message := self._take()) is not None:

@@ -232,8 +232,7 @@ class FollowerLinks:
 
 
 class LeadLink:
-    """On every other node: the connection to node 0, which a thread opens as soon as node 0
-    listens. Its first event is Connected or Disconnected."""
+    """On other nodes: the connection to node 0; the first event is Connected or Disconnected."""
 
     def __init__(self, node: int, address: tuple[str, int], seconds: float) -> None:
         self._node, self._address = node, address

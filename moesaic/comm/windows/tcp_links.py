@@ -90,8 +90,7 @@ def frame(
 
 
 class Outlet:
-    """A connection to a rank of another node, on which this process only sends. Once `broken`,
-    frames are dropped; TcpLinks.connect makes another."""
+    """A connection to a rank of another node, to send; once `broken`, frames are dropped."""
 
     def __init__(self, connection: socket.socket, peer: Identity, address: str) -> None:
         self.peer, self.address = peer, address

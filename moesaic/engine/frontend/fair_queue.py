@@ -39,8 +39,7 @@ WaiterT = TypeVar("WaiterT", bound=Waiter)
 
 
 class FairQueue(Generic[WaiterT]):
-    """Grants `slots` to waiters, one per turn. At most `most_open` are held or waited for. Callers
-    with several threads hold a lock around each call."""
+    """Grants `slots` to waiters in turn, with up to `most_open` held or waited for. No lock."""
 
     def __init__(self, slots: int, most_open: int) -> None:
         self.slots, self.most_open = slots, most_open

@@ -117,8 +117,7 @@ class InflightRequests:
         return len(chosen)
 
     def abort(self, name: str, client: Hashable = None) -> int:
-        """Aborts the requests with this id, which is that of a request, a prompt or a call; with
-        `client` only that client's. Returns their number."""
+        """Aborts the requests of a request's, prompt's or call's id, with `client` only its own."""
         with self._lock:
             found = self._index.find(name)
         return self._abort([state for state in found if client in (None, state.client)])

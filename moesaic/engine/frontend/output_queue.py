@@ -46,8 +46,7 @@ class OutputSender:
 
 
 class OutputQueue:
-    """The progress of one call's requests, by number. It keeps only the newest of each: a slow
-    reader gets larger increments and costs no memory."""
+    """The newest progress of each request of a call: a slow reader gets larger increments."""
 
     def __init__(self, sender: OutputSender) -> None:
         self.newest: dict[int, Progress] = {}

@@ -271,8 +271,7 @@ class ModelRunner:
         self.watchdog.raise_if_rolled_back(error)
 
     def abandon(self, reason: str) -> None:
-        """Ends in-flight steps on a device, also where they wait for other ranks. A rank calls this
-        before it reports that it is ready for a restart."""
+        """Ends in-flight steps on a device, also waits for other ranks, before a restart."""
         # First, as the device may wait for another rank.
         self.watchdog.abort(reason)
         self.steps.drop()

@@ -192,8 +192,7 @@ class AsynchronousSteps:
         return self._eager_output(plan, eager)
 
     def _graph_key(self, plan: StepPlan, agreement: StepAgreement) -> GraphKey | None:
-        """The graph of a decode step; None for an eager step. With other ranks it follows from what
-        all of them know, so that all replay the same graph."""
+        """The graph of a decode step, None for an eager step; all ranks choose alike."""
         if self._has_peers:
             return None if agreement.prefill else self.graphs.bucket(max(agreement.counts))
         queries = len(plan.items[0].token_ids) if plan.items else 1

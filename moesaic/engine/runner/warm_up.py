@@ -4,8 +4,8 @@ Kernels depend on the power of two that a step's tokens reach, and on whether th
 those of logits on the rows that sample; attention of single tokens on their number and context.
 Decode steps run when their graphs are captured. Ranks may dispatch decode steps in another mode, so
 those without a graph run here, too. All ranks run the same steps in the same order, but their
-kernels do not wait for each other (DeviceWindow.isolated), so slow compilation delays no other rank;
-NCCL's kernels do wait.
+kernels do not wait for each other (DeviceWindow.isolated), so slow compilation delays no other
+rank; NCCL's kernels do wait.
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ class Quarantine:
         return len(self._sets)
 
     def report_failure(self, suspects: Sequence[Request], *, alone: bool) -> Request | None:
-        """Takes the requests of a failed step; returns the culprit once it is known. `alone`: no
-        request of another serving group was in the step."""
+        """The culprit, if known, of a failed step; `alone`: it had no other group's requests."""
         if alone and len(suspects) == 1:
             return suspects[0]
         if alone and suspects:

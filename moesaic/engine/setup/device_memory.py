@@ -243,8 +243,7 @@ def check_weights_fit(name: str, weight_bytes: int, room: DeviceRoom, smaller: s
 
 
 def gpu_cache_tokens(args: ServerArgs, cache: CacheRequest, room: DeviceRoom) -> int:
-    """Tokens of the KV cache on a GPU that has the weights, in whole pages: --max-total-tokens, or
-    what fits."""
+    """Tokens of the KV cache beside the weights on a GPU: --max-total-tokens, or what fits."""
     page, per_token, step = args.page_size, cache.token_bytes, cache.step
     if args.max_total_tokens is not None:
         _check_page(args.max_total_tokens, page)

@@ -244,8 +244,7 @@ def collective_bytes(
     dtype: torch.dtype,
     gpu: torch.device | None = None,
 ) -> int:
-    """A rank's windows: on a CPU for its stage, for its attention group if that differs, and for
-    the pipeline; on a GPU for its attention group."""
+    """A rank's windows: of its stage, attention group and pipeline; on a GPU of the group only."""
     if gpu is not None:
         size = mesh.attention_tp
         return DeviceCollective.window_bytes(size, DEVICE_BYTES, gpu, neighbours(mesh))

@@ -109,8 +109,7 @@ def _read(stream: BinaryIO) -> bytes:
 
 
 class LimitedChild:
-    """Runs `module` in a process, which starts with the first request and again after it has died.
-    One thread asks at a time; any thread may close it."""
+    """Runs `module` in a process, from the first request on. One thread asks; any may close it."""
 
     def __init__(self, module: str, setup: bytes, allowance: Allowance) -> None:
         self._module, self._setup, self.allowance = module, setup, allowance

@@ -131,8 +131,7 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """An upper bound of the characters of one token's text. The name of a byte-level token has
-        one character per byte, and so is no shorter than its text."""
+        """An upper bound of a token's characters; byte-level names have one for each byte."""
         longest = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
         return longest * (1 if self.backend.normalizer is None else MAX_JOINED)
 

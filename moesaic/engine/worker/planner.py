@@ -195,8 +195,7 @@ class Planner:
         return []
 
     def rollback(self, steps: Iterable[InflightStep]) -> list[Request]:
-        """Undoes these in-flight steps, all that there are; returns their requests. Their pages are
-        cleared again, as the steps may not have done so."""
+        """Undoes all in-flight steps and returns their requests; their pages are cleared again."""
         suspects: dict[Request, None] = {}
         for step in reversed([*steps]):
             self._new_pages += step.plan.clear if step.items else []

@@ -85,8 +85,7 @@ class StepLoop:
         return 2 if self.overlaps else self.stage.pipeline_depth
 
     def step(self) -> bool:
-        """Begins the next step and completes the oldest if enough are in flight; False if no
-        rank has work."""
+        """Begins a step and completes the oldest if enough are in flight; False without work."""
         spans, self.in_trial = self.runner.spans, self.stage.is_trial
         spans.begin_step(self.stage.number + 1)
         step = self._plan()

@@ -187,8 +187,7 @@ class Worker:
             self._handle(self.link.receive(None, f"be called back from step {number}"))
 
     def _restart(self, generation: int) -> None:
-        """Abandons the step and resumes in the next generation, once all ranks have abandoned it.
-        An error in here is final."""
+        """Abandons the step and resumes with all ranks in the next generation; errors are final."""
         self.link.status.generation = generation
         while self._rollback is None or self._rollback.generation != generation:
             self._handle(self._receive_order())

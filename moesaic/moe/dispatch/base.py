@@ -234,8 +234,7 @@ class BaseDispatcher(ABC):
             self.spans.add(SpanKind.COMBINE, begin, self.config.layer, tokens, moved, now)
 
     def _check(self, x_TH: Tensor, topk: TopKOutput) -> None:
-        """Checks what a custom top-k or a hook gives, before other ranks depend on it. Values only
-        on CPU: on a GPU that would wait for the device."""
+        """Checks what a custom top-k or a hook gives; values only on CPU, without a wait."""
         config, ids, weights = self.config, topk.ids_TK, topk.weights_TK
         shape = (x_TH.shape[0], config.top_k)  # `len` of a tensor is slow
         if ids.shape != shape or weights.shape != shape or weights.dtype != torch.float32:

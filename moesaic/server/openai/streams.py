@@ -155,8 +155,7 @@ def _check_failure(context: Context, update: RequestUpdate) -> None:
 
 
 def finish_reason(update: RequestUpdate) -> str:
-    """stop or length. OpenAI has no word for an aborted answer; length says that it is incomplete,
-    in a word that every client knows."""
+    """stop or length: OpenAI has no word for an aborted answer, and length means incomplete."""
     assert update.finish_reason is not None
     reason = update.finish_reason.type
     return "length" if reason == "abort" else reason

@@ -232,8 +232,7 @@ class Exchange(Lanes):
     def copy_to_blocks(
         self, lane: int, rows_R: Tensor, counts: list[int], global_scale: float
     ) -> Payload:
-        """Copies published rows to the front of each slot's block in the lane's inbox, `counts` to
-        each."""
+        """Copies published rows to the front of each slot's block in the inbox, `counts` each."""
         inbox = self.inbox(lane)
         block = self.spec.inbox_rows // len(counts)
         if max(counts) > block:

@@ -135,8 +135,7 @@ def _is_sum(rows: StandardDispatchOutput, context: RunContext) -> bool:
 
 
 def _sums_row(groups: Groups, weights: ExpertWeights) -> bool:
-    """Whether the last product of a single row also sums its pairs. In fp8 that is slower: threads
-    would do the work of matrix units."""
+    """Whether the last product of a single row sums its pairs, which in fp8 would be slower."""
     plain = weights.w2_eHI.format.activation is None
     return groups.ids_K is not None and groups.top_k > 1 and plain
 
@@ -228,8 +227,7 @@ def on_grid(x_TH: Tensor, activation: str | None, scale: float) -> Rows:
 
 
 def kernel_format(format: WeightFormat) -> str:
-    """The kernels' name of a format. Their fp8 formats quantise rows; weights whose activations
-    stay unquantised have other names."""
+    """The kernels' name of a format; weights with unquantised activations have other names."""
     return format.name if format.activation else FP8_WEIGHT_ONLY.get(format.name, format.name)
 
 
