@@ -16,14 +16,7 @@ from moesaic.moe.dispatch.host.exchange import LANES
 from moesaic.moe.placement import EpLayout, Placement
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
-from moesaic.moe.registry import (
-    A2A_REGISTRY,
-    BufferSpec,
-    MoeProblem,
-    Provider,
-    modes_of,
-    resolve,
-)
+from moesaic.moe.registry import A2A_REGISTRY, BufferSpec, MoeProblem, Provider, modes_of, resolve
 from moesaic.moe.runner.base import Workspace
 from moesaic.moe.shape_only import ShapeOnlyDispatcher, ShapeOnlyGroup
 

@@ -127,11 +127,7 @@ class GraphBatch:
         self._hidden_BH = None if ranks.is_last else runner.hidden_buffer(most)
 
     def run(
-        self,
-        plan: StepPlan,
-        key: GraphKey,
-        x_TH: Tensor | None,
-        slots: Sequence[FutureTokenSlot],
+        self, plan: StepPlan, key: GraphKey, x_TH: Tensor | None, slots: Sequence[FutureTokenSlot]
     ) -> Tensor | None:
         """Hidden states for the next stage; the last one fills `logits_BV` and `found_2B`."""
         items, queries = plan.items, key.queries

@@ -77,11 +77,7 @@ def kind_of(args: ServerArgs) -> str:
 
 
 def moe_problem(
-    args: ServerArgs,
-    dtype: torch.dtype,
-    weights: WeightFormat | None,
-    model: CausalLM,
-    mesh: Mesh,
+    args: ServerArgs, dtype: torch.dtype, weights: WeightFormat | None, model: CausalLM, mesh: Mesh
 ) -> MoeProblem:
     """`model` gives the sizes and may be on the meta device."""
     name = DTYPE_NAMES[dtype]

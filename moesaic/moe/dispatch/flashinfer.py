@@ -21,12 +21,7 @@ from moesaic.moe.dispatch.device.rows import DeviceRowsDispatcher
 from moesaic.moe.dispatch.host.exchange import LANES, TAGS, ExchangeSignal, Lanes, planes_of
 from moesaic.moe.dispatch.host.windowed import WindowDispatcher
 from moesaic.moe.dispatch.local import device_provider
-from moesaic.moe.formats import (
-    CombineInput,
-    RowsCombineInput,
-    StandardDispatchOutput,
-    TopKOutput,
-)
+from moesaic.moe.formats import CombineInput, RowsCombineInput, StandardDispatchOutput, TopKOutput
 from moesaic.moe.quant.payload import Payload
 from moesaic.moe.registry import UNQUANTIZED, A2aBackend, Provider, register_a2a
 

@@ -56,11 +56,7 @@ class Format:
         return bool(next(given, think.default))
 
     def parser(
-        self,
-        tools: Sequence[Tool],
-        thinking: bool,
-        split_reasoning: bool = True,
-        prompt: str = "",
+        self, tools: Sequence[Tool], thinking: bool, split_reasoning: bool = True, prompt: str = ""
     ) -> ChatParser:
         """The end of `prompt` shows whether the template left the thinking part open."""
         if self.harmony:

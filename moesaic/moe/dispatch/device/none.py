@@ -15,11 +15,7 @@ from moesaic.kernels.quantise import quantise_rows
 from moesaic.moe.dispatch.base import CommContext, DispatchConfig
 from moesaic.moe.dispatch.device.exchange import RESULTS, ROWS, SECOND_RESULTS, DeviceExchangeSpec
 from moesaic.moe.dispatch.device.rows import DeviceRoute, DeviceRowsDispatcher
-from moesaic.moe.formats import (
-    DispatchOutput,
-    StandardDispatchOutput,
-    TopKOutput,
-)
+from moesaic.moe.formats import DispatchOutput, StandardDispatchOutput, TopKOutput
 from moesaic.moe.quant.payload import Payload
 
 

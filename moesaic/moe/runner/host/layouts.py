@@ -216,10 +216,7 @@ def pre_permute_rows(
 
 
 def post_permute_rows(
-    outputs: RunnerOutput,
-    inputs: GroupedInput,
-    rows: StandardDispatchOutput,
-    context: RunContext,
+    outputs: RunnerOutput, inputs: GroupedInput, rows: StandardDispatchOutput, context: RunContext
 ) -> CombineInput:
     """A weighted sum for each row; in deterministic mode the pairs themselves."""
     pairs = inputs.pairs
@@ -277,10 +274,7 @@ def pre_permute_blocks(
 
 
 def post_permute_blocks(
-    outputs: RunnerOutput,
-    inputs: GroupedInput,
-    rows: LowLatencyDispatchOutput,
-    context: RunContext,
+    outputs: RunnerOutput, inputs: GroupedInput, rows: LowLatencyDispatchOutput, context: RunContext
 ) -> CombineInput:
     pairs = inputs.pairs
     assert pairs is not None
