@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Final
 
 import msgspec
@@ -58,8 +59,6 @@ class RankLink:
         self.status: RankStatus = self._page.status(spec.rank)
         self.lifecycle = Lifecycle(self._membership())
         """What this rank restarts when a step is rolled back."""
-        self._store: StoreClient | None = None
-        self._links: TcpLinks | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(0)
@@ -74,22 +73,17 @@ class RankLink:
     def node(self) -> int:
         return self.mesh.node_of(self.rank)
 
-    @property
+    @cached_property
     def store(self) -> StoreClient:
         """The store of the service; connected at first use."""
-        if self._store is None:
-            spec = self._spec
-            own = Identity(spec.rank, self.node)
-            self._store = spec.store.connect(self._start_timeout, own)
-        return self._store
+        own = Identity(self.rank, self.node)
+        return self._spec.store.connect(self._start_timeout, own)
 
-    @property
-    def links(self) -> TcpLinks | None:
-        """This rank's connections to other nodes, if there are any; opened at first use."""
-        if self._links is None and self.mesh.nnodes > 1:
-            spec = self._spec
-            self._links = TcpLinks(spec.rank, self.node, spec.host, spec.store.secret)
-        return self._links
+    @cached_property
+    def links(self) -> TcpLinks:
+        """This rank's connections to other nodes; opened at first use."""
+        spec = self._spec
+        return TcpLinks(self.rank, self.node, spec.host, spec.store.secret)
 
     def group(self, name: str, ranks: Sequence[int]) -> StoreGroup:
         """A group of this rank and others, in that order; all of them ask for the same."""
