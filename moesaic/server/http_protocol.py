@@ -33,8 +33,7 @@ from moesaic.server.errors import Refusal
 MAX_HEAD: Final = 16 << 10
 # Bytes of a header line besides its name and value.
 LINE_OVERHEAD: Final = len(": \r\n")
-# Bytes that the parser gets at once. It does not report where a message begins, so the bytes with
-# the beginning are not counted.
+# Bytes that the parser gets at once; those with the beginning of a message are not counted.
 PARSE_BYTES: Final = 4 << 10
 # Framing bytes that a chunk may have, besides twice the bytes of its data.
 CHUNK_OVERHEAD: Final = 16

@@ -195,8 +195,7 @@ class RankGroup(Peers):
             work.wait()
         except RuntimeError as error:
             seconds = time.monotonic() - started
-            # Closes the connections, so that peers that wait for this rank fail now, too, and
-            # report. The work also holds them.
+            # Closes the connections, which the work holds, too: waiting peers fail and report.
             del work
             self._gloo = None
             raise self._failure(operation, seconds) from error

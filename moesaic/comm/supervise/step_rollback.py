@@ -8,8 +8,7 @@ from typing import Final
 
 from moesaic.core.messages import ResumeSteps, RollbackStep, StepAbandoned, StepFailed
 
-# Steps that may fail in a row without any output in between. Finding one bad request among n takes
-# about log2 n steps.
+# Steps that may fail in a row without output; finding one bad request in n takes about log2 n.
 MAX_FAILURES: Final = 64
 
 

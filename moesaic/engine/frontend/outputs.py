@@ -11,8 +11,7 @@ from moesaic.engine.text.tokenizer import Tokenizer
 
 IndexedProgress = tuple[int, Progress]
 Entry = tuple[float | None, int, str | None]
-# Logprobs that one stream may repeat before only its last output has them; one is about 40 bytes of
-# JSON.
+# Logprobs that a stream may repeat before only its last output has them, each 40 bytes of JSON.
 MAX_REPEATED: Final = 1 << 18
 
 

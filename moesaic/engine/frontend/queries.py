@@ -14,8 +14,7 @@ from moesaic.core.messages import QueryReply
 from moesaic.core.stats import EngineStats, RankStats
 from moesaic.engine.worker.rank_stats import RankStatsReply
 
-# Ranks reply between two steps. A rank that misses this deadline is left out of the statistics:
-# they are polled again soon.
+# Ranks reply between two steps; later replies are left out of the statistics.
 STATS_SECONDS: Final = 3.0
 # Other queries wait longer, since a prompt of a large model may take long.
 ANSWER_SECONDS: Final = 60.0

@@ -207,15 +207,6 @@ class DeviceFuseEP(BaseDispatcher):
     def _dispatch_b(self, pending: FusedDispatchOutput) -> FusedDispatchOutput:
         return pending
 
-    def run(self, pending: DevicePending, context: RunContext) -> FusedCombineInput:
-        received = self.rows._dispatch_b(pending.sent)
-        assert isinstance(received, StandardDispatchOutput)
-        inputs = pre_permute_pairs(received, context)
-        outputs = context.core.run(inputs, context.weights, context.workspace)
-        results = post_permute_pairs(outputs, inputs, received, context)
-        y_TH = self.rows._combine_b(self.rows._combine_a(results))
-        return FusedCombineInput(pending, y_TH, count_e=results.count_e)
-
     def _combine_a(self, results: CombineInput) -> FusedCombineInput:
         assert isinstance(results, FusedCombineInput)
         return results
@@ -225,8 +216,15 @@ class DeviceFuseEP(BaseDispatcher):
 
 
 def fused_moe_on_device(rows: FusedDispatchOutput, context: RunContext) -> FusedCombineInput:
-    handle: DevicePending = rows.handle
-    return handle.dispatcher.run(handle, context)
+    pending: DevicePending = rows.handle
+    inner = pending.dispatcher.rows
+    received = inner._dispatch_b(pending.sent)
+    assert isinstance(received, StandardDispatchOutput)
+    inputs = pre_permute_pairs(received, context)
+    outputs = context.core.run(inputs, context.weights, context.workspace)
+    results = post_permute_pairs(outputs, inputs, received, context)
+    y_TH = inner._combine_b(inner._combine_a(results))
+    return FusedCombineInput(pending, y_TH, count_e=results.count_e)
 
 
 def spread_rows(rows_R: Tensor, filled: list[int], places: LayoutPlan) -> Tensor:
