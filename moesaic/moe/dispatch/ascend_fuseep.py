@@ -148,7 +148,7 @@ def fused_moe(rows: FusedDispatchOutput, context: RunContext) -> FusedCombineInp
 
 
 # Formats that the first product reads from remote memory instead of the model's type.
-FAR_PAYLOADS = ("fp8",)
+REMOTE_PAYLOADS = ("fp8",)
 PLAIN_NAMES = {dtype: name for name, dtype in PLAIN.items()}
 
 
@@ -163,7 +163,7 @@ class DeviceFusedRows(DeviceLowLatency):
         kept = config.activation
         return replace(
             super().buffer_spec(config),
-            payload=kept if kept in FAR_PAYLOADS else PLAIN_NAMES[config.dtype],
+            payload=kept if kept in REMOTE_PAYLOADS else PLAIN_NAMES[config.dtype],
             home_rows=cls.most_tokens(config),
         )
 

@@ -94,8 +94,8 @@ class ReplicatedDispatcher(StandardDispatcher):
         return self.sum_results(route.lane, Terms(route.owners_TS, places_TS, route.weights_TS))
 
     def _half(self, lane: int, since: int) -> int:
-        turn = self.exchange.count(ExchangeSignal.RESULTS_READY, lane) - since
-        return turn % 2 * (self.exchange.spec.result_rows // 2)
+        number = self.exchange.count(ExchangeSignal.RESULTS_READY, lane) - since
+        return number % 2 * (self.exchange.spec.result_rows // 2)
 
 
 def host_dispatcher(config: DispatchConfig) -> type[BaseDispatcher]:

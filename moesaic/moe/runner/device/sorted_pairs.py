@@ -114,7 +114,7 @@ def _grouped(rows: StandardDispatchOutput, context: RunContext) -> Groups:
 
 
 def _gathered(
-    rows: StandardDispatchOutput, far: RemoteRows, groups: Groups, context: RunContext
+    rows: StandardDispatchOutput, remote: RemoteRows, groups: Groups, context: RunContext
 ) -> Rows:
     """Remote rows stay on their ranks if the first product reads their format and a slot has few:
     every column of tiles reads them again. Else, and in deterministic mode, they are copied."""
@@ -124,8 +124,8 @@ def _gathered(
     sizes = (_shape(context.config, weights), groups.planned_places, groups.block)
     plan = plan_for_block(rows.ids_RK.device, *sizes)
     if readable and not groups.fixed and plan.implementation == "small":
-        return replace(rows_for_weights(x, context), remote=far)
-    here = gather_remote(Rows(x.values, x.scales, remote=far))
+        return replace(rows_for_weights(x, context), remote=remote)
+    here = gather_remote(Rows(x.values, x.scales, remote=remote))
     return rows_for_weights(replace(x, values=here.values, scales=here.scales), context)
 
 

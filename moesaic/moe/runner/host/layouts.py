@@ -349,10 +349,10 @@ class GroupedCore(MoeRunnerCore):
             y_YH = workspace.borrow("y", tuple(x_YH.shape), self.config.dtype)
         if self.config.kernel:
             h_YI = workspace.borrow("h", (len(x_YH), self.config.intermediate_size), x_YH.dtype)
-            jobs = [
+            rows = [
                 ExpertRows(group.slots.start, group.start, group.rows) for group in inputs.groups
             ]
-            experts.run(x_YH, y_YH, h_YI, jobs, self._tensors(weights))
+            experts.run(x_YH, y_YH, h_YI, rows, self._tensors(weights))
             return RunnerOutput(y_YH)
         pieces = self.config.rounding is Rounding.PIECES
         groups = list(in_pieces(inputs.groups)) if pieces else inputs.groups
