@@ -72,8 +72,7 @@ class Lifecycle:
         self._participants: list[tuple[Callable[[], Participant | None], tuple[int, ...]]] = []
 
     def register(self, participant: Participant, ranks: Sequence[int]) -> None:
-        """`ranks`: the members of the participant's group. A participant leaves when it is
-        garbage."""
+        """`ranks`: the members of its group. A participant leaves when it is garbage."""
         with self.lock:
             known = [entry for entry in self._participants if entry[0]() is not None]
             self._participants = [*known, (weakref.ref(participant), tuple(ranks))]

@@ -15,8 +15,6 @@ from moesaic.config.args import ServerArgs
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """The coordinates of a rank."""
-
     rank: int
     replica: int
     stage: int
@@ -24,7 +22,6 @@ class RankPlace:
     dp_rank: int
     """The attention group, within the stage."""
     attention_rank: int
-    """Within the attention group."""
     ep_rank: int
     moe_tp_rank: int
 
@@ -37,8 +34,7 @@ class RankPlace:
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """`dp`: attention groups per stage. `replicas`: copies of the model. `dense_tp`, `vocab_tp`:
-    the number of ranks that share dense layers and logits: `tp`, or 1 or the attention group's
-    size."""
+    ranks that share dense layers and logits: `tp`, or 1 or the attention group's size."""
 
     tp: int = 1
     pp: int = 1
@@ -93,9 +89,6 @@ class Mesh:
     def rank(self, replica: int, stage: int, tp_rank: int) -> int:
         return (replica * self.pp + stage) * self.tp + tp_rank
 
-    def replica_ranks(self, place: RankPlace) -> Sequence[int]:
-        return self.ranks_of_replica(place.replica)
-
     def ranks_of_replica(self, replica: int) -> range:
         first = self.rank(replica, 0, 0)
         return range(first, first + self.pp * self.tp)
@@ -119,7 +112,6 @@ class Mesh:
         return self.rank(replica, 0, dp_rank * self.attention_tp)
 
     def group_of(self, place: RankPlace) -> int:
-        """The serving group of a rank."""
         return place.replica * self.dp + place.dp_rank
 
     def describe(self, rank: int) -> str:
@@ -137,7 +129,6 @@ class Mesh:
 
 
 def mesh_of(args: ServerArgs) -> Mesh:
-    """The mesh of resolved arguments."""
     tp, split = args.tp_size, args.enable_dp_attention
     dp = args.dp_size if split else 1
     return Mesh(

@@ -1,11 +1,13 @@
-"""Settings of a process: its allocator, and the environment of its children."""
+"""Settings of a process: its allocator, its signals, and the environment of its children."""
 
 import ctypes
 import os
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import FrameType
 from typing import Final
 
 API_KEY: Final = "MOESAIC_API_KEY"
@@ -14,6 +16,7 @@ NODE_SECRET: Final = "MOESAIC_SECRET"
 SECRETS: Final = frozenset((API_KEY, ADMIN_API_KEY, NODE_SECRET))
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEPT_BYTES = 1 << 30
+STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 LARGEST_BLOCK = 32 << 20  # glibc's maximum
 
 
@@ -29,6 +32,17 @@ def keep_freed_memory() -> bool:
     except (AttributeError, OSError):  # another C library
         return False
     return bool(mallopt(M_MMAP_THRESHOLD, LARGEST_BLOCK) and mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))
+
+
+@contextmanager
+def handling_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Calls `handler` for SIGINT and SIGTERM inside."""
+    before = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
 
 
 def child_environment(*needed: str) -> dict[str, str]:

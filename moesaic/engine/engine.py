@@ -193,9 +193,8 @@ class Engine:
                 yield RequestUpdate(number, progress, states[number].request)
 
     def abort(self, rid: str, client: object = None) -> int:
-        """Aborts the call, the prompt with all its samples, or the sample that has exactly this id;
-        with `client` only if it is that client's. Returns the number of requests, which is 0 if
-        they have ended."""
+        """Aborts the call, the prompt with all its samples, or the sample with this id, with
+        `client` only if it is that client's; returns the number of open requests."""
         if not isinstance(rid, str):
             raise ValueError(f"rid must be the id of one request, not {shown(rid)}")
         return self._inflight.abort(rid, client)
@@ -205,8 +204,7 @@ class Engine:
         return self._inflight.abort_all()
 
     async def check_grammar(self, grammar: Grammar, client: Hashable = None) -> None:
-        """ValueError if no output can follow it. A new one waits in the client's line; QueueFull if
-        too many wait."""
+        """ValueError if no output can follow it, QueueFull if too many new grammars wait."""
         SamplingParams(**{grammar.kind: grammar.text})  # type: ignore[arg-type]
         await self.limits.grammars.check_in_turn(grammar, client)
 
@@ -229,8 +227,7 @@ class Engine:
         return self._core.providers
 
     def get_stats(self) -> EngineStats:
-        """Counters since the start, by serving group and rank. For a rank that does not answer
-        within seconds it has the supervisor's view."""
+        """Counters since the start; for a rank that is late, the supervisor's view of it."""
         return engine_stats(self._thread.query("stats"), self._core.facts.num_experts)
 
     def start_profile(
@@ -241,8 +238,7 @@ class Engine:
         self._profiler.start(output_dir, num_steps)
 
     def stop_profile(self) -> str:
-        """Ends the recording and returns the path of its trace; after a recording that has ended by
-        itself, the path of that one. ValueError if there was none."""
+        """Ends the last recording and returns the path of its trace; ValueError without one."""
         return str(self._profiler.stop())
 
     @property

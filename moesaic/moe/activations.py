@@ -13,8 +13,7 @@ Activation = Callable[[Tensor, Tensor], Tensor]
 
 
 class Swiglu(SwigluSpec):
-    """With a limit as in gpt-oss: the gate is clamped from above, the linear part on both sides and
-    shifted by one."""
+    """Clamps gate and linear part, and shifts the latter by one, if gpt-oss's limit is set."""
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.limit is None:

@@ -16,14 +16,7 @@ from moesaic.moe.dispatch.host.exchange import LANES
 from moesaic.moe.placement import EpLayout, Placement
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
-from moesaic.moe.registry import (
-    A2A_REGISTRY,
-    BufferSpec,
-    MoeProblem,
-    Provider,
-    modes_of,
-    resolve,
-)
+from moesaic.moe.registry import A2A_REGISTRY, BufferSpec, MoeProblem, Provider, modes_of, resolve
 from moesaic.moe.runner.base import Workspace
 from moesaic.moe.shape_only import ShapeOnlyDispatcher, ShapeOnlyGroup
 
@@ -54,16 +47,16 @@ class MoeContext:
     dtype: torch.dtype
     comm: CommContext
     max_tokens: int = 8192
-    """Of a rank in a step."""
+    """The most of a rank in a step."""
     max_decode_tokens: int = 128
-    """Of a rank in a step without prefill."""
+    """The most of a rank in a step without prefill."""
     redundant_experts: int = 0
     placements: Mapping[int, Placement] = field(default_factory=dict)
     """By layer, where it is not the default one."""
     max_replicas: int = 0
     """Slots that an expert may get when the placement changes; 0: it never changes."""
     copies: int = 1
-    """Of each block of experts, on adjacent ranks, instead of slices of it."""
+    """Copies of each block of experts, on adjacent ranks, instead of slices of it."""
     deterministic: bool = False
     replicated: bool = False
     lanes: int = LANES
@@ -100,7 +93,6 @@ class MoeContext:
 
     @property
     def weight_format(self) -> WeightFormat:
-        """The format of the experts' weights."""
         return self.resolved.weights
 
     def placement(self, num_experts: int, layer: int = 0) -> Placement:

@@ -32,8 +32,7 @@ class SlotLoad:
 
     @property
     def on_device(self) -> Tensor | None:
-        """The counter that kernels add each slot's rows to, also when a captured graph is replayed;
-        None where the host counts."""
+        """The counter that kernels add each slot's rows to, in graphs too; None on the host."""
         return self._total_e if self.counts else None
 
     @property

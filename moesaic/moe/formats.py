@@ -21,8 +21,7 @@ from moesaic.moe.quant.payload import Payload
 
 @dataclass(frozen=True, slots=True)
 class TopKOutput:
-    """The slots of each token, -1 for none, and their weights (float32, applied exactly once,
-    downstream)."""
+    """The slots of each token, -1 for none, and their float32 weights, applied downstream once."""
 
     ids_TK: Tensor
     weights_TK: Tensor

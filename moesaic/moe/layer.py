@@ -16,7 +16,6 @@ from moesaic.kernels.experts import PairSum
 from moesaic.layers.module import MatrixSlot, Module, TensorSlot
 from moesaic.moe.activations import Activation, silu_and_mul
 from moesaic.moe.context import MoeContext
-from moesaic.moe.dispatch.base import DispatchConfig
 from moesaic.moe.expert_load import SlotLoad
 from moesaic.moe.expert_store import INWARD, OUTWARD, ExpertShape, ExpertStore
 from moesaic.moe.formats import CombineInput, DispatchOutput, TopKOutput
@@ -58,7 +57,9 @@ class FusedMoE(Module):
         self.inner = config.intermediate_size // self.layout.moe_tp_size
         self.store = ExpertStore(context.weight_format, self._expert_shape())
         self.b13, self.b2 = self.store.weights.b13_eJ, self.store.weights.b2_eH
-        self.dispatcher = context.make_dispatcher(self._dispatch_config(layer))
+        sizes = (config.top_k, config.hidden_size)
+        dispatch = context.dispatch_config(self.layout, *sizes, layer)
+        self.dispatcher = context.make_dispatcher(dispatch)
         self.load = SlotLoad(layer, self.layout, context.comm.spans, context.resolved.device)
         self.runner = MoeRunner(
             context.resolved.a2a,
@@ -97,7 +98,7 @@ class FusedMoE(Module):
         self.load.start_window()
 
     def _expert_shape(self) -> ExpertShape:
-        """Of the ranks that share an expert, the first one adds the bias of the down projection."""
+        """The first rank that shares an expert adds the bias of the down projection."""
         bias, first = self.config.bias, self.layout.moe_tp_rank == 0
         return ExpertShape(
             slots=self.layout.slots_per_rank,
@@ -106,11 +107,6 @@ class FusedMoE(Module):
             dtype=self.context.dtype,
             inward_bias=bias,
             outward_bias=bias and first,
-        )
-
-    def _dispatch_config(self, layer: int) -> DispatchConfig:
-        return self.context.dispatch_config(
-            self.layout, self.config.top_k, self.config.hidden_size, layer
         )
 
     def _runner_config(self) -> MoeRunnerConfig:
@@ -148,8 +144,7 @@ class FusedMoE(Module):
             yield self._outward(f"{stem}{down}.weight", local)
 
     def sync_input_scales(self) -> None:
-        """After loading: activations with a global scale get the largest one that any expert of the
-        layer, on any rank, was calibrated with."""
+        """After loading: activations get the largest global scale of all experts of the layer."""
         if not self.store.has_input_scales:
             return
         own = struct.pack("2d", *self.store.largest_input_scales)

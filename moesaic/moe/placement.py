@@ -110,8 +110,7 @@ class Placement:
         return max(map(len, self.replicas))
 
     def table(self, width: int = 0) -> tuple[Tensor, Tensor]:
-        """[E, X] slots of each expert (the first repeated as padding) and how many it has. X is
-        `width`, or what the placement needs."""
+        """[E, X] slots of each expert, padded by the first, and how many it has."""
         width = width or self.most_replicas
         padded = [slots + slots[:1] * (width - len(slots)) for slots in self.replicas]
         return torch.tensor(padded), torch.tensor([len(slots) for slots in self.replicas])

@@ -165,8 +165,7 @@ def register_runner(backend: RunnerBackend) -> RunnerBackend:
 
 @dataclass(frozen=True)
 class MoeProblem:
-    """One combination. `dtype` is that of the activations; a size of 0 is unknown and not
-    checked."""
+    """One combination. `dtype` is that of the activations; a size of 0 is not checked."""
 
     a2a: str = "none"
     mode: str = "auto"
@@ -223,8 +222,7 @@ def formats_of(problem: MoeProblem) -> tuple[str, ...]:
 
 
 def payload_of(problem: MoeProblem) -> tuple[str, str]:
-    """The payload and the reason: the activation format of the weights, if both backends take
-    it."""
+    """The payload and the reason: the weights' activation format, if both backends take it."""
     if problem.payload != "auto":
         return problem.payload, "as asked"
     wanted = problem.weights.activation
@@ -427,8 +425,7 @@ def suggest(problem: MoeProblem) -> MoeProblem | None:
 
 
 def combinations_of(**fixed: Any) -> Iterator[tuple[MoeProblem, Support]]:
-    """All a2a backends, modes, runners, payloads and weights, and whether each combination
-    works."""
+    """All combinations of backends, modes, payloads and weights, and whether each works."""
     axes = product(A2A_REGISTRY, MODES, RUNNER_REGISTRY, PAYLOAD_FORMATS, WEIGHT_FORMATS.values())
     make = partial(MoeProblem, **fixed)
     for a2a, mode, runner, payload, weights in axes:

@@ -28,9 +28,8 @@ class TopK:
         slot_map: SlotMap | None = None,
         num_tokens: int | Tensor | None = None,
     ) -> TopKOutput:
-        """`bias_E` shifts which experts are chosen, not their weights. `slot_map` turns experts
-        into slots. Rows from `num_tokens` on are padding and choose nothing; on a GPU it is a
-        tensor on the device."""
+        """`bias_E` shifts the choice of experts, not their weights. `slot_map` turns experts into
+        slots. Rows from `num_tokens` on (on a GPU a tensor) are padding and choose nothing."""
         if logits_TE.is_cuda and self.spec is not None:
             assert num_tokens is None or isinstance(num_tokens, Tensor), (
                 "an int would wait for the device"

@@ -155,7 +155,6 @@ def _panel(number: int, panel: Panel, place: dict[str, int]) -> dict[str, Any]:
 
 
 def queries(metric: Metric, panel: Panel) -> Iterator[tuple[str, str]]:
-    """PromQL queries and their legends."""
     name = metric.full_name
     short = metric.name.removesuffix("_total").removesuffix("_seconds").replace("_", " ")
     by = metric.series.by

@@ -34,8 +34,6 @@ class ServerStats:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All inputs of the metrics."""
-
     engine: EngineStats
     experts: Sequence[LayerLoad]
     engine_age: float

@@ -85,8 +85,7 @@ class RequestStats:
 
 
 class RequestWatch:
-    """Records every token, so it must be cheap: no locks, and counters that only the engine's
-    thread writes."""
+    """Records every token, so it is cheap: no locks, and one thread writes the counters."""
 
     __slots__ = (
         "_answering",

@@ -29,7 +29,6 @@ class SpanKind(IntEnum):
     LOGITS = 7
     SAMPLE = 8
     WAIT = 9
-    """Waiting for another rank."""
     TOKENISE = 10
     SUBMIT = 11
     DETOKENISE = 12

@@ -1,5 +1,4 @@
-"""Writes spans to a file for ui.perfetto.dev and chrome://tracing: gzipped JSON in the trace event
-format."""
+"""Writes spans for ui.perfetto.dev and chrome://tracing: gzipped JSON in the trace event format."""
 
 from __future__ import annotations
 

@@ -36,8 +36,7 @@ class AdmissionQueueFull(QueueFull):
 
 
 class AdmissionQueue(FairQueue["QueuedCall"]):
-    """Counts requests: `waiting` and `running` now, `refused_total` and `admitted_total` since the
-    start."""
+    """Counts requests: `waiting` and `running` now, the totals since the start."""
 
     def __init__(self, max_running: int, max_queued: int | None = None) -> None:
         most_open = max_running + (MAX_QUEUED if max_queued is None else max_queued)
@@ -81,7 +80,7 @@ class AdmissionQueue(FairQueue["QueuedCall"]):
 
 
 class QueuedCall:
-    """The engine's AdmissionGate for one call, and a waiter of the queue. The call counts as
+    """The engine's CallAdmission for one call, and a waiter of the queue. The call counts as
     arriving until it enters or leaves, so its owner must call `leave`."""
 
     def __init__(self, admission: AdmissionQueue, client: Hashable) -> None:

@@ -52,8 +52,7 @@ class Keys:
         return bool(self.api or self.admin)
 
     def admit(self, access: RouteAccess, request: Request) -> bytes:
-        """The digest of the request's key, empty if the route needs none. Raises a Refusal if the
-        client may not call the route."""
+        """The digest of the request's key, empty if the route needs none, or a Refusal."""
         accepted = self._accepted(access)
         if not accepted:
             if access is not RouteAccess.OPEN:
@@ -117,8 +116,7 @@ def _refuse_foreign_pages(request: Request) -> None:
 
 
 def refuse_browsers(request: Request) -> None:
-    """Protects a GET that changes state on a server without keys: any page can make a browser send
-    it, and some browsers omit the Origin header."""
+    """Protects a GET that changes state without keys: any page can make a browser send it."""
     headers = request.headers
     if (
         any(name in BROWSER_HEADERS or name.startswith(BROWSER_PREFIX) for name in headers)

@@ -87,8 +87,7 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:
-    """The body, or a Refusal. msgspec rejects NaN, Infinity and lone surrogates, and its messages
-    say where and what was expected without quoting the body."""
+    """The body, or a Refusal; msgspec's messages say what was expected and do not quote it."""
     return (await read_sized(request, kind))[0]
 
 
@@ -106,8 +105,7 @@ async def in_thread_if_large(size: int, make: Callable[[], Result]) -> Result:
 
 
 def is_decodable(text: str) -> bool:
-    """Whether the JSON arguments of a call are small enough to decode. Raises a Refusal if they are
-    nested too deeply, because templates recurse into them."""
+    """Whether a call's JSON arguments are small enough to decode; Refusal if nested too deeply."""
     found = json_extent(text.encode())
     if found.depth > MAX_DEPTH:
         what = f"the arguments of a call are nested more than {MAX_DEPTH} levels deep"
@@ -188,8 +186,7 @@ def _without_escapes(data: bytes) -> tuple[bytes, bytes]:
 
 
 def _has_lone_surrogate(data: bytes, message: str) -> bool:
-    """Whether a lone surrogate is why msgspec rejects the data; near the end of the data it reports
-    truncation instead."""
+    """Whether msgspec rejects a lone surrogate; near the end it reports truncation instead."""
     if "truncated" not in message:
         return "surrogate" in message
     try:
@@ -200,7 +197,6 @@ def _has_lone_surrogate(data: bytes, message: str) -> bool:
 
 
 def _depth_steps() -> npt.NDArray[np.int8]:
-    """The change of depth for each byte."""
     steps = np.zeros(256, np.int8)
     steps[list(b"[{")], steps[list(b"]}")] = 1, -1
     return steps

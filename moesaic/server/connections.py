@@ -21,8 +21,6 @@ NETWORK: Final = ~((1 << 64) - 1)
 
 
 class ConnectionState(Enum):
-    """What a connection waits for."""
-
     HEAD = auto()
     """The first head, or the rest of one."""
     BODY = auto()
@@ -85,9 +83,7 @@ class ConnectionWeights:
 @dataclass(frozen=True, slots=True)
 class ConnectionQuotas:
     connections: int
-    """Connections that may be open."""
     for_probes: int
-    """Connections that are reserved for probes."""
     heads: int
     """Connections of one address that may wait for a head longer than `grace_seconds`."""
     body_bytes: int = BODY_BYTES
@@ -96,8 +92,7 @@ class ConnectionQuotas:
 
     @classmethod
     def of(cls, connections: int) -> ConnectionQuotas:
-        """Reserves a few connections for probes. One address, which may be a proxy, may have half
-        of all connections in unfinished heads."""
+        """Reserves a few connections for probes; one address may have half of all in open heads."""
         return cls(connections, min(PROBE_CONNECTIONS, connections // 4), connections // 2)
 
 
@@ -129,8 +124,7 @@ class ConnectionTable:
             self._evict(self._body_bytes.oldest_of_largest())
 
     def admit_request(self, connection: Connection) -> bool:
-        """Whether there is room for a request that is not a probe; it may evict a request that
-        waits for its client."""
+        """Whether a request that is no probe has room; may evict one that waits for its client."""
         if len(self._requests) >= self._quotas.connections - self._quotas.for_probes:
             oldest = self._slow.oldest_of_largest()
             if oldest is None:
@@ -159,8 +153,7 @@ class ConnectionTable:
 
 
 def network_of(host: str) -> str:
-    """An IPv4 address, or the /64 network of an IPv6 address, because one client may have all
-    addresses in it."""
+    """An IPv4 address, or the /64 network of an IPv6 address: one client may have all of it."""
     try:
         address = ipaddress.IPv6Address(host.partition("%")[0])
     except ValueError:

@@ -55,8 +55,7 @@ class Context:
         return made
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
-        """Runs blocking work, such as queries that the engine answers between steps. Errors of the
-        engine become Refusals."""
+        """Runs blocking work, such as queries. Errors of the engine become Refusals."""
         try:
             return await asyncio.to_thread(work)
         except (ValueError, RuntimeError) as error:
@@ -89,7 +88,6 @@ class Context:
         return Refusal(500, INTERNAL)
 
     def failure_of(self, request: Request) -> Refusal:
-        """The response to a request that failed."""
         if reason := self.unavailable_reason:
             return Refusal(503, reason, headers=CLOSE_AND_RETRY)
         return Refusal(500, request.failure)

@@ -26,8 +26,7 @@ TYPES: Final = {
 
 
 class Refusal(Exception):
-    """Ends a request with this status. `param`: the field at fault. `code`: a word for programs,
-    such as context_length_exceeded."""
+    """Ends a request with this status. `param`: the field at fault. `code`: a word for programs."""
 
     def __init__(
         self,

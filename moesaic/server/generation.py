@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 
 from starlette.requests import Request
@@ -95,9 +95,7 @@ async def _updates(
 async def _with_first(
     first: RequestUpdate, rest: AsyncGenerator[RequestUpdate, None]
 ) -> AsyncGenerator[RequestUpdate, None]:
-    try:
+    async with aclosing(rest):
         yield first
         async for update in rest:
             yield update
-    finally:
-        await rest.aclose()

@@ -33,8 +33,7 @@ from moesaic.server.errors import Refusal
 MAX_HEAD: Final = 16 << 10
 # Bytes of a header line besides its name and value.
 LINE_OVERHEAD: Final = len(": \r\n")
-# Bytes that the parser gets at once. It does not report where a message begins, so the bytes with
-# the beginning are not counted.
+# Bytes that the parser gets at once; those with the beginning of a message are not counted.
 PARSE_BYTES: Final = 4 << 10
 # Framing bytes that a chunk may have, besides twice the bytes of its data.
 CHUNK_OVERHEAD: Final = 16
@@ -296,8 +295,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._watch_writes()
 
     def _watch_writes(self) -> None:
-        """Checks until the write buffer is empty that the client reads. A closed transport keeps
-        its buffer for ever, too."""
+        """Checks that the client reads until the write buffer, also of a closed one, is empty."""
         if self._write_timer is None:
             self._unsent, self._stalled_checks = self.transport.get_write_buffer_size(), 0
             self._schedule_write_check()
@@ -318,7 +316,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
 
 def protocol_with(limits: ConnectionLimits) -> type[LimitedHttpProtocol]:
-    """The protocol class of one server."""
     attributes = {"limits": limits, "table": ConnectionTable(limits.quotas)}
     return type("ServerProtocol", (LimitedHttpProtocol,), attributes)
 

@@ -66,8 +66,7 @@ class _Outputs:
         return await self._writer.write(total, build)
 
     def _output(self, update: RequestUpdate) -> dict[str, Any]:
-        """A single answer raises its failure. In a list a failure is an entry, so that the other
-        answers are not lost."""
+        """A single answer raises its failure; in a list it is an entry, so that none is lost."""
         if self.single and update.progress.finished and update.request.failed:
             raise self._context.failure_of(update.request)
         return self._format.answer(update.request, update.progress)

@@ -77,8 +77,7 @@ async def stop_profile(context: Context, _: Request) -> Response:
 
 
 def folder_for(asked: str | None) -> Path:
-    """The folder for a client's trace: the server's or one inside it, whatever links and dots the
-    name has."""
+    """The folder for a client's trace: the server's or one inside it, whatever the name has."""
     root = trace_folder().resolve()
     if asked is None:
         return root

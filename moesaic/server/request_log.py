@@ -18,8 +18,7 @@ SHORT: Final = 200
 
 
 def log_request(args: ServerArgs, update: RequestUpdate, prompt: str | None) -> None:
-    """Level 0 logs counts and times; 1 adds sampling parameters; 2 the beginnings of texts; 3 whole
-    texts. Without `prompt` the token ids are logged."""
+    """Logs counts and times; level 1 adds parameters, 2 the beginnings of texts, 3 whole texts."""
     request, level = update.request, args.log_requests_level
     reason = request.finish_reason
     assert reason is not None

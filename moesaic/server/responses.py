@@ -103,8 +103,7 @@ def _runs(items: list[Any]) -> Iterator[bytes]:
 
 
 class EventStream(StreamingResponse):
-    """Encoded server-sent events, and [DONE]. When the client disconnects the source is closed,
-    which aborts its requests."""
+    """Encoded server-sent events and [DONE]; a disconnect closes the source and its requests."""
 
     def __init__(self, source: AsyncGenerator[bytes, None]) -> None:
         self._source = _with_errors(source)
@@ -134,8 +133,7 @@ async def _with_errors(source: AsyncGenerator[bytes, None]) -> AsyncGenerator[by
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of the work, which is cancelled if the client disconnects; that aborts its
-    requests."""
+    """The result of the work, which is cancelled, with its requests, if the client disconnects."""
     task, disconnect = asyncio.create_task(work), asyncio.create_task(_disconnect(request))
     try:
         await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)

@@ -22,7 +22,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from moesaic.config import ServerArgs
-from moesaic.core.process import forget_api_keys
+from moesaic.core.process import STOP_SIGNALS, forget_api_keys, handling_signals
 from moesaic.engine.engine import Engine
 from moesaic.server.admission import AdmissionQueue
 from moesaic.server.app import ROUTES, make_app
@@ -32,7 +32,6 @@ from moesaic.server.http_protocol import ConnectionLimits, protocol_with
 
 logger = logging.getLogger(__name__)
 
-SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 # Time that clients have to read the last answers at shutdown.
 SHUTDOWN_SECONDS: Final = 5
 KEEP_ALIVE_SECONDS: Final = 30
@@ -55,7 +54,7 @@ def serve(args: ServerArgs, listener: socket.socket) -> int:
     address = listener.getsockname()[0]
     if not keys and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         logger.warning("--host %s is reachable by others and there is no --api-key", args.host)
-    with _exit_on_signals(), closing(listener):
+    with handling_signals(_exit), closing(listener):
         with _progress(args.model_path):
             engine = Engine(apart=True, **asdict(args))
         try:
@@ -94,7 +93,7 @@ class Server(uvicorn.Server):
 
     async def serve_until_stopped(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in SIGNALS:
+        for number in STOP_SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
         stop = asyncio.create_task(self._stop_when_drained())
         try:
@@ -134,8 +133,7 @@ class Server(uvicorn.Server):
         self.stopping = True
 
     async def _stop_when_drained(self) -> None:
-        """Stops the server after a fault, or after a signal when the open requests are done; until
-        then it listens and refuses new requests with a reason."""
+        """Stops after a fault, or after a signal when open requests are done; refuses new ones."""
         while not (self.stopping or self._engine.fault):
             await asyncio.sleep(POLL_SECONDS)
         if self._engine.fault:
@@ -158,8 +156,7 @@ class Server(uvicorn.Server):
 
 
 def config_of(app: ASGIApp, limits: ConnectionLimits) -> uvicorn.Config:
-    """uvicorn's configuration. `proxy_headers` is off: a client on this machine could pretend to be
-    many clients with `X-Forwarded-For`."""
+    """uvicorn's configuration; with `proxy_headers` a client could pretend to be many."""
     return uvicorn.Config(
         app,
         http=protocol_with(limits),
@@ -200,19 +197,8 @@ def _raise_file_limit(needed: int) -> int:
     return now
 
 
-@contextmanager
-def _exit_on_signals() -> Iterator[None]:
-    """During loading a signal ends the process and its children, with the status that a shell
-    reports for a process killed by a signal."""
-    before = {number: signal.signal(number, _exit) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _exit(number: int, _: FrameType | None) -> None:
+    """While loading, a signal ends the process with the status that a shell reports for it."""
     logger.info("%s: the server was not ready yet", signal.Signals(number).name)
     sys.exit(128 + number)
 

@@ -34,7 +34,7 @@ class FakeRank:
 
     def __init__(self, link: RankLink) -> None:
         self.link = link
-        ranks = link.mesh.replica_ranks(link.place)
+        ranks = link.mesh.ranks_of_replica(link.place.replica)
         self.first = ranks[0]
         group = link.group(f"replica{link.place.replica}", ranks)
         plane = PlaneSpec("work", (1,), torch.int64)

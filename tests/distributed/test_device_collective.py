@@ -284,7 +284,7 @@ def called_back(group: RankGroup) -> float:
     while not comm.calls and time.monotonic() < until:
         time.sleep(0.005)
     with pytest.raises(WindowAborted, match="the supervisor rolls this rank back") as caught:
-        watch.check()
+        watch.lifecycle.check()
     with pytest.raises(StepRolledBack):
         watch.raise_if_rolled_back(caught.value)
     status.generation = 1
@@ -343,7 +343,7 @@ def chosen_kind(group: RankGroup) -> str:
     crowded = DeviceCollective.create(group, LARGE, SECONDS, CPU, neighbours=8)
     told = DeviceCollective.window_bytes(group.size, LARGE, CPU, 8)
     assert crowded.window.region_bytes == told
-    assert (crowded._board.lanes, comm._board.lanes) == (4, 32)
+    assert (crowded._planes.lanes, comm._planes.lanes) == (4, 32)
     return type(comm).__name__
 
 
@@ -366,7 +366,7 @@ def lanes_in_a_crowd(group: RankGroup) -> tuple[int, ...]:
             for rows in (16, 17, 64):
                 x_TH = torch.full((rows, 2048), 1.0 + group.rank, dtype=torch.bfloat16)
                 assert (comm.sum_rows(x_TH, slice(None), "crowd") == 3.0).all()
-            found.append(comm._board.lanes)
+            found.append(comm._planes.lanes)
             comm.close()
     finally:
         del os.environ[CROWD]

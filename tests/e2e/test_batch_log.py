@@ -32,8 +32,10 @@ GREEDY = {"temperature": 0, "ignore_eos": True}
 # An a2a backend whose rank 1 stands still from when one file goes until another comes.
 SLEEPY = """
 import pathlib, time
-from moesaic.moe.dispatch.none import NONE, make_none
-from moesaic.moe.registry import A2aBackend, register_a2a
+from moesaic.moe.dispatch.none import NONE
+from moesaic.moe.registry import A2aBackend, Provider, register_a2a
+
+CPU = NONE.provider("cpu")
 
 def hook(dispatcher, value):
     if dispatcher.comm.group.rank == 1 and pathlib.Path("sleep").exists():
@@ -42,13 +44,13 @@ def hook(dispatcher, value):
             time.sleep(0.02)
 
 def make(config, comm):
-    made = make_none(config, comm)
+    made = CPU.make(config, comm)
     made.register_hook("pre_dispatch", hook)
     return made
 
 register_a2a(A2aBackend(
     name="sleepy", summary="none, with a rank that sleeps", formats=NONE.formats,
-    payloads=NONE.payloads, providers={"cpu": make}, buffers=NONE.buffers,
+    payloads=NONE.payloads, providers={"cpu": Provider(make, CPU.buffers)},
 ))
 """
 DRIVER = """

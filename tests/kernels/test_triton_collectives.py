@@ -56,8 +56,8 @@ def make_ranks(
 
 
 def on(comm: DeviceCollective, posts: bool) -> tuple[ChannelCall, reference.Board]:
-    channel = comm._board.publish_channel if posts else 0
-    return ChannelCall(comm.window.signals, channel, TAG), comm._board
+    channel = comm._planes.publish_channel if posts else 0
+    return ChannelCall(comm.window.signals, channel, TAG), comm._planes
 
 
 def push_all(

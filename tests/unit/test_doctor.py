@@ -365,7 +365,7 @@ def test_nothing_is_loaded(folders: dict[str, Path]):
     ("name", "content", "told"),
     [
         ("config.json", {"eos_token_id": 10**30}, "eos_token_id is 10000"),
-        ("config.json", {"num_hidden_layers": 1000}, "num_hidden_layers is 1000, and the tensors"),
+        ("config.json", {"num_hidden_layers": 1000}, "num_hidden_layers is 1000, but the tensors"),
         ("tokenizer_config.json", {"added_tokens_decoder": []}, "added_tokens_decoder is []"),
         ("tokenizer_config.json", {"chat_template": "{% for"}, "chat template"),
         ("generation_config.json", {"temperature": "hot"}, "temperature is 'hot'"),

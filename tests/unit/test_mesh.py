@@ -92,7 +92,7 @@ def test_places(mesh: Mesh, places: list[tuple[int, ...]], nodes: list[int]):
 def test_groups_of_a_rank():
     mesh = Mesh(tp=4, pp=2, dp=2, replicas=2)
     place = mesh.place(14)  # replica 1, stage 1, tp 2
-    assert list(mesh.replica_ranks(place)) == list(range(8, 16))
+    assert list(mesh.ranks_of_replica(place.replica)) == list(range(8, 16))
     assert list(mesh.stage_ranks(place)) == [12, 13, 14, 15]
     assert list(mesh.attention_ranks(place)) == [14, 15]
     assert list(mesh.pipe_ranks(place)) == [10, 14]

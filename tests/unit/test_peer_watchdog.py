@@ -73,7 +73,7 @@ def test_kernels_give_up_when_the_rank_is_called_back(page: ControlPage):
     watch = watchdog(mine, status)
     assert called_back(page, status, mine) < 5.0
     with pytest.raises(WindowAborted) as caught:
-        watch.check()
+        watch.lifecycle.check()
     with pytest.raises(StepRolledBack) as recalled:
         watch.raise_if_rolled_back(caught.value)
     assert recalled.value.generation == status.generation + 1
@@ -81,12 +81,12 @@ def test_kernels_give_up_when_the_rank_is_called_back(page: ControlPage):
     status.generation += 1
     for owner in (mine, other):
         owner.lifecycle.restart(Membership(status.generation, (0, 1)))
-    watch.check()
+    watch.lifecycle.check()
     peer = threading.Thread(target=meet, args=(other,))
     peer.start()
     meet(mine)
     peer.join()
-    watch.check()
+    watch.lifecycle.check()
     assert called_back(page, status, mine) < 5.0, "it still watches"
 
 
@@ -104,7 +104,7 @@ def test_a_rank_that_does_not_come_is_named(page: ControlPage):
     watch = watchdog(mine, page.status(0))
     meet(mine)
     with pytest.raises(PeerTimeout, match=f"rank 1 did not reach '{OPERATION}' within 0.1 s") as e:
-        watch.check()
+        watch.lifecycle.check()
     watch.raise_if_rolled_back(e.value)  # the rank is not called back
     assert e.value.missing == (1,)
 
@@ -115,10 +115,10 @@ def test_waits_may_last_longer_for_a_while(page: ControlPage):
     with watch.waiting_longer(30.0):
         threading.Timer(0.6, lambda: signal(other.window.call(0, OPERATION))).start()
         meet(mine)
-        watch.check()
+        watch.lifecycle.check()
     meet(mine)
     with pytest.raises(PeerTimeout, match=r"rank 1 did not reach .* within 0\.2 s"):
-        watch.check()
+        watch.lifecycle.check()
 
 
 def test_kernels_of_a_rank_apart_leave_no_trace(page: ControlPage):
@@ -127,9 +127,9 @@ def test_kernels_of_a_rank_apart_leave_no_trace(page: ControlPage):
     before = [window.signals.state.tolist() for window in (mine.window, other.window)]
     with watch.compiling_only():
         meet(mine)  # does not wait
-    watch.check()
+    watch.lifecycle.check()
     assert [window.signals.state.tolist() for window in (mine.window, other.window)] == before
     assert not other.window.signals.flag(1, 0).any() and not mine.window.signals.flag(0, 0).any()
     meet(mine)
     with pytest.raises(PeerTimeout):
-        watch.check()
+        watch.lifecycle.check()

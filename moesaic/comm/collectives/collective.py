@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -52,8 +52,7 @@ class Collective(Participant, ABC):
     def gather_columns(
         self, x_RV: Tensor, widths: Sequence[int], rows: slice, operation: str
     ) -> Tensor:
-        """Rows `rows` with the columns of all ranks side by side; rank r gives widths[r] columns of
-        all R rows."""
+        """Rows `rows` with the columns of all ranks side by side; rank r gives widths[r]."""
 
     def all_reduce(self, x_TH: Tensor, operation: str) -> Tensor:
         return self.sum_rows(x_TH, slice(0, len(x_TH)), operation)
@@ -80,16 +79,10 @@ class ShapeOnlyCollective(Collective):
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
-    def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
+    def _refuse(self, *_: Any, **__: Any) -> Tensor:
         raise NotImplementedError("this collective has no peers")
 
-    def gather_rows(self, x_TH: Tensor, counts: Sequence[int], operation: str) -> Tensor:
-        raise NotImplementedError("this collective has no peers")
-
-    def gather_columns(
-        self, x_RV: Tensor, widths: Sequence[int], rows: slice, operation: str
-    ) -> Tensor:
-        raise NotImplementedError("this collective has no peers")
+    sum_rows = gather_rows = gather_columns = _refuse
 
 
 class PartsDiffer(RuntimeError):
@@ -109,8 +102,7 @@ class WindowCollective(Collective):
     """
 
     def __init__(self, group: Peers, nbytes: int, timeout: float) -> None:
-        """All ranks of the group call it. `nbytes`: the largest part of a rank that is sent in one
-        piece."""
+        """All ranks of the group call it. `nbytes`: the largest part that is sent in one piece."""
         if nbytes < 1:
             raise ValueError(f"{nbytes} bytes for a rank's part: give 1 or more")
         self.rank, self.size = group.rank, group.size
@@ -319,5 +311,4 @@ def _common(left: range, right: range) -> range:
 
 
 def _within(whole: range, part: range) -> slice:
-    """The position of a part in a range."""
     return slice(part.start - whole.start, part.stop - whole.start)

@@ -102,7 +102,7 @@ class DeviceCollective(Collective):
         self.rank, self.size = window.rank, window.size
         self.window = window
         pushed, posted = (window.offset(name) for name in ("pushed", "posted"))
-        self._board = CollectivePlanes(pushed, posted, lanes, lane_bytes, _capacity(nbytes))
+        self._planes = CollectivePlanes(pushed, posted, lanes, lane_bytes, _capacity(nbytes))
         self._device = window.signals.state.device.type
         self._parts: dict[int, tuple[str, str]] = {}
 
@@ -147,9 +147,9 @@ class DeviceCollective(Collective):
         first = chosen.start * width
         out_M = x_N.new_empty(len(chosen) * width)
         tag = self._tag(operation, "sum_rows", x_N.dtype, (len(x_N),))
-        if len(x_N) and x_N.nbytes <= self._board.push_bytes:
+        if len(x_N) and x_N.nbytes <= self._planes.push_bytes:
             call = ChannelCall(self.window.signals, 0, tag)
-            push(call, self._board, x_N, out_M, ElementRange(0, len(x_N)), Sum(first))
+            push(call, self._planes, x_N, out_M, ElementRange(0, len(x_N)), Sum(first))
         else:
             self._sum_large(x_N, out_M, first, tag)
         self._check_twins()
@@ -204,27 +204,24 @@ class DeviceCollective(Collective):
         self.window.close()
 
     def _sum_large(self, x_N: Tensor, out_M: Tensor, first: int, tag: int) -> None:
-        call, board = (
-            ChannelCall(self.window.signals, self._board.publish_channel, tag),
-            self._board,
-        )
+        planes = self._planes
+        call = ChannelCall(self.window.signals, planes.publish_channel, tag)
         itemsize = x_N.element_size()
-        for piece in cut_into(len(x_N), board.publish_bytes // itemsize):
+        for piece in cut_into(len(x_N), planes.publish_bytes // itemsize):
             cut = ElementRange(piece.start, piece.stop)
-            publish(call, board, x_N, cut, Sum())
+            publish(call, planes, x_N, cut, Sum())
             if self.size == 2:
-                pull(call, board, out_M, cut, Sum(first))
+                pull(call, planes, out_M, cut, Sum(first))
                 continue
             unit = max(1, ALIGN // itemsize)
             size = -(-len(cut) // (self.size * unit)) * unit
-            publish_sums(call, board, x_N.dtype, cut, size)
+            publish_sums(call, planes, x_N.dtype, cut, size)
             limit = max(0, min(len(out_M), cut.stop - first))
             shares = Columns(1, size, True, 0, shift=cut.begin - first, limit=limit)
-            pull(call, board, out_M, ElementRange(0, size), shares)
+            pull(call, planes, out_M, ElementRange(0, size), shares)
 
     def _gather(self, x: Tensor, out: Tensor, widths: Sequence[int], rows: range, tag: int) -> None:
-        """`widths`: elements per row of each rank. `rows`: from the first requested row to the last
-        row."""
+        """`widths`: elements per row of each rank. `rows`: from the first requested to the last."""
         itemsize = x.element_size()
         word = math.gcd(8, *(width * itemsize for width in widths))
         x_N = self._flat(x).view(torch.uint8).view(WORDS[word])
@@ -232,27 +229,20 @@ class DeviceCollective(Collective):
         words = [width * itemsize // word for width in widths]
         even = len(set(words)) == 1
         target = Columns(rows.stop, words[self.rank], even, sum(words), rows.start)
-        count, board = rows.stop * max(words), self._board
-        if count and count * word <= board.push_bytes:
-            push(
-                ChannelCall(self.window.signals, 0, tag),
-                board,
-                x_N,
-                out_M,
-                ElementRange(0, count),
-                target,
-            )
+        count, planes = rows.stop * max(words), self._planes
+        if count and count * word <= planes.push_bytes:
+            call = ChannelCall(self.window.signals, 0, tag)
+            push(call, planes, x_N, out_M, ElementRange(0, count), target)
         else:
-            call = ChannelCall(self.window.signals, board.publish_channel, tag)
-            for piece in cut_into(count, board.publish_bytes // word):
+            call = ChannelCall(self.window.signals, planes.publish_channel, tag)
+            for piece in cut_into(count, planes.publish_bytes // word):
                 cut = ElementRange(piece.start, piece.stop)
-                publish(call, board, x_N, cut, target)
-                pull(call, board, out_M, cut, target)
+                publish(call, planes, x_N, cut, target)
+                pull(call, planes, out_M, cut, target)
         self._check_twins()
 
     def _room(self, like: Tensor, counts: Sequence[int], shape: tuple[int, ...]) -> Tensor:
-        """Allocates a result. With uneven parts, the part of a missing rank has no known position,
-        and must not be left uninitialised."""
+        """Allocates a result; zeros with uneven parts, as a missing rank's part has no position."""
         even = len(set(counts)) == 1
         return like.new_empty(shape) if even else like.new_zeros(shape)
 
@@ -266,8 +256,7 @@ class DeviceCollective(Collective):
         return x_N if x_N.data_ptr() % ALIGN == 0 else x_N.clone()
 
     def _tag(self, operation: str, kind: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> int:
-        """The tag of flags; it nearly always differs where ranks give parts of different
-        tensors."""
+        """The tag of flags; it nearly always differs where ranks give parts of other tensors."""
         tag, text = _tag_of(operation, kind, dtype, sizes)
         self._parts[tag] = operation, text
         return tag
@@ -325,8 +314,7 @@ class NcclCollective(Collective):
         return torch.cat(parts).t()[rows].contiguous()
 
     def abort(self, reason: str) -> None:
-        """Returns at once: NCCL ends its kernels, then waits until no graph holds any, and the
-        caller has yet to drop its graphs."""
+        """Returns at once: NCCL waits until no graph holds its kernels, which the caller drops."""
         with self._lock:
             if self._end is None:
                 self._reason, self._end = reason, Future()
@@ -406,8 +394,7 @@ def _tag_of(
 
 
 def lanes_of(size: int) -> tuple[int, int]:
-    """(lanes, bytes per lane) for `size` ranks that may wait on a GPU: 32 of 8 KiB for 2, 4 of 64
-    KiB for 8, one of 64 KiB from 30 on."""
+    """(lanes, bytes per lane) for `size` waiting ranks: 2: 32 of 8 KiB, 8: 4 of 64, 30: 1 of 64."""
     share = PROCESSORS * processor_percent(size) // 100
     lanes, most = MOST_LANES, min(MOST_WAITING, share - LEFT)
     while lanes > 1 and (size - 1) * lanes > most:

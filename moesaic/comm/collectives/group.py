@@ -160,8 +160,7 @@ class RankGroup(Peers):
         in_splits: Sequence[int],
         operation: str,
     ) -> None:
-        """Sends rows in_splits[r] of `source` to rank r, and receives rows out_splits[r] of `out`
-        from it."""
+        """Sends in_splits[r] rows of `source` to rank r, receives out_splits[r] rows of `out`."""
         if self.size == 1:
             out.copy_(source)
         self._run(
@@ -196,8 +195,7 @@ class RankGroup(Peers):
             work.wait()
         except RuntimeError as error:
             seconds = time.monotonic() - started
-            # Closes the connections, so that peers that wait for this rank fail now, too, and
-            # report. The work also holds them.
+            # Closes the connections, which the work holds, too: waiting peers fail and report.
             del work
             self._gloo = None
             raise self._failure(operation, seconds) from error

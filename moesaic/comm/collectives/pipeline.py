@@ -37,8 +37,7 @@ class PipeWord(IntEnum):
 
 
 class PipeSignal(IntEnum):
-    """SENT: slots that a stage has filled. TAKEN: slots of the previous stage that it has
-    emptied."""
+    """SENT: slots that a stage has filled. TAKEN: slots of the previous stage that it emptied."""
 
     SENT = 0
     TAKEN = 1
@@ -46,8 +45,7 @@ class PipeSignal(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class PipeSpec:
-    """`depth`: slots that a stage may fill before the next has emptied one. `message_bytes`: bytes
-    per slot; a longer message takes several."""
+    """`depth`: slots that a stage may fill ahead; a message may take several of them."""
 
     max_tokens: int
     hidden_size: int

@@ -115,7 +115,6 @@ class LocalRanks:
         return [results[rank] for rank in range(self.size)]
 
     def kill(self, rank: int) -> None:
-        """Kills the rank with SIGKILL."""
         self._workers[rank].process.kill()
         self._workers[rank].process.join()
 

@@ -54,8 +54,7 @@ class Mps:
         return self._watch is not None
 
     def for_ranks(self, sharers: int) -> dict[str, str]:
-        """The environment of each of `sharers` ranks on a GPU, set before it opens CUDA; empty for
-        one rank. A user's own limit of processors is kept."""
+        """The environment of each of `sharers` ranks on a GPU; keeps a user's processor limit."""
         if sharers == 1:
             return {}
         shown = {**self.environment, CROWD: str(0 if self.is_own else MAX_MPS_CLIENTS)}
@@ -88,8 +87,7 @@ class Mps:
 
 
 def crowd() -> int:
-    """In a rank: how many ranks may wait on its GPU, those of other servers on the same daemon
-    included; 0 if the server has its own daemon."""
+    """Ranks of all servers that may wait on this rank's GPU; 0 if the server has its own daemon."""
     return int(os.environ.get(CROWD) or 0)
 
 
@@ -134,7 +132,7 @@ def start_mps() -> Mps:
         )
     elif runs:
         logger.warning(
-            "MPS: the daemon in %s is left alone; %s=%s takes it, as a GPU in exclusive mode wants",
+            "MPS: the daemon in %s is left alone; %s=%s takes it, as a GPU in exclusive mode needs",
             pipes,
             PIPES,
             pipes,

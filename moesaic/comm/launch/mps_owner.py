@@ -96,8 +96,7 @@ def stop(program: str) -> None:
 
 
 def mps_processes(pipes: str | None = None) -> Iterator[int]:
-    """The running daemons and servers of this machine; `pipes`: those with this folder in their
-    environment."""
+    """The machine's daemons and servers; `pipes`: those with this folder in their environment."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             name, _, rest = (folder / "stat").read_text().partition("(")[2].rpartition(") ")

@@ -10,8 +10,10 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Final
 
+import msgspec
 import torch
 import zmq
 from tqdm import tqdm
@@ -24,7 +26,7 @@ from moesaic.comm.network.rendezvous import StoreGroup
 from moesaic.comm.network.store import StoreClient
 from moesaic.comm.supervise.child_process import die_with_fork_server, name_process
 from moesaic.comm.supervise.control_page import ControlPage, EpochChanged, RankStatus
-from moesaic.comm.supervise.service_spec import RankSpec, ServiceSpec, unpack_rank_spec
+from moesaic.comm.supervise.service_spec import RankSpec, ServiceSpec
 from moesaic.comm.supervise.spawner import function_of
 from moesaic.comm.windows.tcp_links import TcpLinks
 from moesaic.core.messages import AnyMessage, Failed, Message, Ready, Stop, decode, encode
@@ -57,8 +59,6 @@ class RankLink:
         self.status: RankStatus = self._page.status(spec.rank)
         self.lifecycle = Lifecycle(self._membership())
         """What this rank restarts when a step is rolled back."""
-        self._store: StoreClient | None = None
-        self._links: TcpLinks | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(0)
@@ -73,27 +73,17 @@ class RankLink:
     def node(self) -> int:
         return self.mesh.node_of(self.rank)
 
-    @property
-    def shows_progress(self) -> bool:
-        """Only one rank shows progress."""
-        return self.rank == 0
-
-    @property
+    @cached_property
     def store(self) -> StoreClient:
         """The store of the service; connected at first use."""
-        if self._store is None:
-            spec = self._spec
-            own = Identity(spec.rank, self.node)
-            self._store = spec.store.connect(self._start_timeout, own)
-        return self._store
+        own = Identity(self.rank, self.node)
+        return self._spec.store.connect(self._start_timeout, own)
 
-    @property
-    def links(self) -> TcpLinks | None:
-        """This rank's connections to other nodes, if there are any; opened at first use."""
-        if self._links is None and self.mesh.nnodes > 1:
-            spec = self._spec
-            self._links = TcpLinks(spec.rank, self.node, spec.host, spec.store.secret)
-        return self._links
+    @cached_property
+    def links(self) -> TcpLinks:
+        """This rank's connections to other nodes; opened at first use."""
+        spec = self._spec
+        return TcpLinks(self.rank, self.node, spec.host, spec.store.secret)
 
     def group(self, name: str, ranks: Sequence[int]) -> StoreGroup:
         """A group of this rank and others, in that order; all of them ask for the same."""
@@ -107,9 +97,8 @@ class RankLink:
             len(ranks),
             self._start_timeout,
             nodes if across else (),
-            self.status,
         )
-        group.collective_timeout = self.timeout
+        group.status, group.collective_timeout = self.status, self.timeout
         group.members, group.lifecycle = tuple(ranks), self.lifecycle
         if across:
             group.links, group.host = self.links, self._spec.host
@@ -132,8 +121,7 @@ class RankLink:
         self, timeout: float | None = None, waits_for: str | None = None
     ) -> AnyMessage | None:
         """The next message, or None after `timeout` seconds (None: no limit). While it waits, the
-        rank is idle, or waits for `waits_for`. Stop ends the process by SystemExit, with status
-        0."""
+        rank is idle, or waits for `waits_for`. Stop ends the process with status 0."""
         if not self._socket.poll(0):
             if timeout == 0:
                 return None
@@ -174,7 +162,7 @@ def main(data: bytes) -> None:
     """Runs a rank's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_fork_server()
-    spec = unpack_rank_spec(data)
+    spec = msgspec.msgpack.decode(data, type=RankSpec)
     name_process(process_name(spec.rank))
     _set_up(spec.rank, spec.service)
     link = RankLink(spec)

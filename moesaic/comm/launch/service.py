@@ -12,21 +12,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
+import msgspec
 import zmq
 
 from moesaic.comm.launch.mps import start_mps
 from moesaic.comm.supervise.address import check_init_address
 from moesaic.comm.supervise.main import LENGTH_BYTES
 from moesaic.comm.supervise.process_watch import process_state
-from moesaic.comm.supervise.service_spec import ServiceSpec, Timeouts, pack
+from moesaic.comm.supervise.service_spec import ServiceSpec, Timeouts
 from moesaic.core.messages import AnyMessage, Fault, Hello, Message, Ready, Stop, decode, encode
-from moesaic.core.process import NODE_SECRET, child_environment
+from moesaic.core.process import NODE_SECRET, child_environment, handling_signals
 
 __all__ = ["Service", "ServiceSpec", "Timeouts", "host_ranks"]
 
@@ -110,8 +112,7 @@ class Service:
             self._socket.send(encode(message), zmq.NOBLOCK)
 
     def receive(self, timeout: float | None = None) -> AnyMessage | None:
-        """The next message; None after `timeout` seconds (None: no limit) or a `wake`. After the
-        end of the service it returns its Fault every time."""
+        """The next message; None after `timeout` seconds or a `wake`; a Fault after the end."""
         if self._fault is not None:
             return self._fault
         if (message := self._take()) is not None:
@@ -240,10 +241,9 @@ class Service:
 
 
 def host_ranks(service: Service) -> int:
-    """Runs a node other than node 0 until the service or this node ends; returns the exit
-    status."""
+    """Runs a node other than node 0 until the service or this node ends; the exit status."""
     node = service.spec.node_rank
-    with _leaving_on_signals(service):
+    with handling_signals(partial(_leave, service)):
         service.connect()
         logger.info("node %d is ready", node)
         try:
@@ -258,23 +258,12 @@ def host_ranks(service: Service) -> int:
     return 0
 
 
-@contextmanager
-def _leaving_on_signals(service: Service) -> Iterator[None]:
+def _leave(service: Service, number: int, _: FrameType | None) -> None:
     """Exits with status 0, like a server; while starting, with the status of the signal."""
-
-    def leave(number: int, _: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        logger.info("%s: node %d leaves", name, service.spec.node_rank)
-        service.stop_message = Stop(f"it was stopped by {name}")
-        sys.exit(0 if service.facts else 128 + number)
-
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, leave) for number in signals}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    name = signal.Signals(number).name
+    logger.info("%s: node %d leaves", name, service.spec.node_rank)
+    service.stop_message = Stop(f"it was stopped by {name}")
+    sys.exit(0 if service.facts else 128 + number)
 
 
 def _spawn(spec: ServiceSpec, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -287,7 +276,7 @@ def _spawn(spec: ServiceSpec, environment: Mapping[str, str]) -> subprocess.Pope
         bufsize=0,
     )
     assert process.stdin is not None
-    data = pack(spec)
+    data = msgspec.msgpack.encode(spec)
     with suppress(BrokenPipeError):
         process.stdin.write(len(data).to_bytes(LENGTH_BYTES, "little") + data)
     return process

@@ -25,8 +25,7 @@ LAST_PORT: Final = 65535
 
 @dataclass(frozen=True, slots=True)
 class Torchrun:
-    """torchrun's environment; `nnodes`, `node_rank` and `dist_init_addr` override the flags of the
-    same names."""
+    """torchrun's environment; `nnodes`, `node_rank` and `dist_init_addr` override those flags."""
 
     world: int
     local_rank: int
@@ -64,8 +63,7 @@ class Torchrun:
 
     @contextmanager
     def launching(self) -> Iterator[None]:
-        """Holds a lock while the service lives. The kernel drops it when the launcher dies; the
-        file stays until torchrun is gone."""
+        """Holds a lock while the service lives; the kernel drops it when the launcher dies."""
         path = self._path()
         with held(path.parent):
             file = path.open("w", encoding="ascii")

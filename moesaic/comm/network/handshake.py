@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
 
-SECRET: Final = "MOESAIC_SECRET"
+from moesaic.core.process import NODE_SECRET
+
 PROOF_SECONDS: Final = 5.0
 SECRET_BYTES: Final = 16
 GREETING: Final = b"MOESAIC2"
@@ -38,8 +39,6 @@ NO_SECRET: Final = b"moesaic: no secret was given"
 
 
 class Role(IntEnum):
-    """The purpose of a connection."""
-
     LINK = 1
     """Data of a rank for a rank of another node."""
     STORE = 2
@@ -87,8 +86,8 @@ def check_secret(secret: bytes, name: str = "the secret") -> bytes:
 
 def own_secret(environment: Mapping[str, str] = os.environ) -> bytes:
     """The secret of the environment; empty if none is set."""
-    secret = environment.get(SECRET, "").encode()
-    return check_secret(secret, SECRET) if secret else b""
+    secret = environment.get(NODE_SECRET, "").encode()
+    return check_secret(secret, NODE_SECRET) if secret else b""
 
 
 def introduce(connection: socket.socket, role: Role, own: Identity, secret: bytes) -> Session:

@@ -27,8 +27,7 @@ SILENCE_SECONDS: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class RoleHandler:
-    """How a role is served: `serve` gets the connection, the session and a name for messages, and
-    runs in its own thread until the connection ends."""
+    """`serve` gets connection, session and a name for messages, in a thread of the connection."""
 
     secret: bytes
     serve: Callable[[socket.socket, Session, str], None]

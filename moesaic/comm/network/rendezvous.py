@@ -9,7 +9,6 @@ from moesaic.comm.collectives.group import LOOPBACK, Peers, RankGroup
 from moesaic.comm.errors import PeerTimeout
 from moesaic.comm.network.store import StoreClient
 from moesaic.comm.network.torch_store import TorchStore
-from moesaic.comm.supervise.control_page import RankStatus
 
 
 class StoreGroup(Peers):
@@ -28,7 +27,6 @@ class StoreGroup(Peers):
         size: int,
         timeout: float,
         nodes: Sequence[int] = (),
-        status: RankStatus | None = None,
     ) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} of group {name}: give one of 0..{size - 1}")
@@ -37,14 +35,13 @@ class StoreGroup(Peers):
         if size > 1 and store is None:
             raise ValueError(f"group {name} of {size} ranks: give the store that they share")
         self.name, self.rank, self.size, self.timeout = name, rank, size, timeout
-        self.nodes, self.status = tuple(nodes), status
+        self.nodes = tuple(nodes)
         self._store = store if size > 1 else None
         self._sequence = 0
         self._last_complete = ""
         self.host = LOOPBACK
         """The address that gloo binds, if collectives are requested."""
         self.collective_timeout = timeout
-        """The timeout of those collectives."""
         self._collectives: RankGroup | None = None
         self._torch_store: TorchStore | None = None
 

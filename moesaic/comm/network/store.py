@@ -136,7 +136,10 @@ class StoreTable:
 
     def delete(self, request: StoreRequest) -> bool:
         (key,) = request.keys
-        return self._drop(key)
+        value = self._values.pop(key, None)
+        if value is not None:
+            self._bytes -= len(key) + len(value)
+        return value is not None
 
     def count(self, request: StoreRequest) -> int:
         return len(self._values)
@@ -147,12 +150,6 @@ class StoreTable:
         if grown > MOST_BYTES:
             raise ValueError(f"the store holds {MOST_BYTES} bytes, not {grown}")
         self._values[key], self._bytes = value, grown
-
-    def _drop(self, key: str) -> bool:
-        value = self._values.pop(key, None)
-        if value is not None:
-            self._bytes -= len(key) + len(value)
-        return value is not None
 
 
 class StoreClient:
@@ -188,8 +185,7 @@ class StoreClient:
     def wait(
         self, keys: Sequence[str], seconds: float, look: Callable[[], object] | None = None
     ) -> list[str]:
-        """Waits until all keys exist, and returns those that are missing after `seconds`. Meanwhile
-        it calls `look`, which may raise."""
+        """Waits until all keys exist, calling `look`; returns those missing after `seconds`."""
         started = time.monotonic()
         while not self.has(keys):
             if look is not None:

@@ -46,8 +46,7 @@ class EpochChanged(RuntimeError):
 
 
 class StepRolledBack(RuntimeError):
-    """A rank of this replica could not finish a step: all of them abandon it and enter the next
-    generation. The membership has not changed."""
+    """A rank could not finish a step: its replica abandons it and enters the next generation."""
 
     def __init__(self, generation: int) -> None:
         super().__init__(generation)
@@ -110,8 +109,7 @@ class ControlPage:
         return self._words[EPOCH]
 
     def roll_back(self, rank: int, generation: int) -> None:
-        """Makes pending waits of this rank raise StepRolledBack until it adopts the generation.
-        Supervisor only."""
+        """Pending waits of this rank raise StepRolledBack until it adopts it. Supervisor only."""
         self._words[self._base(rank - self.first_rank) // WORD + GENERATION] = generation
 
     def status(self, rank: int) -> RankStatus:
@@ -169,7 +167,6 @@ class RankStatus:
         self.enter(RankState.COMPUTING, operation)
 
     def enter(self, state: RankState, operation: str | None = None) -> None:
-        """Enters a state, and an operation if one is named."""
         words, first = self._words, self._first
         if operation is not None:
             self._page._write(self._start + LINE_BYTES, operation)

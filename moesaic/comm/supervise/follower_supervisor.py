@@ -164,8 +164,9 @@ class FollowerSupervisor(NodeSupervisor):
                     self.send_client(event)
                 case messages.Fault(text, ranks):
                     self._end(text, ranks, tell=False)
-                case messages.Stop():
-                    self._stop_with_lead()
+                case messages.Stop() if self.end(0, logging.INFO, "node 0 has ended the service"):
+                    self.stop_ranks()
+                    self.send_client(messages.Stop())
 
     def _on_disconnected(self, reason: str, refused: bool) -> None:
         assert self._lead is not None
@@ -173,8 +174,3 @@ class FollowerSupervisor(NodeSupervisor):
             "refuses" if refused else "is lost" if self._lead.connected_at else "cannot be reached"
         )
         self.fail(f"node 0 ({self.spec.dist_init_addr}) {what}: {reason}", [])
-
-    def _stop_with_lead(self) -> None:
-        if self.end(0, logging.INFO, "node 0 has ended the service"):
-            self.stop_ranks()
-            self.send_client(messages.Stop())

@@ -18,6 +18,7 @@ import tempfile
 from contextlib import suppress
 from typing import Final
 
+import msgspec
 import zmq
 
 from moesaic.comm.supervise.child_process import name_process
@@ -25,7 +26,7 @@ from moesaic.comm.supervise.follower_supervisor import FollowerSupervisor
 from moesaic.comm.supervise.lead_supervisor import LeadSupervisor
 from moesaic.comm.supervise.node_supervisor import NodeSupervisor
 from moesaic.comm.supervise.run_folder import RunFolder
-from moesaic.comm.supervise.service_spec import ServiceSpec, unpack_service_spec
+from moesaic.comm.supervise.service_spec import ServiceSpec
 
 LENGTH_BYTES: Final = 8
 logger = logging.getLogger(__name__)
@@ -34,7 +35,8 @@ logger = logging.getLogger(__name__)
 def main() -> int:
     name_process("moesaic-super")
     requests, answers = _take_pipes()
-    spec = _read_spec(requests)
+    length = int.from_bytes(_read(requests, LENGTH_BYTES), "little")
+    spec = msgspec.msgpack.decode(_read(requests, length), type=ServiceSpec)
     logging.basicConfig(
         level=spec.log_level.upper(), format="[%(asctime)s] [supervisor] %(message)s"
     )
@@ -47,7 +49,8 @@ def main() -> int:
     tempfile.tempdir = str(folder.path)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        node = _make(spec, folder, context)
+        kind = FollowerSupervisor if spec.node_rank else LeadSupervisor
+        node: NodeSupervisor = kind(spec, folder.path, context)
         _watch_client(node, requests)
         _watch_signals(node)
         os.write(answers, f"ok {node.client_route.decode()} {folder.path}\n".encode())
@@ -58,12 +61,6 @@ def main() -> int:
             context.term()
     finally:
         folder.remove()
-
-
-def _make(
-    spec: ServiceSpec, folder: RunFolder, context: zmq.Context[zmq.Socket[bytes]]
-) -> NodeSupervisor:
-    return (FollowerSupervisor if spec.node_rank else LeadSupervisor)(spec, folder.path, context)
 
 
 def _run(node: NodeSupervisor) -> int:
@@ -85,11 +82,6 @@ def _take_pipes() -> tuple[int, int]:
     return requests, answers
 
 
-def _read_spec(pipe: int) -> ServiceSpec:
-    length = int.from_bytes(_read(pipe, LENGTH_BYTES), "little")
-    return unpack_service_spec(_read(pipe, length))
-
-
 def _read(pipe: int, length: int) -> bytes:
     data = b""
     while len(data) < length:
@@ -101,8 +93,7 @@ def _read(pipe: int, length: int) -> bytes:
 
 
 def _watch_client(node: NodeSupervisor, pipe: int) -> None:
-    """Stops the service when the pipe or the process of the client ends: a child of the client may
-    hold the pipe open."""
+    """Stops the service when the client's pipe or process ends: a child may keep the pipe open."""
 
     number = f"node {node.spec.node_rank}'s" if node.mesh.nnodes > 1 else "the"
 

@@ -13,6 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import zmq
 
 from moesaic.comm.network.quiet_log import QuietLog
@@ -21,8 +22,8 @@ from moesaic.comm.supervise.control_page import ControlPage
 from moesaic.comm.supervise.membership_policy import EndService, MembershipPolicy
 from moesaic.comm.supervise.poll_loop import PollLoop, receive_some
 from moesaic.comm.supervise.process_watch import ProcessWatch, describe_exit
-from moesaic.comm.supervise.service_spec import RankSpec, ServiceSpec, pack
-from moesaic.comm.supervise.spawner import Spawner, SpawnJob, kill_children
+from moesaic.comm.supervise.service_spec import RankSpec, ServiceSpec
+from moesaic.comm.supervise.spawner import Spawner, kill_children
 from moesaic.core.messages import AnyMessage, Message, NoMessage, RollbackStep, Stop, decode, encode
 
 logger = logging.getLogger(__name__)
@@ -34,8 +35,7 @@ LINGER_MS: Final = 2000
 
 
 class NodeSupervisor(ABC):
-    """Common to the supervisor of node 0 and those of other nodes. Its client is the process that
-    started it."""
+    """The base of both kinds of supervisors. Its client is the process that started it."""
 
     def __init__(
         self, spec: ServiceSpec, folder: Path, context: zmq.Context[zmq.Socket[bytes]]
@@ -51,7 +51,8 @@ class NodeSupervisor(ABC):
         self._dropped_log = QuietLog(logger)
         self._routes = {rank: new_route() for rank in spec.ranks}
         self._senders = {route: rank for rank, route in self._routes.items()}
-        self._spawner = Spawner(_preloads(spec))
+        target = spec.target.partition(":")[0]
+        self._spawner = Spawner(["moesaic.comm.launch.rank_link", *spec.preload, target])
         self.loop.add(self._spawner.wakeup_fd, self._on_spawned)
         self._endpoint = f"ipc://{folder}/ranks"
         self.sockets = context
@@ -131,8 +132,7 @@ class NodeSupervisor(ABC):
         self._ranks.send_multipart([self._routes[rank], data])
 
     def roll_back(self, rollback: RollbackStep) -> None:
-        """Rolls back the replica's ranks on this node: ranks in a wait see the control page, ranks
-        that sleep get the message."""
+        """Rolls back the replica's ranks here: by the control page in a wait, else by message."""
         for rank in self.mesh.ranks_of_replica(rollback.replica):
             if rank in self.spec.ranks:
                 self.page.roll_back(rank, rollback.generation)
@@ -157,14 +157,11 @@ class NodeSupervisor(ABC):
         return f"{self.mesh.describe(rank)} {what}; {self.page.snapshot(rank)}"
 
     def start_ranks(self, store: StoreAddress, host: str = "") -> None:
-        jobs = []
         for rank in self.spec.ranks:
             route = self._routes[rank]
-            data = pack(
-                RankSpec(rank, self.spec, self._control, self._endpoint, route, store, host)
-            )
-            jobs.append(SpawnJob(f"rank{rank}", "moesaic.comm.launch.rank_link:main", (data,)))
-        self._spawner.start(jobs)
+            spec = RankSpec(rank, self.spec, self._control, self._endpoint, route, store, host)
+            data = msgspec.msgpack.encode(spec)
+            self._spawner.start(f"rank{rank}", "moesaic.comm.launch.rank_link:main", data)
 
     def fence(self, ranks: Sequence[int], reason: str) -> None:
         """Declares an epoch without these ranks and kills them, then all others."""
@@ -261,8 +258,3 @@ def new_route() -> bytes:
     """The identity of a peer's socket. It cannot be guessed: a process that finds the supervisor's
     socket can neither impersonate a rank or the client nor receive their messages."""
     return secrets.token_hex(16).encode()
-
-
-def _preloads(spec: ServiceSpec) -> list[str]:
-    module = spec.target.partition(":")[0]
-    return ["moesaic.comm.launch.rank_link", *spec.preload, module]

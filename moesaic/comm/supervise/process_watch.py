@@ -29,8 +29,7 @@ LOST: Final = 255
 
 @dataclass(slots=True)
 class Silence:
-    """When the examination of a silent rank began, and how long each of its threads had waited for
-    a core until then."""
+    """The start of an examination, and how long each thread had waited for a core until then."""
 
     since: float
     delays: Mapping[str, float]
@@ -125,8 +124,7 @@ def started_at(pid: int) -> str:
 
 
 def run_delays(pid: int) -> dict[str, float]:
-    """Seconds for which each thread of a process was runnable without a free core; empty where the
-    kernel does not report it."""
+    """Seconds for which each thread of a process was runnable without a core, if reported."""
     found = {}
     for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
         try:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import msgspec
-
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.network.store import StoreAddress
 from moesaic.config.resolve import DIST_TIMEOUT, MAX_RANKS_PER_NODE
@@ -58,7 +56,6 @@ class ServiceSpec:
     load_balance: str = "round_robin"
     timeouts: Timeouts = Timeouts()
     threads: int = 1
-    """CPU threads of each rank."""
     preload: tuple[str, ...] = ()
     log_level: str = "info"
     gpu_sharers: int = 0
@@ -81,7 +78,6 @@ class ServiceSpec:
 
     @property
     def ranks(self) -> range:
-        """The ranks of this node."""
         return self.mesh.ranks_of_node(self.node_rank)
 
 
@@ -107,15 +103,3 @@ def split_address(address: str) -> tuple[str, int]:
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"dist_init_addr {address!r}: give HOST:PORT of node 0")
     return host.strip("[]"), int(port)
-
-
-def pack(value: ServiceSpec | RankSpec) -> bytes:
-    return msgspec.msgpack.encode(value)
-
-
-def unpack_service_spec(data: bytes) -> ServiceSpec:
-    return msgspec.msgpack.decode(data, type=ServiceSpec)
-
-
-def unpack_rank_spec(data: bytes) -> RankSpec:
-    return msgspec.msgpack.decode(data, type=RankSpec)

@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from queue import SimpleQueue
@@ -19,15 +18,6 @@ from typing import Any
 
 from moesaic.comm.supervise import fork_server
 from moesaic.core.process import without_secrets_in_environment
-
-
-@dataclass(frozen=True, slots=True)
-class SpawnJob:
-    """A process that calls "package.module:function" with the arguments."""
-
-    name: str
-    target: str
-    args: tuple[Any, ...]
 
 
 class Spawner:
@@ -46,11 +36,9 @@ class Spawner:
         self._queue: SimpleQueue[BaseProcess] = SimpleQueue()
         threading.Thread(target=self._start, daemon=True, name="spawner").start()
 
-    def start(self, jobs: Sequence[SpawnJob]) -> None:
-        """Queues the jobs."""
-        for job in jobs:
-            args = (job.target, *job.args)
-            self._queue.put(self._context.Process(target=call, args=args, name=job.name))
+    def start(self, name: str, target: str, *args: Any) -> None:
+        """Queues a process that calls "package.module:function" with the arguments."""
+        self._queue.put(self._context.Process(target=call, args=(target, *args), name=name))
 
     def collect(self) -> tuple[list[BaseProcess], str]:
         """The processes started since the last call, and the error if no more can be started."""

@@ -8,15 +8,12 @@ from typing import Final
 
 from moesaic.core.messages import ResumeSteps, RollbackStep, StepAbandoned, StepFailed
 
-# Steps that may fail in a row without any output in between. Finding one bad request among n takes
-# about log2 n steps.
+# Steps that may fail in a row without output; finding one bad request in n takes about log2 n.
 MAX_FAILURES: Final = 64
 
 
 @dataclass(slots=True)
 class StepRollbacks:
-    """The rollbacks of one replica."""
-
     replica: int
     ranks: range
     leaders: Sequence[int]
@@ -38,8 +35,7 @@ class StepRollbacks:
         return self.failures > MAX_FAILURES
 
     def start(self, failed: StepFailed) -> RollbackStep | None:
-        """The message for all ranks; None if the rollback has started: several ranks may fail in
-        one step."""
+        """The message for all ranks; None if a rollback has started, as several ranks may fail."""
         if self.in_progress or failed.generation != self.generation:
             return None
         self.generation += 1

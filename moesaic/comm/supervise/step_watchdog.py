@@ -18,7 +18,7 @@ HANG_STEPS: Final = 20
 """A step may take this many times its usual time."""
 SLOW_STEPS: Final = 3
 """The same, before it is logged."""
-TOLD_RANKS: Final = 8
+NAMED_RANKS: Final = 8
 KEPT_BEGINS: Final = 16
 
 
@@ -94,7 +94,7 @@ class StepWatchdog:
         longest = max(spent, key=spent.__getitem__)
         return (
             f"{text}: {self._mesh.describe(longest)} computed longest, for {spent[longest]:.1f} s, "
-            f"the others for at most {_second(spent):.1f} s"
+            f"the others for at most {sorted([0.0, *spent.values()])[-2]:.1f} s"
         )
 
     def _note_begin(self, replica: int, step: int, seen: Mapping[int, RankSnapshot]) -> None:
@@ -161,9 +161,5 @@ class StepWatchdog:
         return f"a step makes no progress: the odd one out is {names}. Waiting for it: {waits}"
 
 
-def _second(seconds: Mapping[int, float]) -> float:
-    return sorted([0.0, *seconds.values()])[-2]
-
-
 def _first(seen: Mapping[int, RankSnapshot]) -> list[tuple[int, RankSnapshot]]:
-    return sorted(seen.items())[:TOLD_RANKS]
+    return sorted(seen.items())[:NAMED_RANKS]

@@ -22,7 +22,6 @@ from typing import Final
 from moesaic.comm.network.connect import Connector
 from moesaic.comm.network.handshake import (
     NO_SECRET,
-    SECRET,
     Identity,
     Role,
     Session,
@@ -35,6 +34,7 @@ from moesaic.comm.network.store import StoreAddress, StoreTable
 from moesaic.comm.supervise.service_spec import ServiceSpec
 from moesaic.core import messages
 from moesaic.core.messages import AnyMessage, Message, decode, encode
+from moesaic.core.process import NODE_SECRET
 from moesaic.core.rank_state import RankSnapshot
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ class FollowerLinks:
         if not given:
             logger.warning(
                 "%s is not set: every process that reaches %s can join this service",
-                SECRET,
+                NODE_SECRET,
                 spec.dist_init_addr,
             )
         secret = given or secrets.token_bytes(32)
@@ -232,8 +232,7 @@ class FollowerLinks:
 
 
 class LeadLink:
-    """On every other node: the connection to node 0, which a thread opens as soon as node 0
-    listens. Its first event is Connected or Disconnected."""
+    """On other nodes: the connection to node 0; the first event is Connected or Disconnected."""
 
     def __init__(self, node: int, address: tuple[str, int], seconds: float) -> None:
         self._node, self._address = node, address
@@ -278,9 +277,9 @@ class LeadLink:
 def _secret_mismatch(given: bool, keyed: bool) -> str:
     """How the secrets differ. `given`: this node has one; `keyed`: node 0 has one."""
     if given and keyed:
-        return f"{SECRET} here is not that of node 0: give all nodes the same"
+        return f"{NODE_SECRET} here is not that of node 0: give all nodes the same"
     here, there = ("here", "on node 0") if given else ("on node 0", "here")
-    return f"{SECRET} is set {here} but not {there}: set it on all nodes"
+    return f"{NODE_SECRET} is set {here} but not {there}: set it on all nodes"
 
 
 class RemoteRanks:

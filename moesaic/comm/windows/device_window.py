@@ -107,8 +107,7 @@ class DeviceWindow(ABC):
             raise self._failure(failure.tolist())
 
     def restart(self, membership: Membership) -> None:
-        """Drops what is in flight. All active ranks call it when no kernel of the last generation
-        runs on any of them."""
+        """Drops what is in flight. All active ranks call it when no kernel of the last one runs."""
         membership.check(self.rank, self.size, self.generation, MAX_GENERATION + 1)
         self.generation, self._reason = membership.generation, ""
         state = new_state(self._channels, membership.active, self.timeout)

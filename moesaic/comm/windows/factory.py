@@ -44,8 +44,7 @@ def create_window(
 def create_device_window(
     group: Peers, specs: Sequence[PlaneSpec], timeout: float, channels: int, device: torch.device
 ) -> DeviceWindow:
-    """All ranks of a group on one node call it with the same planes. `timeout`: seconds that a
-    wait in a kernel may take."""
+    """All ranks of a node call it with the same planes. `timeout`: of a wait in a kernel."""
     if not 1 <= group.size <= device_window.MAX_RANKS:
         raise ValueError(f"a window holds 1..{device_window.MAX_RANKS} ranks, not {group.size}")
     if len(set(group.nodes)) > 1:

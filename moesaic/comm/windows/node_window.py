@@ -59,8 +59,7 @@ class NodeGroups:
         )
 
     def receiver(self, sender: int, node: int) -> int:
-        """The rank of `node` that receives from `sender` of another node: the ranks of a node share
-        the work."""
+        """The rank of `node` that receives from `sender`: the ranks of a node share the work."""
         home = next(ranks for ranks in self.ranks_of.values() if sender in ranks)
         there = self.ranks_of[node]
         return there[home.index(sender) % len(there)]

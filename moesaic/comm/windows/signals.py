@@ -26,17 +26,14 @@ TEXT_BYTES: Final = 128
 # The ranks of a wait are a mask in one signed word.
 MAX_RANKS: Final = 63
 
-# A yield lets a peer run on a machine with more ranks than cores, and costs a microsecond where
-# there is none to run.
+# A yield lets a peer run where ranks outnumber cores, and costs a microsecond elsewhere.
 SPINS: Final = 12
-# The longest sleep without a check: the cost of a lost wake, and the delay before a new epoch is
-# noticed.
+# The longest sleep without a check: the cost of a lost wake, and the delay of a new epoch.
 SLICE: Final = 0.05
 
 # The line of a sleeper. The ticket is 0 while it is awake, and is written last.
 TICKET, CHANNEL, EPOCH, MASK = range(4)
-# A wake line has the futex word, the ticket for which it was last woken, and whether the rank is
-# lost; its text says why.
+# A wake line has the futex word, the last woken ticket, and whether the rank is lost.
 WOKEN, LOST = 1, 2
 
 # Whether the window is aborted, and whether any rank is lost.
@@ -62,8 +59,7 @@ def page_bytes(size: int, channels: int) -> int:
 
 
 class Signals:
-    """Post, wait and abort over a control page that all ranks map. One thread of each rank uses
-    it."""
+    """Post, wait and abort over a control page that all ranks map; one thread of each uses it."""
 
     def __init__(
         self,
@@ -94,8 +90,7 @@ class Signals:
         self._wakes = 0
 
     def post(self, channel: int, epoch: int, operation: str) -> None:
-        """Publishes `epoch` after all earlier writes, and wakes the ranks whose wait is now
-        complete."""
+        """Publishes `epoch` after all earlier writes, and wakes ranks whose wait is complete."""
         words = self._words
         mine = self._posted[self._rank] + channel
         assert epoch >= words[mine], f"epoch {epoch} after {words[mine]} in {operation!r}"
@@ -135,8 +130,7 @@ class Signals:
         return self._words[self._posted[self._rank] + channel]
 
     def abort(self, reason: str) -> None:
-        """Makes every wait, also those in progress, raise WindowAborted. The first reason is
-        kept."""
+        """Makes every wait, also those in progress, raise WindowAborted with the first reason."""
         if self._words[ABORT]:
             return
         start = ABORT_TEXT * WORD
@@ -240,8 +234,7 @@ class Signals:
         self._wake(peer)
 
     def _wake(self, peer: int) -> None:
-        # No two wakes write the same value, so that a sleeper that read any earlier one sees a
-        # change.
+        # No two wakes write the same value, so that every sleeper sees a change.
         self._wakes += 1
         value = (self._wakes * self._size + self._rank) & 0xFFFFFFFF
         self._words32[2 * self._wake_line[peer]] = value

@@ -69,8 +69,7 @@ class SymmetricWindow(DeviceWindow):
         channels: int,
         device: torch.device,
     ) -> SymmetricWindow:
-        """All ranks of the group call it with the same planes; a failure on one is a RuntimeError
-        on all."""
+        """All ranks call it with the same planes; a failure on one is a RuntimeError on all."""
         nbytes = layout(specs, channels, group.size)[1]
         if device.index is None:
             device = torch.device(device.type, torch.cuda.current_device())
@@ -242,7 +241,6 @@ def _time_limit(group: Peers) -> Iterator[None]:
 
 
 def _regions(handle: Any, memory: Tensor, group: Peers) -> list[Tensor]:
-    """The regions of all ranks, as bytes."""
     if handle.buffer_ptrs[group.rank] != memory.data_ptr():
         raise RuntimeError(f"torch {torch.__version__} has moved the memory: use 2.11 to 2.13")
     regions = [handle.get_buffer(r, memory.shape, torch.uint8) for r in range(group.size)]

@@ -90,8 +90,7 @@ def frame(
 
 
 class Outlet:
-    """A connection to a rank of another node, on which this process only sends. Once `broken`,
-    frames are dropped; TcpLinks.connect makes another."""
+    """A connection to a rank of another node, to send; once `broken`, frames are dropped."""
 
     def __init__(self, connection: socket.socket, peer: Identity, address: str) -> None:
         self.peer, self.address = peer, address
@@ -119,8 +118,7 @@ class Outlet:
                 raise
 
     def retire(self, window: int) -> None:
-        """Tells the peer, with the next frame, that a window is closed. Any thread may call it,
-        even one that is sending."""
+        """Tells the peer with the next frame that a window is closed. Any thread may call it."""
         self._closed_windows.append(window)
 
     def close(self) -> None:
@@ -294,8 +292,7 @@ def _check_signal(inlet: Inlet, channel: int, epoch: int) -> None:
 
 
 def _receive(connection: socket.socket, places: list[memoryview], *, inside: bool = False) -> bool:
-    """Fills the places in order. Returns False if the connection had ended before, unless
-    `inside`."""
+    """Fills the places in order; False if the connection had ended before, unless `inside`."""
     left = [place for place in reversed(places) if len(place)]
     while left:
         count = connection.recvmsg_into(left[: -MOST_BUFFERS - 1 : -1], 0, socket.MSG_WAITALL)[0]

@@ -104,8 +104,7 @@ class SharedWindow:
         ranks: Sequence[int] | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Waits until all of `ranks` (None: all) have signalled `epoch` or later; else
-        PeerTimeout."""
+        """Waits until `ranks` (None: all) have signalled `epoch` or later; else PeerTimeout."""
         assert 0 <= channel < self._channels, f"channel {channel} of {self._channels}"
         seconds = self.timeout if timeout is None else timeout
         chosen = self._everyone if ranks is None else ranks
@@ -132,8 +131,7 @@ class SharedWindow:
     def put(
         self, name: str, peer: int, start: int, source: Tensor, index: Tensor | None = None
     ) -> int:
-        """Copies rows of `source` (those of `index`) to rows start.. of a peer's plane; returns the
-        bytes."""
+        """Copies rows of `source` (those of `index`) to a peer's plane; returns the bytes."""
         target = self.plane(name, peer)
         if source.shape[1:] != target.shape[1:] or source.dtype != target.dtype:
             raise ValueError(
@@ -167,7 +165,6 @@ class SharedWindow:
 
 
 def window_bytes(specs: Sequence[PlaneSpec], size: int, channels: int = CHANNELS) -> int:
-    """Bytes of the whole mapping."""
     return control_bytes(size, channels) + sum(_page_up(size * spec.nbytes) for spec in specs)
 
 

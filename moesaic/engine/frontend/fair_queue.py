@@ -39,8 +39,7 @@ WaiterT = TypeVar("WaiterT", bound=Waiter)
 
 
 class FairQueue(Generic[WaiterT]):
-    """Grants `slots` to waiters, one per turn. At most `most_open` are held or waited for. Callers
-    with several threads hold a lock around each call."""
+    """Grants `slots` to waiters in turn, with up to `most_open` held or waited for. No lock."""
 
     def __init__(self, slots: int, most_open: int) -> None:
         self.slots, self.most_open = slots, most_open
@@ -55,8 +54,7 @@ class FairQueue(Generic[WaiterT]):
         raise NotImplementedError
 
     def queue(self, waiter: WaiterT) -> None:
-        """Adds a waiter to its client's line. Raises `full()` without room, unless another client
-        has more waiting."""
+        """Queues a waiter, or raises `full()` if there is no room and no other client has more."""
         line = self._lines.get(waiter.client)
         self._make_room(waiter.wanted, 0 if line is None else line.waiting)
         line = self._lines.setdefault(waiter.client, _Line(waiter.client))
@@ -68,7 +66,6 @@ class FairQueue(Generic[WaiterT]):
         self.pump()
 
     def unqueue(self, waiter: WaiterT) -> None:
-        """Removes a waiter from its line."""
         line = self._lines[waiter.client]
         del line.waiters[waiter]
         self.forget(waiter, waiter.wanted)
@@ -154,8 +151,7 @@ class _Line(Generic[WaiterT]):
 
 
 class FairExecutor(FairQueue["_Task"]):
-    """Runs the tasks of all clients in one thread, fairly. Any thread may submit. `full` makes the
-    error of a task beyond `most_open`."""
+    """Runs the tasks of all clients in one thread, fairly. `full`: the error beyond `most_open`."""
 
     def __init__(
         self,

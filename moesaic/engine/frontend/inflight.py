@@ -21,47 +21,8 @@ Lock = AbstractContextManager[Any]
 
 
 class Core(Protocol):
-    def add(self, job: RequestState, /) -> None: ...
-    def abort(self, rid: str, job: RequestState | None = None, /) -> None: ...
-
-
-class RequestIndex:
-    """Requests by their own ids and by those of their prompts and calls. An id is free again once
-    its last request has ended."""
-
-    def __init__(self) -> None:
-        self._states: dict[str, RequestState] = {}
-        self._by_id: dict[str, dict[RequestState, None]] = {}
-
-    def __len__(self) -> int:
-        return len(self._states)
-
-    def insert(self, states: Sequence[RequestState]) -> None:
-        """Inserts the requests of one call; ValueError if another call uses one of their ids."""
-        if taken := self._by_id.keys() & {name for state in states for name in state.ids}:
-            raise ValueError(f"rid {shown_id(min(taken))} is in use: give each request its own")
-        new = {state.request.rid: state for state in states}
-        assert len(new) == len(states), "requests of one call have the same id"
-        self._states |= new
-        for state in states:
-            for name in state.ids:
-                self._by_id.setdefault(name, {})[state] = None
-
-    def discard(self, rid: str) -> None:
-        state = self._states.pop(rid, None)
-        if state is None:
-            return
-        for name in state.ids:
-            states = self._by_id[name]
-            del states[state]
-            if not states:
-                del self._by_id[name]
-
-    def find(self, name: str) -> list[RequestState]:
-        return [*self._by_id.get(name, ())]
-
-    def all(self) -> list[RequestState]:
-        return [*self._states.values()]
+    def add(self, state: RequestState, /) -> None: ...
+    def abort(self, rid: str, state: RequestState | None = None, /) -> None: ...
 
 
 class InflightRequests:
@@ -78,12 +39,14 @@ class InflightRequests:
     ) -> None:
         self._submit_command, self._lock, self._spans = submit_command, lock, spans
         self._max_running, self._max_queued = max_running, max_queued
-        self._index = RequestIndex()
+        self._states: dict[str, RequestState] = {}
+        self._by_id: dict[str, dict[RequestState, None]] = {}
+        """By the ids of requests, prompts and calls, each until its last request has ended."""
         self._waiting: set[RequestState] = set()
         """Reserved, but not started yet."""
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self._states)
 
     def submit(self, states: Sequence[RequestState]) -> None:
         with self._lock:
@@ -95,7 +58,7 @@ class InflightRequests:
         with self._lock:
             if check_queue:
                 self._check_queue(len(states))
-            self._index.insert(states)
+            self._insert(states)
             self._waiting.update(states)
 
     def start(
@@ -111,22 +74,21 @@ class InflightRequests:
             except RuntimeError as error:
                 if not errors_as_outputs:
                     for state in chosen:
-                        self._index.discard(state.request.rid)
+                        self._discard(state.request.rid)
                     raise
                 for state in chosen:
                     state.finish(FinishReason("abort", message=str(error), failed=True))
         return len(chosen)
 
     def abort(self, name: str, client: Hashable = None) -> int:
-        """Aborts the requests with this id, which is that of a request, a prompt or a call; with
-        `client` only that client's. Returns their number."""
+        """Aborts the requests of a request's, prompt's or call's id, with `client` only its own."""
         with self._lock:
-            found = self._index.find(name)
+            found = [*self._by_id.get(name, ())]
         return self._abort([state for state in found if client in (None, state.client)])
 
     def abort_all(self) -> int:
         with self._lock:
-            found = self._index.all()
+            found = [*self._states.values()]
         return self._abort(found)
 
     def _abort(self, states: Sequence[RequestState]) -> int:
@@ -140,19 +102,39 @@ class InflightRequests:
         return len(states)
 
     def abandon(self, states: Iterable[RequestState]) -> None:
-        """Aborts requests whose caller has gone. One that has ended unread is left alone: another
-        request may have its id by now."""
+        """Aborts requests whose caller has gone; not one that has ended, whose id may be reused."""
         for state in states:
             with self._lock, suppress(RuntimeError):
                 if self._stop_waiting(state):
-                    self._index.discard(state.request.rid)
+                    self._discard(state.request.rid)
                 else:
                     self._submit_command(partial(_abort, state=state))
 
     def release(self, rid: str) -> None:
         """The request has ended."""
         with self._lock:
-            self._index.discard(rid)
+            self._discard(rid)
+
+    def _insert(self, states: Sequence[RequestState]) -> None:
+        """ValueError if another call uses one of their ids."""
+        if taken := self._by_id.keys() & {name for state in states for name in state.ids}:
+            raise ValueError(f"rid {shown_id(min(taken))} is in use: give each request its own")
+        new = {state.request.rid: state for state in states}
+        assert len(new) == len(states), "requests of one call have the same id"
+        self._states |= new
+        for state in states:
+            for name in state.ids:
+                self._by_id.setdefault(name, {})[state] = None
+
+    def _discard(self, rid: str) -> None:
+        state = self._states.pop(rid, None)
+        if state is None:
+            return
+        for name in state.ids:
+            states = self._by_id[name]
+            del states[state]
+            if not states:
+                del self._by_id[name]
 
     def _send(self, states: Sequence[RequestState]) -> None:
         begin = self._spans.clock()
@@ -175,9 +157,9 @@ class InflightRequests:
 
     def _check_queue(self, number: int) -> None:
         limit, running = self._max_queued, self._max_running
-        if limit is not None and len(self._index) + number > running + limit:
+        if limit is not None and len(self) + number > running + limit:
             raise QueueFull(
-                f"{len(self._index)} requests are open and {number} more would exceed "
+                f"{len(self)} requests are open and {number} more would exceed "
                 f"--max-running-requests {running} and --max-queued-requests {limit}: "
                 "try again later"
             )

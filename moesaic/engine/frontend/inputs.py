@@ -47,8 +47,6 @@ class PromptTooLong(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What the engine can serve."""
-
     vocab_size: int
     context_length: int
     cache_tokens: int
@@ -138,8 +136,7 @@ class GenerateInput:
 
     @property
     def size(self) -> int:
-        """The rough cost of preparing it, in characters or token ids. Only the first prompts are
-        measured: many prompts are costly whatever their lengths."""
+        """The rough cost of preparing it, in characters or ids, measured by the first prompts."""
         if isinstance(self.prompt, str):
             total = len(self.prompt)
         else:

@@ -12,8 +12,7 @@ from moesaic.engine.schedule.request_state import Progress
 
 
 class OutputSender:
-    """Wakes one event loop. Waking it costs more than a token, so it delivers everything that has
-    arrived in the meantime at once."""
+    """Wakes one event loop, which costs more than a token: once for all progress so far."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = ref(loop)
@@ -47,8 +46,7 @@ class OutputSender:
 
 
 class OutputQueue:
-    """The progress of one call's requests, by number. It keeps only the newest of each: a slow
-    reader gets larger increments and costs no memory."""
+    """The newest progress of each request of a call: a slow reader gets larger increments."""
 
     def __init__(self, sender: OutputSender) -> None:
         self.newest: dict[int, Progress] = {}

@@ -11,15 +11,13 @@ from moesaic.engine.text.tokenizer import Tokenizer
 
 IndexedProgress = tuple[int, Progress]
 Entry = tuple[float | None, int, str | None]
-# Logprobs that one stream may repeat before only its last output has them; one is about 40 bytes of
-# JSON.
+# Logprobs that a stream may repeat before only its last output has them, each 40 bytes of JSON.
 MAX_REPEATED: Final = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class RequestUpdate:
-    """The progress of one request of a call. Only the first `progress.num_output` output tokens of
-    `request` belong to it."""
+    """The progress of a request; its first `progress.num_output` output tokens belong to it."""
 
     index: int
     """Counts prompts, and within them samples."""
@@ -100,7 +98,6 @@ class OutputFormat:
         return {"text": progress.text, "output_ids": output_ids, "meta_info": meta}
 
     def weight(self, request: Request, progress: Progress) -> int:
-        """The weight of the next output."""
         if self._has_logprobs(request, progress):
             return weight(request, 0, progress.num_output)
         return progress.num_output // 8

@@ -18,7 +18,7 @@ import msgspec
 
 from moesaic.comm.mesh import Mesh
 from moesaic.engine.frontend.queries import RankAnswers
-from moesaic.engine.worker.rank_stats import CHUNK, RecordTold
+from moesaic.engine.worker.rank_stats import CHUNK, RecordingState
 from moesaic.observe.spans import CAPACITY, Span, SpanKind, Spans, unpack
 from moesaic.observe.trace import Track, write_trace
 
@@ -101,7 +101,6 @@ class Recording:
         self._steps: int | None = None
         self._ranks: set[int] = set()
         self.num_steps = 0
-        """Steps in the trace."""
 
     def start(self, num_steps: int | None) -> None:
         states = self._query("record")
@@ -137,7 +136,7 @@ class Recording:
         logger.info("profile: %d spans written to %s", sum(len(t.spans) for t in tracks), path)
         return path
 
-    def _read(self, states: Mapping[int, RecordTold]) -> dict[int, list[Span]]:
+    def _read(self, states: Mapping[int, RecordingState]) -> dict[int, list[Span]]:
         found: dict[int, list[Span]] = {rank: [] for rank in states}
         count = max((state.count for state in states.values()), default=0)
         for first in range(0, count or 1, CHUNK):
@@ -146,7 +145,7 @@ class Recording:
         return found
 
     def _common_steps(
-        self, states: Mapping[int, RecordTold], data: Mapping[int, list[Span]]
+        self, states: Mapping[int, RecordingState], data: Mapping[int, list[Span]]
     ) -> dict[int, set[int]]:
         """By replica: the steps that all of its ranks have recorded in full."""
         common: dict[int, set[int]] = {}
@@ -172,7 +171,10 @@ class Recording:
         return Track(0, "engine", own)
 
     def _facts(
-        self, steps: Mapping[int, set[int]], states: Mapping[int, RecordTold], missing: list[int]
+        self,
+        steps: Mapping[int, set[int]],
+        states: Mapping[int, RecordingState],
+        missing: list[int],
     ) -> dict[str, Any]:
         remote = [rank for rank in states if self._mesh.node_of(rank) > 0]
         return {
@@ -185,10 +187,12 @@ class Recording:
             "clock_error_us": {str(rank): self._clocks[rank][0] / 2000 for rank in sorted(remote)},
         }
 
-    def _query(self, what: str, options: Mapping[str, Any] | None = None) -> dict[int, RecordTold]:
+    def _query(
+        self, what: str, options: Mapping[str, Any] | None = None
+    ) -> dict[int, RecordingState]:
         states = {}
         for rank, reply in self._ask(what, options or {}).replies.items():
-            state = msgspec.convert(msgspec.to_builtins(reply.value), RecordTold)
+            state = msgspec.convert(msgspec.to_builtins(reply.value), RecordingState)
             trip = reply.received - reply.sent
             ahead = state.now - (reply.sent + reply.received) // 2
             self._clocks[rank] = min(self._clocks.get(rank, (trip, ahead)), (trip, ahead))
@@ -204,8 +208,7 @@ class Recording:
 
 
 def trace_folder() -> Path:
-    """The default folder of traces: a private one, because the working directory may be served or
-    shared."""
+    """The default folder of traces is private: the working directory may be served or shared."""
     if folder := os.environ.get(FOLDER_VARIABLE):
         return Path(folder).absolute()
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"

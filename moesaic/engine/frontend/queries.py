@@ -12,10 +12,9 @@ import msgspec
 
 from moesaic.core.messages import QueryReply
 from moesaic.core.stats import EngineStats, RankStats
-from moesaic.engine.worker.rank_stats import RankTold
+from moesaic.engine.worker.rank_stats import RankStatsReply
 
-# Ranks reply between two steps. A rank that misses this deadline is left out of the statistics:
-# they are polled again soon.
+# Ranks reply between two steps; later replies are left out of the statistics.
 STATS_SECONDS: Final = 3.0
 # Other queries wait longer, since a prompt of a large model may take long.
 ANSWER_SECONDS: Final = 60.0
@@ -80,7 +79,7 @@ class PendingQuery:
 def engine_stats(answers: RankAnswers, num_experts: int) -> EngineStats:
     """For ranks that did not answer it has the supervisor's view."""
     found = {
-        rank: msgspec.convert(msgspec.to_builtins(reply.value), RankTold)
+        rank: msgspec.convert(msgspec.to_builtins(reply.value), RankStatsReply)
         for rank, reply in answers.replies.items()
     }
     ranks = {rank: stats.rank for rank, stats in found.items()}
@@ -96,8 +95,7 @@ def engine_stats(answers: RankAnswers, num_experts: int) -> EngineStats:
 
 
 def _complete(own: RankStats | None, seen: Mapping[str, Any]) -> RankStats:
-    """Adds what only the supervisor knows, from the moment of the query: a rank that replies is
-    always computing."""
+    """Adds the supervisor's view at the time of the query: a rank that replies always computes."""
     stats = own or RankStats(
         seen["rank"],
         seen["place"],

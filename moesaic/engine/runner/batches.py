@@ -81,8 +81,7 @@ class EagerBatch:
 
 
 class IdleBatch:
-    """A step in which only other ranks have tokens. Its one row is padding, as kernels cannot be
-    launched for none."""
+    """A step in which only other ranks have tokens; its one row is padding, as kernels need one."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner, self._buffers = runner, runner.attention.static(GraphKey(1))
@@ -128,14 +127,9 @@ class GraphBatch:
         self._hidden_BH = None if ranks.is_last else runner.hidden_buffer(most)
 
     def run(
-        self,
-        plan: StepPlan,
-        key: GraphKey,
-        x_TH: Tensor | None,
-        slots: Sequence[FutureTokenSlot],
+        self, plan: StepPlan, key: GraphKey, x_TH: Tensor | None, slots: Sequence[FutureTokenSlot]
     ) -> Tensor | None:
-        """Hidden states for the next pipeline stage; the last one leaves `logits_BV` and greedy
-        `found_2B`."""
+        """Hidden states for the next stage; the last one fills `logits_BV` and `found_2B`."""
         items, queries = plan.items, key.queries
         count = queries * len(items)
         assert count == plan.num_tokens, f"the graph takes {queries} tokens of every item"

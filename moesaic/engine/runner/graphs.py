@@ -20,8 +20,7 @@ from moesaic.engine.setup.device_memory import GIB
 
 logger = logging.getLogger(__name__)
 
-# Up to each number of sequences, the distance between buckets. Padding is cheap: it reads no expert
-# and no part of the cache.
+# Up to each number of sequences, the distance between buckets. Padding reads no experts, no cache.
 STEPS = ((2, 1), (4, 2), (8, 4), (64, 8), (128, 16), (256, 32))
 LAST_STEP = 64
 
@@ -136,8 +135,7 @@ class GraphCache:
         )
 
     def _capture(self, key: GraphKey, stream: torch.cuda.Stream, pool: Any) -> torch.cuda.CUDAGraph:
-        """Runs the body once before the capture, in which nothing may be compiled or allocated by
-        libraries."""
+        """Runs the body once first: a capture must neither compile nor let libraries allocate."""
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             self._body(key)

@@ -10,8 +10,8 @@ import torch
 from moesaic.config import ServerArgs
 from moesaic.engine.setup.device_memory import (
     GIB,
+    CacheRequest,
     DeviceRoom,
-    StepBytes,
     check_weights_fit,
     cpu_cache_tokens,
     gpu_cache_tokens,
@@ -20,23 +20,10 @@ from moesaic.engine.setup.device_memory import (
 )
 from moesaic.engine.setup.moe_setup import kind_of
 from moesaic.engine.worker.rank_context import RankContext
-from moesaic.layers.context import CacheSpec
 from moesaic.models.config import RawConfig
 from moesaic.models.folder import ModelEosTokens, checked
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class CacheRequest:
-    """What the KV cache is sized by; `window_bytes`: held on a GPU outside torch's allocator."""
-
-    spec: CacheSpec
-    element_size: int
-    wanted_tokens: int
-    weight_bytes: int
-    step_bytes: StepBytes
-    window_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +42,7 @@ class HostMemory:
             )
 
     def cache_tokens(self, args: ServerArgs, cache: CacheRequest) -> int:
-        sizes = (cache.element_size, cache.weight_bytes, cache.wanted_tokens)
-        return cpu_cache_tokens(args, cache.spec, *sizes, self.ranks)
+        return cpu_cache_tokens(args, cache, self.ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +61,7 @@ class GpuMemory:
     def cache_tokens(self, args: ServerArgs, cache: CacheRequest) -> int:
         room = self._room().holding(cache.window_bytes)
         logger.info("memory: %s", room)
-        sizes = (cache.element_size, cache.wanted_tokens)
-        return gpu_cache_tokens(args, cache.spec, *sizes, room, cache.step_bytes)
+        return gpu_cache_tokens(args, cache, room)
 
     def _room(self) -> DeviceRoom:
         return DeviceRoom.of(self.device).part(self.sharers)

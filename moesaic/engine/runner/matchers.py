@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -49,20 +50,27 @@ class RequestMatcher:
 
 
 class Matchers:
-    """Computes a step's masks from `begin` on, until `wait`. One thread does all of the work in
-    order, so steps never use a matcher at once."""
+    """Computes a step's masks from `begin` to `wait`, in one thread: matchers are not shared."""
 
     def __init__(self, make_compiler: Callable[[], Compiler], limit: int) -> None:
         self._make_compiler, self._limit = make_compiler, limit
-        self._compiler: Compiler | None = None
-        self._masker: Any = None
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._matchers: OrderedDict[int, RequestMatcher] = OrderedDict()
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="moesaic-grammar")
         self._masks: Future[dict[int, GrammarMask]] | None = None
 
     def __len__(self) -> int:
         return len(self._matchers)
+
+    @cached_property
+    def _compiler(self) -> Compiler:
+        return self._make_compiler()
+
+    @cached_property
+    def _masker(self) -> Any:
+        from llguidance import LLExecutor
+
+        return LLExecutor(torch.get_num_threads())
 
     def begin(self, plan: StepPlan) -> None:
         if self._masks is not None:  # a dropped step's may still be computed
@@ -76,8 +84,6 @@ class Matchers:
             if item.sample is not None and item.sample.params.grammar is not None
         }
         if rows:
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, thread_name_prefix="moesaic-grammar")
             self._masks = self._thread.submit(self._compute, rows)
 
     def pending(self) -> Callable[[], dict[int, GrammarMask]]:
@@ -127,8 +133,6 @@ class Matchers:
         return state
 
     def _compiled_matcher(self, grammar: Grammar) -> LLMatcher:
-        if self._compiler is None:
-            self._compiler = self._make_compiler()
         if grammar not in self._compiled:
             self._compiled[grammar] = self._compiler.matcher(grammar)
         self._compiled.move_to_end(grammar)
@@ -139,11 +143,6 @@ class Matchers:
     def _fill_masks(self, states: Sequence[RequestMatcher]) -> Tensor:
         if not states:
             return torch.empty(0, 0)
-        assert self._compiler is not None
-        if self._masker is None:
-            from llguidance import LLExecutor
-
-            self._masker = LLExecutor(torch.get_num_threads())
         size = self._compiler.mask_bytes
         masks_MB = torch.zeros(len(states), size, dtype=torch.uint8)
         work = [(one.matcher, number) for number, one in enumerate(states)]
@@ -151,7 +150,6 @@ class Matchers:
         return masks_MB
 
     def _checked_mask(self, state: RequestMatcher, mask_B: Tensor) -> GrammarMask:
-        assert self._compiler is not None
         if state.matcher.is_error():
             why = shown(state.matcher.get_error(), state.grammar)
             return GrammarMask(broken=f"its grammar failed: {why}")
@@ -166,7 +164,6 @@ class Matchers:
 
     def _forbid_early_end(self, matcher: LLMatcher, mask_B: Tensor) -> bool:
         """Masks end tokens that do not complete the grammar; returns whether there were any."""
-        assert self._compiler is not None
         found = False
         for token in self._compiler.eos_ids:
             bit = 1 << token % 8

@@ -19,12 +19,7 @@ from moesaic.core.rank_state import RankState
 from moesaic.core.step import Step
 from moesaic.engine.runner.attention import BACKENDS
 from moesaic.engine.runner.graphs import graph_sizes
-from moesaic.engine.runner.loading import (
-    CacheRequest,
-    config_eos_ids,
-    rank_memory,
-    with_device_collectives,
-)
+from moesaic.engine.runner.loading import config_eos_ids, rank_memory, with_device_collectives
 from moesaic.engine.runner.matchers import Matchers
 from moesaic.engine.runner.peer_watchdog import PeerWatchdog
 from moesaic.engine.runner.steps import AsynchronousSteps, SynchronousSteps
@@ -33,6 +28,7 @@ from moesaic.engine.schedule.plan import StepAgreement, StepHandle, StepPlan, St
 from moesaic.engine.setup.dense_setup import dense_weights
 from moesaic.engine.setup.device_memory import (
     GIB,
+    CacheRequest,
     StepBytes,
     cache_dtype,
     compute_device,
@@ -63,10 +59,9 @@ logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """This rank's weights and KV cache, and the steps that it computes with them. `kind` is whose
-    code runs (cpu or cuda), `device` where its tensors reside. By default steps are asynchronous
-    where the kind is cuda; `queries`: new tokens per sequence that decode graphs are captured
-    for."""
+    """This rank's weights, KV cache and steps. `kind` is whose code runs (cpu or cuda), `device`
+    where its tensors reside. Steps are asynchronous by default where the kind is cuda; `queries`:
+    new tokens per sequence in decode graphs."""
 
     def __init__(
         self,
@@ -113,8 +108,7 @@ class ModelRunner:
         else:
             self.steps = SynchronousSteps(self, args.watchdog_timeout)
         self.overlaps = self.steps.overlaps
-        """Whether `begin` returns before a step is computed, so that plans may have future
-        tokens."""
+        """Whether `begin` returns before a step is computed: plans may then have future tokens."""
 
     def _load_model(self, args: ServerArgs, raw: RawConfig) -> int:
         """Returns the bytes of all weights."""
@@ -259,8 +253,7 @@ class ModelRunner:
         self, plan: StepPlan, agreement: StepAgreement | None = None, x_TH: Tensor | None = None
     ) -> StepHandle:
         """Starts a step; steps run in the order in which they begin. `agreement`: what all ranks
-        know of the step, if there are several. `x_TH`: hidden states of the previous pipeline
-        stage."""
+        know of it, if there are several. `x_TH`: hidden states of the previous stage."""
         agreement = agreement or StepAgreement(0, (plan.num_tokens,), prefill=plan.prefill)
         try:
             return self.steps.begin(plan, agreement, x_TH)
@@ -278,14 +271,10 @@ class ModelRunner:
         self.watchdog.raise_if_rolled_back(error)
 
     def abandon(self, reason: str) -> None:
-        """Ends in-flight steps on a device, also where they wait for other ranks. A rank calls this
-        before it reports that it is ready for a restart."""
+        """Ends in-flight steps on a device, also waits for other ranks, before a restart."""
         # First, as the device may wait for another rank.
         self.watchdog.abort(reason)
         self.steps.drop()
-
-    def clear(self, pages: Sequence[int]) -> None:
-        self.attention.clear(pages)
 
     def group_counts(self, agreement: StepAgreement) -> tuple[int, ...]:
         """Tokens of each attention group, if there are several."""
@@ -296,7 +285,7 @@ class ModelRunner:
         return torch.zeros(shape, dtype=self.model.config.dtype, device=self.device)
 
     def dummy_logits(self, spans: Sequence[SequenceSpan], tokens: int, prefill: bool) -> Tensor:
-        """Of a step of arbitrary tokens."""
+        """Runs a step of arbitrary tokens."""
         number_T, groups = torch.arange(tokens, device=self.device), self.ranks.mesh.dp
         hidden_TH = self.model(
             number_T % self.vocab_size,

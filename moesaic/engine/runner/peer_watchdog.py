@@ -48,10 +48,6 @@ class PeerWatchdog:
         """Device memory of windows, which torch's allocator does not count."""
         return sum(window.region_bytes for window in self.windows)
 
-    def check(self) -> None:
-        """Raises the error that a kernel has found."""
-        self.lifecycle.check()
-
     def raise_if_rolled_back(self, error: Exception) -> None:
         """Raises StepRolledBack if that is why kernels were aborted."""
         if isinstance(error, WindowAborted) and self._status is not None:

@@ -51,8 +51,7 @@ def _rows_after_drafts(item: PlanItem, row: SampleRow) -> Iterator[SampleRow]:
 
 
 def item_results(plan: StepPlan, found: Sequence[ItemResult]) -> list[ItemResult]:
-    """The result of each item: that of its first sampled row, or an empty one. `found`: of all
-    sampled rows, or none on a rank that does not sample."""
+    """The result of each item: that of its first sampled row, or an empty one without `found`."""
     results, start = [], 0
     for item in plan.items:
         if item.sample is None or not found:

@@ -76,8 +76,7 @@ class BatchOutput:
 
 @dataclass(slots=True)
 class DeviceStep:
-    """An in-flight step. `found`, [2, R] on the host, holds the tokens of `rows` and whether they
-    have none, once `event` has passed."""
+    """An in-flight step; after `event`, `found` [2, R] has the tokens of `rows`, or their lack."""
 
     steps: AsynchronousSteps
     plan: StepPlan
@@ -132,16 +131,15 @@ class AsynchronousSteps:
 
     @torch.inference_mode()
     def prepare(self, idle_steps: Sequence[tuple[int, bool]]) -> None:
-        """Captures graphs, and runs steps without tokens of this rank, so that no other rank waits
-        for their kernels to compile. `idle_steps`: most tokens of a rank, and whether any
-        prefills."""
+        """Captures graphs, and runs steps without tokens of this rank, so that no peer waits for
+        kernels to compile. `idle_steps`: most tokens of a rank, and whether any prefills."""
         with self._runner.watchdog.waiting_longer(COMPILE_SECONDS):
             if self._runner.device.type == "cuda":
                 self.graphs.capture()
             groups = self._runner.ranks.mesh.dp
             for tokens, prefill in idle_steps if groups > 1 else ():
                 self._run_idle(StepAgreement(0, (tokens,) * groups, prefill=prefill))
-            self._runner.watchdog.check()
+            self._runner.watchdog.lifecycle.check()
 
     def begin(self, plan: StepPlan, agreement: StepAgreement, x_TH: Tensor | None) -> DeviceStep:
         runner = self._runner
@@ -194,8 +192,7 @@ class AsynchronousSteps:
         return self._eager_output(plan, eager)
 
     def _graph_key(self, plan: StepPlan, agreement: StepAgreement) -> GraphKey | None:
-        """The graph of a decode step; None for an eager step. With other ranks it follows from what
-        all of them know, so that all replay the same graph."""
+        """The graph of a decode step, None for an eager step; all ranks choose alike."""
         if self._has_peers:
             return None if agreement.prefill else self.graphs.bucket(max(agreement.counts))
         queries = len(plan.items[0].token_ids) if plan.items else 1
@@ -229,7 +226,7 @@ class AsynchronousSteps:
         return output
 
     def _output(self, hidden_TH: Tensor | None = None, rows: int = 0) -> BatchOutput:
-        """Of the first rows of a graph; `hidden_TH`: for the next pipeline stage."""
+        """The output of a graph's first rows; `hidden_TH`: for the next pipeline stage."""
         batch = self.graph_batch
         hidden_TH = None if self._runner.ranks.is_last else hidden_TH
         return BatchOutput(batch.logits_BV[:rows], batch.found_2B[:, :rows], hidden_TH)
@@ -266,8 +263,7 @@ class AsynchronousSteps:
     def _draw(
         self, drawn: list[int], numbers: list[int], asked: list[SampleRow], output: BatchOutput
     ) -> Tensor:
-        """The tokens of all rows, those of the `drawn` ones replaced. `numbers`: of their future
-        token slots."""
+        """The tokens of all rows, those of `drawn` replaced; `numbers`: their token slots."""
         rows, slots = self._uploads.upload(drawn, numbers)
         logits_RV = output.logits_RV
         some_RV = logits_RV if len(drawn) == len(logits_RV) else logits_RV[rows]
@@ -286,7 +282,7 @@ class AsynchronousSteps:
     def _finish(self, step: DeviceStep) -> StepResult:
         plan = step.plan
         step.event.wait(self._timeout, f"step {step.number} of {plan.num_tokens} tokens")
-        self._runner.watchdog.check()
+        self._runner.watchdog.lifecycle.check()
         if not self._runner.ranks.is_last:
             return StepResult([])
         tokens, broken = step.found.tolist()

@@ -4,8 +4,8 @@ Kernels depend on the power of two that a step's tokens reach, and on whether th
 those of logits on the rows that sample; attention of single tokens on their number and context.
 Decode steps run when their graphs are captured. Ranks may dispatch decode steps in another mode, so
 those without a graph run here, too. All ranks run the same steps in the same order, but their
-kernels do not wait for each other (DeviceWindow.apart), so slow compilation delays no other rank;
-NCCL's kernels do wait.
+kernels do not wait for each other (DeviceWindow.isolated), so slow compilation delays no other
+rank; NCCL's kernels do wait.
 """
 
 from __future__ import annotations
@@ -84,8 +84,7 @@ def single_tokens(most: int, longest: int) -> list[tuple[int, int]]:
 
 
 def warm_spans(size: int, singles: int, context: int, page_size: int) -> list[SequenceSpan]:
-    """Single tokens with `context`, as many as leave room for a prompt of two, and the prompt; all
-    use one page."""
+    """Single tokens with `context`, and a prompt of at least two tokens; all use one page."""
     singles = min(singles, max(0, size - 2))
     rest = size - singles
     lengths = [(1, context)] * singles + [(rest, rest)]

@@ -128,8 +128,7 @@ class Scores:
 
 
 class NearestBlocks(NamedTuple):
-    """Blocks with the highest scores, and the lowest score kept; rows that are not `exact` need the
-    histogram."""
+    """The highest blocks and the lowest score kept; rows not `exact` need the histogram."""
 
     scores: Scores
     floor_R1: Tensor
@@ -139,8 +138,7 @@ class NearestBlocks(NamedTuple):
 def sample(
     logits_BV: Tensor, rows: Sequence[SampleRow], masks: Sequence[Tensor | None] = ()
 ) -> Sampled:
-    """Samples a token per row; NonFiniteLogits names all rows that have none. `masks`: see
-    token_masks."""
+    """Samples a token per row (`masks`: see token_masks); NonFiniteLogits names the others."""
     assert logits_BV.shape[0] == len(rows), (logits_BV.shape, len(rows))
     out = Sampled([], [], [])
     bad: list[int] = []
@@ -159,8 +157,7 @@ def sample(
 def token_logprobs(
     logits_TV: Tensor, target_ids: Sequence[int], top_n: int = 0
 ) -> tuple[list[float], list[TopLogprobs]]:
-    """Logprob of each row's target, and the row's `top_n` most likely tokens; NaN for rows that
-    hold NaN or +inf, or nothing but -inf."""
+    """Logprob of each row's target, and its `top_n` most likely tokens; NaN for invalid rows."""
     assert logits_TV.shape[0] == len(target_ids), (logits_TV.shape, len(target_ids))
     logprobs: list[float] = []
     top: list[TopLogprobs] = []

@@ -20,8 +20,7 @@ OFFSETS: Final = torch.tensor(
 
 
 def forbid(scores_RV: Tensor, masks: Sequence[Tensor | None]) -> Tensor:
-    """Scores with -inf for the tokens that a row's mask leaves out. It is added, so NaN stays NaN
-    and is noticed."""
+    """Scores with -inf added for the tokens that a row's mask leaves out; NaN stays NaN."""
     rows = [number for number, mask in enumerate(masks) if mask is not None]
     if not rows:
         return scores_RV

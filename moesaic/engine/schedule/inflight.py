@@ -1,4 +1,4 @@
-"""In-flight steps: what a step is between its plan and its results."""
+"""The state of a step between its plan and its results."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from moesaic.engine.schedule.scheduler import Scheduled
 
 
 class PlannedItem(NamedTuple):
-    """An item of an in-flight step: the request's tokens up to `stop`, of which the last are
-    `drafts`, and whether the step samples after them. The rest is the request's state before, for
-    a rollback."""
+    """An item of an in-flight step: the request's tokens up to `stop`, the last ones `drafts`, and
+    whether the step samples after them; the rest restores the request in a rollback."""
 
     request: Request
     stop: int
@@ -42,7 +41,7 @@ class PlannedItem(NamedTuple):
 
     @property
     def confirmed(self) -> int:
-        """Tokens that are computed whatever becomes of the drafts."""
+        """Tokens that are computed even if all drafts are rejected."""
         return self.stop - len(self.drafts)
 
     def end(self, num_tokens: int) -> None:
@@ -54,8 +53,7 @@ class PlannedItem(NamedTuple):
         request.verifying = False
 
     def undo(self) -> None:
-        """Restores the request; its later steps are undone before. Pages stay, unless the request
-        lost them in the meantime."""
+        """Restores the request, after its later steps. It keeps pages that it has not lost."""
         request = self.request
         request.pending -= self.samples
         request.num_scored = self.num_scored
@@ -66,8 +64,7 @@ class PlannedItem(NamedTuple):
 
 @dataclass(slots=True)
 class InflightStep:
-    """One step of this rank, from its plan to its results. The loop, the planner, the metrics and
-    the slow-step detector share this record."""
+    """One step of this rank, from its plan to its results."""
 
     plan: StepPlan = field(default_factory=StepPlan.empty)
     items: list[PlannedItem] = field(default_factory=list)

@@ -1,7 +1,7 @@
-"""Who owns which page of the KV cache.
+"""The owners of the KV cache's pages.
 
 Every page is either free, private to one request, or in the prefix tree (where any number of
-requests read it). Page 0 belongs to nobody.
+requests read it). Page 0 is never allocated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PrefixNode:
 
 
 class PageAllocator:
-    """The free pages, lowest first after start so that a sequence's pages lie together."""
+    """The free pages, lowest first after start, so that a sequence's pages are adjacent."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -41,7 +41,7 @@ class PageAllocator:
         return len(self._free)
 
     def take(self, number: int) -> list[int]:
-        assert number <= len(self._free), f"{number} pages wanted, {len(self._free)} free"
+        assert number <= len(self._free), f"{number} pages of {len(self._free)} free ones"
         taken = self._free[len(self._free) - number :]
         del self._free[len(self._free) - number :]
         return taken[::-1]
@@ -51,8 +51,7 @@ class PageAllocator:
 
 
 class PrefixTree:
-    """Pages of finished and running requests by their tokens, for reuse; least recently used ones
-    go first when pages are needed."""
+    """Pages by their tokens, for reuse; the least recently used ones are evicted first."""
 
     def __init__(self, page_size: int, allocator: PageAllocator, enabled: bool = True) -> None:
         self.page_size = page_size
@@ -65,7 +64,6 @@ class PrefixTree:
         self._idle: list[tuple[int, int, PrefixNode]] = []
 
     def key(self, token_ids: Sequence[int], page: int) -> Key:
-        """The tokens of one page of a sequence."""
         return tuple(token_ids[page * self.page_size : (page + 1) * self.page_size])
 
     def match(self, token_ids: Sequence[int], limit: int) -> tuple[PrefixNode, list[int]]:
@@ -97,8 +95,8 @@ class PrefixTree:
         self._note_idle(node)
 
     def extend(self, node: PrefixNode, key: Key, page: int) -> PrefixNode:
-        """Puts a reader's private page under `node`, where the reader stands, and moves the reader
-        on to it. If the tree has such a page already, the given one becomes free."""
+        """Moves a reader's private page into the tree under `node`, and the reader to it. If the
+        tree has such a page already, the given one becomes free."""
         child = node.children.get(key)
         if child is None:
             child = PrefixNode(key, page, node, node.depth + 1, last_used=next(self._clock))
@@ -111,7 +109,7 @@ class PrefixTree:
         return child
 
     def evict(self, number: int) -> int:
-        """Frees up to `number` pages and says how many."""
+        """Frees up to `number` pages and returns how many."""
         freed = 0
         while self._idle and freed < number:
             last_used, _, node = heapq.heappop(self._idle)
@@ -128,7 +126,7 @@ class PrefixTree:
         return freed
 
     def _note_idle(self, node: PrefixNode) -> None:
-        """Queues a node for eviction if it is a leaf that nobody reads."""
+        """Queues a leaf without readers for eviction."""
         if node is self.root or node.readers or node.children:
             return
         heapq.heappush(self._idle, (node.last_used, next(self._clock), node))
@@ -138,7 +136,7 @@ class PrefixTree:
             heapq.heapify(self._idle)
 
     def num_idle(self, node: PrefixNode) -> int:
-        """How many nodes on the way to this one nobody reads: evictable until it is acquired."""
+        """Nodes without readers on the path to this one: evictable until it is acquired."""
         return sum(step.readers == 0 for step in self._path(node))
 
     def nodes(self) -> Iterator[PrefixNode]:

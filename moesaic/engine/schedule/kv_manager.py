@@ -1,4 +1,4 @@
-"""Pages for requests: from the prefix tree, from the free ones, or by evicting."""
+"""Gives pages to requests: shared ones of the prefix tree, free ones, or evicted ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moesaic.engine.schedule.kv_cache import Key, PageAllocator, PrefixNode, Pre
 
 
 class KVManager:
-    """`on_take` is told which pages were newly handed out, before they are used."""
+    """Calls `on_take` with newly allocated pages, before they are used."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class KVManager:
 
     @property
     def num_used(self) -> int:
-        """Pages that running requests hold; cached ones that nobody reads do not count."""
+        """Pages that running requests hold, without cached ones that none of them reads."""
         return self.allocator.num_pages - self.num_available
 
     def pages_for(self, num_tokens: int) -> int:
@@ -41,8 +41,7 @@ class KVManager:
         return self.tree.match(request.token_ids, self._reusable(request))
 
     def awaited(self, request: Request, num_cached: int) -> Key | None:
-        """The page after the `num_cached` ones that `lookup` gave, if `lookup` gives it as well
-        once another request has computed it."""
+        """The page after the cached ones, if another request may compute it for this one."""
         return self._key(request, num_cached, self._reusable(request))
 
     def frontier(self, request: Request) -> tuple[PrefixNode, Key | None]:
@@ -51,14 +50,14 @@ class KVManager:
         return node, self._key(request, node.depth, len(request.token_ids))
 
     def _key(self, request: Request, page: int, limit: int) -> Key | None:
-        """The tokens of a page that lies within the first `limit` tokens."""
+        """The tokens of a page within the first `limit` tokens."""
         if (page + 1) * self.page_size > limit:
             return None
         return self.tree.key(request.token_ids, page)
 
     def _reusable(self, request: Request) -> int:
-        """How many tokens a request may take from the cache: its last one must be computed anew,
-        and so must every one whose successor's logprob is wanted."""
+        """Tokens that a request may take from the cache: neither its last one, nor those whose
+        successor's logprob was requested."""
         if not self.tree.enabled:
             return 0
         limit = len(request.token_ids) - 1
@@ -73,7 +72,7 @@ class KVManager:
         request.num_computed = len(pages) * self.page_size
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Makes room for the request's first `num_tokens` tokens; False if there is none."""
+        """Allocates pages for the first `num_tokens` tokens; False if there are too few."""
         missing = self.pages_for(num_tokens) - len(request.pages)
         if missing <= 0:
             return True
@@ -106,5 +105,5 @@ class KVManager:
         request.num_computed = 0
 
     def flush(self) -> int:
-        """Empties the prefix cache but for what is in use; says how many pages became free."""
+        """Evicts all unused pages of the prefix cache; returns their number."""
         return self.tree.evict(self.tree.num_evictable)

@@ -1,4 +1,4 @@
-"""Steps as data: what the rank that plans a step tells the ranks that compute it."""
+"""Steps as data, from the rank that plans a step to the ranks that compute it."""
 
 from __future__ import annotations
 
@@ -50,9 +50,8 @@ class PlanItem(msgspec.Struct, array_like=True, gc=False):
 
 
 class StepPlan(msgspec.Struct, array_like=True):
-    """The work of one serving group. All its ranks carry out all plans, in the order in which they
-    were made. `clear`: newly allocated pages, which are zeroed first. `ended`: requests that no
-    later plan names."""
+    """The work of one serving group. All its ranks carry out all plans in order. `clear`: newly
+    allocated pages, zeroed first. `ended`: requests that no later plan names."""
 
     items: list[PlanItem]
     clear: list[int]
@@ -128,10 +127,9 @@ class FinishedStep:
 
 
 class StepAgreement(msgspec.Struct, array_like=True):
-    """What every rank must know of a step before it computes: tokens and requested rows of logits
-    of each attention group, and whether any rank prefills. Without `counts` there is nothing to
-    compute: ranks sleep until they are woken for step `number`. Without `logits` there is one
-    group, whose plan has them."""
+    """What every rank must know of a step: tokens and requested rows of logits of each attention
+    group, and whether any rank prefills. Without `counts` there is nothing to compute: ranks sleep
+    until they are woken for step `number`. A single group's plan has the `logits`."""
 
     number: int
     counts: tuple[int, ...] = ()
@@ -140,24 +138,12 @@ class StepAgreement(msgspec.Struct, array_like=True):
 
 
 class StageOrder(msgspec.Struct, array_like=True):
-    """What a pipeline stage tells the next one; `plan` is encoded by plan_codec."""
+    """From a pipeline stage to the next one; `plan` is encoded by plan_codec."""
 
     agreement: StepAgreement
     plan: bytes
 
 
-_encoder = msgspec.msgpack.Encoder()
-_orders = msgspec.msgpack.Decoder(StageOrder)
-_results = msgspec.msgpack.Decoder(StepResult)
-
-
-def encode(value: StageOrder | StepResult) -> bytes:
-    return _encoder.encode(value)
-
-
-def decode_order(data: bytes) -> StageOrder:
-    return _orders.decode(data)
-
-
-def decode_result(data: bytes) -> StepResult:
-    return _results.decode(data)
+encode = msgspec.msgpack.Encoder().encode
+decode_order = msgspec.msgpack.Decoder(StageOrder).decode
+decode_result = msgspec.msgpack.Decoder(StepResult).decode

@@ -1,7 +1,7 @@
-"""Plans between ranks: what a receiver knows of a request already is not told again.
+"""Encodes plans for other ranks, without what a receiver already knows of a request.
 
-A request's pages grow by one in many steps, and what it asked of the sampler never changes; told in
-full every time, they would be most of a plan. Every receiver must hear all plans, in order.
+A request's pages grow by one in many steps, and its sampling parameters never change: in full they
+would be most of a plan. Every receiver must decode all plans, in order.
 """
 
 from __future__ import annotations
@@ -13,22 +13,16 @@ import msgspec
 from msgspec import structs
 
 from moesaic.engine.sampling.sampler import SampleRow
-from moesaic.engine.schedule.plan import PlanItem, PromptScore, StepPlan
+from moesaic.engine.schedule.plan import PlanItem, StepPlan
 
 
 class WireItem(msgspec.Struct, array_like=True):
-    """The first `kept` pages are as they were; `pages` follow them. `sample`: told with the first
-    token that is sampled, then only `position` and, if they matter, the tokens so far: the first
-    `kept_ids` as they were, then `output_ids`."""
+    """`item` has the pages after the first `kept` known ones, and `sample` only with the first
+    sampled token. Later tokens have a `position` and, if they matter, the tokens so far: the first
+    `kept_ids` known ones, then `output_ids`."""
 
-    request_no: int
-    token_ids: list[int]
-    first: int
+    item: PlanItem
     kept: int
-    pages: list[int]
-    score: PromptScore | None = None
-    num_drafts: int = 0
-    sample: SampleRow | None = None
     position: int | None = None
     kept_ids: int = 0
     output_ids: list[int] = []
@@ -49,9 +43,7 @@ NOTHING = _encoder.encode(WirePlan([], [], False, []))
 
 
 @dataclass(slots=True)
-class Known:
-    """Of one request."""
-
+class KnownRequest:
     pages: list[int]
     sample: SampleRow | None = None
     output_ids: Sequence[int] = ()
@@ -59,10 +51,10 @@ class Known:
 
 class PlanSender:
     def __init__(self) -> None:
-        self._known: dict[int, Known] = {}
+        self._known: dict[int, KnownRequest] = {}
 
     def encode(self, plan: StepPlan) -> bytes:
-        """A plan of nothing is always the same, so that nobody has to be sent it."""
+        """An empty plan is always NOTHING, which need not be sent."""
         if not plan.items:
             assert not plan.clear and not plan.ended
             return NOTHING
@@ -71,36 +63,28 @@ class PlanSender:
         return _encoder.encode(WirePlan(items, plan.clear, plan.prefill, ended))
 
     def _item(self, item: PlanItem) -> WireItem:
-        known = self._known.setdefault(item.request_no, Known([]))
+        known = self._known.setdefault(item.request_no, KnownRequest([]))
         kept = _kept(known.pages, item.pages)
         known.pages = item.pages
-        told = WireItem(
-            item.request_no,
-            item.token_ids,
-            item.first,
-            kept,
-            item.pages[kept:],
-            item.score,
-            item.num_drafts,
-        )
+        wire = WireItem(structs.replace(item, pages=item.pages[kept:], sample=None), kept)
         if item.sample is None:
-            return told
+            return wire
         if known.sample is None:
             # The caller's process looks for stop strings.
-            known.sample = told.sample = structs.replace(
+            known.sample = wire.item.sample = structs.replace(
                 item.sample, params=replace(item.sample.params, stop=())
             )
         else:
-            kept = _kept(known.output_ids, item.sample.output_ids)
-            told.position, told.kept_ids = item.sample.position, kept
-            told.output_ids = list(item.sample.output_ids[kept:])
+            wire.position = item.sample.position
+            wire.kept_ids = _kept(known.output_ids, item.sample.output_ids)
+            wire.output_ids = list(item.sample.output_ids[wire.kept_ids :])
         known.output_ids = item.sample.output_ids
-        return told
+        return wire
 
 
 class PlanReceiver:
     def __init__(self) -> None:
-        self._known: dict[int, Known] = {}
+        self._known: dict[int, KnownRequest] = {}
 
     def decode(self, data: bytes) -> StepPlan:
         wire = _decoder.decode(data)
@@ -109,27 +93,19 @@ class PlanReceiver:
         items = [self._item(item) for item in wire.items]
         return StepPlan(items, wire.clear, wire.prefill, wire.ended)
 
-    def _item(self, told: WireItem) -> PlanItem:
-        known = self._known.setdefault(told.request_no, Known([]))
-        known.pages = known.pages[: told.kept] + told.pages
-        if told.sample is not None:
-            known.sample, known.output_ids = told.sample, told.sample.output_ids
-        sample = told.sample
-        if told.position is not None:
+    def _item(self, wire: WireItem) -> PlanItem:
+        known = self._known.setdefault(wire.item.request_no, KnownRequest([]))
+        known.pages = known.pages[: wire.kept] + wire.item.pages
+        sample = wire.item.sample
+        if sample is not None:
+            known.sample, known.output_ids = sample, sample.output_ids
+        elif wire.position is not None:
             assert known.sample is not None
-            known.output_ids = [*known.output_ids[: told.kept_ids], *told.output_ids]
+            known.output_ids = [*known.output_ids[: wire.kept_ids], *wire.output_ids]
             sample = structs.replace(
-                known.sample, position=told.position, output_ids=known.output_ids
+                known.sample, position=wire.position, output_ids=known.output_ids
             )
-        return PlanItem(
-            told.request_no,
-            told.token_ids,
-            told.first,
-            known.pages,
-            told.score,
-            sample,
-            told.num_drafts,
-        )
+        return structs.replace(wire.item, pages=known.pages, sample=sample)
 
 
 def _kept(known: Sequence[int], now: Sequence[int]) -> int:

@@ -1,5 +1,4 @@
-"""Finds the request that breaks a step: the requests of a failed step run again in ever smaller
-sets."""
+"""Finds the request that breaks a step: requests of a failed step run again in smaller sets."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ class Quarantine:
         return len(self._sets)
 
     def report_failure(self, suspects: Sequence[Request], *, alone: bool) -> Request | None:
-        """Takes the requests of a failed step; returns the culprit once it is known. `alone`: no
-        request of another serving group was in the step."""
+        """The culprit, if known, of a failed step; `alone`: it had no other group's requests."""
         if alone and len(suspects) == 1:
             return suspects[0]
         if alone and suspects:

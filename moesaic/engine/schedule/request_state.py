@@ -26,8 +26,7 @@ class Progress:
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """The engine's thread calls `listener` at the end, and with `stream_interval` also at the first
-    token and then every `stream_interval` tokens."""
+    """The engine's thread calls `listener` at the end, and each `stream_interval` tokens if set."""
 
     request: Request
     detokenizer: IncrementalDetokenizer | None

@@ -1,9 +1,9 @@
-"""Which tokens are computed in the next step.
+"""Chooses the tokens of the next step.
 
-Every step takes one token of each request that decodes and fills up with chunks of prompts, so that
-both share one pass over the weights. Older requests come first everywhere: when pages run out, the
-youngest running request is retracted (its tokens kept, its pages freed) and resumed later, so the
-oldest always gets on and every request ends.
+Every step has one token of each decoding request and is filled up with chunks of prompts, so that
+both share one pass over the weights. Older requests have priority: when pages run out, the youngest
+running request is retracted (its tokens kept, its pages freed) and resumed later, so that every
+request ends.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from moesaic.core.request import Request
 from moesaic.engine.schedule.kv_cache import PrefixNode
 from moesaic.engine.schedule.kv_manager import KVManager
 
-# Share of the tokens a running request may still emit for which pages are kept free when another is
-# admitted: it falls while nothing goes wrong and rises with each retraction.
+# The share of a running request's remaining tokens for which pages stay free when another is
+# admitted; it falls with time and rises with each retraction.
 RESERVE_START, RESERVE_MIN, RESERVE_DECAY, RESERVE_STEP = 0.5, 0.1, 0.002, 0.2
-# Nobody is assumed to emit more than this many tokens when pages are reserved.
+# Remaining tokens count up to this number.
 RESERVE_TOKENS = 4096
 _arrival = attrgetter("arrival")
 
@@ -34,12 +34,12 @@ class SchedulerConfig:
 
 
 class Scheduled(NamedTuple):
-    """`length` tokens of a request, from its first that is not computed, `num_drafts` proposals at
-    the end included. `decodes`: it is no part of a prompt."""
+    """The next `length` tokens of a request, the last `num_drafts` of them proposals."""
 
     request: Request
     length: int
     decodes: bool = False
+    """They are no part of a prompt."""
     num_drafts: int = 0
 
     @property
@@ -61,7 +61,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: set[Request] = set()
         self._by_age: list[Request] | None = None
-        """The running ones, unless they have changed since."""
+        """The running requests; None if they have changed."""
         self.num_retractions = 0
         self._admitted = (0, 0)
         self._least_reserve = min(1.0, RESERVE_MIN * config.conservativeness)
@@ -77,10 +77,9 @@ class Scheduler:
     def schedule(
         self, parts: int = 1, only: frozenset[Request] | None = None, ahead: bool = False
     ) -> list[Scheduled]:
-        """The next step's work; empty only if there is no request but those whose next token is
-        under way. `parts`: steps that are to be under way at once, each with its share of them.
-        `only`: who may take part, running or waiting; everybody unless given. `ahead`: also those
-        whose next token is under way, if they can do without knowing it."""
+        """The next step's work. `parts`: in-flight steps that share the decoding requests. `only`:
+        the requests that may take part (None: all). `ahead`: includes requests whose next token is
+        in flight, if they do not need it on the host."""
         planned: Plan = {}
         decoding: list[Request] = []
         filling: list[Request] = []
@@ -91,7 +90,7 @@ class Scheduler:
                 (decoding if request.is_decoding else filling).append(request)
         page_size = self.kv.page_size
         for request in decoding[: -(-len(self.running) // parts)]:
-            # Mostly its last page has room; one that was retracted just now has no pages.
+            # Mostly the last page has room; a request that was just retracted has no pages.
             has_room = request.num_computed < len(request.pages) * page_size
             if has_room or self._plan(request, 1, planned):
                 drafts = self._drafts_that_fit(request) if request.drafts else 0
@@ -121,15 +120,15 @@ class Scheduler:
         return taken
 
     def finish(self, request: Request) -> None:
-        """Forgets a request, wherever it is."""
+        """Removes a running or waiting request."""
         if request in self.running:
             self._leave(request)
         elif request in self.waiting:
             self.waiting.remove(request)
 
     def _plan(self, request: Request, length: int, planned: Plan) -> int:
-        """Plans `length` tokens, retracting the youngest while pages are missing; says how many
-        were planned, which is none if the request itself had to go."""
+        """Plans `length` tokens, retracting the youngest while pages are missing; returns how many
+        were planned, 0 if the request itself was retracted."""
         if length == 0 or request not in self.running:
             return 0
         while not self.kv.grow(request, request.num_computed + length):
@@ -155,9 +154,8 @@ class Scheduler:
         self.kv.release(request)
 
     def _admit(self, budget: int, planned: Plan, only: frozenset[Request] | None) -> None:
-        """Admits waiting requests in order; one stays behind while another request computes a page
-        that it can reuse."""
-        # What the step with its first token computes is shared when that has come.
+        """Admits waiting requests in order, except those whose next page another one computes."""
+        # A prompt's last pages are shared once its first token has been sampled.
         computing = {
             self.kv.frontier(r) for r in self.running if r.num_output == 0 or not r.is_decoding
         }
@@ -189,7 +187,7 @@ class Scheduler:
         self._admitted = (self._admitted[0] + 1, self._admitted[1] + request.num_computed)
 
     def _fits(self, request: Request, node: PrefixNode, num_cached: int) -> bool:
-        """Whether the whole sequence has room, beside what the running ones are likely to need."""
+        """Whether the sequence has room beside what the running requests are likely to need."""
         needed = self.kv.pages_for(len(request.token_ids) + 1) - num_cached
         available = self.kv.num_available - self.kv.tree.num_idle(node)
         if not self.running:

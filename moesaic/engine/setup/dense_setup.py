@@ -12,8 +12,7 @@ from moesaic.moe.quant.weights import WeightFormat
 
 
 def dense_weights(scheme: Scheme, folder: Path, moe: MoeContext) -> DenseWeights | None:
-    """None if none stays quantised: only GPUs multiply float8 directly, and not in deterministic
-    mode."""
+    """None if none stays quantised: only GPUs multiply float8, and not in deterministic mode."""
     if moe.resolved.device != "cuda" or moe.deterministic:
         return None
     if scheme.storage is None:

@@ -1,5 +1,4 @@
-"""The memory of a rank's device: what is free, what a step needs, and how many tokens the KV cache
-holds."""
+"""The memory of a rank's device: what is free, what a step needs, and the size of the KV cache."""
 
 from __future__ import annotations
 
@@ -126,7 +125,6 @@ class DeviceRoom:
 
 
 def gpu_room() -> DeviceRoom:
-    """The memory of the current GPU."""
     return DeviceRoom.of(torch.device("cuda", torch.cuda.current_device()))
 
 
@@ -170,6 +168,25 @@ class StepBytes:
                 default=0,
             ),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRequest:
+    """What the KV cache is sized by."""
+
+    spec: CacheSpec
+    element_size: int
+    wanted_tokens: int
+    """The most that requests can use."""
+    fixed_bytes: int
+    """Weights and buffers."""
+    step: StepBytes
+    window_bytes: int = 0
+    """Held on a GPU outside torch's allocator."""
+
+    @property
+    def token_bytes(self) -> int:
+        return self.spec.bytes_per_token(self.element_size)
 
 
 def _dense(model: CausalLM) -> list[torch.Tensor]:
@@ -225,17 +242,9 @@ def check_weights_fit(name: str, weight_bytes: int, room: DeviceRoom, smaller: s
         )
 
 
-def gpu_cache_tokens(
-    args: ServerArgs,
-    spec: CacheSpec,
-    element_size: int,
-    wanted: int,
-    room: DeviceRoom,
-    step: StepBytes,
-) -> int:
-    """Tokens of the KV cache on a GPU that has the weights, in whole pages: --max-total-tokens, or
-    what fits up to `wanted`."""
-    page, per_token = args.page_size, spec.bytes_per_token(element_size)
+def gpu_cache_tokens(args: ServerArgs, cache: CacheRequest, room: DeviceRoom) -> int:
+    """Tokens of the KV cache beside the weights on a GPU: --max-total-tokens, or what fits."""
+    page, per_token, step = args.page_size, cache.token_bytes, cache.step
     if args.max_total_tokens is not None:
         _check_page(args.max_total_tokens, page)
         most = max(0, room.free - step.total) // per_token
@@ -248,7 +257,8 @@ def gpu_cache_tokens(
         return args.max_total_tokens // page * page
     share = args.mem_fraction_static or default_share(room.total, step)
     allowed = int(share * room.total) - room.held
-    tokens = tokens_in_pages(min(allowed, room.free - step.total), per_token, wanted, page)
+    budget = min(allowed, room.free - step.total)
+    tokens = tokens_in_pages(budget, per_token, cache.wanted_tokens, page)
     if tokens < page:
         raise ValueError(
             f"nothing is left for a KV cache, in which a page of {page} tokens takes "
@@ -260,16 +270,9 @@ def gpu_cache_tokens(
     return tokens
 
 
-def cpu_cache_tokens(
-    args: ServerArgs,
-    spec: CacheSpec,
-    element_size: int,
-    weight_bytes: int,
-    wanted: int,
-    sharers: int = 1,
-) -> int:
+def cpu_cache_tokens(args: ServerArgs, cache: CacheRequest, sharers: int) -> int:
     """The same on a CPU, whose memory `sharers` ranks share."""
-    page, per_token = args.page_size, spec.bytes_per_token(element_size)
+    page, per_token, weight_bytes = args.page_size, cache.token_bytes, cache.fixed_bytes
     if args.max_total_tokens is not None:
         _check_page(args.max_total_tokens, page)
         _check_fits(args.max_total_tokens, per_token, weight_bytes, sharers)
@@ -285,7 +288,7 @@ def cpu_cache_tokens(
                 f"the weights take {weight_bytes * sharers / GIB:.2f} GiB of "
                 f"{total_memory() / GIB:.2f} GiB; give more than {least:.3g}"
             )
-    tokens = tokens_in_pages(budget, per_token, wanted, page)
+    tokens = tokens_in_pages(budget, per_token, cache.wanted_tokens, page)
     if tokens == 0:
         raise ValueError(
             f"one page of {page} tokens takes {page * per_token / GIB:.2f} GiB and the KV cache "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from moesaic.engine.setup.dense_setup import dense_weights
 from moesaic.engine.setup.device_memory import (
     DEFAULT_FREE_SHARE,
     GIB,
+    CacheRequest,
     StepBytes,
     cache_dtype,
     check_weights_fit,
@@ -101,11 +101,8 @@ class MemoryPlan:
     sharers: int = 1
     """The most ranks on one GPU."""
 
-    def of_node(self, node: int) -> Sequence[RankShare]:
-        return [share for share in self.ranks if share.node == node]
-
     def fixed_bytes(self, node: int) -> int:
-        return sum(share.fixed_bytes for share in self.of_node(node))
+        return sum(share.fixed_bytes for share in self.ranks if share.node == node)
 
     def check_memory(self) -> None:
         """ValueError if a machine like this one cannot hold the ranks of a node."""
@@ -124,18 +121,17 @@ class MemoryPlan:
             )
 
     def cache_tokens(self, args: ServerArgs) -> int:
-        """Tokens of each rank's KV cache: what fits on the fullest rank, if all nodes are like this
-        machine."""
+        """Tokens of each rank's KV cache: what fits on the fullest rank of a node like this."""
         return min(self._tokens_of(args, share) for share in self.ranks)
 
     def _tokens_of(self, args: ServerArgs, share: RankShare) -> int:
         sharers, size = self.mesh.ranks_per_node, cache_dtype(args, self.dtype).itemsize
+        cache = CacheRequest(share.cache, size, self.wanted, share.fixed_bytes, share.step)
         if self.moe.resolved.device == "cuda":
             room = gpu_room().part(self.sharers).after(share.fixed_bytes)
-            return gpu_cache_tokens(args, share.cache, size, self.wanted, room, share.step)
+            return gpu_cache_tokens(args, cache, room)
         if args.max_total_tokens is not None or args.mem_fraction_static is not None:
-            fixed = share.fixed_bytes
-            return cpu_cache_tokens(args, share.cache, size, fixed, self.wanted, sharers)
+            return cpu_cache_tokens(args, cache, sharers)
         # By default the cache takes a share of what is free once all ranks of the node have loaded.
         free = max(0, free_memory() - self.fixed_bytes(share.node))
         budget, per_token = int(DEFAULT_FREE_SHARE * free / sharers), share.cache_bytes_per_token
@@ -162,7 +158,8 @@ def plan_memory(args: ServerArgs) -> MemoryPlan:
         limits=planned.limits,
         moe=planned.moe,
         ranks=tuple(
-            _in_replica(shares[rank % len(shares)], mesh, rank) for rank in range(mesh.world)
+            replace(shares[rank % len(shares)], place=mesh.place(rank), node=mesh.node_of(rank))
+            for rank in range(mesh.world)
         ),
         wanted=max_running(args, mesh) * context_length(args, raw),
         sharers=gpu_sharers(args),
@@ -217,6 +214,7 @@ class PlannedModel:
         model = shape_only_part(self.raw, moe, parallel, self.dense)
         experts = [module for module in model.modules() if isinstance(module, FusedMoE)]
         in_experts = sum(map(expert_bytes, experts))
+        attention = (m for m in model.modules() if isinstance(m, Attention | LatentAttention))
         assert parallel.layers is not None
         return RankShare(
             place=ranks.place,
@@ -225,7 +223,7 @@ class PlannedModel:
             moe_layers=tuple(layer.dispatcher.config.layer for layer in experts),
             first_slot=experts[0].layout.first_slot if experts else 0,
             experts=experts[0].local_experts if experts else (),
-            query_heads=_query_heads(model),
+            query_heads=next(attention).num_heads,
             kv_heads=model.cache.num_heads,
             dense_bytes=model.nbytes - in_experts,
             expert_bytes=in_experts,
@@ -246,8 +244,7 @@ def collective_bytes(
     dtype: torch.dtype,
     gpu: torch.device | None = None,
 ) -> int:
-    """A rank's windows: on a CPU for its stage, for its attention group if that differs, and for
-    the pipeline; on a GPU for its attention group."""
+    """A rank's windows: of its stage, attention group and pipeline; on a GPU of the group only."""
     if gpu is not None:
         size = mesh.attention_tp
         return DeviceCollective.window_bytes(size, DEVICE_BYTES, gpu, neighbours(mesh))
@@ -296,7 +293,6 @@ def chunk_tokens(args: ServerArgs, mesh: Mesh, context: int) -> int:
 
 
 def step_limits(args: ServerArgs, mesh: Mesh, context: int) -> StepLimits:
-    """The limits of one attention group."""
     running = max_running(args, mesh)
     return StepLimits(chunk_tokens(args, mesh, context) + running, running)
 
@@ -323,18 +319,7 @@ def shape_only_model(raw: RawConfig, dtype: torch.dtype, weights: WeightFormat |
         return build_model(raw, BuildContext(1, MoeContext.single(dtype, weights)))
 
 
-def _in_replica(share: RankShare, mesh: Mesh, rank: int) -> RankShare:
-    """The same part in another replica."""
-    return replace(share, place=mesh.place(rank), node=mesh.node_of(rank))
-
-
 def expert_bytes(layer: FusedMoE) -> int:
     biases = (bias for bias in (layer.b13, layer.b2) if bias is not None)
     matrices = layer.weights.w13_eJH.nbytes + layer.weights.w2_eHI.nbytes
     return matrices + sum(bias.nbytes for bias in biases)
-
-
-def _query_heads(model: CausalLM) -> int:
-    """The query heads of a layer."""
-    kinds = (Attention, LatentAttention)
-    return next(module.num_heads for module in model.modules() if isinstance(module, kinds))

@@ -14,7 +14,6 @@ from moesaic.engine.worker.rank_context import RankContext
 from moesaic.models.blocks import CausalLM
 from moesaic.moe.backends import load_backends
 from moesaic.moe.context import DTYPE_NAMES, MoeContext
-from moesaic.moe.dispatch.base import DispatchConfig
 from moesaic.moe.dispatch.long_sequences import MIB, summarise
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
@@ -54,8 +53,7 @@ METHODS = {"modelopt_fp8": "modelopt", "modelopt_fp4": "modelopt", "w8a8_fp8": "
 def weight_format(
     asked: str | None, method: str, declared: WeightFormat | None
 ) -> WeightFormat | None:
-    """The experts' format: the checkpoint's own, or that of `--quantization` for an unquantised
-    checkpoint; None is unquantised."""
+    """The experts' format: the checkpoint's, or that of `--quantization`; None is unquantised."""
     if asked is None:
         return declared
     if method == "none":
@@ -79,11 +77,7 @@ def kind_of(args: ServerArgs) -> str:
 
 
 def moe_problem(
-    args: ServerArgs,
-    dtype: torch.dtype,
-    weights: WeightFormat | None,
-    model: CausalLM,
-    mesh: Mesh,
+    args: ServerArgs, dtype: torch.dtype, weights: WeightFormat | None, model: CausalLM, mesh: Mesh
 ) -> MoeProblem:
     """`model` gives the sizes and may be on the meta device."""
     name = DTYPE_NAMES[dtype]
@@ -177,16 +171,8 @@ def _log_choice(context: MoeContext) -> None:
 
 def report_buffers(context: MoeContext, model: CausalLM) -> int:
     """Logs the sizes of the dispatchers' buffers and returns their total bytes."""
-    layers = [module for module in model.modules() if isinstance(module, FusedMoE)]
-    configs = [
-        context.dispatch_config(
-            context.layout(len(layer.placement.slots)),
-            layer.config.top_k,
-            layer.config.hidden_size,
-            layer.dispatcher.config.layer,
-        )
-        for layer in layers
-    ]
+    layers = (module for module in model.modules() if isinstance(module, FusedMoE))
+    configs = [layer.dispatcher.config for layer in layers]
     report = context.buffers(configs)
     for number, layer_buffers in report.layers.items():
         logger.debug("moe: layer %d: %s", number, layer_buffers)
@@ -198,13 +184,9 @@ def report_buffers(context: MoeContext, model: CausalLM) -> int:
             len(report.layers),
             ", ".join(rows),
         )
-    in_rounds = A2A_REGISTRY[context.resolved.a2a].modes_in_rounds
-    if configs and set(in_rounds) & set(modes_of(context.resolved)):
-        _report_rounds(configs[0])
-    return report.total
-
-
-def _report_rounds(config: DispatchConfig) -> None:
-    summary = summarise(config)
+    in_rounds = set(A2A_REGISTRY[context.resolved.a2a].modes_in_rounds)
+    in_rounds &= set(modes_of(context.resolved))
+    summary = summarise(configs[0]) if configs and in_rounds else None
     if summary is not None:
         logger.log(logging.WARNING if summary.short else logging.INFO, "moe: %s", summary.text)
+    return report.total

@@ -57,8 +57,7 @@ class ChatTemplateError(ValueError):
 
 
 class CallArguments(str):
-    """The arguments of a tool call as the model wrote them, in JSON. A template may use them as
-    values or as this text."""
+    """A tool call's arguments as the model wrote them; templates use them as values or as text."""
 
 
 class ChatTemplates:
@@ -83,8 +82,7 @@ class ChatTemplates:
         tools: Sequence[Mapping[str, Any]] | None,
         kwargs: Mapping[str, Any],
     ) -> Future[str]:
-        """The prompt as text. The future may fail with ChatTemplateError, or with QueueFull if the
-        machine is too busy."""
+        """The prompt as text; fails with ChatTemplateError, or QueueFull on a busy machine."""
         variables: dict[str, Any] = {
             **self._variables,
             "documents": None,
@@ -97,8 +95,7 @@ class ChatTemplates:
         return self._turns.submit(client, lambda: self._render(name, variables))
 
     def check(self) -> None:
-        """ChatTemplateError for a template that is not Jinja or is too costly for usual
-        conversations. It may refuse some of these."""
+        """ChatTemplateError if a template is not Jinja or too costly for usual conversations."""
         for name, text in self.texts.items():
             if text in CHAT_TEMPLATES:  # our own: saves the start of a process
                 continue

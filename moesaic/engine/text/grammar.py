@@ -137,8 +137,7 @@ SOURCES: Final[dict[str, Callable[[str], str]]] = {
 
 
 class Compiler:
-    """Makes matchers for one tokenizer. `vocab_size` is the model's. Without `eos_ids` an output
-    ends with the token `void`, which no model can emit."""
+    """Makes matchers for a tokenizer; without `eos_ids` outputs end with the token `void`."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> None:
         backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())

@@ -27,8 +27,7 @@ class GrammarSetup(msgspec.Struct):
 
 
 def judge(compiler: Compiler, grammar: Grammar) -> str:
-    """Why a grammar is refused. Matching a few random tokens finds most that nothing matches
-    or that are too costly."""
+    """Why a grammar is refused. A few random tokens show most that match nothing or cost much."""
     try:
         return _match_some(compiler.matcher(grammar), grammar)
     except ValueError as error:

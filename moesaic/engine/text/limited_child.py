@@ -109,8 +109,7 @@ def _read(stream: BinaryIO) -> bytes:
 
 
 class LimitedChild:
-    """Runs `module` in a process, which starts with the first request and again after it has died.
-    One thread asks at a time; any thread may close it."""
+    """Runs `module` in a process, from the first request on. One thread asks; any may close it."""
 
     def __init__(self, module: str, setup: bytes, allowance: Allowance) -> None:
         self._module, self._setup, self.allowance = module, setup, allowance
@@ -126,8 +125,7 @@ class LimitedChild:
         return None if process is None or process.poll() is not None else process.pid
 
     def ask(self, request: bytes) -> bytes:
-        """The answer. Raises Exceeded with the limit, ChildUnresponsive, or ValueError if the child
-        cannot start with `setup`."""
+        """The answer, or Exceeded, ChildUnresponsive, or ValueError if the child cannot start."""
         status = self._attempt(request)
         if status == RECYCLED:  # it ended after the previous request
             status = self._attempt(request)

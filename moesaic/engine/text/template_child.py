@@ -87,7 +87,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
 
 
@@ -110,10 +110,6 @@ def _tojson(
 
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:

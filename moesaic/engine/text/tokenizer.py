@@ -43,8 +43,7 @@ MAX_JOINED = 4
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters of byte-level tokenizers for bytes: printable ones stand for themselves, the
-    others start at U+0100."""
+    """Byte-level tokenizers' characters: printable bytes are themselves, others from U+0100 on."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     named = {chr(byte): byte for byte in plain}
@@ -58,8 +57,6 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class TokenForm:
-    """The kind of a token."""
-
     text: str = ""
     """As decoded alone."""
     known: bool = True
@@ -134,8 +131,7 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """An upper bound of the characters of one token's text. The name of a byte-level token has
-        one character per byte, and so is no shorter than its text."""
+        """An upper bound of a token's characters; byte-level names have one for each byte."""
         longest = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
         return longest * (1 if self.backend.normalizer is None else MAX_JOINED)
 
@@ -143,8 +139,7 @@ class Tokenizer:
         return self.backend.id_to_token(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """The text that this token adds to other text: with its leading space, and with U+FFFD for
-        a part of a character."""
+        """The text that a token adds to other text, U+FFFD for a part of a character."""
         if (text := self._token_texts.get(token_id)) is None:
             text = self._token_texts[token_id] = self._text_after_another(token_id)
         return text
@@ -197,7 +192,6 @@ class Tokenizer:
 
     @property
     def templates(self) -> dict[str, str]:
-        """Chat templates by name."""
         return self.chat.texts
 
     def apply_chat_template(
@@ -240,8 +234,7 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
 def _named_tokens(
     config: TokenizerConfig, settings: dict[str, Any], legacy: dict[str, Any]
 ) -> dict[str, AddedToken]:
-    """bos_token, eos_token and so on. special_tokens_map.json takes precedence only in old folders,
-    whose settings do not list the added tokens."""
+    """bos_token, eos_token and so on; special_tokens_map.json has precedence in old folders."""
     flags = {entry.content: entry for entry in (config.added_tokens_decoder or {}).values()}
     merged = legacy | settings if flags else settings | legacy
     extra = merged.get("extra_special_tokens")
@@ -287,8 +280,7 @@ def _add_tokens(
 def _apply_bos_eos(
     backend: tokenizers.Tokenizer, config: TokenizerConfig, special: dict[str, str]
 ) -> None:
-    """add_bos_token and add_eos_token override the post-processor of tokenizer.json (DeepSeek's
-    folders name BOS only there)."""
+    """add_bos_token and add_eos_token override tokenizer.json, as DeepSeek's folders need."""
     frame = backend.encode("").ids
     bos, eos = (special.get(name) for name in ("bos_token", "eos_token"))
     has_bos = bos is not None and frame[:1] == [backend.token_to_id(bos)]

@@ -126,11 +126,11 @@ class LocalCore:
         self.runner.spans.add(SpanKind.DETOKENISE, begin, tokens=len(result.items))
 
     def _undo_steps(self, error: str) -> None:
-        """Earlier steps are valid if the failed one did not even begin."""
+        """Earlier steps are valid if the failed one has not started."""
         inflight = self.loop.inflight
-        begun = not inflight or inflight[-1].handle is not None
+        started = not inflight or inflight[-1].handle is not None
         try:
-            while not begun and inflight[0].handle is not None:
+            while not started and inflight[0].handle is not None:
                 self.loop.complete_oldest()
         except Exception:
             logger.info("the step before it failed, too", exc_info=True)

@@ -122,8 +122,7 @@ class Planner:
             self._finish(found, FinishReason("abort", message=ABORTED))
 
     def fail_all(self, message: str) -> None:
-        """Ends every request, whatever state the scheduler is in; results of in-flight steps are
-        ignored."""
+        """Ends every request; results of in-flight steps are ignored."""
         self._quarantine.clear()
         for state in list(self.states.values()):
             try:
@@ -196,8 +195,7 @@ class Planner:
         return []
 
     def rollback(self, steps: Iterable[InflightStep]) -> list[Request]:
-        """Undoes these in-flight steps, all that there are; returns their requests. Their pages are
-        cleared again, as the steps may not have done so."""
+        """Undoes all in-flight steps and returns their requests; their pages are cleared again."""
         suspects: dict[Request, None] = {}
         for step in reversed([*steps]):
             self._new_pages += step.plan.clear if step.items else []

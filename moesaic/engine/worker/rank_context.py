@@ -1,4 +1,4 @@
-"""A rank among others: whom it computes with, and how they agree."""
+"""The peers of a rank, and the collectives between them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moesaic.layers.parallel import Parallel
 
 logger = logging.getLogger(__name__)
 
-# What a rank's part may have to go in one piece between GPUs: most of a step of prompts.
+# The largest part of a rank that GPUs exchange in one piece: most of a prefill step.
 DEVICE_BYTES = 32 << 20
 
 
@@ -30,7 +30,7 @@ def neighbours(mesh: Mesh) -> int:
 @dataclass(frozen=True)
 class RankContext:
     """`replica`: all ranks of this copy of the model. `stage`: the tensor-parallel ranks of this
-    stage; `attention`: those that share its requests. Alone unless made otherwise."""
+    stage; `attention`: those that share its requests. The default is a single rank."""
 
     mesh: Mesh = field(default_factory=Mesh)
     place: RankPlace = field(default_factory=lambda: Mesh().place(0))
@@ -42,8 +42,7 @@ class RankContext:
     status: RankStatus | None = None
     timeout: float = 60.0
     on_device: Collective | None = None
-    """By which layers put their parts together, where these lie on a GPU; `attention` and `stage`
-    are for what the host knows."""
+    """The collective of layers on a GPU; `attention` and `stage` exchange data of the host."""
 
     @property
     def is_first(self) -> bool:
@@ -59,12 +58,11 @@ class RankContext:
         return self.mesh.dp == 1
 
     def tokens_of_rank(self, tokens: int) -> int:
-        """The most tokens that a rank brings to an expert layer, of so many of its group."""
+        """The most tokens of a group of `tokens` that a rank takes to an expert layer."""
         return -(-tokens // self.mesh.attention_tp)
 
     def computing_on(self, device: torch.device, shares_gpu: bool) -> RankContext:
-        """The same, with what its layers need on a GPU, or where a GPU's code runs. Attention
-        groups of one rank put nothing together."""
+        """Adds the collective of layers on a GPU, or where a GPU's code runs."""
         if device.type == "cuda" and self.place.rank == 0:
             facts = torch.cuda.get_device_properties(device)
             if warning := cramped(facts.multi_processor_count):
@@ -91,7 +89,7 @@ class RankContext:
         group = self.on_device or self.attention
         return Parallel(
             attention=group,
-            # With several groups nothing is cut over all of them on a GPU.
+            # On a GPU nothing is sharded over several attention groups.
             stage=group if self.mesh.dp == 1 else self.stage,
             dp=self.mesh.dp,
             dense_tp=self.mesh.dense_tp,
@@ -104,5 +102,5 @@ class RankContext:
 
     def least(self, value: int, operation: str) -> int:
         """The smallest value of all ranks of the replica."""
-        told = self.replica.all_gather_bytes(json.dumps(value).encode(), operation)
-        return min(int(json.loads(text)) for text in told)
+        values = self.replica.all_gather_bytes(json.dumps(value).encode(), operation)
+        return min(int(json.loads(text)) for text in values)

@@ -1,4 +1,4 @@
-"""What a rank has: backends and who provides them, experts, memory. One rank or many: one shape."""
+"""Describes ranks, and a service of one or many: backends, providers, experts and memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from moesaic.moe.registry import A2A_REGISTRY, RUNNER_REGISTRY, provider_name
 logger = logging.getLogger(__name__)
 
 MIB: Final = 1 << 20
-# Ranks that the log names one by one.
-TOLD_RANKS: Final = 16
+LOGGED_RANKS: Final = 16
 # Figures of the serving groups that add up to those of the service.
 SUMMED: Final = (
     "running",
@@ -28,13 +27,13 @@ SUMMED: Final = (
     "steps",
     "failed_steps",
 )
-# And those of ranks: memory in bytes.
+# Those of ranks, in bytes.
 MEMORY: Final = ("weight_bytes", "expert_bytes", "cache_bytes", "buffer_bytes")
 
 
 def rank_info(runner: ModelRunner) -> dict[str, Any]:
-    """Of this rank. `weight_bytes` hold `expert_bytes`; `buffer_bytes` are those of dispatchers and
-    collectives, whether touched or not; `experts`: the logical expert in each slot."""
+    """Describes this rank. `weight_bytes` include `expert_bytes`; `buffer_bytes` are those of
+    dispatchers and collectives; `experts`: the logical expert in each slot."""
     layers, config = runner.moe_layers, runner.model.config
     buffers = runner.moe.buffers(layer.dispatcher.config for layer in layers).total
     gpu = runner.device if runner.kind == "cuda" else None
@@ -54,7 +53,7 @@ def rank_info(runner: ModelRunner) -> dict[str, Any]:
 
 
 def providers(runner: ModelRunner) -> dict[str, Any]:
-    """What carries tokens to experts and computes them here, and why it was chosen."""
+    """The backends of this rank, and why they were chosen."""
     choice = runner.moe.resolved
     a2a, runners = A2A_REGISTRY[choice.a2a], RUNNER_REGISTRY[choice.runner]
     return {
@@ -71,15 +70,15 @@ def providers(runner: ModelRunner) -> dict[str, Any]:
 
 
 def log_ranks(ranks: Sequence[Mapping[str, Any]], mesh: Mesh) -> None:
-    """At the end of a start: which experts lie where, and what memory every rank has taken."""
-    for number, rank in enumerate(ranks[:TOLD_RANKS]):
+    """Logs the experts and the memory of every rank, at the end of a start."""
+    for number, rank in enumerate(ranks[:LOGGED_RANKS]):
         weights, experts, cache, buffers = (rank[key] / MIB for key in MEMORY)
         layers = len(rank["moe_layers"])
         logger.info(
             "%s: %s of %d MoE layer%s; weights %.1f MiB (experts %.1f), KV cache %.1f, buffers "
             "%.1f; process %d",
             mesh.describe(number),
-            spoken(rank["experts"]),
+            describe_experts(rank["experts"]),
             layers,
             "" if layers == 1 else "s",
             weights,
@@ -88,11 +87,11 @@ def log_ranks(ranks: Sequence[Mapping[str, Any]], mesh: Mesh) -> None:
             buffers,
             rank["pid"],
         )
-    if len(ranks) > TOLD_RANKS:
-        logger.info("and %d ranks more: see /server_info", len(ranks) - TOLD_RANKS)
+    if len(ranks) > LOGGED_RANKS:
+        logger.info("and %d ranks more: see /server_info", len(ranks) - LOGGED_RANKS)
 
 
-def spoken(experts: Sequence[int]) -> str:
+def describe_experts(experts: Sequence[int]) -> str:
     """[0, 1, 2, 5] -> experts 0-2, 5"""
     runs: list[list[int]] = []
     for expert in experts:
@@ -100,8 +99,8 @@ def spoken(experts: Sequence[int]) -> str:
             runs[-1].append(expert)
         else:
             runs.append([expert])
-    told = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"experts {', '.join(told)}" if told else "no experts"
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"experts {', '.join(parts)}" if parts else "no experts"
 
 
 def service_info(
@@ -110,7 +109,7 @@ def service_info(
     ranks: Sequence[Mapping[str, Any]],
     num_experts: int,
 ) -> dict[str, Any]:
-    """The flags as resolved, the figures of all groups, and what the ranks hold."""
+    """The resolved flags, the figures of all groups, and what the ranks hold."""
     first = next((rank for rank in ranks if rank["experts"]), ranks[0])
     return {
         **args,

@@ -1,4 +1,4 @@
-"""What a rank tells of itself when it is asked: statistics, and what it has recorded."""
+"""A rank's replies to queries: its statistics, and its recorded spans."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from moesaic.engine.runner.model_runner import ModelRunner
 CHUNK: Final = 10_000
 
 
-class RankTold(msgspec.Struct, array_like=True):
-    """The answer to `stats`; of its group only by a leader."""
+class RankStatsReply(msgspec.Struct, array_like=True):
+    """The reply to `stats`; a leader adds its group's."""
 
     rank: RankStats
     group: GroupStats | None = None
 
 
-class RecordTold(msgspec.Struct, array_like=True):
-    """The answer to questions about a recording. `first`: the first step that it has in full;
-    `step`: the step that the rank is in; `now`: its clock."""
+class RecordingState(msgspec.Struct, array_like=True):
+    """The reply to queries about a recording. `first`: the first step that it has in full; `step`:
+    the rank's current step; `now`: its clock."""
 
     now: int
     on: bool
@@ -37,7 +37,7 @@ class RecordTold(msgspec.Struct, array_like=True):
 
 
 class RankStatsReporter:
-    """`group`: the figures of the serving group, where this rank leads one."""
+    """`group`: reads the statistics of the serving group, on its leader."""
 
     def __init__(
         self, runner: ModelRunner, rank: int = 0, group: Callable[[], GroupStats] | None = None
@@ -46,9 +46,9 @@ class RankStatsReporter:
         self._spans, self._layers = runner.spans, runner.moe_layers
         self._steps = 0
         self.busy = 0.0
-        """Seconds in steps, for a rank that has no line in a control page."""
+        """Seconds in steps, for a rank without a control page."""
         self._answers: dict[str, Callable[[dict[str, Any]], Any]] = {
-            "stats": lambda _: RankTold(self.stats(), self._group and self._group()),
+            "stats": lambda _: RankStatsReply(self.stats(), self._group and self._group()),
             "record": self._record,
             "record_until": self._record_until,
             "record_state": self._state,
@@ -96,32 +96,31 @@ class RankStatsReporter:
             pid=os.getpid(),
         )
 
-    def _record(self, _: dict[str, Any]) -> RecordTold:
+    def _record(self, _: dict[str, Any]) -> RecordingState:
         self._spans.start()
         return self._state()
 
-    def _record_until(self, options: dict[str, Any]) -> RecordTold:
+    def _record_until(self, options: dict[str, Any]) -> RecordingState:
         self._spans.end_after(options["steps"], options["firsts"][self._rank])
         return self._state()
 
-    def _record_stop(self, _: dict[str, Any]) -> RecordTold:
+    def _record_stop(self, _: dict[str, Any]) -> RecordingState:
         self._spans.stop()
         return self._state()
 
-    def _record_read(self, options: dict[str, Any]) -> RecordTold:
-        """A piece of what was recorded; after the last there is nothing any more."""
+    def _record_read(self, options: dict[str, Any]) -> RecordingState:
+        """A piece of the recording; the last one frees it."""
         first = options["first"]
-        data = self._spans.read(first, CHUNK)
-        told = self._state(data=data)
+        state = self._state(data=self._spans.read(first, CHUNK))
         if first + CHUNK >= self._spans.count:
             self._spans.free()
-        return told
+        return state
 
-    def _state(self, _: dict[str, Any] | None = None, data: bytes = b"") -> RecordTold:
+    def _state(self, _: dict[str, Any] | None = None, data: bytes = b"") -> RecordingState:
         spans = self._spans
         first = spans.first
-        if spans.lost:  # the oldest that is kept may lack its beginning
+        if spans.lost:  # the oldest step may lack its beginning
             first = max(first, spans.oldest_step + 1)
-        return RecordTold(
+        return RecordingState(
             time.monotonic_ns(), spans.on, first, spans.step, spans.count, spans.lost, data
         )

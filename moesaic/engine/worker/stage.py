@@ -1,8 +1,8 @@
-"""The ranks that compute a step together: how they agree on it, and how stages hand it on.
+"""How the ranks that compute a step agree on it, and pass it from stage to stage.
 
-All ranks of the first stage settle in one small all-gather what each must know of a step, and
-followers get their leader's plan. In a pipeline the order goes on to the next stage with the hidden
-states. Every decision follows from what was gathered, so that all ranks take the same one.
+One small all-gather gives all ranks of the first stage what each must know of a step; followers
+also get their leader's plan. A pipeline passes both to the next stage with the hidden states. All
+decisions follow from the gathered values, so that all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PipelineReply:
 
 
 class SingleStage:
-    """One rank, which has nothing to agree on with others."""
+    """A single rank, without peers."""
 
     pipeline_depth = 1
 
@@ -78,8 +78,7 @@ class SingleStage:
 
 
 class FirstStage:
-    """The ranks of the first stage of a pipeline, or of the only one. `planner`: that of the
-    serving group, on its leader."""
+    """The first or only stage of a pipeline. `planner`: the serving group's, on its leader."""
 
     def __init__(
         self, ranks: RankContext, status: RankStatus, planner: Planner | None, pipe: Pipe | None
@@ -100,10 +99,9 @@ class FirstStage:
         return any(self._suspects)
 
     def may_plan(self) -> bool:
-        """With suspects, only the first group that has some computes: so it is clear whose requests
-        break a step."""
-        turn = next((group for group, sets in enumerate(self._suspects) if sets), None)
-        return turn in (None, self._place.dp_rank)
+        """Only the first group with suspects computes, so that its requests break the step."""
+        first = next((group for group, sets in enumerate(self._suspects) if sets), None)
+        return first in (None, self._place.dp_rank)
 
     def agree(self, step: InflightStep) -> None:
         self.number += 1
@@ -147,14 +145,14 @@ class FirstStage:
         return FinishedStep(StepResult([]))
 
     def stop(self) -> None:
-        """Tells the next stage that no more steps follow until ranks are woken."""
+        """Lets the next stage sleep until ranks are woken."""
         if self._pipe is not None:
             order = StageOrder(StepAgreement(self.number), plan_codec.NOTHING)
             self._pipe.send(encode(order), None)
 
 
 class LaterStage:
-    """A rank of a later stage of a pipeline carries out the orders of the stage before."""
+    """A later stage of a pipeline: it carries out the orders of the previous one."""
 
     pipeline_depth = 1
     is_trial = False

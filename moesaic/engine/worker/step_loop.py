@@ -50,8 +50,7 @@ class Stage(Protocol):
     def may_plan(self) -> bool: ...
 
     def agree(self, step: InflightStep) -> Tensor | None:
-        """Fills in the step's agreement and, on ranks that follow, its plan; returns the hidden
-        states of the pipeline stage before."""
+        """Sets the step's agreement and, on followers, its plan; the previous stage's output."""
 
     def hand_on(self, step: InflightStep, handle: StepHandle) -> StepHandle:
         """Gives the hidden states to the next stage; returns the handle of the step's results."""
@@ -86,8 +85,7 @@ class StepLoop:
         return 2 if self.overlaps else self.stage.pipeline_depth
 
     def step(self) -> bool:
-        """Begins the next step, if there is one, and completes the oldest if enough are in flight;
-        False if no rank has anything to do."""
+        """Begins a step and completes the oldest if enough are in flight; False without work."""
         spans, self.in_trial = self.runner.spans, self.stage.is_trial
         spans.begin_step(self.stage.number + 1)
         start = time.monotonic_ns()
@@ -114,7 +112,7 @@ class StepLoop:
 
     def complete_oldest(self) -> None:
         step = self.inflight[0]
-        assert step.handle is not None, "the step has not begun"
+        assert step.handle is not None, "the step has not started"
         result = step.handle.wait()
         if self.group is not None and len(result.items) != len(step.items):
             raise ValueError(f"{len(result.items)} results for {len(step.items)} requests")

@@ -42,7 +42,7 @@ def run(link: RankLink) -> None:
     """Serves until the supervisor ends the process."""
     # What ranks have in common was logged before they started.
     if not logging.getLogger().isEnabledFor(logging.DEBUG):
-        quiet = "moesaic.engine.setup.moe_setup" if link.shows_progress else "moesaic"
+        quiet = "moesaic.engine.setup.moe_setup" if link.rank == 0 else "moesaic"
         logging.getLogger(quiet).setLevel(logging.WARNING)
         # Each leader logs its own batches.
         logging.getLogger("moesaic.engine.schedule.scheduler_metrics").setLevel(
@@ -154,7 +154,7 @@ class Worker:
                 self._handle(message)
 
     def _run_steps(self) -> None:
-        """Steps until no rank has anything to do."""
+        """Steps until no rank has work."""
         has_work = True
         while has_work:
             self._handle_received()
@@ -187,8 +187,7 @@ class Worker:
             self._handle(self.link.receive(None, f"be called back from step {number}"))
 
     def _restart(self, generation: int) -> None:
-        """Goes on in the next generation: abandons the step, waits until all ranks have, and drops
-        what is in flight. An error in here is final."""
+        """Abandons the step and resumes with all ranks in the next generation; errors are final."""
         self.link.status.generation = generation
         while self._rollback is None or self._rollback.generation != generation:
             self._handle(self._receive_order())
@@ -209,14 +208,14 @@ class Worker:
         return self.link.receive(None, f"abandon step {self.stage.number}")
 
     def _undo_steps(self, leader: Leader, order: messages.RollbackStep) -> int:
-        """A failed step whose results this group has already was not broken by its requests."""
+        """Requests of this group cannot have broken a step whose results it already has."""
         error = order.error if order.step > self.loop.last_completed else ""
         alone = self.loop.in_trial or self.mesh.dp == 1
         return leader.rollback(self.loop.inflight, error, alone)
 
 
 def join(link: RankLink) -> RankContext:
-    """Meets the ranks that this one computes with."""
+    """Connects to the ranks that this one computes with."""
     mesh, place = link.mesh, link.place
     stage_name = f"{place.replica} {place.stage}"
     stage_peers = link.group(f"stage {stage_name}", mesh.stage_ranks(place))
@@ -230,7 +229,7 @@ def join(link: RankLink) -> RankContext:
     return RankContext(
         mesh=mesh,
         place=place,
-        replica=link.group(f"replica {place.replica}", mesh.replica_ranks(place)),
+        replica=link.group(f"replica {place.replica}", mesh.ranks_of_replica(place.replica)),
         stage_peers=stage_peers,
         stage=stage,
         attention=attention,

@@ -19,7 +19,6 @@ N tokens of all ranks · T of this one · K chosen · H hidden · Y rows of the 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,9 +34,9 @@ from moesaic.moe.backends import load_runners
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
 from moesaic.moe.dispatch.device.exchange import DeviceExchangeSpec
 from moesaic.moe.dispatch.device.rows import DeviceRoute
-from moesaic.moe.dispatch.host.exchange import Exchange, ExchangeSignal, ExchangeSpec
+from moesaic.moe.dispatch.host.exchange import ExchangeSignal, ExchangeSpec
 from moesaic.moe.dispatch.host.low_latency import DeviceLowLatency
-from moesaic.moe.dispatch.host.windowed import WindowDispatcher
+from moesaic.moe.dispatch.host.windowed import ExchangeDispatcher
 from moesaic.moe.dispatch.local import DeviceDispatcher
 from moesaic.moe.formats import (
     CombineInput,
@@ -60,29 +59,16 @@ class FusedPending:
     dispatcher: FuseEPDispatcher
 
 
-class FuseEPDispatcher(WindowDispatcher):
+class FuseEPDispatcher(ExchangeDispatcher):
     name = "ascend_fuseep"
-
-    def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
-        super().__init__(config, comm)
-        self.layout = config.layout
-        spec = self.buffer_spec(config)
-        self.lanes = self.exchange = comm.shared(spec, lambda: Exchange(spec, comm))
-
-    @classmethod
-    def buffers(cls, config: DispatchConfig) -> Sequence[ExchangeSpec]:
-        return (cls.buffer_spec(config),)
 
     @classmethod
     def buffer_spec(cls, config: DispatchConfig) -> ExchangeSpec:
         """Every slot's rows are padded by less than a tile."""
         layout = config.layout
         pairs = layout.size * config.max_decode_tokens * min(config.top_k, layout.slots_per_rank)
-        return ExchangeSpec(
-            payload=config.payload.name,
-            hidden_size=config.hidden_size,
-            dtype=config.dtype,
-            top_k=config.top_k,
+        return ExchangeSpec.of(
+            config,
             tokens=config.max_decode_tokens,
             result_rows=pairs + SMALL_ROWS * layout.slots_per_rank,
             bases=layout.slots_per_rank,
@@ -95,10 +81,7 @@ class FuseEPDispatcher(WindowDispatcher):
                 f"{self.config.max_decode_tokens} that there is room for: raise "
                 f"--max-running-requests or --chunked-prefill-size"
             )
-        x = self.config.encode(x_TH)
-        self.lanes.acquire(step.lane, self.operation("dispatch"))
-        self.exchange.publish(step.lane, x, topk, slice(None))
-        self.signal(ExchangeSignal.TOKENS_READY, step.lane)
+        self.publish(x_TH, topk, step.lane)
         return FusedDispatchOutput(FusedPending(step.lane, self), x_TH, topk)
 
     def _dispatch_b(self, pending: FusedDispatchOutput) -> FusedDispatchOutput:
@@ -135,9 +118,8 @@ class FuseEPDispatcher(WindowDispatcher):
         first_TK = bases[topk.ids_TK.clamp(min=0)]
         places_TK = torch.where(topk.ids_TK < 0, -1, first_TK + plan.places_TK)
         terms = Terms(layout.owner(topk.ids_TK), places_TK, topk.weights_TK)
-        y_TH, foreign = exchange.collect(lane, terms, layout.moe_tp_size)
+        y_TH = self.sum_results(lane, terms)
         self.verify(ExchangeSignal.RESULTS_READY, lane)
-        self.note_combine(foreign)
         return y_TH
 
     def _combine_a(self, results: CombineInput) -> FusedCombineInput:
@@ -166,7 +148,7 @@ def fused_moe(rows: FusedDispatchOutput, context: RunContext) -> FusedCombineInp
 
 
 # Formats that the first product reads from remote memory instead of the model's type.
-FAR_PAYLOADS = ("fp8",)
+REMOTE_PAYLOADS = ("fp8",)
 PLAIN_NAMES = {dtype: name for name, dtype in PLAIN.items()}
 
 
@@ -181,7 +163,7 @@ class DeviceFusedRows(DeviceLowLatency):
         kept = config.activation
         return replace(
             super().buffer_spec(config),
-            payload=kept if kept in FAR_PAYLOADS else PLAIN_NAMES[config.dtype],
+            payload=kept if kept in REMOTE_PAYLOADS else PLAIN_NAMES[config.dtype],
             home_rows=cls.most_tokens(config),
         )
 
@@ -193,8 +175,8 @@ class DeviceFusedRows(DeviceLowLatency):
     def _dispatch_b(self, route: DeviceRoute) -> StandardDispatchOutput:
         ids = super()._dispatch_b(route)
         assert isinstance(ids, StandardDispatchOutput)
-        inbox, mail = self._inboxes[route.lane], self.exchange.window.signals
-        return replace(ids, remote=RemoteRows(mail, route.rows, inbox.values, inbox.scales))
+        inbox, signals = self._inboxes[route.lane], self.exchange.window.signals
+        return replace(ids, remote=RemoteRows(signals, route.rows, inbox.values, inbox.scales))
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +197,8 @@ class DeviceFuseEP(BaseDispatcher):
         self.rows: BaseDispatcher = (DeviceDispatcher if alone else DeviceFusedRows)(config, comm)
 
     @classmethod
-    def buffers(cls, config: DispatchConfig) -> Sequence[DeviceExchangeSpec]:
-        return () if config.layout.size == 1 else DeviceFusedRows.buffers(config)
+    def buffer_spec(cls, config: DispatchConfig) -> DeviceExchangeSpec | None:
+        return None if config.layout.size == 1 else DeviceFusedRows.buffer_spec(config)
 
     def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> FusedDispatchOutput:
         sent = self.rows._dispatch_a(x_TH, topk, step)
@@ -224,15 +206,6 @@ class DeviceFuseEP(BaseDispatcher):
 
     def _dispatch_b(self, pending: FusedDispatchOutput) -> FusedDispatchOutput:
         return pending
-
-    def run(self, pending: DevicePending, context: RunContext) -> FusedCombineInput:
-        received = self.rows._dispatch_b(pending.sent)
-        assert isinstance(received, StandardDispatchOutput)
-        inputs = pre_permute_pairs(received, context)
-        outputs = context.core.run(inputs, context.weights, context.workspace)
-        results = post_permute_pairs(outputs, inputs, received, context)
-        y_TH = self.rows._combine_b(self.rows._combine_a(results))
-        return FusedCombineInput(pending, y_TH, count_e=results.count_e)
 
     def _combine_a(self, results: CombineInput) -> FusedCombineInput:
         assert isinstance(results, FusedCombineInput)
@@ -243,8 +216,15 @@ class DeviceFuseEP(BaseDispatcher):
 
 
 def fused_moe_on_device(rows: FusedDispatchOutput, context: RunContext) -> FusedCombineInput:
-    handle: DevicePending = rows.handle
-    return handle.dispatcher.run(handle, context)
+    pending: DevicePending = rows.handle
+    inner = pending.dispatcher.rows
+    received = inner._dispatch_b(pending.sent)
+    assert isinstance(received, StandardDispatchOutput)
+    inputs = pre_permute_pairs(received, context)
+    outputs = context.core.run(inputs, context.weights, context.workspace)
+    results = post_permute_pairs(outputs, inputs, received, context)
+    y_TH = inner._combine_b(inner._combine_a(results))
+    return FusedCombineInput(pending, y_TH, count_e=results.count_e)
 
 
 def spread_rows(rows_R: Tensor, filled: list[int], places: LayoutPlan) -> Tensor:

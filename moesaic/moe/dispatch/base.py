@@ -11,16 +11,17 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from moesaic.comm.collectives.group import Peers
+from moesaic.comm.windows.window import PlaneSpec
 from moesaic.core.step import PREFILL, Step
 from moesaic.moe.formats import CombineInput, DispatchOutput, TopKOutput
 from moesaic.moe.placement import EpLayout
-from moesaic.moe.quant.payload import Payload, PayloadFormat
+from moesaic.moe.quant.payload import PAYLOAD_FORMATS, Payload, PayloadFormat
 from moesaic.moe.registry import BufferSpec
 from moesaic.observe.spans import SpanKind, Spans
 
@@ -37,9 +38,9 @@ class DispatchConfig:
     dtype: torch.dtype
     payload: PayloadFormat
     max_tokens: int
-    """Of a rank in one step."""
+    """The most of a rank in one step."""
     max_decode_tokens: int
-    """Of a rank in a step without prefill."""
+    """The most of a rank in a step without prefill."""
     layer: int = 0
     global_scale: float = 1.0
     deterministic: bool = False
@@ -57,6 +58,32 @@ class DispatchConfig:
 
     def encode(self, x_TH: Tensor) -> Payload:
         return self.payload.encode(x_TH, self.global_scale)
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpec:
+    """The rows of a dispatcher's buffers; all layers with an equal spec share them."""
+
+    payload: str
+    hidden_size: int
+    dtype: torch.dtype
+    top_k: int
+
+    @classmethod
+    def of(cls, config: DispatchConfig, **sizes: Any) -> Self:
+        return cls(config.payload.name, config.hidden_size, config.dtype, config.top_k, **sizes)
+
+    def host_planes(self, *rows: int) -> list[PlaneSpec]:
+        """Rows in shared memory, with their ids and weights."""
+        codec = PAYLOAD_FORMATS[self.payload].codec
+        planes = [(p.name, p.width(self.hidden_size), wire_dtype(p.dtype)) for p in codec.planes]
+        planes += [("ids", self.top_k, torch.int32), ("weights", self.top_k, torch.float32)]
+        return [PlaneSpec(name, (*rows, width), dtype) for name, width, dtype in planes]
+
+
+def wire_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Types of one byte are stored as uint8: torch cannot index all of them."""
+    return torch.uint8 if dtype.itemsize == 1 else dtype
 
 
 @dataclass(slots=True)
@@ -137,9 +164,14 @@ class BaseDispatcher(ABC):
         self._hooks: dict[str, list[Hook]] = {point: [] for point in self.HOOKS}
 
     @classmethod
+    def buffer_spec(cls, config: DispatchConfig) -> BufferSpec | None:
+        """The buffer that it allocates, or shares with others that need the same."""
+        return None
+
+    @classmethod
     def buffers(cls, config: DispatchConfig) -> Sequence[BufferSpec]:
-        """The buffers that it allocates, or shares with others that need the same."""
-        return ()
+        spec = cls.buffer_spec(config)
+        return () if spec is None else (spec,)
 
     def register_hook(self, point: str, hook: Hook) -> HookHandle:
         if point not in self._hooks:
@@ -202,8 +234,7 @@ class BaseDispatcher(ABC):
             self.spans.add(SpanKind.COMBINE, begin, self.config.layer, tokens, moved, now)
 
     def _check(self, x_TH: Tensor, topk: TopKOutput) -> None:
-        """Checks what a custom top-k or a hook gives, before other ranks depend on it. Values only
-        on CPU: on a GPU that would wait for the device."""
+        """Checks what a custom top-k or a hook gives; values only on CPU, without a wait."""
         config, ids, weights = self.config, topk.ids_TK, topk.weights_TK
         shape = (x_TH.shape[0], config.top_k)  # `len` of a tensor is slow
         if ids.shape != shape or weights.shape != shape or weights.dtype != torch.float32:

@@ -7,7 +7,6 @@ R rows received, those of source p from p * C on · H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,34 +16,18 @@ from moesaic.comm.windows.factory import create_window
 from moesaic.comm.windows.window import PlaneSpec, SharedWindow, window_bytes
 from moesaic.core.step import Step
 from moesaic.kernels.cpu.rows import Terms, sum_rows
-from moesaic.moe.dispatch.base import CommContext, DispatchConfig
+from moesaic.moe.dispatch.base import CommContext, DispatchConfig, RowSpec, wire_dtype
 from moesaic.moe.dispatch.device.rows import DeviceRowsDispatcher
-from moesaic.moe.dispatch.host.exchange import (
-    LANES,
-    TAGS,
-    ExchangeSignal,
-    Lanes,
-    planes_of,
-    wire_dtype,
-)
+from moesaic.moe.dispatch.host.exchange import LANES, TAGS, ExchangeSignal, Lanes, planes_of
 from moesaic.moe.dispatch.host.windowed import WindowDispatcher
 from moesaic.moe.dispatch.local import device_provider
-from moesaic.moe.formats import (
-    CombineInput,
-    RowsCombineInput,
-    StandardDispatchOutput,
-    TopKOutput,
-)
-from moesaic.moe.quant.payload import PAYLOAD_FORMATS, Payload
+from moesaic.moe.formats import CombineInput, RowsCombineInput, StandardDispatchOutput, TopKOutput
+from moesaic.moe.quant.payload import Payload
 from moesaic.moe.registry import UNQUANTIZED, A2aBackend, Provider, register_a2a
 
 
 @dataclass(frozen=True, slots=True)
-class PutSpec:
-    payload: str
-    hidden_size: int
-    dtype: torch.dtype
-    top_k: int
+class PutSpec(RowSpec):
     tokens: int
     size: int
     pairs: bool
@@ -54,21 +37,13 @@ class PutSpec:
         rows = LANES * self.size * self.tokens
         each = self.top_k if self.pairs else 1
         return [
-            *(
-                PlaneSpec(
-                    plane.name, (rows, plane.width(self.hidden_size)), wire_dtype(plane.dtype)
-                )
-                for plane in PAYLOAD_FORMATS[self.payload].codec.planes
-            ),
-            PlaneSpec("ids", (rows, self.top_k), torch.int32),
-            PlaneSpec("weights", (rows, self.top_k), torch.float32),
+            *self.host_planes(rows),
             PlaneSpec("counts", (LANES, self.size), torch.int64),
             PlaneSpec("results", (rows * each, self.hidden_size), self.dtype),
             TAGS,
         ]
 
     def nbytes(self, size: int) -> int:
-        """The bytes of one of `size` ranks."""
         return window_bytes(self.planes(), size) // size
 
 
@@ -91,29 +66,16 @@ class FlashInferDispatcher(WindowDispatcher):
         super().__init__(config, comm)
         self.layout = config.layout
         self.spec = self.buffer_spec(config)
-        self.lanes = comm.shared(self.spec, self._make_lanes)
+        planes, channels = self.spec.planes(), LANES * len(ExchangeSignal)
+        self.lanes = comm.shared(
+            self.spec, lambda: Lanes(create_window(comm.group, planes, comm.timeout, channels))
+        )
         self.window: SharedWindow = self.lanes.window
-
-    def _make_lanes(self) -> Lanes:
-        group, timeout = self.comm.group, self.comm.timeout
-        channels = LANES * len(ExchangeSignal)
-        return Lanes(create_window(group, self.spec.planes(), timeout, channels))
-
-    @classmethod
-    def buffers(cls, config: DispatchConfig) -> Sequence[PutSpec]:
-        return (cls.buffer_spec(config),)
 
     @classmethod
     def buffer_spec(cls, config: DispatchConfig) -> PutSpec:
-        return PutSpec(
-            payload=config.payload.name,
-            hidden_size=config.hidden_size,
-            dtype=config.dtype,
-            top_k=config.top_k,
-            tokens=config.max_tokens,
-            size=config.layout.size,
-            pairs=config.deterministic,
-        )
+        size, pairs = config.layout.size, config.deterministic
+        return PutSpec.of(config, tokens=config.max_tokens, size=size, pairs=pairs)
 
     def _first(self, lane: int, source: int) -> int:
         return (lane * self.layout.size + source) * self.spec.tokens
@@ -236,7 +198,7 @@ class DeviceFlashInfer(DeviceRowsDispatcher):
     weights_travel = True
 
 
-FLASHINFER = register_a2a(
+register_a2a(
     A2aBackend(
         name="flashinfer",
         summary="one-sided: dispatch puts into the windows of others, combine gets from them",

@@ -45,8 +45,7 @@ class MooncakeDispatcher(LowLatencyDispatcher):
 
 
 class DeviceMooncake(DeviceLowLatency):
-    """The kernels skip inactive ranks. Where ranks share experts, the slots of an incomplete group
-    are not used."""
+    """The kernels skip inactive ranks; slots of an incomplete group are not used."""
 
     name = "mooncake"
 
@@ -66,7 +65,7 @@ class DeviceMooncake(DeviceLowLatency):
         return super()._tokens(x_TH, topk, step)
 
 
-MOONCAKE = register_a2a(
+register_a2a(
     A2aBackend(
         name="mooncake",
         summary="low_latency with a list of active ranks: the others are neither awaited nor used",

@@ -15,7 +15,7 @@ class DeviceMori(DeviceNormal):
     name = "mori"
 
 
-MORI = register_a2a(
+register_a2a(
     A2aBackend(
         name="mori",
         summary="a token once per rank; the payload follows the weights",

@@ -48,16 +48,9 @@ class ReplicatedDispatcher(StandardDispatcher):
     arrive to show that the last results were read, but the next results do."""
 
     @classmethod
-    def buffer_spec(cls, config: DispatchConfig, rounds: Rounds) -> ExchangeSpec:
+    def buffer_spec(cls, config: DispatchConfig, rounds: Rounds | None = None) -> ExchangeSpec:
         each = min(config.top_k, config.layout.slots_per_rank) if config.deterministic else 1
-        return ExchangeSpec(
-            payload=config.payload.name,
-            hidden_size=config.hidden_size,
-            dtype=config.dtype,
-            top_k=config.top_k,
-            tokens=1,
-            result_rows=2 * config.max_tokens * each,
-        )
+        return ExchangeSpec.of(config, tokens=1, result_rows=2 * config.max_tokens * each)
 
     def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> RowsPending:
         self.check_tokens(len(x_TH))
@@ -101,8 +94,8 @@ class ReplicatedDispatcher(StandardDispatcher):
         return self.sum_results(route.lane, Terms(route.owners_TS, places_TS, route.weights_TS))
 
     def _half(self, lane: int, since: int) -> int:
-        turn = self.exchange.count(ExchangeSignal.RESULTS_READY, lane) - since
-        return turn % 2 * (self.exchange.spec.result_rows // 2)
+        number = self.exchange.count(ExchangeSignal.RESULTS_READY, lane) - since
+        return number % 2 * (self.exchange.spec.result_rows // 2)
 
 
 def host_dispatcher(config: DispatchConfig) -> type[BaseDispatcher]:

@@ -57,8 +57,7 @@ class MoeRunnerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """Gate rows precede up rows in `w13`. Of the ranks that share an expert, one holds the bias of
-    the down projection."""
+    """Gate rows precede up rows in `w13`. One of the ranks that share an expert holds `b2_eH`."""
 
     w13_eJH: ExpertMatrix
     w2_eHI: ExpertMatrix

@@ -4,7 +4,7 @@ from moesaic.moe.registry import FP8_WEIGHTS, UNQUANTIZED, RunnerBackend
 from moesaic.moe.runner.device.torch_grouped import TorchGroupedCore
 from moesaic.moe.runner.native import register_native_runner
 
-CUTLASS = register_native_runner(
+register_native_runner(
     RunnerBackend(
         name="cutlass",
         summary="contiguous rows",
@@ -16,7 +16,6 @@ CUTLASS = register_native_runner(
         },
         weights=(*UNQUANTIZED, *FP8_WEIGHTS, "nvfp4"),
         payloads=(*UNQUANTIZED, "fp8", "nvfp4"),
-        preferred=(),
         providers={"cuda": TorchGroupedCore},
     )
 )

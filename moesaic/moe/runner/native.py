@@ -36,6 +36,8 @@ GPU_PERMUTES = (
     (gpu.pre_permute_pairs, gpu.post_permute_pairs),
     (gpu.pre_permute_masked, gpu.post_permute_masked),
 )
+# The layout of each dispatch format, where a runner has no other.
+STANDARD = dict.fromkeys(DISPATCH_FORMATS, "standard")
 LAYOUTS: dict[str, tuple[type[GroupedInput], LayoutPlanner]] = {
     "standard": (StandardInput, plan_standard),
     "contiguous": (ContiguousInput, plan_contiguous),

@@ -132,8 +132,7 @@ def _prepare(setup: OpenAISetup, body: CompletionBody) -> PreparedCompletion:
 def _prompts(
     setup: OpenAISetup, body: CompletionBody, samples: int
 ) -> tuple[list[str], list[list[int]] | None]:
-    """The prompts as texts, and as token ids if the client sent those; texts are then made only
-    for `echo`."""
+    """The prompts as texts (of ids only for `echo`), and as token ids if the client sent those."""
     given: list[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if not given:
         raise Refusal(400, "the prompt is empty: give at least one token", "prompt")

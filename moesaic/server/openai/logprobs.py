@@ -73,13 +73,8 @@ def _token(
     vocabulary: VocabularyTexts, logprob: float | None, token: int, top: Top
 ) -> TokenLogprob:
     known = vocabulary[token]
-    others = [_top(vocabulary, *entry) for entry in top]
+    others = [TopLogprob(vocabulary[t].text, _floored(p), vocabulary[t].bytes) for p, t in top]
     return TokenLogprob(known.text, _floored(logprob or 0.0), known.bytes, others)
-
-
-def _top(vocabulary: VocabularyTexts, logprob: float, token: int) -> TopLogprob:
-    known = vocabulary[token]
-    return TopLogprob(known.text, _floored(logprob), known.bytes)
 
 
 def _floored(logprob: float) -> float:
@@ -87,8 +82,7 @@ def _floored(logprob: float) -> float:
 
 
 class CompletionScores:
-    """The logprobs of one choice, with text offsets that continue from chunk to chunk. Tokens are
-    held back until their offset is known."""
+    """The logprobs of one choice; tokens are held back until their text offset is known."""
 
     def __init__(self, vocabulary: VocabularyTexts) -> None:
         self._vocabulary = vocabulary

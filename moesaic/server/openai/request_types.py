@@ -56,8 +56,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CommonBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The fields that chats and completions have in common. Those at the end are accepted without
-    effect, or refused (REFUSED)."""
+    """The common fields; those at the end have no effect or are refused (REFUSED)."""
 
     model: str | None = None
     stream: bool | None = None

@@ -39,19 +39,16 @@ class Answer(Protocol):
 
     def chunks(self, update: RequestUpdate) -> Sequence[msgspec.Struct]:
         """What is new since the last update."""
-        ...
 
     def whole(self, update: RequestUpdate) -> msgspec.Struct:
         """The choice that ends with this update."""
-        ...
 
 
 AnswerT = TypeVar("AnswerT", bound=Answer)
 
 
 class AnswerWriter(Generic[AnswerT]):
-    """Writes the answers to one request. The fields that all chunks have in common are encoded
-    once."""
+    """Writes the answers to one request; fields that all chunks share are encoded once."""
 
     def __init__(
         self,
@@ -158,8 +155,7 @@ def _check_failure(context: Context, update: RequestUpdate) -> None:
 
 
 def finish_reason(update: RequestUpdate) -> str:
-    """stop or length. OpenAI has no word for an aborted answer; length says that it is incomplete,
-    in a word that every client knows."""
+    """stop or length: OpenAI has no word for an aborted answer, and length means incomplete."""
     assert update.finish_reason is not None
     reason = update.finish_reason.type
     return "length" if reason == "abort" else reason

@@ -43,7 +43,6 @@ class OutputGrammar:
 
     @property
     def params(self) -> dict[str, str]:
-        """Sampling parameters."""
         return {self.grammar.kind: self.grammar.text}
 
 

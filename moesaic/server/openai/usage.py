@@ -7,8 +7,7 @@ from moesaic.server.openai.response_types import CompletionDetails, TokensDetail
 
 
 class UsageCount:
-    """`samples`: answers per prompt; a prompt counts once. `report_cached`: whether the usage
-    includes the tokens found in the prefix cache."""
+    """`samples`: answers per prompt, which counts once. `report_cached`: adds cached tokens."""
 
     def __init__(self, samples: int, report_cached: bool) -> None:
         self._samples, self._report_cached = samples, report_cached

@@ -34,9 +34,7 @@ class AddedToken(Protocol):
 @dataclass(frozen=True)
 class Format:
     tools: str | None
-    """Name of the tool parser."""
     reasoning: str | None
-    """Name of the reasoning parser."""
     skip_special_tokens: bool
     """A sampling parameter; False keeps markers that are special tokens in the text."""
     vocabulary: AddedTokens = field(default_factory=AddedTokens, repr=False)
@@ -58,11 +56,7 @@ class Format:
         return bool(next(given, think.default))
 
     def parser(
-        self,
-        tools: Sequence[Tool],
-        thinking: bool,
-        split_reasoning: bool = True,
-        prompt: str = "",
+        self, tools: Sequence[Tool], thinking: bool, split_reasoning: bool = True, prompt: str = ""
     ) -> ChatParser:
         """The end of `prompt` shows whether the template left the thinking part open."""
         if self.harmony:
@@ -128,9 +122,8 @@ def choose_format(
     chat_template: str = "",
     added_tokens: Mapping[int, AddedToken] | None = None,
 ) -> Format:
-    """The formats that the flags name; defaults come from the model's family and, among its
-    checkpoints, from the chat template. `added_tokens`: the tokenizer's, because grammars name
-    markers by token id."""
+    """The formats that the flags name; defaults come from the model's family and chat template.
+    `added_tokens`: the tokenizer's, because grammars name markers by token id."""
     _check("--tool-call-parser", tool_call_parser, TOOL_PARSERS)
     _check("--reasoning-parser", reasoning_parser, REASONING_PARSERS)
     fits = (f for f in FAMILIES if f.model_type == model_type and f.hint in chat_template)

@@ -89,10 +89,7 @@ class GrammarWriter:
             return f"{self._thought()} ({self._literal(FINAL)} TEXT | {calls})"
         syntax = self._syntax()
         trigger = _leading(syntax.open or syntax.call, self._markers())
-        if syntax.open:
-            rest = self._calls(tools, several=True, without=trigger)
-        else:
-            rest = self._calls(tools, several=False, without=trigger)
+        rest = self._calls(tools, several=bool(syntax.open), without=trigger)
         return f"{self._thought()} ({self._until(trigger)} {rest})* TEXT"
 
     def _thinks(self) -> bool:

@@ -418,11 +418,7 @@ class XmlReader(Reader):
             self._buffer.append(text)
 
     def _until_bracket(
-        self,
-        text: str,
-        position: int,
-        then: Callable[[str], bool],
-        otherwise: Callable[[int], int],
+        self, text: str, position: int, then: Callable[[str], bool], otherwise: Callable[[int], int]
     ) -> int:
         before = len(self._seen)
         self._seen += text[position:]

@@ -22,8 +22,7 @@ class Markers:
         return self._firsts.isdisjoint(text)
 
     def find(self, text: str, final: bool = False) -> tuple[int, int]:
-        """(start, end) of the first marker. Without a marker both are where one may begin, which is
-        the end of a final text."""
+        """(start, end) of the first marker; without one, both are where one may begin."""
         found = self._pattern.search(text) if self._pattern is not None else None
         if found is not None:
             start, end = found.span()
@@ -72,17 +71,16 @@ class JsonValue:
         self._closers: list[str] = []
         self._in_string = False
         self._escaped = False
-        self._begun = False
+        self._started = False
 
     def feed(self, text: str, start: int) -> int:
-        """The index behind the part of `text` that belongs to the value; for a broken value the
-        index of the first invalid character."""
+        """The index behind the value in `text`; of a broken one, of the first invalid character."""
         position = start
         while position < len(text) and self.state is Json.OPEN:
             if self._escaped:
                 self._escaped = False
                 position += 1
-            elif not self._begun:
+            elif not self._started:
                 position = self._begin(text, position)
             elif self._in_string:
                 position = self._string(text, position)
@@ -93,7 +91,7 @@ class JsonValue:
         return position
 
     def _begin(self, text: str, position: int) -> int:
-        self._begun = True
+        self._started = True
         if text[position] in _CLOSERS:
             self._closers.append(_CLOSERS[text[position]])
         elif text[position] == '"':

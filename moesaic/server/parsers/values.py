@@ -46,8 +46,7 @@ def is_text(parameters: Mapping[str, Any], key: str) -> bool:
 
 
 def as_json(text: str, parameters: Mapping[str, Any], key: str) -> str:
-    """The JSON of a value in plain text: the value itself if the schema allows its type, otherwise
-    a string."""
+    """The JSON of a value in plain text: the value if the schema allows its type, else a string."""
     value = _PYTHON.get(text.strip(), text.strip())
     allowed = _types(parameters, key)
     try:

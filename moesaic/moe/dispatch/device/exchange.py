@@ -22,7 +22,7 @@ from moesaic.comm.lifecycle import Membership
 from moesaic.comm.windows.factory import create_device_window, device_window_bytes
 from moesaic.comm.windows.window import PlaneSpec
 from moesaic.kernels.a2a import ChannelCall, RowPlanes
-from moesaic.moe.dispatch.base import CommContext
+from moesaic.moe.dispatch.base import CommContext, RowSpec
 from moesaic.moe.dispatch.host.exchange import InFlight
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS, Payload
 
@@ -39,11 +39,7 @@ Arrived = tuple[Payload, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceExchangeSpec:
-    payload: str
-    hidden_size: int
-    dtype: torch.dtype
-    top_k: int
+class DeviceExchangeSpec(RowSpec):
     rows: int
     """That may arrive from all ranks; 0 if all ranks have the same."""
     result_rows: int
@@ -151,8 +147,7 @@ class DeviceExchange(InFlight):
         return self.window.plane(f"results {lane}")[first : first + rows]
 
     def _kept(self, key: tuple[Any, ...], make: Callable[..., Kept]) -> Kept:
-        """Caches views: making one takes longer than a kernel launch, and all layers need the
-        same."""
+        """Caches views, which all layers share: making one takes longer than a kernel launch."""
         views = self._views.setdefault(make.__name__, {})
         if key not in views:
             if len(views) >= MOST_VIEWS:
@@ -161,9 +156,6 @@ class DeviceExchange(InFlight):
                 views[key] = make(*key)
         found: Kept = views[key]
         return found
-
-    def results_offset(self, lane: int) -> int:
-        return self.window.offset(f"results {lane}")
 
     def side_stream(self) -> AbstractContextManager[None]:
         """Launches inside go to a side stream if lanes overlap, else to the current one."""
@@ -192,8 +184,7 @@ class SideStream:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Launches on it, after all earlier launches. The caller keeps its tensors until `join`:
-        the allocator does not know of this stream."""
+        """Launches on it after all earlier launches. The caller keeps its tensors until `join`."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield

@@ -15,17 +15,12 @@ from moesaic.kernels.quantise import quantise_rows
 from moesaic.moe.dispatch.base import CommContext, DispatchConfig
 from moesaic.moe.dispatch.device.exchange import RESULTS, ROWS, SECOND_RESULTS, DeviceExchangeSpec
 from moesaic.moe.dispatch.device.rows import DeviceRoute, DeviceRowsDispatcher
-from moesaic.moe.formats import (
-    DispatchOutput,
-    StandardDispatchOutput,
-    TopKOutput,
-)
+from moesaic.moe.formats import DispatchOutput, StandardDispatchOutput, TopKOutput
 from moesaic.moe.quant.payload import Payload
 
 
 class DeviceGather(DeviceRowsDispatcher):
-    """Tokens of all ranks to all ranks. Results are read only from ranks that hold a token's
-    experts: the others have zeros."""
+    """All tokens go to all ranks; results are read only from ranks with a token's experts."""
 
     name = "none"
     everywhere = True
@@ -36,7 +31,6 @@ class ReplicatedRoute(DeviceRoute):
     """Token t is row t on all ranks."""
 
     half: int
-    """The half of the results buffer."""
     meets: bool
     """Whether all ranks meet before results are written."""
 
@@ -64,11 +58,8 @@ class DeviceReplicated(DeviceRowsDispatcher):
     @classmethod
     def buffer_spec(cls, config: DispatchConfig) -> DeviceExchangeSpec:
         each = config.top_k if config.deterministic else 1
-        return DeviceExchangeSpec(
-            payload=config.payload.name,
-            hidden_size=config.hidden_size,
-            dtype=config.dtype,
-            top_k=config.top_k,
+        return DeviceExchangeSpec.of(
+            config,
             rows=0,
             result_rows=2 * cls.most_tokens(config) * each,
             weights=False,

@@ -17,7 +17,7 @@ be captured in a graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -112,18 +112,11 @@ class DeviceRowsDispatcher(BaseDispatcher):
         return config.max_decode_tokens if cls.decodes else config.max_tokens
 
     @classmethod
-    def buffers(cls, config: DispatchConfig) -> Sequence[DeviceExchangeSpec]:
-        return (cls.buffer_spec(config),)
-
-    @classmethod
     def buffer_spec(cls, config: DispatchConfig) -> DeviceExchangeSpec:
         rows = config.layout.size * cls.most_tokens(config)
         by_pairs = cls.pairs or config.deterministic
-        return DeviceExchangeSpec(
-            payload=config.payload.name,
-            hidden_size=config.hidden_size,
-            dtype=config.dtype,
-            top_k=config.top_k,
+        return DeviceExchangeSpec.of(
+            config,
             rows=rows,
             result_rows=rows * (config.top_k if by_pairs else 1),
             weights=cls.weights_travel or not by_pairs,
@@ -203,7 +196,6 @@ class DeviceRowsDispatcher(BaseDispatcher):
         return self.exchange.results(route.lane, self._first(route), rows)
 
     def _first(self, route: DeviceRoute) -> int:
-        """The first row of the results."""
         return 0
 
     def _given(self, route: DeviceRoute) -> ChannelCall:
@@ -222,14 +214,13 @@ class DeviceRowsDispatcher(BaseDispatcher):
         return y_TH
 
     def _collect(self, route: DeviceRoute) -> Tensor:
-        """Padding rows have no slots and give zeros; with `num_tokens_1` the kernel would leave
-        them unwritten."""
+        """Padding rows give zeros; with `num_tokens_1` the kernel would leave them unwritten."""
         tokens, hidden, dtype = route.tokens, self.config.hidden_size, self.config.dtype
         y_TH = torch.empty_like(tokens.x_TH, dtype=dtype)
         if tokens.num_tokens_1 is not None:
             tokens = replace(tokens, num_tokens_1=None)
         first = self._first(route) * hidden * dtype.itemsize
-        results = self.exchange.results_offset(route.lane) + first
+        results = self.exchange.window.offset(f"results {route.lane}") + first
         collect = collect_pairs if self.by_pairs else collect_rows
         call, signals = self._given(route), not self._early
         return collect(y_TH, tokens, route.rows, results, self.spread, call, signals)

@@ -35,7 +35,7 @@ from moesaic.comm.windows.window import (
     window_bytes,
 )
 from moesaic.kernels.cpu.rows import GatheredTokens, Terms, sum_rows
-from moesaic.moe.dispatch.base import CommContext
+from moesaic.moe.dispatch.base import CommContext, RowSpec, wire_dtype
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.placement import EpLayout
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS, Payload
@@ -55,11 +55,7 @@ TAGS = PlaneSpec("tags", (LANES * len(ExchangeSignal),), torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class ExchangeSpec:
-    payload: str
-    hidden_size: int
-    dtype: torch.dtype
-    top_k: int
+class ExchangeSpec(RowSpec):
     tokens: int
     result_rows: int
     bases: int = 1
@@ -68,16 +64,8 @@ class ExchangeSpec:
     """Rows of a rank's private receive buffer."""
 
     def planes(self) -> list[PlaneSpec]:
-        rows = (LANES, self.tokens)
         return [
-            *(
-                PlaneSpec(
-                    plane.name, (*rows, plane.width(self.hidden_size)), wire_dtype(plane.dtype)
-                )
-                for plane in PAYLOAD_FORMATS[self.payload].codec.planes
-            ),
-            PlaneSpec("ids", (*rows, self.top_k), torch.int32),
-            PlaneSpec("weights", (*rows, self.top_k), torch.float32),
+            *self.host_planes(LANES, self.tokens),
             PlaneSpec("counts", (LANES, 2), torch.int64),
             PlaneSpec("results", (LANES, self.result_rows, self.hidden_size), self.dtype),
             PlaneSpec("bases", (LANES, self.bases), torch.int64),
@@ -85,14 +73,8 @@ class ExchangeSpec:
         ]
 
     def nbytes(self, size: int) -> int:
-        """The bytes of one of `size` ranks."""
         inbox = LANES * self.inbox_rows * PAYLOAD_FORMATS[self.payload].row_bytes(self.hidden_size)
         return window_bytes(self.planes(), size) // size + inbox
-
-
-def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Types of one byte are stored as uint8: torch cannot index all of them."""
-    return torch.uint8 if dtype.itemsize == 1 else dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +232,7 @@ class Exchange(Lanes):
     def copy_to_blocks(
         self, lane: int, rows_R: Tensor, counts: list[int], global_scale: float
     ) -> Payload:
-        """Copies published rows to the front of each slot's block in the lane's inbox, `counts` to
-        each."""
+        """Copies published rows to the front of each slot's block in the inbox, `counts` each."""
         inbox = self.inbox(lane)
         block = self.spec.inbox_rows // len(counts)
         if max(counts) > block:

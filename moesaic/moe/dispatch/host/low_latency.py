@@ -9,7 +9,6 @@ anyway, and blocks would only be more bytes. The runner gets the format `standar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +18,8 @@ from moesaic.core.step import Step
 from moesaic.kernels.cpu.rows import Terms, plan_pairs
 from moesaic.moe.dispatch.base import CommContext, DispatchConfig
 from moesaic.moe.dispatch.device.rows import DeviceRowsDispatcher
-from moesaic.moe.dispatch.host.exchange import Exchange, ExchangeSignal, ExchangeSpec
-from moesaic.moe.dispatch.host.windowed import WindowDispatcher
+from moesaic.moe.dispatch.host.exchange import ExchangeSignal, ExchangeSpec
+from moesaic.moe.dispatch.host.windowed import ExchangeDispatcher
 from moesaic.moe.formats import (
     CombineInput,
     LowLatencyCombineInput,
@@ -44,15 +43,12 @@ class LowLatencyRoute:
     rows_R: Tensor
 
 
-class LowLatencyDispatcher(WindowDispatcher):
+class LowLatencyDispatcher(ExchangeDispatcher):
     name = "deepep_low_latency"
 
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
         super().__init__(config, comm)
-        self.layout = config.layout
         self.block = self.block_rows(config)
-        spec = self.buffer_spec(config)
-        self.lanes = self.exchange = comm.shared(spec, lambda: Exchange(spec, comm))
 
     @staticmethod
     def block_rows(config: DispatchConfig) -> int:
@@ -61,20 +57,10 @@ class LowLatencyDispatcher(WindowDispatcher):
         return -(-most // SMALL_ROWS) * SMALL_ROWS
 
     @classmethod
-    def buffers(cls, config: DispatchConfig) -> Sequence[ExchangeSpec]:
-        return (cls.buffer_spec(config),)
-
-    @classmethod
     def buffer_spec(cls, config: DispatchConfig) -> ExchangeSpec:
-        return ExchangeSpec(
-            payload=config.payload.name,
-            hidden_size=config.hidden_size,
-            dtype=config.dtype,
-            top_k=config.top_k,
-            tokens=config.max_decode_tokens,
-            result_rows=config.layout.slots_per_rank * cls.block_rows(config),
-            inbox_rows=config.layout.slots_per_rank * cls.block_rows(config),
-        )
+        tokens, rows = config.max_decode_tokens, cls.block_rows(config)
+        rows *= config.layout.slots_per_rank
+        return ExchangeSpec.of(config, tokens=tokens, result_rows=rows, inbox_rows=rows)
 
     def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> LowLatencyPending:
         most = self.config.max_decode_tokens
@@ -84,10 +70,7 @@ class LowLatencyDispatcher(WindowDispatcher):
                 f"a rank may bring in low_latency mode: use --deepep-mode auto or normal, or raise "
                 f"--max-running-requests"
             )
-        x = self.config.encode(x_TH)
-        self.lanes.acquire(step.lane, self.operation("dispatch"))
-        self.exchange.publish(step.lane, x, topk, slice(None))
-        self.signal(ExchangeSignal.TOKENS_READY, step.lane)
+        self.publish(x_TH, topk, step.lane)
         return LowLatencyPending(step.lane, topk)
 
     def _dispatch_b(self, pending: LowLatencyPending) -> LowLatencyDispatchOutput:
@@ -121,10 +104,8 @@ class LowLatencyDispatcher(WindowDispatcher):
 
     def _combine_b(self, route: LowLatencyRoute) -> Tensor:
         self.wait(ExchangeSignal.RESULTS_READY, route.lane)
-        terms = self.reachable(route.terms)
-        y_TH, foreign = self.exchange.collect(route.lane, terms, self.layout.moe_tp_size)
+        y_TH = self.sum_results(route.lane, self.reachable(route.terms))
         self.verify(ExchangeSignal.RESULTS_READY, route.lane)
-        self.note_combine(foreign)
         self.lanes.release(route.lane)
         return y_TH
 

@@ -20,13 +20,8 @@ from torch import Tensor
 from moesaic.core.step import Step
 from moesaic.kernels.cpu.rows import GatheredTokens, RowPlan, Terms, plan_rows
 from moesaic.moe.dispatch.base import CommContext, DispatchConfig
-from moesaic.moe.dispatch.host.exchange import (
-    Exchange,
-    ExchangeSignal,
-    ExchangeSpec,
-    PublishedTokens,
-)
-from moesaic.moe.dispatch.host.windowed import WindowDispatcher
+from moesaic.moe.dispatch.host.exchange import ExchangeSignal, ExchangeSpec, PublishedTokens
+from moesaic.moe.dispatch.host.windowed import ExchangeDispatcher
 from moesaic.moe.formats import CombineInput, DispatchOutput, RowsCombineInput, TopKOutput
 from moesaic.moe.quant.payload import Payload
 
@@ -34,7 +29,7 @@ from moesaic.moe.quant.payload import Payload
 @dataclass(frozen=True, slots=True)
 class Rounds:
     tokens: int
-    """Of a rank in one round."""
+    """The most of a rank in one round."""
     most: int = 1
     """Rounds."""
     combine: bool = False
@@ -67,43 +62,31 @@ class RowsRoute:
     """For each round the published row of each result, if results go to other nodes."""
 
 
-class RowsDispatcher(WindowDispatcher):
+class RowsDispatcher(ExchangeDispatcher):
     """A subclass makes the output of its format."""
 
     everywhere: ClassVar[bool] = False
     """Whether all tokens go to all groups."""
 
-    def __init__(
-        self, config: DispatchConfig, comm: CommContext, rounds: Rounds | None = None
-    ) -> None:
+    def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
         super().__init__(config, comm)
-        self.layout = config.layout
-        self.rounds = rounds or self.rounds_for(config)
-        spec = self.buffer_spec(config, self.rounds)
-        self.lanes = self.exchange = comm.shared(spec, lambda: Exchange(spec, comm))
+        self.rounds = self.rounds_for(config)
 
     @classmethod
     def rounds_for(cls, config: DispatchConfig) -> Rounds:
         return Rounds(config.max_tokens)
 
     @classmethod
-    def buffers(cls, config: DispatchConfig) -> Sequence[ExchangeSpec]:
-        return (cls.buffer_spec(config, cls.rounds_for(config)),)
-
-    @classmethod
-    def buffer_spec(cls, config: DispatchConfig, rounds: Rounds) -> ExchangeSpec:
+    def buffer_spec(cls, config: DispatchConfig, rounds: Rounds | None = None) -> ExchangeSpec:
         """In deterministic mode a result travels for each pair, else for each token."""
-        layout = config.layout
+        layout, rounds = config.layout, rounds or cls.rounds_for(config)
         each = min(config.top_k, layout.slots_per_rank) if config.deterministic else 1
-        times = 1 if rounds.combine else rounds.most
-        return ExchangeSpec(
-            payload=config.payload.name,
-            hidden_size=config.hidden_size,
-            dtype=config.dtype,
-            top_k=config.top_k,
+        rows = layout.size * rounds.tokens
+        return ExchangeSpec.of(
+            config,
             tokens=rounds.tokens,
-            result_rows=layout.size * rounds.tokens * each * times,
-            inbox_rows=layout.size * rounds.tokens * rounds.most,
+            result_rows=rows * each * (1 if rounds.combine else rounds.most),
+            inbox_rows=rows * rounds.most,
         )
 
     def results(self, lane: int) -> Tensor | None:
@@ -166,7 +149,7 @@ class RowsDispatcher(WindowDispatcher):
         route: RowsRoute = results.handle
         lane = route.lane
         parts = []
-        for number in range(self._combine_rounds(route)):
+        for number in range(len(route.tokens) if self.rounds.combine else 1):
             if number:
                 self.signal(ExchangeSignal.RESULTS_READ, lane)
                 self.wait(ExchangeSignal.RESULTS_READ, lane)
@@ -176,9 +159,6 @@ class RowsDispatcher(WindowDispatcher):
             self.verify(ExchangeSignal.RESULTS_READY, lane)
         self.lanes.release(lane)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _combine_rounds(self, route: RowsRoute) -> int:
-        return len(route.tokens) if self.rounds.combine else 1
 
     def publish_results(self, results: RowsCombineInput, number: int) -> None:
         """Writes the results of a round where the tokens' ranks read them."""
@@ -209,11 +189,6 @@ class RowsDispatcher(WindowDispatcher):
             places_TS = torch.where(places_TS < 0, -1, places_TS - starts_G[owners_TS])
             weights_TS = None if weights_TS is None else weights_TS[tokens]
         return self.sum_results(route.lane, Terms(owners_TS, places_TS, weights_TS))
-
-    def sum_results(self, lane: int, terms: Terms) -> Tensor:
-        y_TH, foreign = self.exchange.collect(lane, terms, self.layout.moe_tp_size)
-        self.note_combine(foreign)
-        return y_TH
 
 
 class RoundsResult:

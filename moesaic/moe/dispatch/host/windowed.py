@@ -1,9 +1,13 @@
-"""The base of dispatchers that signal through a window."""
+"""The bases of dispatchers that signal through a window."""
 
 from __future__ import annotations
 
-from moesaic.moe.dispatch.base import BaseDispatcher
-from moesaic.moe.dispatch.host.exchange import ExchangeSignal, Lanes
+from torch import Tensor
+
+from moesaic.kernels.cpu.rows import Terms
+from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
+from moesaic.moe.dispatch.host.exchange import Exchange, ExchangeSignal, ExchangeSpec, Lanes
+from moesaic.moe.formats import TopKOutput
 
 PHASES = {
     ExchangeSignal.TOKENS_READY: "dispatch",
@@ -26,3 +30,28 @@ class WindowDispatcher(BaseDispatcher):
     def verify(self, kind: ExchangeSignal, lane: int) -> None:
         """Raises, after reading, if the data have been overwritten."""
         self.lanes.verify(kind, lane, self.config.layer, self.operation(PHASES[kind]))
+
+
+class ExchangeDispatcher(WindowDispatcher):
+    """Publishes tokens and results where all ranks read them."""
+
+    def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
+        super().__init__(config, comm)
+        self.layout = config.layout
+        spec = self.buffer_spec(config)
+        self.lanes = self.exchange = comm.shared(spec, lambda: Exchange(spec, comm))
+
+    @classmethod
+    def buffer_spec(cls, config: DispatchConfig) -> ExchangeSpec:
+        raise NotImplementedError
+
+    def publish(self, x_TH: Tensor, topk: TopKOutput, lane: int) -> None:
+        x = self.config.encode(x_TH)
+        self.lanes.acquire(lane, self.operation("dispatch"))
+        self.exchange.publish(lane, x, topk, slice(None))
+        self.signal(ExchangeSignal.TOKENS_READY, lane)
+
+    def sum_results(self, lane: int, terms: Terms) -> Tensor:
+        y_TH, foreign = self.exchange.collect(lane, terms, self.layout.moe_tp_size)
+        self.note_combine(foreign)
+        return y_TH

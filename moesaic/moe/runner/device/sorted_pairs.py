@@ -62,6 +62,7 @@ from moesaic.moe.runner.base import (
     RunnerOutput,
     Workspace,
 )
+from moesaic.moe.runner.host.layouts import flat_blocks
 
 # Rows of a block in deterministic mode.
 FIXED_BLOCK = 16
@@ -113,7 +114,7 @@ def _grouped(rows: StandardDispatchOutput, context: RunContext) -> Groups:
 
 
 def _gathered(
-    rows: StandardDispatchOutput, far: RemoteRows, groups: Groups, context: RunContext
+    rows: StandardDispatchOutput, remote: RemoteRows, groups: Groups, context: RunContext
 ) -> Rows:
     """Remote rows stay on their ranks if the first product reads their format and a slot has few:
     every column of tiles reads them again. Else, and in deterministic mode, they are copied."""
@@ -123,8 +124,8 @@ def _gathered(
     sizes = (_shape(context.config, weights), groups.planned_places, groups.block)
     plan = plan_for_block(rows.ids_RK.device, *sizes)
     if readable and not groups.fixed and plan.implementation == "small":
-        return replace(rows_for_weights(x, context), remote=far)
-    here = gather_remote(Rows(x.values, x.scales, remote=far))
+        return replace(rows_for_weights(x, context), remote=remote)
+    here = gather_remote(Rows(x.values, x.scales, remote=remote))
     return rows_for_weights(replace(x, values=here.values, scales=here.scales), context)
 
 
@@ -134,8 +135,7 @@ def _is_sum(rows: StandardDispatchOutput, context: RunContext) -> bool:
 
 
 def _sums_row(groups: Groups, weights: ExpertWeights) -> bool:
-    """Whether the last product of a single row also sums its pairs. In fp8 that is slower: threads
-    would do the work of matrix units."""
+    """Whether the last product of a single row sums its pairs, which in fp8 would be slower."""
     plain = weights.w2_eHI.format.activation is None
     return groups.ids_K is not None and groups.top_k > 1 and plain
 
@@ -175,15 +175,9 @@ def pre_permute_masked(rows: LowLatencyDispatchOutput, context: RunContext) -> S
     count_e = rows.count_e
     if count_e is None:
         count_e = torch.tensor(rows.masked_m, dtype=torch.int32, device=rows.y_eMH.device)
-    flat = Payload(
-        rows.x.values.flatten(0, 1),
-        None if rows.x.scales is None else rows.x.scales.flatten(0, 1),
-        rows.x.format,
-        rows.x.global_scale,
-    )
     y_NH = rows.y_eMH.flatten(0, 1)
     plan, fixed = plan_of(len(y_NH), context, y_NH.device), context.config.deterministic
-    x = rows_for_weights(flat, context)
+    x = rows_for_weights(flat_blocks(rows.x), context)
     block = FIXED_BLOCK if fixed else plan.block
     groups = blocks(count_e, rows.y_eMH.shape[1], block, context.load_e)
     return SortedPairsInput(x, replace(groups, fixed=fixed), None, y_NH)
@@ -209,8 +203,7 @@ def _shape(config: MoeRunnerConfig, weights: ExpertWeights) -> ExpertsShape:
 
 
 def rows_for_weights(x: Payload, context: RunContext) -> Rows:
-    """Rows in the activation format of the weights, as sent if that is it. The products quantise to
-    fp8 themselves."""
+    """Rows in the weights' activation format, as sent if that is it; products quantise to fp8."""
     weights, config = context.weights, context.config
     activation = weights.w13_eJH.format.activation
     if x.format.name != activation:
@@ -234,8 +227,7 @@ def on_grid(x_TH: Tensor, activation: str | None, scale: float) -> Rows:
 
 
 def kernel_format(format: WeightFormat) -> str:
-    """The kernels' name of a format. Their fp8 formats quantise rows; weights whose activations
-    stay unquantised have other names."""
+    """The kernels' name of a format; weights with unquantised activations have other names."""
     return format.name if format.activation else FP8_WEIGHT_ONLY.get(format.name, format.name)
 
 

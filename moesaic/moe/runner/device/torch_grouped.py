@@ -53,8 +53,7 @@ def fits(w13_eJH: Tensor, w2_eHI: Tensor, places: int) -> bool:
 
 
 class SortedPlaces:
-    """Places in the order of experts. Places past the last valid one read pair 0, and no pair reads
-    their results."""
+    """Places in the order of experts; those past the last valid one read pair 0, for no reader."""
 
     def __init__(self, groups: Groups, order_P: Tensor) -> None:
         self.order_P = order_P

@@ -216,10 +216,7 @@ def pre_permute_rows(
 
 
 def post_permute_rows(
-    outputs: RunnerOutput,
-    inputs: GroupedInput,
-    rows: StandardDispatchOutput,
-    context: RunContext,
+    outputs: RunnerOutput, inputs: GroupedInput, rows: StandardDispatchOutput, context: RunContext
 ) -> CombineInput:
     """A weighted sum for each row; in deterministic mode the pairs themselves."""
     pairs = inputs.pairs
@@ -271,16 +268,13 @@ def pre_permute_blocks(
     )
     first = slots[0] * block if slots else 0
     source_Y = torch.full((places.total,), first).index_copy_(0, places_N, rows_N)
-    x_YH = _take_rows(_flat(rows.x), source_Y, context)
+    x_YH = _take_rows(flat_blocks(rows.x), source_Y, context)
     pairs = ValidPairs(rows_N, places_N, None)
     return cls(x_YH, places.groups, pairs, _is_quantized(rows.x, context))
 
 
 def post_permute_blocks(
-    outputs: RunnerOutput,
-    inputs: GroupedInput,
-    rows: LowLatencyDispatchOutput,
-    context: RunContext,
+    outputs: RunnerOutput, inputs: GroupedInput, rows: LowLatencyDispatchOutput, context: RunContext
 ) -> CombineInput:
     pairs = inputs.pairs
     assert pairs is not None
@@ -333,7 +327,7 @@ def _slot_rows(x: Payload, slot: int, count: int) -> Payload:
     return Payload(x.values[slot, :count], scales, x.format, x.global_scale)
 
 
-def _flat(x: Payload) -> Payload:
+def flat_blocks(x: Payload) -> Payload:
     """[e, M, H] as [e * M, H]."""
     scales = None if x.scales is None else x.scales.flatten(0, 1)
     return Payload(x.values.flatten(0, 1), scales, x.format, x.global_scale)
@@ -355,10 +349,10 @@ class GroupedCore(MoeRunnerCore):
             y_YH = workspace.borrow("y", tuple(x_YH.shape), self.config.dtype)
         if self.config.kernel:
             h_YI = workspace.borrow("h", (len(x_YH), self.config.intermediate_size), x_YH.dtype)
-            jobs = [
+            rows = [
                 ExpertRows(group.slots.start, group.start, group.rows) for group in inputs.groups
             ]
-            experts.run(x_YH, y_YH, h_YI, jobs, self._tensors(weights))
+            experts.run(x_YH, y_YH, h_YI, rows, self._tensors(weights))
             return RunnerOutput(y_YH)
         pieces = self.config.rounding is Rounding.PIECES
         groups = list(in_pieces(inputs.groups)) if pieces else inputs.groups
