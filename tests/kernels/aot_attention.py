@@ -137,8 +137,7 @@ def specialised(shape: Shape, page: int) -> Usage:
     config = attention_hopper.choose_config((shape.dim + shape.rest) * 2)
     plan = attention_hopper.AttentionConstants(
         shape.group, min(shape.group, attention_hopper.ROWS), shape.dim, shape.rest,
-        shape.value_dim, page, shape.window, config.block, config.stages, config.tiles,
-        config.turns,
+        shape.value_dim, page, shape.window, config,
     )  # fmt: skip
     kernel = attention_hopper.attention_kernel
     types = shape.types(kernel) | {"q1": "*bf16", "q2": "*bf16", "items": "i32"}
