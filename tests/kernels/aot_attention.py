@@ -96,14 +96,14 @@ def decode(
     entering: bool = False,
 ) -> Usage:
     config = attention_decode.choose_config(shape.group, shape.key_bytes, Splits(count, 64, lone))
-    tall = attention_decode.tall(shape.group, shape.dim, config) if entering else 0
+    entry_rows = attention_decode.entry_rows(shape.group, shape.dim, config) if entering else 0
     if entering:
         shape = replace(shape, dim=shape.dim // 2, rest=shape.dim // 2)
     constants = shape.constants(page) | {
         "ROWS": config.rows,
         "BLOCK_N": config.block,
         "SPLIT": count > 1,
-        "TALL": tall,
+        "ENTRY_ROWS": entry_rows,
     }
     if not entering:
         constants |= dict.fromkeys(ENTERING)

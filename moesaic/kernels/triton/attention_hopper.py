@@ -114,7 +114,7 @@ def _exp2(x):
 
 
 @gluon.jit
-def _settle(sums):
+def _order_before_wait(sums):
     """Keeps the assembler from waiting for the pending products before it computes `sums`: it does
     not move a wait across a branch. The branch is never taken, as sums are not negative."""
     return gl.inline_asm_elementwise(
@@ -193,8 +193,7 @@ def _attend_block(
     state, start, place, step, turn, position, scale, out, buffers, barriers,
     P: gl.constexpr, WHICH: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Computes scores and softmax of the block of `step` while the previous block's values are
-    summed."""
+    """Computes scores and softmax of block `step` while the previous block's values are summed."""
     acc, p, total, top = state
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P.ring.block, 16])
     mixed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P.V, 16])
@@ -209,7 +208,7 @@ def _attend_block(
     if MASKED:
         s = _hide(s, start, position, P, mma)
     new_p, share, total, top = _softmax(s, total, top, scale)
-    total = _settle(total)
+    total = _order_before_wait(total)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
     mbarrier.arrive(barriers[5].index((step - 1) % P.ring.stages), count=1)
     acc = acc * gl.convert_layout(share, gl.SliceLayout(1, mixed))[:, None]
