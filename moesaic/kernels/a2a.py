@@ -25,10 +25,10 @@ a graph can be replayed. `tag` identifies the operation (a layer). A wait expect
 own rank wrote last: an older word means that the peer has not arrived, any other word that the two
 ranks are not in the same operation. Flags survive a restart, so every word of a generation must
 exceed all words of earlier ones; hence `count` wraps around below the generation's bits. Within a
-generation `ahead` compares words modulo 2**32, as ranks that wait for each other are never far
-apart. A wait that fails records why in the failure words and returns; later calls neither wait nor
-signal until the rank restarts. So every kernel ends, whatever its peers do, and the host reads the
-reason (comm/windows/device_window.py).
+generation `ahead` compares words modulo 2**32, as ranks that wait for each other are at most a few
+counts off. A wait that fails records why in the failure words and returns; later calls neither wait
+nor signal until the rank restarts. So every kernel ends, whatever its peers do, and the host reads
+the reason (comm/windows/device_window.py).
 
 moe/dispatch/host/exchange.py explains why nothing is overwritten too early; it holds here, too.
 """
