@@ -12,7 +12,7 @@ from moesaic.core.rank_state import RankSnapshot, RankState
 from moesaic.core.stats import GroupStats, RankStats
 from moesaic.engine.frontend.queries import RankAnswers, RankReply, engine_stats
 from moesaic.engine.runner.step_time import SlowStepDetector
-from moesaic.engine.worker.rank_stats import RankTold
+from moesaic.engine.worker.rank_stats import RankStatsReply
 from moesaic.observe.spans import Span, SpanKind, Spans, unpack
 from moesaic.observe.trace import Track, write_trace
 from tests import trace_format
@@ -156,7 +156,7 @@ def test_the_rank_that_computed_longest_is_named() -> None:
 
 
 def test_ranks_that_do_not_answer_are_there_as_they_are_seen() -> None:
-    own = RankTold(RankStats(0, "rank 0", steps=5, expert_tokens=[[1]]), GroupStats(0, running=2))
+    own = RankStatsReply(RankStats(0, "rank 0", steps=5, expert_tokens=[[1]]), GroupStats(0, running=2))
     seen = {"place": "p", "step": 4, "computed": 1.5, "waited": 0.5, "state_age": 9.0, "pid": 7}
     overview = [{**seen, "rank": rank, "state": "waiting"} for rank in (0, 1)]
     stats = engine_stats(RankAnswers({0: RankReply(own, 0, 1)}, overview), 8)
