@@ -12,7 +12,7 @@ from moesaic.core.rank_state import RankSnapshot, RankState
 from moesaic.core.stats import GroupStats, RankStats
 from moesaic.engine.frontend.queries import RankAnswers, RankReply, engine_stats
 from moesaic.engine.runner.step_time import SlowStepDetector
-from moesaic.engine.worker.rank_stats import RankTold
+from moesaic.engine.worker.rank_stats import RankStatsReply
 from moesaic.observe.spans import Span, SpanKind, Spans, unpack
 from moesaic.observe.trace import Track, write_trace
 from tests import trace_format
@@ -115,15 +115,15 @@ def test_the_reader_finds_what_is_wrong(tmp_path: Path) -> None:
 
 def test_slow_steps() -> None:
     pace = SlowStepDetector()
-    assert [pace.take(False, 4, 0.05) for _ in range(20)] == [None] * 20
-    assert pace.take(False, 4, 0.9) is None  # 18 times the usual, and below a second
-    usual = pace.take(False, 4, 5.0)
+    assert [pace.observe(False, 4, 0.05) for _ in range(20)] == [None] * 20
+    assert pace.observe(False, 4, 0.9) is None  # 18 times the usual, and below a second
+    usual = pace.observe(False, 4, 5.0)
     assert usual is not None and 0.05 <= usual < 0.2
-    assert pace.take(True, 8000, 100.0) is None  # no prompt was seen before
+    assert pace.observe(True, 8000, 100.0) is None  # no prompt was seen before
     for _ in range(8):
-        pace.take(True, 1000, 2.0)
-    assert pace.take(True, 8000, 40.0) is None and pace.take(True, 10, 1.5) is None
-    assert pace.take(True, 1000, 500.0) is not None
+        pace.observe(True, 1000, 2.0)
+    assert pace.observe(True, 8000, 40.0) is None and pace.observe(True, 10, 1.5) is None
+    assert pace.observe(True, 1000, 500.0) is not None
 
 
 def test_the_rank_that_computed_longest_is_named() -> None:
@@ -156,7 +156,9 @@ def test_the_rank_that_computed_longest_is_named() -> None:
 
 
 def test_ranks_that_do_not_answer_are_there_as_they_are_seen() -> None:
-    own = RankTold(RankStats(0, "rank 0", steps=5, expert_tokens=[[1]]), GroupStats(0, running=2))
+    own = RankStatsReply(
+        RankStats(0, "rank 0", steps=5, expert_tokens=[[1]]), GroupStats(0, running=2)
+    )
     seen = {"place": "p", "step": 4, "computed": 1.5, "waited": 0.5, "state_age": 9.0, "pid": 7}
     overview = [{**seen, "rank": rank, "state": "waiting"} for rank in (0, 1)]
     stats = engine_stats(RankAnswers({0: RankReply(own, 0, 1)}, overview), 8)
