@@ -93,8 +93,10 @@ def plan_rows(tokens: GatheredTokens, starts: list[int], pairs: bool, everywhere
     if kernel is None or tokens.groups > MOST_GROUPS:
         return reference_plan_rows(tokens, starts, pairs, everywhere)
     total, top_k = sum(tokens.counts), tokens.ids_PCK.shape[2]
-    rows_R = torch.empty(total, dtype=torch.int64)
-    ids_RK = torch.empty(total, top_k, dtype=torch.int64)
+    rows_R, ids_RK = (
+        torch.empty(total, dtype=torch.int64),
+        torch.empty(total, top_k, dtype=torch.int64),
+    )
     weights_RK = torch.empty(total, top_k)
     count = tokens.counts[tokens.rank]
     places_TS = torch.empty(count, top_k if pairs else tokens.groups, dtype=torch.int64)

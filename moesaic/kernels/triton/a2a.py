@@ -16,14 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.a2a import (
-    ChannelCall,
-    LocalTokens,
-    ResultPlane,
-    RowPlanes,
-    SignalPlanes,
-    SlotOwners,
-)
+from moesaic.kernels.a2a import ChannelCall, LocalTokens, RowPlanes, SignalPlanes, SlotOwners
 from moesaic.kernels.a2a_plan import GROUPS, GpuModel, LaunchPlan
 from moesaic.kernels.a2a_tuned import Kernel, plan_of
 from moesaic.kernels.payloads import PLAIN
@@ -240,20 +233,20 @@ def _send_kernel(
                 tl.store(at + group, scalings, (group * GROUP < H) & stays)
         for to in tl.static_range(SIZE):
             there = bit(active, to)
-            needs = there & bit(goes, to // WIDTH)
+            wants = there & bit(goes, to // WIDTH)
             if not LOCAL_ROWS:
                 at = byte_at(bases[to], values + row * VALUE_BYTES, VALUE_TYPE, VALUE_ALIGN)
-                tl.store(at + place, encoded, (place < H // HALVES) & needs)
+                tl.store(at + place, encoded, (place < H // HALVES) & wants)
                 if SCALE_TYPE is not None:
                     at = byte_at(bases[to], scales + row * SCALE_BYTES, SCALE_TYPE, 1)
-                    tl.store(at + group, scalings, (group * GROUP < H) & needs)
+                    tl.store(at + group, scalings, (group * GROUP < H) & wants)
             first = (k < K) & (part == 0)
             local = tl.where(groups == to // WIDTH, slots - groups * SLOTS, -1)
             at = byte_at(bases[to], ids + row * (K * 4), tl.int32, 4)
             tl.store(at + k, local.to(tl.int32), first & there)
             if weights_ptr is not None:
                 at = byte_at(bases[to], weights + row * (K * 4), tl.float32, 4)
-                tl.store(at + k, by, first & needs)
+                tl.store(at + k, by, first & wants)
     # Each program releases its own writes to all ranks, on other GPUs as well.
     if is_last(state_ptr + CHANNELS + 2 * channel + 1, SCOPE):
         own = (bases_ptr, state_ptr, rank, flags, channel)
@@ -401,7 +394,9 @@ def _collect(
     name: str,
     out_TH: Tensor,
     tokens: LocalTokens,
-    results: ResultPlane,
+    rows: int,
+    results: int,
+    owners: SlotOwners,
     call: ChannelCall,
     signal_first: bool = False,
 ) -> Tensor:
@@ -412,8 +407,7 @@ def _collect(
         return out_TH
     stride, step = out_TH.stride()
     assert step == 1
-    place = (name, results.offset, results.owners)
-    key = (*place, hidden, top_k, out_TH.dtype, call.programs)
+    key = (name, results, owners, hidden, top_k, out_TH.dtype, call.programs)
     found = signals.prepared.get(key)
     if found is None:
         kernel = Kernel(name, signals.size, hidden)
@@ -423,15 +417,15 @@ def _collect(
     if launch is None:
         launch = found.launches[plan.block, plan.warps] = Relaunch(
             collect_kernel, ("out_ptr", *TENSORS), ("stride", "num_rows", "rows"),
-            results=results.offset, PAIRS=name == "collect_pairs",
+            results=results, PAIRS=name == "collect_pairs",
             **collect_constants(hidden, top_k, out_TH.dtype, plan),
-            **_owner_constants(results.owners), **_window_arguments(signals, plan.warps),
+            **_owner_constants(owners), **_window_arguments(signals, plan.warps),
             enable_fp_fusion=False,  # products are rounded before they are added, as in the twin
         )  # fmt: skip
     launch(
         plan.programs,
         (out_TH, ids_TK.contiguous(), tokens.weights_TK.contiguous(), tokens.num_tokens_1),
-        (stride, num_rows, results.rows),
+        (stride, num_rows, rows),
     )
     return out_TH
 
