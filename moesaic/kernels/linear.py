@@ -69,7 +69,8 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
 
 @native(LINEAR)
 def linear_invariant(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """`linear`; on a GPU no bit of a row depends on other rows or outputs.
+    """`linear`; on a GPU no bit of a row depends on other rows or outputs. (On a CPU,
+    layers/invariant.py does this.)
 
     x [[1, 2], [3, 4]], weight [[5, 6]]: [[17], [39]].
     """

@@ -79,26 +79,21 @@ class RouterWeights:
     """A zero (int32) on the device; the kernel resets it."""
 
 
-@dataclass(frozen=True, slots=True)
-class TopKInputs:
-    """What `route` reads besides the logits."""
-
-    spec: TopKConfig
-    bias_E: Tensor | None = None
-    """Affects which experts are chosen, not their weights."""
-    num_tokens_1: Tensor | None = None
-    """int32 on the device; rows from it on get slots -1 and weights 0."""
-    slots: SlotTable | None = None
-
-
 @native(ROUTING)
-def route(logits_TE: Tensor, given: TopKInputs) -> tuple[Tensor, Tensor]:
+def route(
+    logits_TE: Tensor,
+    spec: TopKConfig,
+    bias_E: Tensor | None = None,
+    num_tokens_1: Tensor | None = None,
+    slots: SlotTable | None = None,
+) -> tuple[Tensor, Tensor]:
     """Slots [T, K] (int32), best first, and weights (float32). Among equal experts the lowest id
-    comes first; NaN counts as the highest logit, and its weight is NaN.
+    comes first; NaN counts as the highest logit, and its weight is NaN. Rows from `num_tokens_1`
+    (int32, on the device) on get slots -1 and weights 0.
 
     Logits [[0, ln 3, 0]], top 2, softmax, renormalised: slots [[1, 0]], weights [[0.75, 0.25]].
     """
-    logits_TE, spec, bias_E = logits_TE.float(), given.spec, given.bias_E
+    logits_TE = logits_TE.float()
     scores_TE = logits_TE.sigmoid() if spec.scoring == "sigmoid" else logits_TE.softmax(-1)
     choice_TE = logits_TE if spec.by_logits(bias_E is not None) else scores_TE
     if bias_E is not None:
@@ -118,11 +113,18 @@ def route(logits_TE: Tensor, given: TopKInputs) -> tuple[Tensor, Tensor]:
     weights_TK = scores_TE.gather(1, ids_TK)
     if spec.renormalize:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-    return _finish(ids_TK, weights_TK * spec.routed_scaling_factor, given)
+    return _finish(ids_TK, weights_TK * spec.routed_scaling_factor, num_tokens_1, slots)
 
 
 @native(ROUTING)
-def route_rows(x_TH: Tensor, router: RouterWeights, given: TopKInputs) -> tuple[Tensor, Tensor]:
+def route_rows(
+    x_TH: Tensor,
+    router: RouterWeights,
+    spec: TopKConfig,
+    bias_E: Tensor | None = None,
+    num_tokens_1: Tensor | None = None,
+    slots: SlotTable | None = None,
+) -> tuple[Tensor, Tensor]:
     """`route` of the router's logits x W' + bias, summed in float32. Takes up to MAX_ROWS rows: in
     a small decode step, saving a launch outweighs the slower product.
 
@@ -133,12 +135,17 @@ def route_rows(x_TH: Tensor, router: RouterWeights, given: TopKInputs) -> tuple[
         logits_TE = logits_TE + router.bias_E.float()
     if router.rounds:
         logits_TE = logits_TE.to(x_TH.dtype)
-    return route(logits_TE, given)
+    return route(logits_TE, spec, bias_E, num_tokens_1, slots)
 
 
 @native(ROUTING)
 def norm_route_rows(
-    rows: SumToNorm, router: RouterWeights, given: TopKInputs
+    rows: SumToNorm,
+    router: RouterWeights,
+    spec: TopKConfig,
+    bias_E: Tensor | None = None,
+    num_tokens_1: Tensor | None = None,
+    slots: SlotTable | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(normed, sum, slots, weights): `add_rms_norm`, and `route_rows` of the normed rows. Takes up
     to MAX_NORM_ROWS rows: every program of the kernel norms all of them.
@@ -147,7 +154,8 @@ def norm_route_rows(
     [[0, 1], [2, 0]], top 1, softmax: slots [[1]], weights [[0.7311]].
     """
     normed_TH, sum_TH = add_rms_norm(rows.values, rows.residual_TH, rows.weight_H, rows.eps)
-    return normed_TH, sum_TH, *route_rows(normed_TH, router, given)
+    chosen = route_rows(normed_TH, router, spec, bias_E, num_tokens_1, slots)
+    return normed_TH, sum_TH, *chosen
 
 
 MAX_NORM_ROWS = 1
@@ -159,9 +167,10 @@ def _nan_highest(choice: Tensor) -> Tensor:
     return choice.masked_fill(choice.isnan(), torch.inf)
 
 
-def _finish(ids_TK: Tensor, weights_TK: Tensor, given: TopKInputs) -> tuple[Tensor, Tensor]:
+def _finish(
+    ids_TK: Tensor, weights_TK: Tensor, num_tokens_1: Tensor | None, slots: SlotTable | None
+) -> tuple[Tensor, Tensor]:
     """Maps experts to slots, and marks padding."""
-    slots, num_tokens_1 = given.slots, given.num_tokens_1
     row_T1 = torch.arange(len(ids_TK), device=ids_TK.device).unsqueeze(1)
     if slots is not None:
         ids_TK = slots.slots_EX[ids_TK, row_T1 % slots.count_E[ids_TK]]

@@ -19,7 +19,6 @@ from moesaic.kernels.routing import (
     MAX_NORM_ROWS,
     MAX_ROWS,
     RouterWeights,
-    TopKInputs,
     norm_route_rows,
     route_rows,
 )
@@ -198,8 +197,7 @@ class SparseBlock(Module):
         if router is None or spec is None:
             return self.topk(self.gate(x_TH), bias, slot_map, num_tokens_1)
         slots = slot_map.table_on(x_TH.device)
-        given = TopKInputs(spec, bias, num_tokens_1, slots)
-        return TopKOutput(*route_rows(x_TH, router, given))
+        return TopKOutput(*route_rows(x_TH, router, spec, bias, num_tokens_1, slots))
 
     def add_norm(
         self, norm: RMSNorm, x_TH: Tensor, residual_TH: Tensor, step: Step
@@ -214,8 +212,7 @@ class SparseBlock(Module):
         bias, slot_map = self.gate.e_score_correction_bias, self.experts.slot_map
         rows = SumToNorm(x_TH, residual_TH, norm.weight, norm.eps)
         slots = slot_map.table_on(x_TH.device)
-        given = TopKInputs(spec, bias, step.num_tokens_1, slots)
-        made = norm_route_rows(rows, router, given)
+        made = norm_route_rows(rows, router, spec, bias, step.num_tokens_1, slots)
         if begin:
             spans.add(SpanKind.ROUTER, begin, self.experts.dispatcher.config.layer, len(x_TH))
         return made[0], made[1], TopKOutput(made[2], made[3])

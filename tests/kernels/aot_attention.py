@@ -96,14 +96,14 @@ def decode(
     entering: bool = False,
 ) -> Usage:
     config = attention_decode.choose_config(shape.group, shape.key_bytes, Splits(count, 64, lone))
-    entry_rows = attention_decode.entry_rows(shape.group, shape.dim, config) if entering else 0
+    tall = attention_decode.tall(shape.group, shape.dim, config) if entering else 0
     if entering:
         shape = replace(shape, dim=shape.dim // 2, rest=shape.dim // 2)
     constants = shape.constants(page) | {
         "ROWS": config.rows,
         "BLOCK_N": config.block,
         "SPLIT": count > 1,
-        "ENTRY_ROWS": entry_rows,
+        "TALL": tall,
     }
     if not entering:
         constants |= dict.fromkeys(ENTERING)
@@ -137,7 +137,8 @@ def specialised(shape: Shape, page: int) -> Usage:
     config = attention_hopper.choose_config((shape.dim + shape.rest) * 2)
     plan = attention_hopper.AttentionConstants(
         shape.group, min(shape.group, attention_hopper.ROWS), shape.dim, shape.rest,
-        shape.value_dim, page, shape.window, config,
+        shape.value_dim, page, shape.window, config.block, config.stages, config.tiles,
+        config.turns,
     )  # fmt: skip
     kernel = attention_hopper.attention_kernel
     types = shape.types(kernel) | {"q1": "*bf16", "q2": "*bf16", "items": "i32"}

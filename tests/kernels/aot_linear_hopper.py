@@ -21,7 +21,7 @@ def compiled(plan: LinearConstants, bias: bool = False) -> Usage:
     kind = "*bf16" if plan.SIZE == 2 else "*fp8e4nv"
     types = {"x": kind, "w": kind, "y": "*bf16", **SIZES}
     fixed = {"P": plan}
-    scales = ("x_scales", "w_scales") if plan.SIZE == 1 else ()
+    scales = ("x_scales", "w_scales") if plan.scaling else ()
     given = dict.fromkeys(scales, "*fp32") | ({"bias": "*bf16"} if bias else {})
     missing = {name: None for name in ("x_scales", "w_scales", "bias") if name not in given}
     return build(

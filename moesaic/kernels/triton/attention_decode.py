@@ -75,7 +75,7 @@ MAX_MERGED = 16
 MERGED_WIDTH = 128
 # Up to this many sequences, each split norms and rotates its inputs itself, which takes less time
 # than another kernel launch.
-MAX_FUSED_ENTRIES = 32
+MAX_ENTERING = 32
 # Channels of half a head that a thread norms.
 THREAD_CHANNELS = 8
 
@@ -100,7 +100,7 @@ def merging(per_kv: int, value_dim: int, config: AttentionTile) -> dict[str, int
 def decode_attention(
     q: Queries, cache: LayerPages, batch: DecodeRows, softmax: Softmax, out: Out
 ) -> Out:
-    return _decode(two_parts(q), FusedEntry(), cache, batch, softmax, out)
+    return _decode(two_parts(q), Entering(), cache, batch, softmax, out)
 
 
 def enter_and_decode(
@@ -112,27 +112,27 @@ def enter_and_decode(
     softmax: Softmax,
     out: Out,
 ) -> Out:
-    if not _can_fuse_entry(entry, cache, batch):
+    if not _enters(entry, cache, batch):
         q = Queries(enter_heads(qkv_TX, entry, cache, slots_T))
         return decode_attention(q, cache, batch, softmax, out)
-    fused = FusedEntry(entry, slots_T, 1 / cache.k_scale, 1 / cache.v_scale)
+    entering = Entering(entry, slots_T, 1 / cache.k_scale, 1 / cache.v_scale)
     heads_THD = qkv_TX.unflatten(-1, (-1, cache.keys.shape[-1]))
     halves = Queries(*heads_THD[:, : entry.num_heads].chunk(2, dim=-1))
-    return _decode(halves, fused, cache, batch, softmax, out)
+    return _decode(halves, entering, cache, batch, softmax, out)
 
 
-def _can_fuse_entry(entry: HeadEntry, cache: LayerPages, batch: DecodeRows) -> bool:
+def _enters(entry: HeadEntry, cache: LayerPages, batch: DecodeRows) -> bool:
     """Whether the decoding kernel can norm and rotate. One program must have all queries of the key
     that it stores, as others cannot see it; halves of heads must fill tiles."""
     kv_heads, dim = cache.keys.shape[-2:]
-    few = len(batch.rows_B) <= MAX_FUSED_ENTRIES
+    few = len(batch.rows_B) <= MAX_ENTERING
     tile = choose_config(entry.num_heads // kv_heads, dim * cache.keys.element_size(), batch.splits)
     whole = entry.num_heads // kv_heads <= tile.rows
     return few and whole and not entry.interleaved and padded(dim // 2) * 2 == dim
 
 
 @dataclass(frozen=True, slots=True)
-class FusedEntry:
+class Entering:
     """How the kernel norms and rotates its inputs; does nothing without an entry."""
 
     entry: HeadEntry | None = None
@@ -152,7 +152,7 @@ class FusedEntry:
         return given | {"q_norm": entry.q_norm_D, "k_norm": entry.k_norm_D, "eps": entry.eps}
 
 
-def entry_rows(per_kv: int, dim: int, config: AttentionTile) -> int:
+def tall(per_kv: int, dim: int, config: AttentionTile) -> int:
     """Rows of the tile that holds the queries and the key behind them; enough for each thread to
     sum as many channels as in rotary.py, which gives the same bits."""
     fits = per_kv < config.rows and config.rows * dim >= THREAD_CHANNELS * 64 * config.warps
@@ -160,12 +160,12 @@ def entry_rows(per_kv: int, dim: int, config: AttentionTile) -> int:
 
 
 def _decode(
-    q: Queries, fused: FusedEntry, cache: LayerPages, batch: DecodeRows, softmax: Softmax, out: Out
+    q: Queries, entering: Entering, cache: LayerPages, batch: DecodeRows, softmax: Softmax, out: Out
 ) -> Out:
     num_seqs, kv_heads = len(batch.rows_B), cache.keys.shape[2]
     if not num_seqs:
         return out
-    out_TNV, scales_TG = _output_parts(out, q.values.shape[1], cache.value_dim)
+    out_TNV, scales_TG = _parts_of(out, q.values.shape[1], cache.value_dim)
     splits, per_kv = batch.splits, q.values.shape[1] // kv_heads
     key_bytes = cache.keys.shape[-1] * cache.keys.element_size()
     config = choose_config(per_kv, key_bytes, splits)
@@ -182,8 +182,8 @@ def _decode(
         *strides(out_TNV), *((0, 0) if scales_TG is None else scales_TG.stride()),
         softmax.scale * cache.k_scale * LOG2_E,
         cache.v_scale if cache.values is not None else cache.k_scale,
-        splits.count, -(-splits.chunk // config.block) * config.block, **fused.arguments(),
-        ENTRY_ROWS=0 if fused.entry is None else entry_rows(per_kv, cache.value_dim, config),
+        splits.count, -(-splits.chunk // config.block) * config.block, **entering.arguments(),
+        TALL=0 if entering.entry is None else tall(per_kv, cache.value_dim, config),
         GROUP=per_kv, ROWS=config.rows, **channels(q), V=cache.value_dim, PAGE=cache.page_size,
         BLOCK_N=config.block, SPLIT=splits.count > 1, **merging(per_kv, cache.value_dim, config),
         SHARED=cache.values is None, WINDOW=softmax.window or 0, PDL=pdl.on,
@@ -192,7 +192,7 @@ def _decode(
     return out
 
 
-def _output_parts(out: Tensor | Rows, heads: int, value_dim: int) -> tuple[Tensor, Tensor | None]:
+def _parts_of(out: Tensor | Rows, heads: int, value_dim: int) -> tuple[Tensor, Tensor | None]:
     if isinstance(out, Tensor):
         return out, None
     rows, groups = len(out.values), heads * value_dim // FP8_GROUP
@@ -219,7 +219,7 @@ def decode_kernel(
     q1_row, q1_head, q2_row, q2_head, k_slot, k_head, v_slot, v_head, out_row, out_head,
     scale_row, scale_group, scale, v_scale, num_splits, least_chunk,
     slots_p, cos, sin, q_norm, k_norm, cos_row, eps, k_factor, v_factor,
-    ENTRY_ROWS: tl.constexpr,
+    TALL: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, V: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, HEADS: tl.constexpr,
     WIDTH: tl.constexpr, MERGED: tl.constexpr, SHARED: tl.constexpr, WINDOW: tl.constexpr,
@@ -252,20 +252,20 @@ def decode_kernel(
             prefetch_tokens(keys + D1, slots * k_slot, D2)
         if not SHARED:
             prefetch_tokens(values, slots * v_slot, V)
-    if ENTRY_ROWS > 0:
+    if TALL > 0:
         slot = tl.load(slots_p + row).to(tl.int64)
-        norms = load_norms(q_norm, k_norm, GROUP, ENTRY_ROWS, D1 + D2)
+        norms = load_norms(q_norm, k_norm, GROUP, TALL, D1 + D2)
     release_next(PDL)
     await_inputs(PDL)
     member = (tile % BLOCKS) * ROWS + tl.arange(0, ROWS)
     valid = member < GROUP
     heads = kv_head * GROUP + member
-    if ENTRY_ROWS > 0:
+    if TALL > 0:
         stored = (slot >= 0) & (split == tl.maximum(used, 1) - 1)
         q1, q2 = enter_row(
             q1_p + row * q1_row, (keys + slot * k_slot, values + slot * v_slot, k_factor, v_factor),
             cos + row * cos_row, sin + row * cos_row, norms, eps, kv_head, tl.num_programs(0),
-            stored, GROUP, ROWS, ENTRY_ROWS, D1 + D2, q_norm is not None,
+            stored, GROUP, ROWS, TALL, D1 + D2, q_norm is not None,
         )  # fmt: skip
         # All threads store before one of them loads the newest token.
         tl.debug_barrier()

@@ -10,14 +10,14 @@ from moesaic.kernels.triton.rotary import encode, load_halves
 
 
 @triton.jit
-def load_norms(q_norm, k_norm, GROUP: tl.constexpr, ENTRY_ROWS: tl.constexpr, D: tl.constexpr):
+def load_norms(q_norm, k_norm, GROUP: tl.constexpr, TALL: tl.constexpr, D: tl.constexpr):
     """Both halves of each row's norm weights: GROUP rows of queries, then the key."""
     if q_norm is None:
         return 1.0, 1.0
     else:
-        member = tl.arange(0, ENTRY_ROWS)
+        member = tl.arange(0, TALL)
         weight = tl.where(member < GROUP, q_norm, k_norm)
-        start = tl.zeros((ENTRY_ROWS,), tl.int64)
+        start = tl.zeros((TALL,), tl.int64)
         return load_halves(weight[:, None], start, member <= GROUP, D, False)
 
 
@@ -34,22 +34,22 @@ def enter_row(
     stored,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
-    ENTRY_ROWS: tl.constexpr,
+    TALL: tl.constexpr,
     D: tl.constexpr,
     NORM: tl.constexpr,
 ):
     """Normed and rotated halves [ROWS, D / 2] of the queries of one key/value head. If `stored`,
     writes the new key and value. The key is a row of the queries' tile, behind them, and so costs
-    no extra time: a tile of ENTRY_ROWS rows holds GROUP queries and one key."""
+    no extra time: a tile of TALL rows holds GROUP queries and one key."""
     keys, values, k_factor, v_factor = target
-    member = tl.arange(0, ENTRY_ROWS)
+    member = tl.arange(0, TALL)
     h, d = tl.arange(0, D // 2), tl.arange(0, D)
     key = GROUP * kv_heads + kv_head
     is_k = (member == GROUP) & stored
     there = (member < GROUP) | is_k
     at = tl.where(member < GROUP, kv_head * GROUP + member, key) * D
     a, b = load_halves(qkv, at, there, D, False)
-    same = tl.zeros((ENTRY_ROWS,), tl.int64)
+    same = tl.zeros((TALL,), tl.int64)
     angle = same[:, None] + h[None, :]
     c = tl.load(cos + angle, mask=there[:, None], other=0.0)
     s = tl.load(sin + angle, mask=there[:, None], other=0.0)

@@ -84,7 +84,10 @@ class AttentionConstants:
     V: int
     PAGE: int
     WINDOW: int
-    ring: RingConfig
+    BLOCK: int
+    STAGES: int
+    TILES: int
+    TURNS: bool
     PDL: bool = True
 
     @property
@@ -102,7 +105,7 @@ class AttentionConstants:
     def last_position(self, which: int) -> int:
         """With turns both groups attend all blocks, so that each has equally many turns."""
         last = self.positions - 1
-        return last if self.ring.turns else min((64 * which + 63) // self.PER_TILE, last)
+        return last if self.TURNS else min((64 * which + 63) // self.PER_TILE, last)
 
 
 @gluon.jit
@@ -114,7 +117,7 @@ def _exp2(x):
 
 
 @gluon.jit
-def _order_before_wait(sums):
+def _settle(sums):
     """Keeps the assembler from waiting for the pending products before it computes `sums`: it does
     not move a wait across a branch. The branch is never taken, as sums are not negative."""
     return gl.inline_asm_elementwise(
@@ -135,12 +138,12 @@ def _order_before_wait(sums):
 def _score(place, step, buffers, barriers, P: gl.constexpr, WHICH: gl.constexpr):
     """Starts [64, BLOCK] of queries times keys."""
     q1_bufs, q2_bufs, k1_bufs, k2_bufs, _, _ = buffers
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P.ring.block, 16])
-    stage = step % P.ring.stages
-    mbarrier.wait(barriers[2].index(stage), step // P.ring.stages & 1)
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P.BLOCK, 16])
+    stage = step % P.STAGES
+    mbarrier.wait(barriers[2].index(stage), step // P.STAGES & 1)
     # Threads, not the copy engine, wrote the block: fence it from the matrix units.
     fence_async_shared()
-    BLOCK: gl.constexpr = P.ring.block
+    BLOCK: gl.constexpr = P.BLOCK
     s = gl.zeros([64, BLOCK], gl.float32, mma)
     k1 = k1_bufs.index(stage).permute((1, 0))
     q1 = q1_bufs.index(place).slice(64 * WHICH, 64)
@@ -155,8 +158,8 @@ def _score(place, step, buffers, barriers, P: gl.constexpr, WHICH: gl.constexpr)
 @gluon.jit
 def _mix(p, acc, step, buffers, barriers, P: gl.constexpr):
     """Starts weights times values."""
-    stage = step % P.ring.stages
-    mbarrier.wait(barriers[4].index(stage), step // P.ring.stages & 1)
+    stage = step % P.STAGES
+    mbarrier.wait(barriers[4].index(stage), step // P.STAGES & 1)
     fence_async_shared()
     return warpgroup_mma(p, buffers[4].index(stage), acc, is_async=True)
 
@@ -164,7 +167,7 @@ def _mix(p, acc, step, buffers, barriers, P: gl.constexpr):
 @gluon.jit
 def _hide(s, start, position, P: gl.constexpr, mma: gl.constexpr):
     """Masks the keys that a row does not see."""
-    n = start + gl.arange(0, P.ring.block, layout=gl.SliceLayout(0, mma))
+    n = start + gl.arange(0, P.BLOCK, layout=gl.SliceLayout(0, mma))
     seen = n[None, :] <= position[:, None]
     if P.WINDOW > 0:
         seen = seen & (n[None, :] > position[:, None] - P.WINDOW)
@@ -193,24 +196,25 @@ def _attend_block(
     state, start, place, step, turn, position, scale, out, buffers, barriers,
     P: gl.constexpr, WHICH: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Computes scores and softmax of block `step` while the previous block's values are summed."""
+    """Computes scores and softmax of the block of `step` while the previous block's values are
+    summed."""
     acc, p, total, top = state
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P.ring.block, 16])
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P.BLOCK, 16])
     mixed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P.V, 16])
-    if P.ring.turns:
+    if P.TURNS:
         mbarrier.wait(barriers[6].index(WHICH), turn & 1 ^ 1 ^ WHICH)
     s = _score(place, step, buffers, barriers, P, WHICH)
     acc = _mix(p, acc, step - 1, buffers, barriers, P)
-    if P.ring.turns:
+    if P.TURNS:
         mbarrier.arrive(barriers[6].index(1 - WHICH), count=1)
     s = warpgroup_mma_wait(1, deps=(s,))
-    mbarrier.arrive(barriers[3].index(step % P.ring.stages), count=1)
+    mbarrier.arrive(barriers[3].index(step % P.STAGES), count=1)
     if MASKED:
         s = _hide(s, start, position, P, mma)
     new_p, share, total, top = _softmax(s, total, top, scale)
-    total = _order_before_wait(total)
+    total = _settle(total)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-    mbarrier.arrive(barriers[5].index((step - 1) % P.ring.stages), count=1)
+    mbarrier.arrive(barriers[5].index((step - 1) % P.STAGES), count=1)
     acc = acc * gl.convert_layout(share, gl.SliceLayout(1, mixed))[:, None]
     return acc, _weights(new_p, out, P), total, top
 
@@ -220,8 +224,8 @@ def _drain(step, count, barriers, P: gl.constexpr):
     """Releases blocks that only the other group sees."""
     _, _, k_ready, k_empty, v_ready, v_empty, _ = barriers
     for _ in range(count):
-        stage = step % P.ring.stages
-        phase = step // P.ring.stages & 1
+        stage = step % P.STAGES
+        phase = step // P.STAGES & 1
         mbarrier.wait(k_ready.index(stage), phase)
         mbarrier.arrive(k_empty.index(stage), count=1)
         mbarrier.wait(v_ready.index(stage), phase)
@@ -266,7 +270,7 @@ def _attend(
     tables, buffers, barriers, ends, sinks, parts, items, scale, v_scale,
     P: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P.ring.block, 16])
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P.BLOCK, 16])
     mixed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P.V, 16])
     V: gl.constexpr = P.V
     q_ready, q_empty, _k_ready, k_empty, _v_ready, v_empty, _turns = barriers
@@ -283,18 +287,18 @@ def _attend(
         low = first_key(oldest, P)
         high = gl.minimum(oldest + P.positions, kv_len)
         mine = gl.minimum(oldest + P.last_position(WHICH) + 1, kv_len)
-        count = (high - low + P.ring.block - 1) // P.ring.block
-        blocks = (mine - low + P.ring.block - 1) // P.ring.block
+        count = (high - low + P.BLOCK - 1) // P.BLOCK
+        blocks = (mine - low + P.BLOCK - 1) // P.BLOCK
         # Blocks that all rows see entirely; the first one is always masked.
-        plain = gl.minimum((oldest + P.first_position(WHICH) + 1) // P.ring.block, blocks)
+        plain = gl.minimum((oldest + P.first_position(WHICH) + 1) // P.BLOCK, blocks)
         if P.WINDOW > 0:
             plain = 1
         plain = gl.maximum(plain, 1)
-        place = number % P.ring.tiles
-        mbarrier.wait(q_ready.index(place), number // P.ring.tiles & 1)
+        place = number % P.TILES
+        mbarrier.wait(q_ready.index(place), number // P.TILES & 1)
         s = _score(place, step, buffers, barriers, P, WHICH)
         s = warpgroup_mma_wait(0, deps=(s,))
-        mbarrier.arrive(k_empty.index(step % P.ring.stages), count=1)
+        mbarrier.arrive(k_empty.index(step % P.STAGES), count=1)
         s = _hide(s, low, position, P, mma)
         top = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, mma))
         total = gl.zeros([64], gl.float32, gl.SliceLayout(1, mma))
@@ -303,13 +307,13 @@ def _attend(
         acc = gl.zeros([64, V], gl.float32, mixed)
         for j in range(1, plain):
             acc, p, total, top = _attend_block(
-                (acc, p, total, top), low + j * P.ring.block, place, step + j, turn + j, position,
-                scale, out, buffers, barriers, P, WHICH, False,
+                (acc, p, total, top), low + j * P.BLOCK, place, step + j, turn + j, position, scale,
+                out, buffers, barriers, P, WHICH, False,
             )  # fmt: skip
         for j in range(plain, blocks):
             acc, p, total, top = _attend_block(
-                (acc, p, total, top), low + j * P.ring.block, place, step + j, turn + j, position,
-                scale, out, buffers, barriers, P, WHICH, True,
+                (acc, p, total, top), low + j * P.BLOCK, place, step + j, turn + j, position, scale,
+                out, buffers, barriers, P, WHICH, True,
             )  # fmt: skip
         mbarrier.arrive(q_empty.index(place), count=1)
         last = step + blocks - 1
@@ -317,7 +321,7 @@ def _attend(
         # Loaded while the last product is in flight.
         following = look_up(item_of(number + 1, items), parts, tables)
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-        mbarrier.arrive(v_empty.index(last % P.ring.stages), count=1)
+        mbarrier.arrive(v_empty.index(last % P.STAGES), count=1)
         _drain(step + blocks, count - blocks, barriers, P)
         acc = _finish(acc, total, top, sinks, numbers, part, v_scale, P)
         _store(acc, buffers[5].index(WHICH), ends, offset, start, length, part, P, WHICH)
@@ -356,18 +360,18 @@ def attention_kernel(
     v_scale,
     P: gl.constexpr,
 ):
-    STAGES: gl.constexpr = P.ring.stages
-    TILES: gl.constexpr = P.ring.tiles
+    STAGES: gl.constexpr = P.STAGES
+    TILES: gl.constexpr = P.TILES
     kind: gl.constexpr = keys.dtype.element_ty
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q1_bufs = gl.allocate_shared_memory(kind, [TILES, 128, P.D1], wide)
-    k1_bufs = gl.allocate_shared_memory(kind, [STAGES, P.ring.block, P.D1], wide)
+    k1_bufs = gl.allocate_shared_memory(kind, [STAGES, P.BLOCK, P.D1], wide)
     q2_bufs = q1_bufs
     k2_bufs = k1_bufs
     if P.D2 > 0:
         q2_bufs = gl.allocate_shared_memory(kind, [TILES, 128, P.D2], wide)
-        k2_bufs = gl.allocate_shared_memory(kind, [STAGES, P.ring.block, P.D2], wide)
-    v_bufs = gl.allocate_shared_memory(kind, [STAGES, P.ring.block, P.V], wide)
+        k2_bufs = gl.allocate_shared_memory(kind, [STAGES, P.BLOCK, P.D2], wide)
+    v_bufs = gl.allocate_shared_memory(kind, [STAGES, P.BLOCK, P.V], wide)
     staging = gl.allocate_shared_memory(kind, [2, 64, P.V], wide)
     q_ready = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
@@ -436,7 +440,10 @@ def plan_of(
         V=cache.value_dim,
         PAGE=cache.page_size,
         WINDOW=window or 0,
-        ring=config,
+        BLOCK=config.block,
+        STAGES=config.stages,
+        TILES=config.tiles,
+        TURNS=config.turns,
         PDL=pdl,
     )
 

@@ -40,7 +40,7 @@ def first_key(oldest, P: gl.constexpr):
     """The first key of the first block that any row sees."""
     low = 0
     if P.WINDOW > 0:
-        low = gl.maximum(oldest - P.WINDOW + 1, 0) // P.ring.block * P.ring.block
+        low = gl.maximum(oldest - P.WINDOW + 1, 0) // P.BLOCK * P.BLOCK
     return low
 
 
@@ -78,7 +78,7 @@ def _load_queries(
 @gluon.jit
 def _slots(start, kv_len, pages, P: gl.constexpr, SIZE: gl.constexpr):
     """Slots of a block's keys. Past the end they repeat the last one, which the mask hides."""
-    n = start + gl.arange(0, P.ring.block, layout=gl.SliceLayout(1, row_layout(SIZE)))
+    n = start + gl.arange(0, P.BLOCK, layout=gl.SliceLayout(1, row_layout(SIZE)))
     n = gl.minimum(n, kv_len - 1)
     return gl.load(pages + n // P.PAGE) * P.PAGE + n % P.PAGE
 
@@ -109,17 +109,15 @@ def load_items(q, cache, tables, buffers, barriers, parts, total, P: gl.constexp
         pages = tables[5] + gl.load(tables[4] + seq)
         head = (part // P.member_blocks).to(gl.int64)
         oldest = kv_len - length + offset
-        place = number % P.ring.tiles
-        mbarrier.wait(q_empty.index(place), number // P.ring.tiles & 1 ^ 1)
+        place = number % P.TILES
+        mbarrier.wait(q_empty.index(place), number // P.TILES & 1 ^ 1)
         _load_queries(q1_bufs.index(place), q1, q1_row, q1_head, found, part, P, P.D1)
         if P.D2 > 0:
             _load_queries(q2_bufs.index(place), q2, q2_row, q2_head, found, part, P, P.D2)
         async_copy.mbarrier_arrive(q_ready.index(place), increment_count=False)
-        for start in range(
-            first_key(oldest, P), gl.minimum(oldest + P.positions, kv_len), P.ring.block
-        ):
-            stage = step % P.ring.stages
-            phase = step // P.ring.stages & 1 ^ 1
+        for start in range(first_key(oldest, P), gl.minimum(oldest + P.positions, kv_len), P.BLOCK):
+            stage = step % P.STAGES
+            phase = step // P.STAGES & 1 ^ 1
             k, v = keys + head * k_head, values + head * v_head
             # Loaded before the wait, so that no copy waits for them.
             slots = _slots(start, kv_len, pages, P, P.D1)

@@ -43,9 +43,13 @@ CONFIGS = (
     (512, AttentionTile(128, 64, 8, 2)),
     (1 << 30, AttentionTile(32, 32, 8, 2)),
 )
+
+
 # Windows of up to this many tokens get small tiles: most of a large one would be masked.
 NARROW = 512
 NARROW_CONFIGS = ((256, AttentionTile(64, 32, 4, 3)), *CONFIGS[2:])
+
+
 # For deterministic mode. A single query occupies a whole tile, so that these are small.
 INVARIANT = ((256, AttentionTile(64, 64, 4, 3)), (512, AttentionTile(64, 64, 8, 2)), CONFIGS[-1])
 

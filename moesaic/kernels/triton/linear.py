@@ -122,7 +122,8 @@ def prefetch_matrix(w, row_O, start, stop, num_inputs, LINES: tl.constexpr):
 def prefetch_tile(
     w, first, start, stop, num_outputs, num_inputs, BLOCK_O: tl.constexpr, GATED: tl.constexpr
 ):
-    """Prefetches inputs start .. stop of a tile's rows (multiples of 16 bytes), a row at a time."""
+    """Prefetches inputs start .. stop of a tile's rows, which are multiples of 16 bytes, with one
+    request a row."""
     SIZE: tl.constexpr = w.dtype.element_ty.primitive_bitwidth // 8
     if GATED:
         at, rows = first // 2, tl.minimum(BLOCK_O, num_outputs - first) // 2

@@ -80,12 +80,16 @@ class LinearConstants:
         return 16 // self.SIZE
 
     @property
+    def scaling(self) -> bool:
+        return self.SIZE == 1
+
+    @property
     def shared(self) -> int:
         return self.UNITS * 8 * (self.INPUTS * self.SIZE + self.WARPS * self.ROWS * 4)
 
 
 @gluon.jit
-def _copy_lines(w, buffers, first, num_outputs, P: gl.constexpr):
+def _ask(w, buffers, first, num_outputs, P: gl.constexpr):
     """Copies all lines, one group of copies for each step; past the end the last line repeats."""
     STEPS: gl.constexpr = P.steps
     UNITS: gl.constexpr = P.UNITS
@@ -140,7 +144,7 @@ def _store_unit(total, first, row, unit, ends, P: gl.constexpr):
     o = first + unit * 8 + gl.arange(0, 8, layout=gl.SliceLayout(0, layout))
     at = (t.to(gl.int64) * num_outputs)[:, None] + o[None, :]
     inside = o < num_outputs
-    if P.SIZE == 1 and not P.BLOCKED:
+    if P.scaling and not P.BLOCKED:
         total *= gl.load(w_scales + o, mask=inside, other=0.0)[None, :]
     if bias is not None:
         total += gl.load(bias + o, mask=inside, other=0.0).to(gl.float32)[None, :]
@@ -169,7 +173,7 @@ def _multiply(found, buffers, blocks, sums, step, P: gl.constexpr, mma: gl.const
     added = ()
     for unit in gl.static_range(UNITS):
         lines = buffers[step * UNITS + unit].permute((0, 2, 1)).load(right)
-        if P.SIZE == 1:
+        if P.scaling:
             by = found[1]
             if P.BLOCKED:
                 by = by * blocks[step * UNITS + unit][:, None]
@@ -206,9 +210,9 @@ def rows_kernel(
     ends = (y, bias, w_scales, num_rows, num_outputs)
     if P.PDL:
         gdc_launch_dependents()
-    _copy_lines(w, buffers, first, num_outputs, P)
+    _ask(w, buffers, first, num_outputs, P)
     blocks = ()
-    if P.SIZE == 1 and P.BLOCKED:
+    if P.scaling and P.BLOCKED:
         for step in gl.static_range(STEPS):
             for unit in gl.static_range(UNITS):
                 line = gl.minimum(first + unit * 8, num_outputs - 1)
@@ -224,7 +228,7 @@ def rows_kernel(
             for step in gl.static_range(PART):
                 at = part + step
                 found = _load_rows(x, x_stride, row, num_rows, at, P, mma)
-                if P.SIZE == 1:
+                if P.scaling:
                     scales = _load_scales(x_scales, row, num_rows, at, P, mma)
                     rows = rows + ((found, scales),)
                 else:
@@ -244,8 +248,9 @@ def choose(x_TI: Tensor, weight_OI: Tensor, blocked: bool = True) -> LinearConst
     if not aligned or x_TI.stride(1) != 1 or x_TI.dtype != weight_OI.dtype:
         return None
     size, on = x_TI.element_size(), dependent_launch(x_TI).on
-    processors = num_processors(x_TI.device.index)
-    return plan_for(len(x_TI), *weight_OI.shape, size, processors, blocked, on)
+    return plan_for(
+        len(x_TI), *weight_OI.shape, size, num_processors(x_TI.device.index), blocked, on
+    )
 
 
 @cache

@@ -114,6 +114,11 @@ def add_rms_norm_fp8(
     return Rows(values_TH, scales.t() if by_column else scales), sum_TH
 
 
+def _rows_of(x: Tensor) -> Tensor:
+    """[rows, H] or [rows, heads, H]; copies only if channels are not contiguous."""
+    return x if x.dim() in (2, 3) and x.stride(-1) == 1 else x.reshape(-1, x.shape[-1])
+
+
 @cache
 def tiling(size: int) -> dict[str, int]:
     """Does not depend on the number of rows, and so neither does a row's sum."""
@@ -136,9 +141,7 @@ def _run(
     if isinstance(rows_of_x, PairSum):
         ids_RK, x = rows_of_x.ids_RK, rows_of_x.values
         assert x.is_contiguous() and ids_RK.is_contiguous(), (x.stride(), ids_RK.stride())
-    size = weight_H.shape[0]
-    # [rows, H] or [rows, heads, H] with contiguous channels need no copy.
-    x = x if x.dim() in (2, 3) and x.stride(-1) == 1 else x.reshape(-1, size)
+    x, size = _rows_of(x), weight_H.shape[0]
     top_k = 0 if ids_RK is None else ids_RK.shape[1]
     rows = x.numel() // size // max(1, top_k)
     if rows == 0:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moesaic.kernels.experts import summed
 from moesaic.kernels.norm import SumToNorm
-from moesaic.kernels.routing import MAX_ROWS, RouterWeights, TopKConfig, TopKInputs
+from moesaic.kernels.routing import MAX_ROWS, RouterWeights, SlotTable, TopKConfig
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
 
 # Below the key of any number, -inf included.
@@ -259,32 +259,52 @@ def _router_kernel(
         _route(logits, row, expert, num_rows, lists, scale, P)
 
 
-def route(logits_TE: Tensor, given: TopKInputs) -> tuple[Tensor, Tensor]:
+def route(
+    logits_TE: Tensor,
+    spec: TopKConfig,
+    bias_E: Tensor | None = None,
+    num_tokens_1: Tensor | None = None,
+    slots: SlotTable | None = None,
+) -> tuple[Tensor, Tensor]:
     rows, experts = logits_TE.shape
-    lists, fixed = _arguments(logits_TE, experts, given)
+    lists, fixed = _arguments(logits_TE, experts, spec, bias_E, num_tokens_1, slots)
     if rows:
         logits_TE = logits_TE if logits_TE.stride(1) == 1 else logits_TE.contiguous()
         pdl = dependent_launch(logits_TE)
         _route_kernel[(rows,)](
-            logits_TE, *lists, rows, logits_TE.stride(0), given.spec.routed_scaling_factor, P=fixed,
+            logits_TE, *lists, rows, logits_TE.stride(0), spec.routed_scaling_factor, P=fixed,
             ROWS=1, num_warps=1, PDL=pdl.on, **pdl.options,
         )  # fmt: skip
     return lists[-2:]
 
 
-def route_rows(x_TH: Tensor, router: RouterWeights, given: TopKInputs) -> tuple[Tensor, Tensor]:
-    lists, fixed = _arguments(x_TH, len(router.weight_EH), given)
+def route_rows(
+    x_TH: Tensor,
+    router: RouterWeights,
+    spec: TopKConfig,
+    bias_E: Tensor | None = None,
+    num_tokens_1: Tensor | None = None,
+    slots: SlotTable | None = None,
+) -> tuple[Tensor, Tensor]:
+    experts = len(router.weight_EH)
+    lists, fixed = _arguments(x_TH, experts, spec, bias_E, num_tokens_1, slots)
     _run_router(x_TH, (None, None, None, None, 0, 0.0), router, lists, fixed)
     return lists[-2:]
 
 
 def norm_route_rows(
-    rows: SumToNorm, router: RouterWeights, given: TopKInputs
+    rows: SumToNorm,
+    router: RouterWeights,
+    spec: TopKConfig,
+    bias_E: Tensor | None = None,
+    num_tokens_1: Tensor | None = None,
+    slots: SlotTable | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x_TH, residual_TH = summed(rows.values), rows.residual_TH
     assert residual_TH.stride(1) == 1 and x_TH.stride(1) == 1, (x_TH.stride(), residual_TH.stride())
     normed_TH, sum_TH = torch.empty_like(residual_TH), torch.empty_like(residual_TH)
-    lists, fixed = _arguments(x_TH, len(router.weight_EH), given)
+    experts = len(router.weight_EH)
+    lists, fixed = _arguments(x_TH, experts, spec, bias_E, num_tokens_1, slots)
     norm = (residual_TH, rows.weight_H, normed_TH, sum_TH, residual_TH.stride(0), rows.eps)
     _run_router(x_TH, norm, router, lists, fixed)
     return normed_TH, sum_TH, *lists[-2:]
@@ -330,13 +350,17 @@ def constants(experts: int, spec: TopKConfig, biased: bool, replicas: int) -> Ro
 
 
 def _arguments(
-    x: Tensor, experts: int, given: TopKInputs
+    x: Tensor,
+    experts: int,
+    spec: TopKConfig,
+    bias_E: Tensor | None,
+    num_tokens_1: Tensor | None,
+    slots: SlotTable | None,
 ) -> tuple[tuple[Any, ...], RouteConstants]:
-    """The tensors that `_route` reads, new ones for its results [T, K], and its constants."""
-    spec, slots = given.spec, given.slots
+    """What `_route` reads, and new tensors for its results [T, K]."""
     table = (None, None) if slots is None else (slots.slots_EX, slots.count_E)
     ids_TK = torch.empty(len(x), spec.top_k, dtype=torch.int32, device=x.device)
     weights_TK = torch.empty_like(ids_TK, dtype=torch.float32)
     replicas = 0 if slots is None else slots.slots_EX.shape[1]
-    fixed = constants(experts, spec, given.bias_E is not None, replicas)
-    return (given.bias_E, given.num_tokens_1, *table, ids_TK, weights_TK), fixed
+    fixed = constants(experts, spec, bias_E is not None, replicas)
+    return (bias_E, num_tokens_1, *table, ids_TK, weights_TK), fixed

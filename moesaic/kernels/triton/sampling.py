@@ -399,17 +399,21 @@ def sample_rows(logits_RV: Tensor, params: SampleParams) -> Tensor:
     drawn_2R = torch.empty(2, rows, dtype=torch.int64, device=device)
     if not rows:
         return drawn_2R
-    assert params.values.shape == (rows, COLUMNS.value) and params.values.is_contiguous(), rows
+    assert params.values.shape == (rows, COLUMNS.value), (params.values.shape, rows)
+    assert params.values.is_contiguous()
     chunks = triton.cdiv(vocab, WIDTH.value * BLOCKS.value)
     blocks = chunks * BLOCKS.value
     peaks_RP = torch.empty(rows, blocks, device=device)
     sums_RP = torch.empty(rows, blocks, dtype=torch.float64, device=device)
-    best = _peaks(logits_RV, peaks_RP)
+    best_RC, token_RC = _peaks(logits_RV, peaks_RP)
     scale = weight_scale(vocab)
     sizes = (vocab, logits_RV.stride(0), chunks, scale)
     fixed = {"BLOCK_C": triton.next_power_of_2(chunks), "PDL": pdl.on, **pdl.options}
-    _sums_kernel[(rows, chunks)](logits_RV, params.values, *best, sums_RP, *sizes, **fixed)
+    _sums_kernel[(rows, chunks)](
+        logits_RV, params.values, best_RC, token_RC, sums_RP, *sizes, **fixed
+    )
     reach = math.log(scale) + 2
+    best = (best_RC, token_RC)
     narrowed = narrow(logits_RV, params, best, sums_RP, sizes, reach, pdl)
     _draw_kernel[(rows,)](
         logits_RV, params.values, peaks_RP, *best, sums_RP, narrowed.list, narrowed.count_R,

@@ -101,7 +101,7 @@ def _below(x, shares, cut, each):
 
 
 @triton.jit
-def _error_bound(cut, best, temperature, variance):
+def _doubt(cut, best, temperature, variance):
     """Bounds the error of `_below`: no token below the cut weighs more than one at it."""
     return tl.sqrt(variance * tl.exp((cut - best) / temperature))
 
@@ -135,23 +135,23 @@ def _range_kernel(
         variance = DEVIATIONS * DEVIATIONS * dropped * each
         least = tl.min(tl.where(token < V, x, best), 0)
         low1 = best - temperature * span
-        if dropped > _error_bound(least, best, temperature, variance):
+        if dropped > _doubt(least, best, temperature, variance):
             low1 = tl.maximum(low1, least)
         # `low` is in [low1, low2), `high` in (high1, high2].
         low2, high1, high2 = best, low1, best
         for _ in range(CUTS):
             third = (low2 - low1) / 3
             cut1, cut2 = low1 + third, low2 - third
-            rest1 = dropped - _error_bound(cut1, best, temperature, variance)
-            rest2 = dropped - _error_bound(cut2, best, temperature, variance)
+            rest1 = dropped - _doubt(cut1, best, temperature, variance)
+            rest2 = dropped - _doubt(cut2, best, temperature, variance)
             less1 = _below(x, shares, cut1, each) <= rest1
             less2 = _below(x, shares, cut2, each) <= rest2
             low1 = tl.where(less2, cut2, tl.where(less1, cut1, low1))
             low2 = tl.where(less2, low2, tl.where(less1, cut2, cut1))
             third = (high2 - high1) / 3
             cut1, cut2 = high1 + third, high2 - third
-            rest1 = dropped + _error_bound(cut1, best, temperature, variance)
-            rest2 = dropped + _error_bound(cut2, best, temperature, variance)
+            rest1 = dropped + _doubt(cut1, best, temperature, variance)
+            rest2 = dropped + _doubt(cut2, best, temperature, variance)
             more1 = _below(x, shares, cut1, each) >= rest1
             more2 = _below(x, shares, cut2, each) >= rest2
             high1 = tl.where(more1, high1, tl.where(more2, cut1, cut2))

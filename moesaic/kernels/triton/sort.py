@@ -147,7 +147,8 @@ def _keys(ids, places, num_pairs, E: tl.constexpr):
 
 @triton.jit
 def _write_tiles(count_E, first_E, experts_E, lists, begin, step, BLOCK: tl.constexpr):
-    """Writes tiles begin, begin + step, … of every expert; returns the number of all tiles."""
+    """Writes tiles begin, begin + step, … of every expert; returns the number of all tiles. Nearly
+    always an expert has one or two."""
     _, _, tile_expert, tile_place, _, _, _ = lists
     tiles_E = (count_E + BLOCK - 1) // BLOCK
     at_E = tl.cumsum(tiles_E, 0) - tiles_E
