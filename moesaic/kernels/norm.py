@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.kernels.experts import PairSum, Rows, summed
+from moesaic.kernels.experts import PairSum, Rows, finished
 from moesaic.kernels.native import native
 from moesaic.kernels.quantise import quantise_rows
 
@@ -45,7 +45,7 @@ def add_rms_norm(
 
     x [1, 1], residual [2, 3], weight [1, 2], eps 0: sum [3, 4], normed as in `rms_norm`.
     """
-    sum_TH = residual_TH + summed(x_TH)
+    sum_TH = residual_TH + finished(x_TH)
     return F.rms_norm(sum_TH, weight_H.shape, weight_H, eps), sum_TH
 
 

@@ -1,8 +1,8 @@
-"""Measures work on a GPU.
+"""How long work on a GPU takes.
 
-The work runs many times inside one CUDA graph, with the L2 cache emptied before each run. The time
-of a second graph that only empties the cache is subtracted, so neither the graph launch nor the
-emptying counts. The result is the median of several such pairs.
+What is measured runs many times inside one CUDA graph, with the L2 cache emptied before each time.
+A second graph that only empties the cache is measured too, and its time taken off: so neither the
+launch of a graph nor the emptying counts. The median of several such pairs is the result.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch
 Work = Callable[[], object]
 ROUNDS = 7
 MAX_REPEATS = 20
-# Work in a graph; more only costs time.
+# A graph holds about so much work; longer ones only cost time.
 GRAPH_MICROSECONDS = 20_000.0
-# The same for quick measurements.
+# The same of a first impression.
 QUICK_ROUNDS = 3
 QUICK_REPEATS = 5
 QUICK_MICROSECONDS = 2_000.0
-# Multiples of the L2 cache's size that are read to empty it.
+# Times the size of the L2 cache that are read to empty it.
 FLUSHED = 3
 
 
 def measure(work: Work | Sequence[Work], *, flush: bool = True, quick: bool = False) -> float:
-    """Microseconds of one call. Several works alternate (on different buffers, for instance), and
-    the result is their mean. Without `flush` the cache keeps what the previous call left. `quick`:
-    a tenth of the calls."""
+    """Microseconds of one call. Of several they take turns (the same on other buffers, say), and
+    the result is their mean. Without `flush` the cache keeps what the call before left in it.
+    `quick`: a tenth of the calls, for a first impression."""
     works = [work] if callable(work) else list(work)
     rounds = QUICK_ROUNDS if quick else ROUNDS
     once = _warm_up(works)
@@ -42,17 +42,17 @@ def measure(work: Work | Sequence[Work], *, flush: bool = True, quick: bool = Fa
 
 
 def _repeats(microseconds: float, quick: bool) -> int:
-    """Calls that a graph contains."""
+    """As many calls as a graph is to hold."""
     most, room = (QUICK_REPEATS, QUICK_MICROSECONDS) if quick else (MAX_REPEATS, GRAPH_MICROSECONDS)
     return min(most, int(room / max(microseconds, 1.0)))
 
 
 def _nothing() -> None:
-    """Leaves the cache as it is."""
+    """Where the cache stays as it is."""
 
 
 def _warm_up(works: Sequence[Work]) -> float:
-    """Compiles and allocates; returns a rough time of one call in microseconds."""
+    """Compiles and allocates; gives a rough time of one call, in microseconds."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -79,7 +79,7 @@ def _capture(calls: Sequence[Work]) -> torch.cuda.CUDAGraph:
 
 
 def _median(graphs: Sequence[torch.cuda.CUDAGraph], rounds: int) -> float:
-    """Microseconds of the first graph minus those of the second."""
+    """Microseconds of the first graph less those of the second."""
     found = []
     for _ in range(rounds):
         times = [_replay(graph) for graph in graphs]
@@ -97,7 +97,7 @@ def _replay(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def _flusher() -> Work:
-    """Reads rather than writes: later write-backs would slow down the measured work."""
+    """Reads rather than writes: lines that are written back later would slow down what follows."""
     size = FLUSHED * torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     return _reader(size)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moesaic.core.step import PREFILL, Step
-from moesaic.kernels.experts import PairSum, summed
+from moesaic.kernels.experts import PairSum, finished
 from moesaic.kernels.linear import linear_float32
 from moesaic.kernels.norm import SumToNorm
 from moesaic.kernels.routing import (
@@ -309,7 +309,7 @@ class Backbone(Module):
             x_TH, residual_TH = layer(x_TH, ctx, residual_TH)
         if self.norm is not None:
             return self.norm.add(x_TH, residual_TH)[0]
-        return x_TH if residual_TH is None else residual_TH + summed(x_TH)
+        return x_TH if residual_TH is None else residual_TH + finished(x_TH)
 
 
 class CausalLM(Module):

@@ -19,7 +19,6 @@ from moesaic.kernels.triton.experts_product import (
     PLAIN,
     LargeConfig,
     Product,
-    ProductConstants,
     constants,
 )
 from tests.kernels.aot import TOOLS, Usage, build
@@ -74,11 +73,15 @@ def portable(product: Product, sorted_rows: bool) -> Usage:
     config = config_of(product)
     descriptor = f"tensordesc<{TYPES[product.scaling]}[{config.block_n},{config.block_k}]>"
     types, none = arguments(product, sorted_rows)
-    scatter = sorted_rows and product.parts == 1
-    plan = ProductConstants(
-        **constants(product, 8, config), SCATTER=scatter, LIMITED=False, PDL=True
-    )
-    fixed = {**none, "P": plan, "COPIES": True, "IEEE": False}
+    fixed = {
+        **none,
+        **constants(product, 8, config),
+        "LIMITED": False,
+        "SCATTER": sorted_rows and product.parts == 1,
+        "COPIES": True,
+        "IEEE": False,
+        "PDL": True,
+    }
     return build(
         experts_large.experts_kernel,
         {**types, "w": descriptor},

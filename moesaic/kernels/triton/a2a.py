@@ -25,7 +25,6 @@ from moesaic.kernels.triton.a2a_signals import (
     ACTIVE,
     CHANNELS,
     VARYING,
-    active_ranks,
     all_bases,
     await_flags,
     bit,
@@ -36,6 +35,7 @@ from moesaic.kernels.triton.a2a_signals import (
     lanes,
     raise_counted,
     signal_once,
+    taking_part,
     times_raised,
 )
 from moesaic.kernels.triton.launch import (
@@ -82,9 +82,8 @@ def _signal_kernel(
     await_inputs(PDL)
     release_next(PDL)
     lane = tl.arange(0, LANES)
-    active = active_ranks(state_ptr, lane)
-    place = (bases_ptr, state_ptr, rank, flags, channel)
-    signal_once(place, active, lane, tag, SIZE, SCOPE)
+    active = taking_part(state_ptr, lane)
+    signal_once(bases_ptr, state_ptr, active, lane, rank, flags, channel, tag, SIZE, SCOPE)
 
 
 @triton.jit(do_not_specialize=[*VARYING, "fill"])
@@ -107,13 +106,16 @@ def _wait_kernel(
     """Runs as one program."""
     await_inputs(PDL)
     lane = tl.arange(0, LANES)
-    active = active_ranks(state_ptr, lane)
-    place = (bases_ptr, state_ptr, rank, flags, channel)
+    active = taking_part(state_ptr, lane)
     if SIGNAL_FIRST:
-        wanted = signal_once(place, active, lane, tag, SIZE, SCOPE)
+        wanted = signal_once(
+            bases_ptr, state_ptr, active, lane, rank, flags, channel, tag, SIZE, SCOPE
+        )
     else:
         wanted = flag_word(state_ptr, times_raised(state_ptr + CHANNELS + 2 * channel), tag)
-    await_flags(place, failure_ptr, wanted, active, lane, SIZE, SCOPE)
+    await_flags(
+        bases_ptr, state_ptr, failure_ptr, wanted, active, lane, rank, flags, channel, SIZE, SCOPE
+    )
     release_next(PDL)
     _clear_absent(bases_ptr, state_ptr, rank, ids, fill, SIZE)
 
@@ -199,7 +201,7 @@ def _send_kernel(
     await_inputs(PDL)
     if not RECEIVES:
         release_next(PDL)
-    active = active_ranks(state_ptr, lane)
+    active = taking_part(state_ptr, lane)
     bases = all_bases(bases_ptr, SIZE)
     # Loaded now; behind the rows' loads it would stall.
     count = times_raised(state_ptr + CHANNELS + 2 * channel) + (active != 0)
@@ -249,15 +251,19 @@ def _send_kernel(
                 tl.store(at + k, by, first & wants)
     # Each program releases its own writes to all ranks, on other GPUs as well.
     if is_last(state_ptr + CHANNELS + 2 * channel + 1, SCOPE):
-        own = (bases_ptr, state_ptr, rank, flags, channel)
-        raise_counted(own, count, word, active, lane, SIZE, SCOPE)
+        raise_counted(
+            bases_ptr, state_ptr, count, word, active, lane, rank, flags, channel, SIZE, SCOPE
+        )
         if RECEIVES:
-            await_flags(own, failure_ptr, word, active, lane, SIZE, SCOPE)
+            await_flags(
+                bases_ptr, state_ptr, failure_ptr, word, active, lane, rank, flags, channel, SIZE,
+                SCOPE,
+            )  # fmt: skip
             release_next(PDL)
             _clear_absent(bases_ptr, state_ptr, rank, ids, rows * K, SIZE)
 
 
-def _window_arguments(signals: SignalPlanes, warps: int) -> dict[str, Any]:
+def _place(signals: SignalPlanes, warps: int) -> dict[str, Any]:
     """Arguments and launch options that all kernels of a window share."""
     pdl = dependent_launch(signals.state)
     return {
@@ -271,11 +277,11 @@ def _window_arguments(signals: SignalPlanes, warps: int) -> dict[str, Any]:
     }
 
 
-def _signal_arguments(signals: SignalPlanes, warps: int) -> dict[str, Any]:
+def _fixed(signals: SignalPlanes, warps: int) -> dict[str, Any]:
     """The same for kernels that signal or wait."""
     threads = lanes(signals.size, warps)
     return {
-        **_window_arguments(signals, warps),
+        **_place(signals, warps),
         "flags": signals.flags,
         "LANES": threads,
         "SCOPE": signals.scope,
@@ -286,7 +292,7 @@ def signal(call: ChannelCall) -> None:
     signals = call.signals
     launch = signals.prepared.get("signal")
     if launch is None:
-        launch = Relaunch(_signal_kernel, (), ("channel", "tag"), **_signal_arguments(signals, 1))
+        launch = Relaunch(_signal_kernel, (), ("channel", "tag"), **_fixed(signals, 1))
         signals.prepared["signal"] = launch
     launch(1, (), (call.channel, call.tag))
 
@@ -305,8 +311,7 @@ def _wait(call: ChannelCall, signal_first: bool = False, ids: int = 0, fill: int
     if launch is None:
         launch = signals.prepared[key] = Relaunch(
             _wait_kernel, (), ("channel", "tag", "fill"),
-            failure_ptr=signals.failure, ids=ids, SIGNAL_FIRST=signal_first,
-            **_signal_arguments(signals, 1),
+            failure_ptr=signals.failure, ids=ids, SIGNAL_FIRST=signal_first, **_fixed(signals, 1),
         )  # fmt: skip
     launch(1, (), (call.channel, call.tag, fill))
 
@@ -348,7 +353,7 @@ def send(
             values=planes.values, scales=planes.scales, ids=planes.ids,
             weights=max(0, planes.weights), RECEIVES=receives,
             **send_constants(planes, hidden, top_k, plan), **_owner_constants(owners),
-            **_signal_arguments(signals, plan.warps),
+            **_fixed(signals, plan.warps),
         )  # fmt: skip
     stride, step = x_TH.stride()
     if step != 1:
@@ -419,7 +424,7 @@ def _collect(
             collect_kernel, ("out_ptr", *TENSORS), ("stride", "num_rows", "rows"),
             results=results, PAIRS=name == "collect_pairs",
             **collect_constants(hidden, top_k, out_TH.dtype, plan),
-            **_owner_constants(owners), **_window_arguments(signals, plan.warps),
+            **_owner_constants(owners), **_place(signals, plan.warps),
             enable_fp_fusion=False,  # products are rounded before they are added, as in the twin
         )  # fmt: skip
     launch(

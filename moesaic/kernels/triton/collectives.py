@@ -5,9 +5,6 @@ P ranks · B elements of a block · N elements of a part · M elements of a resu
 Ranks may share a GPU, so a waiting kernel must leave room for the peers it waits for: few, small
 programs wait. Small parts take one kernel, whose programs write, signal, wait and read; large parts
 take a kernel that writes and signals, a wait of one program, and a kernel that reads.
-
-Kernels pass `source` = (addresses of all regions, of this rank's, offset of the plane, bytes of a
-part with its head, half, lane) and `places` = (the arguments PLACES).
 """
 
 from __future__ import annotations
@@ -32,7 +29,6 @@ from moesaic.kernels.collectives import (
 )
 from moesaic.kernels.triton.a2a_signals import (
     CHANNELS,
-    active_ranks,
     all_bases,
     await_flags,
     byte_at,
@@ -40,6 +36,7 @@ from moesaic.kernels.triton.a2a_signals import (
     is_last,
     lanes,
     raise_flags,
+    taking_part,
     times_raised,
 )
 from moesaic.kernels.triton.launch import (
@@ -195,7 +192,7 @@ def _kinds(kind: tuple[bool, bool, bool]) -> dict[str, bool]:
 
 
 @triton.jit
-def _round_channel(state, channel, back: tl.constexpr):
+def _turn(state, channel, back: tl.constexpr):
     """(half of the next round (0) or of the last one that this rank gave its part to (1), the count
     of its channel in that round, address of this count)"""
     counts = state + CHANNELS + 2 * channel
@@ -205,10 +202,12 @@ def _round_channel(state, channel, back: tl.constexpr):
 
 
 @triton.jit
-def _part(source, peer: tl.constexpr, P: tl.constexpr, PUSHED: tl.constexpr):
-    """Address of the part of `peer`, behind its head: in this rank's region if pushed, in the
-    peer's if published."""
-    regions, own, plane, slot, half, lane = source
+def _part(
+    regions, own, plane, slot, half, lane, peer: tl.constexpr, P: tl.constexpr,
+    PUSHED: tl.constexpr,
+):  # fmt: skip
+    """Address of the part of `peer`, behind its head: in this rank's region (`own`) if pushed, in
+    the peer's if published."""
     if PUSHED:
         place = (lane * _HALVES + half) * P + peer
         return own + plane + place.to(tl.int64) * slot + _HEAD
@@ -217,13 +216,17 @@ def _part(source, peer: tl.constexpr, P: tl.constexpr, PUSHED: tl.constexpr):
 
 
 @triton.jit
-def _sum_parts(source, place_B, mask_B, TYPE: tl.constexpr, P: tl.constexpr, PUSHED: tl.constexpr):
+def _sum_parts(
+    regions, own, plane, slot, half, lane, place_B, mask_B,
+    TYPE: tl.constexpr, P: tl.constexpr, PUSHED: tl.constexpr,
+):  # fmt: skip
     """Sums in rank order: narrow floats in float32, others in their own type."""
     NARROW: tl.constexpr = TYPE.is_floating() and TYPE.primitive_bitwidth < 32
     WIDE: tl.constexpr = tl.float32 if NARROW else TYPE
     total_B = tl.zeros(place_B.shape, WIDE)
     for peer in tl.static_range(P):
-        part = byte_at(_part(source, peer, P, PUSHED), 0, TYPE, 16)
+        at = _part(regions, own, plane, slot, half, lane, peer, P, PUSHED)
+        part = byte_at(at, 0, TYPE, 16)
         found_B = tl.load(part + place_B, mask=mask_B, other=0, cache_modifier=".cg").to(WIDE)
         # The first part is not added to zero: a negative zero stays.
         total_B = found_B if peer == 0 else total_B + found_B
@@ -232,14 +235,14 @@ def _sum_parts(source, place_B, mask_B, TYPE: tl.constexpr, P: tl.constexpr, PUS
 
 @triton.jit
 def _lay_out(
-    out, source, at_B, place_B, stop, ok, places,
+    out, regions, own, plane, slot, half, lane, at_B, place_B, stop, ok,
+    first, limit, rows, width, total, shift,
     EVEN: tl.constexpr, FLAT: tl.constexpr, P: tl.constexpr, PUSHED: tl.constexpr,
 ):  # fmt: skip
     """Places elements at_B of all parts side by side."""
-    first, limit, rows, width, total, shift = places
     start = tl.full([], 0, tl.int64) + shift
     for peer in tl.static_range(P):
-        at = _part(source, peer, P, PUSHED)
+        at = _part(regions, own, plane, slot, half, lane, peer, P, PUSHED)
         if EVEN:
             columns = width
         else:
@@ -260,23 +263,30 @@ def _lay_out(
 
 
 @triton.jit
-def _read_parts(
-    out, source, at_B, place_B, stop, ok, places,
+def _take(
+    out, regions, own, plane, slot, half, lane, at_B, place_B, stop, ok,
+    first, limit, rows, width, total, shift,
     SUM: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr, P: tl.constexpr,
     PUSHED: tl.constexpr,
 ):  # fmt: skip
     """Writes elements at_B, at place_B of all parts, to the result; zeros if not `ok`."""
     if SUM:
-        to_B = at_B - places[0]
-        mask_B = (at_B < stop) & (to_B >= 0) & (to_B < places[1])
-        total_B = _sum_parts(source, place_B, mask_B & ok, out.dtype.element_ty, P, PUSHED)
+        to_B = at_B - first
+        mask_B = (at_B < stop) & (to_B >= 0) & (to_B < limit)
+        total_B = _sum_parts(
+            regions, own, plane, slot, half, lane, place_B, mask_B & ok, out.dtype.element_ty, P,
+            PUSHED,
+        )  # fmt: skip
         tl.store(out + to_B, total_B, mask=mask_B)
     else:
-        _lay_out(out, source, at_B, place_B, stop, ok, places, EVEN, FLAT, P, PUSHED)
+        _lay_out(
+            out, regions, own, plane, slot, half, lane, at_B, place_B, stop, ok,
+            first, limit, rows, width, total, shift, EVEN, FLAT, P, PUSHED,
+        )  # fmt: skip
 
 
 @triton.jit
-def _write_to_all(
+def _give_to_all(
     x, regions, plane, slot, half, rank, lane, start, length, count, width,
     EVEN: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -305,32 +315,34 @@ def _push_kernel(
     """Program i handles lane i: `size` elements from begin + i * size on."""
     await_inputs(PDL)
     lane = tl.program_id(0)
-    half, number, counter = _round_channel(state, _HALVES * lane, 0 if PUT else 1)
-    place = (bases, state, rank, flags, lane * _HALVES + half)
+    half, number, counter = _turn(state, _HALVES * lane, 0 if PUT else 1)
+    channel = _HALVES * lane + half
     start = begin + lane * size
     length = tl.minimum(size, stop - start)
     thread = tl.arange(0, THREADS)
-    active = active_ranks(state, thread)
+    active = taking_part(state, thread)
     regions, own = all_bases(bases, P), tl.load(bases + rank)
     word = flag_word(state, number, tag)
     ok = active != 0
     if PUT:  # noqa: SIM102  known when it is compiled, the other is not
         if ok:
-            _write_to_all(
+            _give_to_all(
                 x, regions, plane, slot, half, rank, lane, start, length, count, width,
                 EVEN, P, BLOCK,
             )  # fmt: skip
-            raise_flags(place, word, active, thread, P, SCOPE)
+            raise_flags(bases, word, active, thread, rank, flags, channel, P, SCOPE)
             tl.store(counter, number)
     if TAKE:
         if ok:
-            ok = await_flags(place, failure, word, active, thread, P, SCOPE)
-        source = (regions, own, plane, slot, half, lane)
-        places = (first, limit, rows, width, total, shift)
+            ok = await_flags(
+                bases, state, failure, word, active, thread, rank, flags, channel, P, SCOPE
+            )
         for offset in range(0, length, BLOCK):
             place_B = offset + tl.arange(0, BLOCK)
-            at_B = start + place_B
-            _read_parts(out, source, at_B, place_B, stop, ok, places, SUM, EVEN, FLAT, P, True)
+            _take(
+                out, regions, own, plane, slot, half, lane, start + place_B, place_B, stop, ok,
+                first, limit, rows, width, total, shift, SUM, EVEN, FLAT, P, True,
+            )  # fmt: skip
     release_next(PDL)
 
 
@@ -344,9 +356,9 @@ def _publish_kernel(
     before. The last program to end signals."""
     await_inputs(PDL)
     release_next(PDL)
-    half, number, counter = _round_channel(state, channel, 0)
+    half, number, counter = _turn(state, channel, 0)
     thread = tl.arange(0, THREADS)
-    active = active_ranks(state, thread)
+    active = taking_part(state, thread)
     regions, own = all_bases(bases, P), tl.load(bases + rank)
     offset = plane + half.to(tl.int64) * slot + _HEAD
     mine = byte_at(own, offset, x.dtype.element_ty, 16)
@@ -355,8 +367,10 @@ def _publish_kernel(
             place_B = block * BLOCK + tl.arange(0, BLOCK)
             mask_B = place_B < count
             if SUMS:
-                source = (regions, own, plane, slot, 1 - half, 0)
-                x_B = _sum_parts(source, begin + place_B, mask_B, x.dtype.element_ty, P, False)
+                x_B = _sum_parts(
+                    regions, own, plane, slot, 1 - half, 0, begin + place_B, mask_B,
+                    x.dtype.element_ty, P, False,
+                )  # fmt: skip
             else:
                 x_B = tl.load(x + begin + place_B, mask=mask_B)
             tl.store(mine + place_B, x_B, mask=mask_B)
@@ -364,8 +378,7 @@ def _publish_kernel(
             tl.store(byte_at(own, offset - _HEAD, tl.int64, 16), width)
         if is_last(state + CHANNELS + 2 * channel + 1, "gpu"):
             word = flag_word(state, number, tag)
-            place = (bases, state, rank, flags, channel + half)
-            raise_flags(place, word, active, thread, P, SCOPE)
+            raise_flags(bases, word, active, thread, rank, flags, channel + half, P, SCOPE)
             tl.store(counter, number)
 
 
@@ -376,13 +389,14 @@ def _wait_kernel(
 ):  # fmt: skip
     """Waits until all ranks have published as often as this one."""
     await_inputs(PDL)
-    half, number, _ = _round_channel(state, channel, 1)
+    half, number, _ = _turn(state, channel, 1)
     thread = tl.arange(0, THREADS)
-    active = active_ranks(state, thread)
+    active = taking_part(state, thread)
     if active != 0:
         word = flag_word(state, number, tag)
-        place = (bases, state, rank, flags, channel + half)
-        await_flags(place, failure, word, active, thread, P, SCOPE)
+        await_flags(
+            bases, state, failure, word, active, thread, rank, flags, channel + half, P, SCOPE
+        )
     release_next(PDL)
 
 
@@ -396,10 +410,11 @@ def _pull_kernel(
     """Takes one block of all parts, which have arrived."""
     await_inputs(PDL)
     release_next(PDL)
-    half, _, _ = _round_channel(state, channel, 1)
-    ok = active_ranks(state, tl.arange(0, THREADS)) != 0
+    half, _, _ = _turn(state, channel, 1)
+    ok = taking_part(state, tl.arange(0, THREADS)) != 0
     regions, own = all_bases(bases, P), tl.load(bases + rank)
     place_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    source = (regions, own, plane, slot, half, 0)
-    places = (first, limit, rows, width, total, shift)
-    _read_parts(out, source, begin + place_B, place_B, stop, ok, places, SUM, EVEN, FLAT, P, False)
+    _take(
+        out, regions, own, plane, slot, half, 0, begin + place_B, place_B, stop, ok,
+        first, limit, rows, width, total, shift, SUM, EVEN, FLAT, P, False,
+    )  # fmt: skip

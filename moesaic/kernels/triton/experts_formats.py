@@ -2,7 +2,7 @@
 
 P places · K columns of a product · N rows of a matrix · BM places, BN rows and BK columns of a
 tile. Columns that share a byte are not interleaved: even columns of x are multiplied with the low
-halves, odd ones with the high halves, so no data moves between threads.
+halves, odd ones with the high halves, so that nothing moves between threads.
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ def down_kernel(
 def gate_up_formats(
     x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows
 ) -> Rows:
-    """`gate_up` with weights in int8, int4, mxfp4 or nvfp4, or in fp8 with unquantised rows."""
+    """`gate_up` with weights in int8, int4, mxfp4 or nvfp4, or in fp8 with rows as they are."""
     assert h.scales is None, "h is quantised after it is written"
     limited = activation.limit is not None
     _launch(
@@ -322,6 +322,7 @@ def _launch(
     tensors: dict[str, Any],
     constants: dict[str, Any],
 ) -> None:
+    """Launches either product."""
     format, planes, values = matrices.format, matrices.planes, x.values
     rows, columns = matrices.shape[1] // matrices.parts, matrices.shape[2]
     config = config_for(format, groups.block)
@@ -330,7 +331,7 @@ def _launch(
     assert values.is_contiguous() and values.shape[-1] == columns
     quantised = format == "int8_w8a8"
     assert quantised == (x.scales is not None), f"{format} weights with {values.dtype} rows"
-    assert format not in FP8_FORMATS, f"other kernels quantise {format} rows"
+    assert format not in FP8_FORMATS, f"{format} rows are quantised by other kernels"
     fp8 = format in FP8_WEIGHT_ONLY.values()
     scales, stored = planes["scales"], planes["values"]
     scales = scales.view(torch.uint8) if format == "nvfp4" else scales

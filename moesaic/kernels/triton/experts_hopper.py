@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,14 +47,7 @@ from moesaic.kernels.triton.experts_epilogue import (
 )
 from moesaic.kernels.triton.experts_items import QUEUE, locate_item, receive_item, send_item
 from moesaic.kernels.triton.experts_loads import load_tall, load_wide
-from moesaic.kernels.triton.experts_product import (
-    FP8,
-    LargeConfig,
-    Product,
-    ProductConstants,
-    ProductOutput,
-    constants,
-)
+from moesaic.kernels.triton.experts_product import FP8, LargeConfig, Product, constants
 from moesaic.kernels.triton.experts_sums import plain_sums, scaled_sums
 from moesaic.kernels.triton.launch import dependent_launch, is_hopper, num_processors
 
@@ -62,12 +56,31 @@ REGISTERS = 168
 
 
 @dataclass(frozen=True)
-class ExpertsConstants(ProductConstants):
+class ExpertsConstants:
+    """The kernel's constants, as in experts_large.py."""
+
+    K: int
+    N: int
+    PARTS: int
+    TOP_K: int
+    SCALING: int
+    PROMOTE: bool
+    GATHER: bool
+    STRIP: int
+    HALF: int
+    NUM_STRIPS: int
+    BM: int
+    BN: int
+    BK: int
+    GROUP: int
+    SCATTER: bool
+    LIMITED: bool
     STAGES: int
     SHARES: tuple[int, int]
     """Registers of the second group (the first has as many) and of the loading warps."""
-    SCALED: bool
-    TALL: bool
+    SCALED: bool = False
+    PDL: bool = True
+    TALL: bool = False
     """Whether an expert's last two tiles become tall items if they have 129 to 192 rows."""
 
     @property
@@ -75,9 +88,23 @@ class ExpertsConstants(ProductConstants):
         return self.K // self.BK
 
     @property
+    def rows(self) -> int:
+        """Rows of an expert's weights."""
+        return self.PARTS * self.N
+
+    @property
     def halves(self) -> bool:
         """Whether items load 64 rows of each part."""
         return self.TALL and self.PARTS == 2
+
+    @property
+    def inner_blocks(self) -> int:
+        return -(-self.K // 128)
+
+    @property
+    def row_blocks(self) -> int:
+        """Blocks of 128 rows of a part."""
+        return -(-self.N // 128)
 
 
 @gluon.jit
@@ -158,9 +185,10 @@ def _work(step, found, ring, given, P: gl.constexpr, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def _work_tall(step, found, ring, given, P: gl.constexpr, WHICH: gl.constexpr):
-    """Computes 128 or 64 places of a tall item: blocks of 128 columns, or of 64 and 64."""
-    BLOCKS: gl.constexpr = 2 - WHICH
+def _work_tall(
+    step, found, ring, given, P: gl.constexpr, WHICH: gl.constexpr, BLOCKS: gl.constexpr
+):
+    """Computes 64 or 128 places of a tall item: BLOCKS blocks of 128 columns, or of 64 and 64."""
     order, scales, ends, numbers = given
     bias, out, _, weights, staging = ends
     scale, alpha, limit = numbers
@@ -216,6 +244,22 @@ def _skip(step, ring, P: gl.constexpr):
 
 
 @gluon.jit
+def _do_wide(step, found, ring, given, P: gl.constexpr, WHICH: gl.constexpr):
+    _, _, place, end = found
+    if place + 64 * WHICH < end:
+        step = _work(step, found, ring, given, P, WHICH)
+    else:
+        step = _skip(step, ring, P)
+    return step
+
+
+@gluon.jit
+def _do_tall(step, found, ring, given, P: gl.constexpr, WHICH: gl.constexpr):
+    BLOCKS: gl.constexpr = 2 - WHICH
+    return _work_tall(step, found, ring, given, P, WHICH, BLOCKS)
+
+
+@gluon.jit
 def _multiply(tables, ring, queue, scales, ends, numbers, P: gl.constexpr, WHICH: gl.constexpr):
     given = (tables[0], scales, ends, numbers)
     strip, expert, place, end = locate_item(gl.program_id(0), tables, gl.load(tables[5]), P)
@@ -226,12 +270,9 @@ def _multiply(tables, ring, queue, scales, ends, numbers, P: gl.constexpr, WHICH
     while strip >= 0:
         found = (strip, expert, place, end)
         if not P.TALL or strip < P.NUM_STRIPS:
-            if place + 64 * WHICH < end:
-                step = _work(step, found, ring, given, P, WHICH)
-            else:
-                step = _skip(step, ring, P)
+            step = _do_wide(step, found, ring, given, P, WHICH)
         else:
-            step = _work_tall(step, found, ring, given, P, WHICH)
+            step = _do_tall(step, found, ring, given, P, WHICH)
         strip, expert, place, end = receive_item(queue, number)
         number += 1
 
@@ -345,12 +386,17 @@ def _shares(product: Product) -> tuple[int, int]:
 
 
 def launch(
-    x: Rows, w: Matrices, groups: Groups, product: Product, out: ProductOutput, config: LargeConfig
+    x: Rows,
+    w: Matrices,
+    groups: Groups,
+    product: Product,
+    extra: dict[str, Any],
+    config: LargeConfig,
 ) -> None:
     pdl = dependent_launch(x.values)
-    how = (out.scatter, out.limited, config, pdl.on, x.scale != 1.0)
+    how = (extra["SCATTER"], extra["LIMITED"], config, pdl.on, x.scale != 1.0)
     plan = plan_of(product, groups.top_k, *how)
-    assert out.scales is None or not plan.TALL, "tall items are not quantised"
+    assert extra["out_scales"] is None or not plan.TALL, "tall items are not quantised"
     values = w.planes["values"]
     rows = None if product.gather else _descriptor(x.values, 64, config)
     halves = _descriptor(values, 64, config) if plan.halves else None
@@ -363,13 +409,19 @@ def launch(
         halves,
         w.planes.get("scales"),
         w.bias_EN,
-        *groups.lists,
+        groups.order_P,
+        groups.first_E,
+        groups.count_E,
+        groups.tile_expert_X,
+        groups.tile_place_X,
+        groups.num_tiles_1,
         _counter(groups),
-        out.values,
-        out.scales,
-        out.weights,
+        extra["out"],
+        extra["out_scales"],
+        extra["weights"],
         x.scale,
-        *out.numbers,
+        extra["alpha"],
+        extra["limit"],
         plan,
         num_warps=4,
         maxnreg=REGISTERS,

@@ -5,14 +5,12 @@ K inner size · N columns of one part. Both experts_large.py and experts_hopper.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.experts import Matrices, Rows
 
 FP8 = torch.float8_e4m3fn
@@ -70,68 +68,9 @@ class Product:
         return -(-self.columns // self.strip(config))
 
 
-@dataclass(frozen=True, slots=True)
-class ProductOutput:
-    """`weights`: factors of the pairs; `scatter`: rows are stored by pair instead of by place."""
-
-    values: Tensor
-    scales: Tensor | None = None
-    weights: Tensor | None = None
-    activation: SwigluSpec = field(default_factory=SwigluSpec)
-    scatter: bool = False
-
-    @property
-    def numbers(self) -> tuple[float, float]:
-        """The kernels' arguments `alpha` and `limit`."""
-        return self.activation.alpha, self.activation.limit or 0.0
-
-    @property
-    def limited(self) -> bool:
-        return self.activation.limit is not None
-
-
-@dataclass(frozen=True)
-class ProductConstants:
-    """Constants of a kernel."""
-
-    K: int
-    N: int
-    PARTS: int
-    TOP_K: int
-    SCALING: int
-    PROMOTE: bool
-    GATHER: bool
-    STRIP: int
-    HALF: int
-    NUM_STRIPS: int
-    BM: int
-    BN: int
-    BK: int
-    GROUP: int
-    SCATTER: bool
-    LIMITED: bool
-    PDL: bool
-
-    @property
-    def rows(self) -> int:
-        """Rows of an expert's weights."""
-        return self.PARTS * self.N
-
-    @property
-    def inner_blocks(self) -> int:
-        return -(-self.K // 128)
-
-    @property
-    def row_blocks(self) -> int:
-        """Blocks of 128 rows of a part."""
-        return -(-self.N // 128)
-
-
 def product_of(x: Rows, w: Matrices, gather: bool) -> Product:
     if w.format not in SCALING:
-        raise ValueError(
-            f"weight format {w.format} has no kernel for many rows: use one of {[*SCALING]}"
-        )
+        raise ValueError(f"weight format {w.format} has no kernel for many rows; has {[*SCALING]}")
     return _product(w.shape, w.parts, SCALING[w.format], x.values.dtype, gather)
 
 

@@ -18,12 +18,12 @@ import triton.language as tl
 
 from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.experts import Groups, Matrices, Rows
-from moesaic.kernels.triton.experts_small import constants_of, fitting, planes_of
+from moesaic.kernels.triton.experts_small import constants_of, fitting, lists_of, planes_of
 from moesaic.kernels.triton.experts_tiles import finish_gate_up, gate_up_lines, product, tile_rows
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
 from moesaic.kernels.tuning import TileConfig
 
-# Alignment of rows whose length is a multiple of it; planes have a larger one.
+# Rows begin at multiples of this, if their length is one; planes at larger ones.
 COPIED = 16
 
 
@@ -33,7 +33,7 @@ def gate_up_remote(
     """Rows have the type of the weights: for fp8 weights their sender has quantised them."""
     remote, config = x.remote, fitting(config, h)
     _, double, hidden = w13.shape
-    assert remote is not None and groups.ids_K is None, "pairs must be sorted"
+    assert remote is not None and groups.ids_K is None, "pairs must be sorted for this"
     assert x.values.dtype == w13.planes["values"].dtype, f"rows of {x.values.dtype}"
     assert (x.scales is None) == ("scales" not in w13.planes)
     inner = double // 2
@@ -41,7 +41,7 @@ def gate_up_remote(
     row_bytes, pdl = hidden * x.values.element_size(), dependent_launch(x.values)
     _gate_up_remote_kernel[(tiles,)](
         x.values, x.scales, remote.signals.bases_P, *planes_of(w13), h.values, h.scales,
-        *groups.lists, remote.count, remote.values, remote.scales,
+        *lists_of(groups), remote.count, remote.values, remote.scales,
         x.scale, activation.alpha, activation.limit or 0.0,
         HIDDEN=hidden, INNER=inner, TOP_K=groups.top_k, LIMITED=activation.limit is not None,
         ALIGN=min(COPIED, row_bytes & -row_bytes), **constants_of(config, groups, w13), PDL=pdl.on,
@@ -54,8 +54,7 @@ def gate_up_remote(
 def _remote_rows(bases, row_M, count, offset, WIDTH: tl.constexpr, like, ALIGN: tl.constexpr):
     """Addresses of rows of WIDTH elements of the type that `like` points to.
 
-    Example: with two ranks of 3 rows each, row 4 is row 1 of the second rank.
-    """
+    Of two ranks with 3 rows each, row 4 is the second one's row 1."""
     TYPE: tl.constexpr = like.dtype.element_ty
     ROW_BYTES: tl.constexpr = WIDTH * (TYPE.primitive_bitwidth // 8)
     base_M = tl.load(bases + row_M // count) + offset

@@ -1,8 +1,8 @@
-"""Experts with few rows each: reading the weights takes the time, so these kernels keep many bytes
-in flight.
+"""Experts with few rows each: the time is that of reading weights, so these kernels only see to it
+that many bytes are always on their way.
 
-The products of a tile are in experts_tiles.py. The kernels of one product have a program for each
-column of a tile; in the kernel of both, programs claim columns dynamically.
+The products of a tile are in experts_tiles.py. Here they are kernels of one product each, whose
+programs are a tile's columns, and a kernel of both, whose programs take columns as they come.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from moesaic.kernels.triton.sort import row_arguments, sort_row
 from moesaic.kernels.tuning import BLOCK_SCALED, ExpertsPlan, TileConfig, device_facts
 
 PROGRAMS = 3
-"""Programs of each processor that share all tiles; those without room start when others end."""
+"""Of each processor, that share all tiles; those that find no room come when others have ended."""
 
 
 def gate_up_small(
     x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows, config: TileConfig
 ) -> Rows:
     config, given, x = fitting(config, h), x, operand(x, w13)
-    # Weights can be prefetched if quantising runs between the choice of experts and this kernel.
+    # Weights may come early if quantising is between what chose the experts and this kernel.
     prefetch = config.prefetch if x is not given and len(x.values) else 0
     _, double, hidden = w13.shape
     inner = double // 2
     tiles = _slots(groups) * triton.cdiv(inner, config.block_n) + (groups.ids_K is not None)
     pdl = dependent_launch(x.values)
     _gate_up_kernel[(tiles,)](
-        _checked(x), x.scales, *planes_of(w13), h.values, h.scales, *groups.lists,
+        _checked(x), x.scales, *planes_of(w13), h.values, h.scales, *lists_of(groups),
         x.scale, activation.alpha, activation.limit or 0.0,
         HIDDEN=hidden, INNER=inner, TOP_K=groups.top_k, LIMITED=activation.limit is not None,
         **constants_of(config, groups, w13), **row_arguments(groups), PREFETCH=prefetch, PDL=pdl.on,
@@ -61,13 +61,12 @@ def gate_up_down_small(
     y: Tensor,
     plan: ExpertsPlan,
 ) -> Tensor:
-    """Both products in one launch; every program can compute either, so it has the larger
-    resources."""
+    """Both products in one launch; every program can do either, so it needs the more of the two."""
     gate_up, down = fitting(plan.gate_up, h), plan.down
     w13, w2, activation = experts.w13, experts.w2, experts.activation
     _, hidden, inner = w2.shape
-    assert groups.counters is not None and groups.ids_K is None, "pairs must be sorted"
-    assert h.scales is not None or "scales" not in w2.planes, "h must be quantised by gate_up"
+    assert groups.counters is not None and groups.ids_K is None, "pairs must be sorted for this"
+    assert h.scales is not None or "scales" not in w2.planes, "nobody quantises h in between"
     x = operand(x, w13)
     columns = triton.cdiv(inner, gate_up.block_n) + triton.cdiv(hidden, down.block_n)
     slots = groups.tile_expert_X.numel()
@@ -75,7 +74,7 @@ def gate_up_down_small(
     pdl = dependent_launch(y)
     _gate_up_down_kernel[(programs,)](
         _checked(x), x.scales, *planes_of(w13), h.values, h.scales, *planes_of(w2), weights_RK, y,
-        *groups.lists, groups.counters, slots, x.scale, h.scale,
+        *lists_of(groups), groups.counters, slots, x.scale, h.scale,
         activation.alpha, activation.limit or 0.0,
         HIDDEN=hidden, INNER=inner, TOP_K=groups.top_k, LIMITED=activation.limit is not None,
         **constants_of(gate_up, groups, w13),
@@ -89,9 +88,9 @@ def gate_up_down_small(
 def down_small(
     h: Rows, w2: Matrices, groups: Groups, weights_RK: Tensor | None, y: Tensor, config: TileConfig
 ) -> Tensor:
-    """Runs after `gate_up_small` of the same groups, never directly after the sorting: with
-    dependent launches it reads the tiles before its predecessor ends, but after that one has seen
-    the sorting end."""
+    """Behind `gate_up_small` of the same groups, never right behind the sorting: where kernels
+    start early this one reads the tiles before the kernel in front has ended, but not before that
+    one has seen the sorting end."""
     _, hidden, inner = w2.shape
     h = operand(h, w2)
     assert y.is_contiguous() and (weights_RK is None or weights_RK.is_contiguous())
@@ -99,7 +98,7 @@ def down_small(
     pdl = dependent_launch(y)
     _down_kernel[(tiles,)](
         _checked(h), h.scales, *planes_of(w2), weights_RK, y,
-        *(groups.lists if groups.ids_K is None else (None,) * 6), groups.ids_K, h.scale,
+        *lists_of(groups, direct=groups.ids_K is not None), groups.ids_K, h.scale,
         HIDDEN=hidden, INNER=inner,
         **constants_of(config, groups, w2), PREFETCH=config.prefetch, PDL=pdl.on,
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl.options,
@@ -108,12 +107,12 @@ def down_small(
 
 
 def fitting(config: TileConfig, h: Rows) -> TileConfig:
-    """Channels with a common scale must be one tile."""
+    """A group of channels that get one scale must be one tile."""
     inner = h.values.shape[1]
     if h.scales is not None and inner % FP8_GROUP:
         raise ValueError(
-            f"h of {inner} channels cannot be quantised by {FP8_GROUP}: pass it without scales, "
-            "and `down` quantises it"
+            f"h of {inner} channels cannot be quantised by {FP8_GROUP}: leave out its scales, "
+            "then `down` quantises it"
         )
     if h.scales is None or config.block_n == FP8_GROUP:
         return config
@@ -122,7 +121,7 @@ def fitting(config: TileConfig, h: Rows) -> TileConfig:
 
 
 def _slots(groups: Groups) -> int:
-    """Most tiles; for one row every pair may be one."""
+    """Tiles at most; of one row every pair may be one."""
     return groups.tile_expert_X.numel() if groups.ids_K is None else groups.num_places
 
 
@@ -136,6 +135,20 @@ def planes_of(matrices: Matrices) -> tuple[Tensor | None, ...]:
     planes = (matrices.planes["values"], matrices.planes.get("scales"), matrices.bias_EN)
     assert all(plane is None or plane.is_contiguous() for plane in planes)
     return planes
+
+
+def lists_of(groups: Groups, direct: bool = False) -> tuple[Tensor | None, ...]:
+    """`direct`: none, for a kernel that only needs a row's ids."""
+    if direct:
+        return (None,) * 6
+    return (
+        groups.order_P,
+        groups.first_E,
+        groups.count_E,
+        groups.tile_expert_X,
+        groups.tile_place_X,
+        groups.num_tiles_1,
+    )
 
 
 def constants_of(config: TileConfig, groups: Groups, matrices: Matrices) -> dict[str, Any]:
@@ -163,8 +176,8 @@ def _gate_up_kernel(
 ):  # fmt: skip
     """With `ids` of one row its pairs are the tiles, and one more program writes the lists.
 
-    PREFETCH requires a predecessor that waits before it releases this kernel: then the lists exist,
-    and weights load into the cache while it runs.
+    PREFETCH only behind a kernel that has itself waited before it let this one begin: the lists
+    are there then, and weights come into the cache while it still runs.
     """
     columns: tl.constexpr = (INNER + BN - 1) // BN
     tile, column = tl.program_id(0) // columns, tl.program_id(0) % columns
@@ -178,12 +191,12 @@ def _gate_up_kernel(
             there = chosen >= 0
         if there:
             prefetch_gate_up(chosen, column, w, HIDDEN, INNER, BN, PREFETCH)
-    # Waits first: `_down_kernel` reads the tiles as soon as this kernel releases it.
+    # Waiting comes first: `_down_kernel` reads the tiles as soon as this kernel lets it begin.
     await_inputs(PDL)
     release_next(PDL)
     if ids is None:
         used = tl.load(num_tiles)
-        # Undefined for unused tiles; loaded here, it arrives together with `used`.
+        # Of a tile that is not used this is garbage; asked for now it comes together with `used`.
         expert, begin = tl.load(tile_expert + tile).to(tl.int64), tl.load(tile_place + tile)
         if tile < used:
             gate_up_tile(
@@ -217,8 +230,8 @@ def _down_kernel(
 ):  # fmt: skip
     columns: tl.constexpr = (HIDDEN + BN - 1) // BN
     tile, column = tl.program_id(0) // columns, tl.program_id(0) % columns
-    # Loaded before the wait, and past the L1 cache, where an earlier layer may have left these
-    # addresses.
+    # Before it has waited, and past the first cache, where a layer before may have left the same
+    # places of memory.
     if ids is None:
         used = tile < tl.load(num_tiles, cache_modifier=".cg")
         expert = tl.load(tile_expert + tile, cache_modifier=".cg").to(tl.int64)
@@ -227,7 +240,7 @@ def _down_kernel(
         expert, begin = tl.load(ids + tile, cache_modifier=".cg").to(tl.int64), tile
         used = expert >= 0
     if used:
-        # Loads weights into the cache while gate_up still runs.
+        # While gate_up still runs, weights can come into the cache.
         prefetch_down(expert, column, w, HIDDEN, INNER, BN, PREFETCH, PDL)
         await_inputs(PDL)
         release_next(PDL)
@@ -251,11 +264,11 @@ def _gate_up_down_kernel(
     PRECISION: tl.constexpr, BLOCK_SCALES: tl.constexpr,
     PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs claim tasks in order: every column of gate and up of every tile, then of down. A
-    column of down waits until its tile's gate and up are complete. Running programs that never wait
-    claimed those before, so no number of programs can deadlock.
+    """Programs claim work in order: every column of gate and up of every tile, then of down. A
+    column of down waits until its tile's gate and up are complete. Those are claimed before it, by
+    programs that run and wait for nobody, so no number of programs can block each other.
 
-    `counters`: finished columns of each tile, claims, finished programs.
+    `counters`: finished columns of each tile, claims, programs that have ended.
     """
     inner_columns: tl.constexpr = (INNER + BN - 1) // BN
     outer_columns: tl.constexpr = (HIDDEN + DOWN_BN - 1) // DOWN_BN
@@ -266,7 +279,7 @@ def _gate_up_down_kernel(
     tasks = inner_tasks + tl.load(num_tiles) * outer_columns
     task = tl.atomic_add(claims, 1, sem="relaxed")
     while task < tasks:
-        # Claimed one task ahead, to hide the latency.
+        # Claimed ahead, so that nobody waits for the answer.
         following = tl.atomic_add(claims, 1, sem="relaxed")
         if task < inner_tasks:
             tile, column = task // inner_columns, task % inner_columns
@@ -276,7 +289,7 @@ def _gate_up_down_kernel(
                 order, first, count, x_scale, alpha, limit,
                 HIDDEN, INNER, TOP_K, LIMITED, BM, BN, BK, PRECISION, BLOCK_SCALES,
             )  # fmt: skip
-            tl.debug_barrier()  # all threads have stored before one of them counts the column
+            tl.debug_barrier()  # all threads have stored before one of them says so
             tl.atomic_add(counters + tile, 1, sem="release")
         else:
             tile = (task - inner_tasks) // outer_columns

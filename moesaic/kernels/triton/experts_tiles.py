@@ -3,8 +3,8 @@
 M rows of a tile · N columns of a tile (rows of weights) · L = 2 * N lines of gate and up · K
 channels of a step. H, I as in moesaic.kernels.experts.
 
-Products are transposed, w · xᵀ: Hopper's matrix units need at least 64 lines on the side of the
-weights, but only 8 on the side of the rows. Gate and up are one product over 2 * N lines.
+Products are turned round, w · xᵀ: weights are the side of which Hopper's matrix units want 64 and
+more, rows the side that may be as narrow as 8. Gate and up are one product over 2 * N lines.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from moesaic.kernels.triton.quantise import fp8_scales, to_fp8
 
 @triton.jit
 def tile_rows(expert, begin, order, first, count, BM: tl.constexpr):
-    """A tile's places and pairs, and which of them are valid; without lists, only the first. They
-    stay in 32 bits until they become addresses, as they may occupy registers during a product."""
+    """A tile's places and pairs, and which of them are somebody's: without lists, the first. In 32
+    bits until they become addresses: they may live in registers all through a product."""
     place_M = begin + tl.arange(0, BM)
     if first is None:
         valid_M = tl.arange(0, BM) == 0
@@ -34,8 +34,8 @@ def tile_rows(expert, begin, order, first, count, BM: tl.constexpr):
 
 @triton.jit
 def _rows_of_x(x, row_M, valid_M, group, K: tl.constexpr, BK: tl.constexpr):
-    """Loads [BK, M] of a group of columns. Without `row_M`, `x` points to the rows in memory that
-    other ranks write; these loads bypass the L1 cache, which does not see their writes."""
+    """[BK, M] of a group of columns. Without `row_M`, `x` points to where rows begin, in memory
+    that others write: read past the first cache, which does not know."""
     column_K = group * BK + tl.arange(0, BK)
     if K % BK == 0:
         mask = valid_M[None, :]
@@ -50,7 +50,7 @@ def _rows_of_x(x, row_M, valid_M, group, K: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def _lines_of_w(w, line_L, group, K: tl.constexpr, BK: tl.constexpr):
-    """Loads [L, BK]."""
+    """[L, BK]."""
     column_K = group * BK + tl.arange(0, BK)
     at = line_L[:, None] * K + column_K[None, :]
     if K % BK == 0:
@@ -61,7 +61,7 @@ def _lines_of_w(w, line_L, group, K: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def _quantised(value_KM):
-    """Quantises each column, a group of 128 channels of a row, to float8_e4m3fn with a scale."""
+    """Each column, a group of 128 channels of a row, as float8_e4m3fn with a scale."""
     scale_M = fp8_scales(tl.max(tl.abs(value_KM), 0), 1)
     return to_fp8(value_KM, scale_M[None, :]), scale_M
 
@@ -72,9 +72,10 @@ def product(
     K: tl.constexpr, BL: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """w · xᵀ [L, M] in float32. With fp8 weights each group of 128 columns has its own scale.
-    Without `row_M`, `x` and `x_scales` point to each row. Both operands reach the matrix units
-    unchanged: computing one on the way would delay the copies behind it."""
+    """w · xᵀ [L, M] in float32. With fp8 weights each group of 128 columns has a scale of its own.
+    Without `row_M`, `x` and `x_scales` point to where each row begins.
+    Both sides go from memory to the matrix units as they are: one that were computed on the way
+    would hold up the copies behind it."""
     acc_LM = tl.zeros([BL, BM], dtype=tl.float32)
     groups: tl.constexpr = (K + BK - 1) // BK
     if w_scales is None:
@@ -83,8 +84,8 @@ def product(
             x_KM = _rows_of_x(x, row_M, valid_M, group, K, BK)
             acc_LM = tl.dot(w_LK, x_KM, acc_LM, input_precision=PRECISION)
     else:
-        # Scales are loaded one step ahead to hide their latency. Invalid rows are zeros, so any
-        # scale will do: skipping the mask and staying in 32 bits saves many registers.
+        # Scales are fetched one turn ahead: nothing else hides their latency. Nobody's rows
+        # are zeros, any scale will do for them: no mask, and 32 bits, save many registers.
         if row_M is None:
             at_M = tl.zeros([BM], dtype=tl.int32)
         else:
@@ -124,7 +125,7 @@ def activate(gate, up, alpha, limit, LIMITED: tl.constexpr):
 def _store_inner(
     value_NM, column, place_M, valid_M, h, h_scales, INNER: tl.constexpr, BN: tl.constexpr
 ):
-    """Stores h at its places; with scales it quantises, where a tile is one group of 128."""
+    """h at its places; quantised if there are scales, where the tile is one group of 128."""
     column_N = column * BN + tl.arange(0, BN)
     at = place_M[None, :].to(tl.int64) * INNER + column_N[:, None]
     mask = valid_M[None, :] & (column_N[:, None] < INNER)
@@ -159,9 +160,9 @@ def gate_up_tile(
 def gate_up_lines(
     expert, column, INNER: tl.constexpr, BN: tl.constexpr, BLOCK_SCALES: tl.constexpr
 ):
-    """Lines of the weights and of their scales: those of gate, then those of up."""
+    """Of weights, and of their scales: those of gate, then those of up."""
     index_L = tl.arange(0, 2 * BN)
-    # Lines past the end repeat the last one; their sums are not stored.
+    # Lines past the end repeat the last one; what comes of them is not stored.
     inner_L = tl.minimum(column * BN + index_L % BN, INNER - 1)
     line_L = expert * (2 * INNER) + index_L // BN * INNER + inner_L
     if BLOCK_SCALES:
@@ -178,9 +179,9 @@ def finish_gate_up(
     order, first, count, x_scale, alpha, limit,
     INNER: tl.constexpr, LIMITED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Computes h from the products of gate and up."""
+    """From the products of gate and up to h."""
     if BM > 16:
-        # Loaded again rather than kept in registers during the product.
+        # Looked up again rather than kept in registers all the while.
         place_M, _, valid_M = tile_rows(expert, begin, order, first, count, BM)
     acc_LM *= x_scale
     if bias is not None:
@@ -211,7 +212,7 @@ def down_tile(
         INNER, BN, BM, BK, PRECISION, BLOCK_SCALES,
     )  # fmt: skip
     if BM > 16:
-        # Loaded again rather than kept in registers during the product.
+        # Looked up again rather than kept in registers all the while.
         place_M, pair_M, valid_M = tile_rows(expert, begin, order, first, count, BM)
     acc_NM *= h_scale
     if bias is not None:
@@ -228,7 +229,7 @@ def prefetch_gate_up(
     expert, column, w, HIDDEN: tl.constexpr, INNER: tl.constexpr,
     BN: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """Prefetches PREFETCH lines of 128 bytes from each of a tile's rows of weights."""
+    """PREFETCH lines of 128 bytes from each of a tile's rows of weights."""
     index_L = tl.arange(0, 2 * BN)
     inner_L = tl.minimum(column * BN + index_L % BN, INNER - 1)
     line_L = expert * (2 * INNER) + index_L // BN * INNER + inner_L
@@ -242,7 +243,7 @@ def prefetch_down(
     expert, column, w, HIDDEN: tl.constexpr, INNER: tl.constexpr,
     BN: tl.constexpr, PREFETCH: tl.constexpr, ON: tl.constexpr,
 ):  # fmt: skip
-    """Prefetches PREFETCH lines of 128 bytes from each of a tile's rows of weights."""
+    """PREFETCH lines of 128 bytes from each of a tile's rows of weights."""
     if ON and PREFETCH:
         line_N = expert * HIDDEN + tl.minimum(column * BN + tl.arange(0, BN), HIDDEN - 1)
         step: tl.constexpr = 1024 // w.dtype.element_ty.primitive_bitwidth

@@ -1,4 +1,4 @@
-"""Weights and sums pairs; the twin is in kernels/experts.py."""
+"""Pairs that were left as they are, weighted and summed; the twin is in kernels/experts.py."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.experts import summed
+from moesaic.kernels.experts import finished
 from moesaic.kernels.norm import SumToNorm
 from moesaic.kernels.routing import MAX_ROWS, RouterWeights, SlotTable, TopKConfig
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
@@ -300,7 +300,7 @@ def norm_route_rows(
     num_tokens_1: Tensor | None = None,
     slots: SlotTable | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x_TH, residual_TH = summed(rows.values), rows.residual_TH
+    x_TH, residual_TH = finished(rows.values), rows.residual_TH
     assert residual_TH.stride(1) == 1 and x_TH.stride(1) == 1, (x_TH.stride(), residual_TH.stride())
     normed_TH, sum_TH = torch.empty_like(residual_TH), torch.empty_like(residual_TH)
     experts = len(router.weight_EH)
