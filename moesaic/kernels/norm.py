@@ -19,7 +19,7 @@ NORM = "moesaic.kernels.triton.norm"
 
 @dataclass(frozen=True, slots=True)
 class SumToNorm:
-    """Rows `values` [T, H], the residual to add, and the norm of the sum."""
+    """Rows `values` [T, H] and what is added to them before they are normed."""
 
     values: Tensor | PairSum
     residual_TH: Tensor
@@ -40,8 +40,8 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 def add_rms_norm(
     x_TH: Tensor | PairSum, residual_TH: Tensor, weight_H: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """(norm of the sum, the sum). The sum is rounded to its type before the norm; a sum of pairs is
-    rounded before the residual is added.
+    """(norm of the sum, the sum): the sum is rounded to its type first, then normed. So are those
+    of pairs, before the residual is added.
 
     x [1, 1], residual [2, 3], weight [1, 2], eps 0: sum [3, 4], normed as in `rms_norm`.
     """
@@ -57,7 +57,7 @@ def add_rms_norm_fp8(
     eps: float,
     by_column: bool = False,
 ) -> tuple[Rows, Tensor]:
-    """`add_rms_norm`, with the normed rows quantised as by `quantise_rows`.
+    """As `add_rms_norm`, with the normed rows quantised, as `quantise_rows` does it.
 
     x [1, 1], residual [1, 3], weight [1, 1], eps 0: sum [2, 4], normed [0.6325, 1.2649], which is
     [224, 448] with scale 0.002823.

@@ -14,6 +14,7 @@ from typing import Any
 
 from moesaic.kernels.attention import Splits
 from moesaic.kernels.triton import attention_decode, attention_hopper, attention_prefill, rotary
+from moesaic.kernels.triton.attention_blocks import padded
 from tests.kernels.aot import Usage, build
 from tests.kernels.aot_experts_large import warnings
 
@@ -46,10 +47,14 @@ class Shape:
         made = {
             "GROUP": self.group,
             "D1": self.dim,
+            "D1P": padded(self.dim),
             "D2": self.rest,
+            "D2P": padded(self.rest),
             "V": self.value_dim,
+            "VP": padded(self.value_dim),
             "PAGE": page,
             "SHARED": self.shared,
+            "SINKS": self.sinks,
             "WINDOW": self.window,
             "PDL": True,
         }
@@ -121,7 +126,8 @@ def decode(
 
 def prefill(shape: Shape, page: int, invariant: bool = False) -> Usage:
     key_bytes = (shape.dim + shape.rest) * 2
-    config = attention_prefill.choose_config(key_bytes, shape.window, invariant)
+    config = attention_prefill.choose_config(key_bytes, shape.window)
+    config = attention_prefill.invariant_config(key_bytes) if invariant else config
     constants = shape.constants(page) | {
         "ROWS": config.rows,
         "PER_TILE": min(shape.group, config.rows),
@@ -163,8 +169,11 @@ def enter(cache: str = "*bf16") -> Usage:
         "HEADS": 32,
         "KV_HEADS": 4,
         "D": 128,
+        "DP": 128,
         "ROWS": rotary.TILE // 128,
         "INTERLEAVED": False,
+        "NORM": True,
+        "FP8": cache != "*bf16",
         "PDL": True,
     }
     return build(kernel, types, constants, aligned=strides, num_warps=rotary.WARPS)

@@ -135,25 +135,25 @@ def check_shape(shape: ExpertsShape, pairs: int) -> None:
 
 def check_sort() -> None:
     arrays = LISTS | {"counters": INTEGERS, "ids": INTEGERS, "load": "*i64"}
-    sizes = sort.constants(128, 16)
+    sizes = sort._Sizes.of(128, 16)
     few = build(
         sort._sort_few,
         arrays | dict.fromkeys(("num_pairs", "num_counters"), "i32"),
-        sizes | {"BI": 16, "BJ": 256, "NP": 256, "PDL": True},
+        sizes.constants() | {"BI": 16, "BJ": 256, "NP": 256, "PDL": True},
     )
     assert few.local == 0
     many = build(
         sort._place_chunks,
         arrays | {"hist": INTEGERS, "before": INTEGERS}
         | dict.fromkeys(("num_pairs", "num_counters", "num_chunks"), "i32"),
-        sizes
+        sizes.constants()
         | {"CHUNK": sort.CHUNK, "PARTS": sort.chunk_parts(128), "BC": 128, "BJ": 32, "PDL": True},
         num_warps=sort.PLACE_WARPS,
     )  # fmt: skip
     # A version of ptxas puts one number there, to run two programs at once.
     assert many.local <= 8
     zeroed = build(
-        sort._zero_missing_kernel,
+        sort._zero_nobodies_kernel,
         {"y": "*bf16", "ids": INTEGERS, "rows": "i32"},
         {"H": 7168, "BR": sort.ZEROED_ROWS, "BH": sort.ZEROED_COLUMNS, "PDL": True},
     )

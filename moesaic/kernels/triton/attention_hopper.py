@@ -1,11 +1,11 @@
-"""Prefill attention on Hopper, with specialised warps.
+"""Prefill attention on Hopper, by warps that each do one thing.
 
-An item is a tile of 128 rows and a key/value head, as in attention_prefill.py; a program handles
-many. Four warps load queries, then blocks of keys and values, 16 bytes a thread. Two groups of four
-warps attend, with 64 rows each. A ring of stages connects them: barriers `ready` count arrivals in
-a stage, barriers `empty` its readers. The loaders run up to a ring ahead, and so fetch the next
-item while the others finish theirs. Each group keeps two products in flight, the scores of the next
-block and the values of this one, and computes the softmax meanwhile.
+An item is a tile of 128 rows and a key/value head, as in attention_prefill.py; a program takes
+many. Four warps load: queries, then block after block of keys and values, 16 bytes a thread from
+wherever their pages lie. Two groups of four warps attend with 64 rows each. In between a ring of
+stages: `ready` counts what has arrived in one, `empty` who is done with it. The loaders are up to a
+ring ahead, and so fetch the next item while the others end theirs. Each group has the products of
+two blocks under way at once: scores of the next and values of this one, the softmax meanwhile.
 """
 
 from __future__ import annotations
@@ -24,14 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from moesaic.kernels.attention import LayerPages, PrefillRows, Queries, Softmax
-from moesaic.kernels.triton.attention_blocks import (
-    LOG2_E,
-    LOWEST,
-    PACKED,
-    first_fitting,
-    prefill_arguments,
-    strides,
-)
+from moesaic.kernels.triton.attention_blocks import LOG2_E, LOWEST, channels, strides
 from moesaic.kernels.triton.attention_loads import (
     count_items,
     first_key,
@@ -44,24 +37,24 @@ from moesaic.kernels.triton.attention_loads import (
 from moesaic.kernels.triton.launch import dependent_launch, is_hopper, num_processors
 
 ROWS = 128
-# Registers of a thread before the 12 warps redistribute them: 65,536 in all.
+# Of 12 warps, before they share them out: 65,536 in all.
 REGISTERS = 168
 ATTENDING, LOADING = gl.constexpr(200), gl.constexpr(104)
 
 
 @dataclass(frozen=True)
 class RingConfig:
+    """`block`: keys met at once; `stages`: blocks of keys, and as many of values, in the ring;
+    `tiles`: of queries in a ring of their own; `turns`: whether the two groups take turns to
+    multiply, each doing its softmax meanwhile."""
+
     block: int
-    """Keys of a block."""
     stages: int
-    """Blocks of keys, and of values, in the ring."""
     tiles: int = 2
-    """Query tiles in a ring of their own."""
     turns: bool = True
-    """Whether the two groups multiply in turn, each computing its softmax meanwhile."""
 
 
-# By the most bytes of a token's keys of one head.
+# By the bytes of a token's keys of one head, the first that holds them.
 CONFIGS = (
     (128, RingConfig(128, 3)),
     (256, RingConfig(128, 2)),
@@ -70,12 +63,12 @@ CONFIGS = (
 
 
 def choose_config(key_bytes: int) -> RingConfig:
-    return first_fitting(CONFIGS, key_bytes)
+    return next(config for size, config in CONFIGS if key_bytes <= size)
 
 
 @dataclass(frozen=True)
 class AttentionConstants:
-    """Compile-time constants `P` of the kernel."""
+    """All that is known before the kernel is built."""
 
     GROUP: int
     PER_TILE: int
@@ -99,18 +92,18 @@ class AttentionConstants:
         return -(-self.GROUP // self.PER_TILE)
 
     def first_position(self, which: int) -> int:
-        """First position of a group's rows, relative to the tile."""
+        """Of the rows of a group of warps, counted from the tile's first."""
         return 64 * which // self.PER_TILE
 
     def last_position(self, which: int) -> int:
-        """With turns both groups attend all blocks, so that each has equally many turns."""
+        """With turns both groups meet all blocks, so that each has as many turns."""
         last = self.positions - 1
         return last if self.TURNS else min((64 * which + 63) // self.PER_TILE, last)
 
 
 @gluon.jit
 def _exp2(x):
-    """Flushes subnormal results to zero, which saves three of four instructions."""
+    """Results below the least normal number are zero, which spares three instructions of four."""
     return gl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -118,8 +111,8 @@ def _exp2(x):
 
 @gluon.jit
 def _settle(sums):
-    """Keeps the assembler from waiting for the pending products before it computes `sums`: it does
-    not move a wait across a branch. The branch is never taken, as sums are not negative."""
+    """The assembler would wait for the products under way before it computes what leads here: it
+    does not move a wait across a branch. Sums of weights are not negative: none is taken."""
     return gl.inline_asm_elementwise(
         """{
         .reg .f32 least;
@@ -141,7 +134,7 @@ def _score(place, step, buffers, barriers, P: gl.constexpr, WHICH: gl.constexpr)
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P.BLOCK, 16])
     stage = step % P.STAGES
     mbarrier.wait(barriers[2].index(stage), step // P.STAGES & 1)
-    # Threads, not the copy engine, wrote the block: fence it from the matrix units.
+    # What threads wrote, not the copy engine, must be fenced from the matrix units.
     fence_async_shared()
     BLOCK: gl.constexpr = P.BLOCK
     s = gl.zeros([64, BLOCK], gl.float32, mma)
@@ -166,7 +159,7 @@ def _mix(p, acc, step, buffers, barriers, P: gl.constexpr):
 
 @gluon.jit
 def _hide(s, start, position, P: gl.constexpr, mma: gl.constexpr):
-    """Masks the keys that a row does not see."""
+    """What a row does not see."""
     n = start + gl.arange(0, P.BLOCK, layout=gl.SliceLayout(0, mma))
     seen = n[None, :] <= position[:, None]
     if P.WINDOW > 0:
@@ -176,7 +169,7 @@ def _hide(s, start, position, P: gl.constexpr, mma: gl.constexpr):
 
 @gluon.jit
 def _softmax(s, total, top, scale):
-    """Weights of a block, and the factor that rescales the earlier sums."""
+    """Weights of a block, and the share that what was summed before keeps."""
     new_top = gl.maximum(top, gl.max(s, 1) * scale)
     p = _exp2(s * scale - new_top[:, None])
     share = _exp2(top - new_top)
@@ -185,19 +178,18 @@ def _softmax(s, total, top, scale):
 
 @gluon.jit
 def _weights(p, out, P: gl.constexpr):
-    """Converts the weights to the left operand of a product, in place."""
+    """As the left operand of a product, in the registers where they are."""
     mixed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P.V, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mixed, 2)
     return gl.convert_layout(p.to(out.dtype.element_ty), left)
 
 
 @gluon.jit
-def _attend_block(
+def _meet(
     state, start, place, step, turn, position, scale, out, buffers, barriers,
     P: gl.constexpr, WHICH: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Computes scores and softmax of the block of `step` while the previous block's values are
-    summed."""
+    """Scores and softmax of the block of `step` while the values of the one before are summed."""
     acc, p, total, top = state
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P.BLOCK, 16])
     mixed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P.V, 16])
@@ -221,7 +213,7 @@ def _attend_block(
 
 @gluon.jit
 def _drain(step, count, barriers, P: gl.constexpr):
-    """Releases blocks that only the other group sees."""
+    """Blocks that only the other group sees."""
     _, _, k_ready, k_empty, v_ready, v_empty, _ = barriers
     for _ in range(count):
         stage = step % P.STAGES
@@ -235,7 +227,7 @@ def _drain(step, count, barriers, P: gl.constexpr):
 
 @gluon.jit
 def _finish(acc, total, top, sinks, numbers, part, v_scale, P: gl.constexpr):
-    """Same as in attention_blocks.py."""
+    """As in attention_blocks.py."""
     mixed: gl.constexpr = acc.type.layout
     if sinks is not None:
         _, member = row_heads(numbers, part, 0, P)
@@ -251,7 +243,7 @@ def _finish(acc, total, top, sinks, numbers, part, v_scale, P: gl.constexpr):
 
 @gluon.jit
 def _store(acc, staging, ends, offset, start, length, part, P: gl.constexpr, WHICH: gl.constexpr):
-    """Stores through shared memory, so that each thread writes 16 bytes."""
+    """By way of shared memory, so that each thread writes 16 bytes."""
     out, out_row, out_head = ends
     layout: gl.constexpr = row_layout(P.V)
     staging.store(acc.to(out.dtype.element_ty))
@@ -277,7 +269,7 @@ def _attend(
     out = ends[0]
     numbers = 64 * WHICH + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
     step = 0
-    # Turns before this item, less one: its first block takes none.
+    # Of those before this item, less one: its first block is met without.
     turn = -1
     _seq, offset, start, length, kv_len = look_up(item_of(0, items), parts, tables)
     for number in range(count_items(items)):
@@ -289,7 +281,7 @@ def _attend(
         mine = gl.minimum(oldest + P.last_position(WHICH) + 1, kv_len)
         count = (high - low + P.BLOCK - 1) // P.BLOCK
         blocks = (mine - low + P.BLOCK - 1) // P.BLOCK
-        # Blocks that all rows see entirely; the first one is always masked.
+        # Blocks that all rows see whole; the first is masked in any case.
         plain = gl.minimum((oldest + P.first_position(WHICH) + 1) // P.BLOCK, blocks)
         if P.WINDOW > 0:
             plain = 1
@@ -306,19 +298,19 @@ def _attend(
         p = _weights(p, out, P)
         acc = gl.zeros([64, V], gl.float32, mixed)
         for j in range(1, plain):
-            acc, p, total, top = _attend_block(
+            acc, p, total, top = _meet(
                 (acc, p, total, top), low + j * P.BLOCK, place, step + j, turn + j, position, scale,
                 out, buffers, barriers, P, WHICH, False,
             )  # fmt: skip
         for j in range(plain, blocks):
-            acc, p, total, top = _attend_block(
+            acc, p, total, top = _meet(
                 (acc, p, total, top), low + j * P.BLOCK, place, step + j, turn + j, position, scale,
                 out, buffers, barriers, P, WHICH, True,
             )  # fmt: skip
         mbarrier.arrive(q_empty.index(place), count=1)
         last = step + blocks - 1
         acc = _mix(p, acc, last, buffers, barriers, P)
-        # Loaded while the last product is in flight.
+        # Looked up while the last product is under way.
         following = look_up(item_of(number + 1, items), parts, tables)
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
         mbarrier.arrive(v_empty.index(last % P.STAGES), count=1)
@@ -330,7 +322,11 @@ def _attend(
         _seq, offset, start, length, kv_len = following
 
 
-@gluon.jit(do_not_specialize=["parts", "items"], do_not_specialize_on_alignment=PACKED)
+# Views of one packed tensor: as they happen to lie, they would be as many kernels.
+@gluon.jit(
+    do_not_specialize=["parts", "items"],
+    do_not_specialize_on_alignment=["tiles", "starts", "lengths", "kv_lens", "first_p", "pages_p"],
+)
 def attention_kernel(
     q1,
     q2,
@@ -380,7 +376,7 @@ def attention_kernel(
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    # Each of the 128 loading threads signals its own copies.
+    # Each of 128 loading threads says that its own have arrived.
     for i in gl.static_range(TILES):
         mbarrier.init(q_ready.index(i), count=128)
         mbarrier.init(q_empty.index(i), count=2)
@@ -412,8 +408,8 @@ def attention_kernel(
 
 
 def can_run(q: Queries, cache: LayerPages, out_TNV: Tensor) -> bool:
-    """Requires a Hopper GPU, separate keys and values in the queries' 2-byte type, 64 or 128
-    channels (keys also 128 + 64), and aligned rows. `q` comes from `two_parts`."""
+    """On a Hopper GPU, with keys and values of their own in the queries' type of 2 bytes, of 64 or
+    128 channels, keys also of 128 and 64 more; all rows aligned. `q`: in its two parts."""
     rest = 0 if q.rest is None else q.rest.shape[-1]
     tensors = [q.values, cache.keys, out_TNV, *(x for x in (q.rest, cache.values) if x is not None)]
     return (
@@ -432,11 +428,12 @@ def plan_of(
     q: Queries, cache: LayerPages, window: int | None, config: RingConfig, pdl: bool
 ) -> AttentionConstants:
     group = q.values.shape[1] // cache.keys.shape[2]
+    sizes = channels(q)
     return AttentionConstants(
         GROUP=group,
         PER_TILE=min(group, ROWS),
-        D1=q.values.shape[-1],
-        D2=0 if q.rest is None else q.rest.shape[-1],
+        D1=sizes["D1"],
+        D2=sizes["D2"],
         V=cache.value_dim,
         PAGE=cache.page_size,
         WINDOW=window or 0,
@@ -458,8 +455,25 @@ def launch(
     tiles_X2 = batch.tiles(plan.positions)
     parts = cache.keys.shape[2] * plan.member_blocks
     items = len(tiles_X2) * parts
+    rest = q.values if q.rest is None else q.rest
     attention_kernel[(min(items, num_processors(out_TNV.device.index)),)](
-        *prefill_arguments(q, cache, batch, softmax, out_TNV, tiles_X2),
+        q.values,
+        rest,
+        cache.keys,
+        cache.values,
+        out_TNV,
+        softmax.sinks_N,
+        tiles_X2,
+        batch.starts_B,
+        batch.lengths_B,
+        batch.kv_lens_B,
+        batch.first_B,
+        batch.pages,
+        *strides(q.values),
+        *strides(rest),
+        *strides(cache.keys),
+        *strides(cache.values),
+        *strides(out_TNV),
         parts,
         items,
         softmax.scale * cache.k_scale * LOG2_E,

@@ -1,11 +1,13 @@
-"""Products of few rows with a large matrix, which is read once, at the speed of memory.
+"""Products of few rows with a large matrix: the matrix is read once, as fast as memory gives it.
 
-T rows · I inputs · O outputs. `_one_row` multiplies one row without tensor cores: a program has few
-outputs and all inputs, and no sum crosses programs. `_few_rows` (on Hopper sometimes
-linear_hopper.py) uses tensor cores; where outputs are too few to fill the GPU, it cuts the inputs
-into splits, and the last program adds their sums in a fixed order, so that timing changes no bit.
+T rows · I inputs · O outputs. One row is multiplied without tensor cores (`_one_row`): a program
+has few outputs and all inputs, so that nothing is summed across programs. More rows go through
+tensor cores (`_few_rows`; on Hopper some by linear_hopper.py); where the outputs are too few to
+fill the GPU, the inputs are cut into splits, and whoever ends last adds the splits' sums in their
+order: timing does not change a bit.
 
-Gated matrices hold gate, then up; a tile interleaves rows of both, so that pairs are in one thread.
+Gated matrices hold gate and up behind each other; a tile takes rows of both in turn, so that pairs
+end up in one thread.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ from moesaic.kernels.triton.quantise import silu_times
 
 @dataclass(frozen=True, slots=True)
 class LinearTile:
-    """A program computes rows x outputs, `inputs` at a time."""
+    """What one program computes at a time: rows x outputs, by `inputs` at a time. `programs`: for
+    each processor, that splits aim at. `turned`: w xᵀ rather than x wᵀ, which
+    Hopper's matrix units take with as few as 8 rows beside 64 outputs. `registers`: the most that a
+    thread may have, so that more programs fit; norm_linear.py heeds it."""
 
     rows: int
     outputs: int
@@ -43,11 +48,8 @@ class LinearTile:
     warps: int
     stages: int = 1
     programs: int = 2
-    """Splits aim at this many for each processor."""
     turned: bool = False
-    """Compute w xᵀ, which Hopper's matrix units support for as few as 8 rows with 64 outputs."""
     registers: int | None = None
-    """Limit for a thread, so that more programs fit; only norm_linear.py uses it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +60,10 @@ class LinearLaunch:
     prefetch: bool
 
 
-# Beyond this many rows cuBLAS is faster.
+# Beyond so many rows cuBLAS is faster.
 FEW_ROWS = 64
-# Tiles of whole matrix rows, loaded before x is available, so that all of a layer's matrix can be
-# in flight: by padded length, then by the most outputs.
+# Rows of a matrix that are loaded at once, before x is there, so that all of a layer's matrix can
+# be on its way: by their padded length, then by the number of outputs.
 WHOLE_ROWS = {
     2048: (
         (1024, LinearTile(1, 2, 2048, 4)),
@@ -70,15 +72,15 @@ WHOLE_ROWS = {
     ),
     4096: ((1024, LinearTile(1, 1, 4096, 4)), (1 << 62, LinearTile(1, 2, 4096, 4))),
 }
-# Shorter and longer rows in blocks, by the most outputs: smaller tiles give every processor work,
-# larger ones read x less often.
+# Shorter and longer rows, by blocks.
 ONE_ROW = (
+    # Up to so many outputs: a smaller tile gives every processor work, a larger one reads x less.
     (1024, LinearTile(1, 2, 1024, 4)),
     (16_384, LinearTile(1, 4, 1024, 4)),
     (1 << 62, LinearTile(1, 8, 1024, 8)),
 )
-# Every program reads all rows, and every split stores a sum: more rows need wider tiles and fewer
-# splits.
+# Every program reads all rows, and every split lays down a sum: more rows want wider tiles and
+# fewer splits.
 TILES = (
     LinearTile(8, 64, 128, 4, 6, programs=1, turned=True),
     LinearTile(16, 64, 128, 4, 5, programs=1, turned=True),
@@ -86,12 +88,12 @@ TILES = (
     LinearTile(64, 64, 64, 4, 6, programs=1, turned=True),
     LinearTile(128, 128, 64, 8, 4, programs=1),
 )
-# For deterministic mode, by the bytes of a number: float32 has no tensor cores.
+# Of deterministic mode, by the bytes of a number: float32 has no tensor cores.
 INVARIANT = {2: LinearTile(64, 64, 64, 4, 4), 4: LinearTile(16, 32, 32, 4, 3)}
 # The fewest blocks of inputs worth a split.
 SPLIT_BLOCKS = 2
 MAX_SPLITS = 16
-# Matrices that fit the L2 cache beside others are prefetched before the rows are available.
+# A matrix that the L2 cache can hold beside others is asked for before the rows are there.
 PREFETCH_BYTES = 32 << 20
 MAX_COUNTERS = 4096
 MAX_STREAMS = 64
@@ -99,7 +101,8 @@ MAX_STREAMS = 64
 
 @triton.jit
 def matrix_rows(first, num_outputs, BLOCK_O: tl.constexpr, GATED: tl.constexpr):
-    """Matrix rows of a tile; past the end the last one repeats. Gated: of 6, 0 3 1 4 2 5."""
+    """Rows of the matrix in a tile; beyond its end the last one again. Gated: of 6, from 0 on:
+    0 3 1 4 2 5."""
     place = first + tl.arange(0, BLOCK_O)
     if GATED:
         inner = num_outputs // 2
@@ -111,7 +114,7 @@ def matrix_rows(first, num_outputs, BLOCK_O: tl.constexpr, GATED: tl.constexpr):
 
 @triton.jit
 def prefetch_matrix(w, row_O, start, stop, num_inputs, LINES: tl.constexpr):
-    """Prefetches inputs start .. stop of some rows, LINES cache lines at a time."""
+    """Inputs start .. stop of some rows, by LINES lines of the cache at a time."""
     LINE: tl.constexpr = 1024 // w.dtype.element_ty.primitive_bitwidth
     for i in range(start, stop, LINES * LINE):
         column = tl.minimum(i + tl.arange(0, LINES) * LINE, stop - 1)
@@ -122,8 +125,7 @@ def prefetch_matrix(w, row_O, start, stop, num_inputs, LINES: tl.constexpr):
 def prefetch_tile(
     w, first, start, stop, num_outputs, num_inputs, BLOCK_O: tl.constexpr, GATED: tl.constexpr
 ):
-    """Prefetches inputs start .. stop of a tile's rows, which are multiples of 16 bytes, with one
-    request a row."""
+    """Inputs start .. stop of a tile's rows, one request a row. A row is a multiple of 16 bytes."""
     SIZE: tl.constexpr = w.dtype.element_ty.primitive_bitwidth // 8
     if GATED:
         at, rows = first // 2, tl.minimum(BLOCK_O, num_outputs - first) // 2
@@ -137,7 +139,7 @@ def prefetch_tile(
 
 @triton.jit
 def silu_pairs(acc_TO, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr):
-    """Interleaved gate and up -> silu(gate) * up."""
+    """Gate and up in turn -> silu(gate) * up."""
     gate, up = tl.split(tl.reshape(acc_TO, [BLOCK_T, BLOCK_O // 2, 2]))
     return silu_times(gate, up, tl.float32)
 
@@ -160,31 +162,30 @@ def store_tile(
 
 
 @triton.jit
-def store_split(
-    y, bias, acc_TO, partial, arrived, tile, split, num_tiles, num_rows, num_outputs,
-    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr,
+def add_splits(
+    acc_TO, partial, arrived, tile, split, num_tiles, num_rows,
+    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Stores a split's sum. The last program of a tile adds all of them in order, stores the
-    outputs and resets the counter."""
-    if SPLITS == 1:
-        store_tile(y, bias, acc_TO, tile, num_rows, num_outputs, BLOCK_T, BLOCK_O, GATED)
-        return
+    """Lays down a split's sum; whoever is last of a tile gets all of them, added in their order,
+    and sets the counter back. Returns whether this is the last, and the sum."""
     t = tl.arange(0, BLOCK_T)[:, None]
     spot = t * BLOCK_O + tl.arange(0, BLOCK_O)[None, :]
     mine = (tile + split * num_tiles).to(tl.int64) * (BLOCK_T * BLOCK_O)
     tl.store(partial + mine + spot, acc_TO, mask=t < num_rows)
-    tl.debug_barrier()  # All threads store before one of them counts.
+    tl.debug_barrier()  # the counter is one thread's business, and it speaks for all of them
     before = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
-    if before == SPLITS - 1:
+    is_last = before == SPLITS - 1
+    if is_last:
         acc_TO = tl.zeros([BLOCK_T, BLOCK_O], tl.float32)
-        # Loads of a large tile take too many registers.
-        UNROLL: tl.constexpr = 4 if BLOCK_T * BLOCK_O < 8192 else 1
+        UNROLL: tl.constexpr = (
+            4 if BLOCK_T * BLOCK_O < 8192 else 1
+        )  # loads of a tile take registers
         for other in tl.range(SPLITS, loop_unroll_factor=UNROLL):
             place = partial + (tile + other * num_tiles).to(tl.int64) * (BLOCK_T * BLOCK_O) + spot
-            # Bypasses the L1 cache, which does not see the writes of other processors.
+            # Not from the L1 cache, which does not see what other processors write.
             acc_TO += tl.load(place, mask=t < num_rows, other=0.0, cache_modifier=".cg")
         tl.store(arrived + tile, 0)
-        store_tile(y, bias, acc_TO, tile, num_rows, num_outputs, BLOCK_T, BLOCK_O, GATED)
+    return is_last, acc_TO
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -193,8 +194,8 @@ def _few_rows(
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, SPLITS: tl.constexpr,
     GATED: tl.constexpr, EVEN: tl.constexpr, TURNED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`EVEN`: the inputs are a multiple of BLOCK_I. More rows than a tile holds go to further
-    programs, which requires SPLITS == 1."""
+    """`EVEN`: the inputs are a multiple of BLOCK_I. More rows than a tile has are computed by
+    programs of their own, which only works without splits."""
     tile, split = tl.program_id(0), tl.program_id(1)
     first = tl.program_id(2) * BLOCK_T
     x += first.to(tl.int64) * x_stride
@@ -204,7 +205,7 @@ def _few_rows(
     share = tl.cdiv(tl.cdiv(num_inputs, BLOCK_I), SPLITS) * BLOCK_I
     start = split * share
     stop = tl.minimum(start + share, num_inputs)
-    # Prefetching weights before the rows are available was measured to be slower.
+    # Asking for weights before the rows are there was measured, and took longer.
     release_next(PDL)
     await_inputs(PDL)
     t, i = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_I)
@@ -224,10 +225,14 @@ def _few_rows(
         else:
             acc = tl.dot(x_TI, w_OI.T, acc, input_precision="ieee")
     acc_TO = acc.T if TURNED else acc
-    store_split(
-        y, bias, acc_TO, partial, arrived, tile, split, num_tiles, num_rows, num_outputs,
-        BLOCK_T, BLOCK_O, SPLITS, GATED,
-    )  # fmt: skip
+    if SPLITS > 1:
+        is_last, acc_TO = add_splits(
+            acc_TO, partial, arrived, tile, split, num_tiles, num_rows, BLOCK_T, BLOCK_O, SPLITS
+        )
+        if is_last:
+            store_tile(y, bias, acc_TO, tile, num_rows, num_outputs, BLOCK_T, BLOCK_O, GATED)
+    else:
+        store_tile(y, bias, acc_TO, tile, num_rows, num_outputs, BLOCK_T, BLOCK_O, GATED)
 
 
 @triton.jit
@@ -236,8 +241,8 @@ def _one_row(
     BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, WHOLE: tl.constexpr, GATED: tl.constexpr,
     EVEN: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Loads the first block of weights before x is available, then always one block ahead.
-    `WHOLE`: there is only one block."""
+    """The first block of weights is under way before x is there; then always one block ahead.
+    `WHOLE`: it is the only one."""
     tile = tl.program_id(0)
     row_O = matrix_rows(tile * BLOCK_O, num_outputs, BLOCK_O, GATED)
     i = tl.arange(0, BLOCK_I)
@@ -289,7 +294,7 @@ def gate_up_silu(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) 
 
 
 def _fits(x_TI: Tensor, weight_OI: Tensor) -> bool:
-    """Few rows of a type that tensor cores support."""
+    """Few rows of a type that tensor cores know."""
     few = len(x_TI) <= FEW_ROWS
     return few and x_TI.dtype == weight_OI.dtype and x_TI.element_size() == 2
 
@@ -303,7 +308,7 @@ def logits(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 def linear_invariant(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Uses one tile and one order of summation for all numbers of rows and outputs."""
+    """One tile and one order of summing for all numbers of rows and outputs."""
     tile = INVARIANT[weight_OI.element_size()]
     plan = LinearLaunch(tile, -(-len(weight_OI) // tile.outputs), 1, prefetch=False)
     y_TO = x_TI.new_empty(len(x_TI), len(weight_OI))
@@ -327,7 +332,7 @@ def multiply(
     gated: bool,
     plan: LinearLaunch | None = None,
 ) -> Tensor:
-    """Multiplies into `y_TO`. `plan` overrides the default one, whose tiles hold few rows."""
+    """Into `y_TO`; `plan`: another than the usual one, which has tiles for a few rows."""
     rows, (outputs, inputs) = len(x_TI), weight_OI.shape
     assert x_TI.shape[1] == inputs and weight_OI.is_contiguous() and y_TO.is_contiguous()
     if rows == 0 or outputs == 0:
@@ -374,7 +379,7 @@ def plan_for(
 
 
 def filled(inputs: int) -> bool:
-    """Whether padding to a power of two wastes little."""
+    """Whether loading a power of two of them wastes little."""
     return 4 * inputs > 3 * triton.next_power_of_2(inputs)
 
 
@@ -387,7 +392,7 @@ def plan_with(
     element_size: int,
     processors: int,
 ) -> LinearLaunch:
-    """Chooses the tile and the number of splits."""
+    """Which of the tiles, and how many splits of the inputs."""
     prefetch = outputs * inputs * element_size <= PREFETCH_BYTES
     prefetch = prefetch and inputs * element_size % 16 == 0
     if rows == 1:
@@ -401,12 +406,12 @@ def plan_with(
 
 
 def processors_of(x: Tensor) -> int:
-    """The interpreter pretends to have 4, so that tests cover splits."""
+    """In the interpreter there are as many as it takes to have splits in tests."""
     return num_processors(x.device.index) if x.is_cuda else 4
 
 
 def split_buffers(plan: LinearLaunch, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Buffers for the splits' sums and the tiles' counters."""
+    """Room for the splits' sums, and the tiles' counters."""
     if plan.splits == 1:
         return None, None
     assert plan.tiles <= MAX_COUNTERS, plan
@@ -418,8 +423,8 @@ def split_buffers(plan: LinearLaunch, x: Tensor) -> tuple[Tensor | None, Tensor 
 
 @cache
 def counters(device: torch.device) -> Tensor:
-    """Zeros between kernels, a row for each stream. The first call allocates them and must not be
-    captured in a CUDA graph."""
+    """All zero between kernels. Kernels of one stream do not meet in them; each stream has its own.
+    They are made by the first call, which must not be inside a CUDA graph."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("call the kernel once before it is captured in a CUDA graph")
     return torch.zeros(MAX_STREAMS, MAX_COUNTERS, dtype=torch.int32, device=device)
