@@ -86,7 +86,7 @@ class Run:
         for link in Path(f"/proc/{supervisor}/fd").iterdir():
             if "moesaic-control" in os.readlink(link):
                 seats = (link.stat().st_size - HEAD_BYTES) // STATUS_BYTES
-                return ControlPage.open(str(link), seats).seen(rank).step
+                return ControlPage.open(str(link), seats).snapshot(rank).step
         return 0
 
     def learn(self) -> None:

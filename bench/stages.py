@@ -37,13 +37,13 @@ KERNELS: Final = {
     ),
     "dispatch": ("_send_kernel",),
     "experts": (
-        *("_gate_up_kernel", "_down_kernel", "_gate_up_down_kernel", "_gate_up_far_kernel"),
+        *("_gate_up_kernel", "_down_kernel", "_gate_up_down_kernel", "_gate_up_remote_kernel"),
         *("_down_row_kernel", "gate_up_kernel", "down_kernel", "experts_kernel"),
         *("_sum_pairs", "weigh_kernel", "_zero_nobodies_kernel", "_silu_mul_kernel"),
     ),
     "combine": ("collect_kernel",),
     "wait": ("_wait_kernel", "_signal_kernel"),
-    "collectives": ("_push_kernel", "_post_kernel", "_pull_kernel"),
+    "collectives": ("_push_kernel", "_publish_kernel", "_pull_kernel"),
     "quantising": ("_fp8_kernel", "_int8_kernel", "nvfp4_grid_kernel"),
     "sampling": (
         *("_peaks_kernel", "_greedy_kernel", "_sums_kernel", "_draw_kernel"),

@@ -418,7 +418,8 @@ def test_a_group_names_who_did_not_come(store: LocalStore):
 def test_a_new_epoch_ends_the_wait(store: LocalStore):
     page, descriptor = ControlPage.create(num_ranks=2)
     status = page.status(0)
-    group = StoreGroup(store.address.connect(SECONDS, OBSERVER), "g", 0, 2, 60.0, status=status)
+    group = StoreGroup(store.address.connect(SECONDS, OBSERVER), "g", 0, 2, 60.0)
+    group.status = status
     timer = threading.Timer(0.2, page.change, (1, "rank 1 died"))
     timer.start()
     started = time.monotonic()
@@ -434,7 +435,8 @@ def with_status(group: RankGroup, path: str, address: StoreAddress) -> int | Non
     """Rank 0 waits in a collective for rank 1, which never comes; a new epoch ends it."""
     status = ControlPage.open(path, num_ranks=2).status(group.rank)
     store = address.connect(SECONDS, Identity(group.rank, 0))
-    peers = StoreGroup(store, "g", group.rank, 2, SECONDS, status=status)
+    peers = StoreGroup(store, "g", group.rank, 2, SECONDS)
+    peers.status = status
     comm = WindowCollective(peers, SMALL, 60.0)
     if group.rank == 1:
         store.set("ready", b"")

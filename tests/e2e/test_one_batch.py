@@ -83,7 +83,7 @@ def test_a_batch_that_fails_ends_no_other(tmp_path, monkeypatch, capsys):
 def test_nobody_is_looked_for_when_a_step_fails(monkeypatch, capsys):
     begun = []
 
-    def fails(runner, plan):
+    def fails(runner, plan, *rest):
         begun.append(len(plan.items))
         raise RuntimeError("no such kernel")
 
