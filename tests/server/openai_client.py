@@ -104,7 +104,7 @@ def stream_chunks(http: httpx.Client, path: str, **body: Any) -> list[Json]:
 
 
 def contents(chunks: list[Json]) -> dict[int, str]:
-    """Of each choice, whose chunks must follow the contract: the role, contents, the reason."""
+    """Joins the chunks of each choice and checks their contract: role, contents, finish reason."""
     deltas: dict[int, list[Json]] = {}
     for chunk in chunks:
         for choice in chunk["choices"]:

@@ -109,3 +109,18 @@ def test_rejected_drafts_are_computed_anew() -> None:
         assert item.confirmed == first + 1
         item.end(num_tokens)
         assert request.num_computed == computed and request.pending == 0
+
+
+def test_requests_that_cannot_verify_get_no_drafts() -> None:
+    scheduler = make_core(False).planner.scheduler
+    plain, pending, masked, nearly_done = (
+        Request(str(n), [1, 2, 3], params, n, 9, n)
+        for n, params in enumerate(
+            (SamplingParams(), SamplingParams(), SamplingParams(regex="[a-z]+"), SamplingParams())
+        )
+    )
+    pending.pending, nearly_done.max_new_tokens = 1, 2
+    for request in (plain, pending, masked, nearly_done):
+        request.drafts = [7, 8]
+    counts = [scheduler._drafts_that_fit(r) for r in (plain, pending, masked, nearly_done)]
+    assert counts == [2, 0, 0, 1]

@@ -184,10 +184,10 @@ def suspects(count: int, decoding: int) -> list[Request]:
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 16, 64])
 def test_the_guilty_one_is_found_in_few_steps(count):
     for decoding in {0, count // 2, count - 1}:
-        everybody = suspects(count, decoding)
-        for guilty in everybody:
+        tried_together = suspects(count, decoding)
+        for guilty in tried_together:
             quarantine, failed, tried = Quarantine(), 1, set()
-            found = quarantine.report_failure(everybody, alone=True)
+            found = quarantine.report_failure(tried_together, alone=True)
             steps = 0
             while quarantine:
                 steps += 1
@@ -197,7 +197,7 @@ def test_the_guilty_one_is_found_in_few_steps(count):
                     found = quarantine.report_failure(chosen, alone=True)
                 else:
                     tried |= set(chosen)
-            assert found is guilty and tried == set(everybody) - {guilty}
+            assert found is guilty and tried == set(tried_together) - {guilty}
             assert failed <= math.ceil(math.log2(count)) + 2
             assert steps <= 2 * (math.ceil(math.log2(count)) + 1)
 

@@ -104,8 +104,11 @@ class Scheduler:
         return list(planned.values())
 
     def _drafts_that_fit(self, request: Request) -> int:
-        """Drafts retract no request, and none is verified beyond the last token that is allowed."""
-        count = 0 if request.pending else min(len(request.drafts), request.remaining_tokens - 1)
+        """Drafts retract no request, and none is verified beyond the last token that is allowed.
+        The runner makes no grammar masks for drafts, and needs the last token on the host."""
+        if request.pending or request.params.grammar is not None:
+            return 0
+        count = min(len(request.drafts), request.remaining_tokens - 1)
         has_room = count > 0 and self.kv.grow(request, request.num_computed + 1 + count)
         return count if has_room else 0
 

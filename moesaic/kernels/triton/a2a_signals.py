@@ -189,7 +189,7 @@ def raise_flags(
     SIZE: tl.constexpr,
     SCOPE: tl.constexpr,
 ):
-    """Raises this rank's flag in all regions; whoever sees it sees all earlier writes of the
+    """Raises this rank's flag in all regions; a rank that sees it sees all earlier writes of the
     program's threads, and those that they waited for."""
     offset = flags + (channel.to(tl.int64) * SIZE + rank) * 8
     at = tl.load(bases_ptr + lane, lane < SIZE, 0) + offset
