@@ -25,7 +25,7 @@ from moesaic.moe.runner.base import (
 )
 from moesaic.moe.runner.host.layouts import weighted_sum
 
-PIECE = 32  # deterministic mode multiplies exactly so many rows at a time
+PIECE = 32  # deterministic mode multiplies exactly this many rows at a time
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ def pre_permute(rows: StandardDispatchOutput, context: RunContext) -> LoopInput:
 def post_permute(
     outputs: RunnerOutput, inputs: LoopInput, rows: StandardDispatchOutput, context: RunContext
 ) -> RowsCombineInput:
-    """One weighted row for each row that came. In deterministic mode the pairs themselves: whoever
-    owns the token adds them up in the order of k."""
+    """One weighted row for each received row. In deterministic mode the pairs are sent back unsummed:
+    the rank that owns the token adds them in the order of k."""
     if context.config.deterministic:
         return RowsCombineInput(rows.handle, outputs.y, pairs=True)
     places_N = torch.arange(len(outputs.y))

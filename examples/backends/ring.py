@@ -47,7 +47,7 @@ class GlooDispatcher(BaseDispatcher):
     name = "gloo"
 
     def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> Pending:
-        """Nothing is left in the dispatcher, so both lanes of a step may be under way."""
+        """The dispatcher keeps no state, so both lanes of a step may be in flight."""
         layout = self.config.layout
         group_P = torch.arange(layout.size) // layout.moe_tp_size
         pairs_PTK = layout.owner(topk.ids_TK) == group_P.view(-1, 1, 1)
@@ -71,7 +71,7 @@ class GlooDispatcher(BaseDispatcher):
     def _send(
         self, pending: Pending, tokens_S: Tensor, to_P: list[int], from_P: list[int]
     ) -> tuple[Payload, Tensor, Tensor]:
-        """Values and scales, ids and weights of the rows that come to this rank."""
+        """Values and scales, ids and weights of the rows that this rank receives."""
         x, topk = pending.x.select(tokens_S), pending.topk
         planes = [x.values] if x.scales is None else [x.values, x.scales]
         planes += [topk.ids_TK[tokens_S], topk.weights_TK[tokens_S]]
@@ -120,8 +120,8 @@ class GlooDispatcher(BaseDispatcher):
 
 
 class RingDispatcher(GlooDispatcher):
-    """In P turns: each rank sends to the next one, then to the one after it, and so on, so that
-    nobody receives from two at once."""
+    """P rounds: in round d each rank sends to the rank d places further on, so that no rank receives
+    from two at once."""
 
     name = "ring"
 

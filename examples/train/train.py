@@ -81,7 +81,7 @@ def read_settings() -> Settings:
         ("seed", 1, "seed of weights and data"),
         ("workers", max(1, (os.cpu_count() or 1) - 2), "processes that make batches"),
         ("device", device, "cuda or cpu"),
-        ("minutes", 1e9, "save and stop after so many, to be resumed"),
+        ("minutes", 1e9, "save and stop after this many minutes; a later run resumes"),
         ("every", 500, "steps between checkpoints"),
     ]
     parser.add_argument(
