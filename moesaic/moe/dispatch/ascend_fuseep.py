@@ -138,7 +138,7 @@ def fused_moe(rows: FusedDispatchOutput, context: RunContext) -> FusedCombineInp
     dispatcher = handle.dispatcher
     begin = time.monotonic_ns()
     dispatcher.wait(ExchangeSignal.TOKENS_READY, handle.lane)
-    plan = plan_pairs(dispatcher.exchange.published(handle.lane, dispatcher.layout).tokens)
+    plan = plan_pairs(dispatcher.exchange.published(handle.lane, dispatcher.layout))
     dispatcher.note_dispatch_time(begin, dispatcher.traffic.dispatch_bytes)
     dispatcher.compute(handle.lane, plan, context)
     begin, before = time.monotonic_ns(), dispatcher.traffic.combine_bytes

@@ -18,7 +18,7 @@ from moesaic.core.step import Step
 from moesaic.kernels.cpu.rows import Terms, sum_rows
 from moesaic.moe.dispatch.base import CommContext, DispatchConfig, RowSpec, wire_dtype
 from moesaic.moe.dispatch.device.rows import DeviceRowsDispatcher
-from moesaic.moe.dispatch.host.exchange import LANES, TAGS, ExchangeSignal, Lanes, planes_of
+from moesaic.moe.dispatch.host.exchange import LANES, TAGS, ExchangeSignal, Lanes
 from moesaic.moe.dispatch.host.windowed import WindowDispatcher
 from moesaic.moe.dispatch.local import device_provider
 from moesaic.moe.formats import CombineInput, RowsCombineInput, StandardDispatchOutput, TopKOutput
@@ -108,7 +108,7 @@ class FlashInferDispatcher(WindowDispatcher):
     ) -> None:
         start = self._first(lane, self.layout.rank)
         put = self.window.put
-        for name, tensor in planes_of(x).items():
+        for name, tensor in x.planes.items():
             put(name, rank, start, tensor.view(wire_dtype(tensor.dtype)), tokens)
         put("ids", rank, start, ids_TK, tokens)
         put("weights", rank, start, weights_TK, tokens)
@@ -130,11 +130,9 @@ class FlashInferDispatcher(WindowDispatcher):
             pairs = zip(starts, counts, strict=True)
             return torch.cat([plane[start : start + count] for start, count in pairs])
 
-        values, *scales = (
-            filled(plane.name).view(plane.dtype) for plane in self.config.payload.codec.planes
-        )
-        scale = scales[0] if scales else None
-        x = Payload(values, scale, self.config.payload, self.config.global_scale)
+        payload = self.config.payload
+        planes = (filled(plane.name).view(plane.dtype) for plane in payload.codec.planes)
+        x = payload.wrap(planes, self.config.global_scale)
         ids_RK, weights_RK = filled("ids").long(), filled("weights")
         self.verify(ExchangeSignal.TOKENS_READY, lane)
         route = replace(pending, counts=counts, valid_RK=ids_RK >= 0)

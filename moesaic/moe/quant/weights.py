@@ -87,9 +87,6 @@ class WeightFormat:
             prod(shape) * dtype.itemsize for shape, dtype in self.planes(rows, cols).values()
         )
 
-    def bytes_per_weight(self, rows: int, cols: int) -> float:
-        return self.nbytes(rows, cols) / (rows * cols)
-
     def slice(self, planes: Mapping[str, Tensor], rows: slice, cols: slice) -> Planes:
         """Views of a part of the matrix; cuts must fall between blocks."""
         values = self.codec.planes[0]

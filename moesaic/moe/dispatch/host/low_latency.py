@@ -76,7 +76,7 @@ class LowLatencyDispatcher(ExchangeDispatcher):
     def _dispatch_b(self, pending: LowLatencyPending) -> LowLatencyDispatchOutput:
         lane, layout = pending.lane, self.layout
         self.wait(ExchangeSignal.TOKENS_READY, lane)
-        plan = plan_pairs(self.exchange.published(lane, layout).tokens)
+        plan = plan_pairs(self.exchange.published(lane, layout))
         scale = self.config.global_scale
         x = self.exchange.copy_to_blocks(lane, plan.rows_R, plan.filled, scale)
         self.verify(ExchangeSignal.TOKENS_READY, lane)

@@ -20,7 +20,7 @@ from torch import Tensor
 from moesaic.core.step import Step
 from moesaic.kernels.cpu.rows import GatheredTokens, RowPlan, Terms, plan_rows
 from moesaic.moe.dispatch.base import CommContext, DispatchConfig
-from moesaic.moe.dispatch.host.exchange import ExchangeSignal, ExchangeSpec, PublishedTokens
+from moesaic.moe.dispatch.host.exchange import ExchangeSignal, ExchangeSpec
 from moesaic.moe.dispatch.host.windowed import ExchangeDispatcher
 from moesaic.moe.formats import CombineInput, DispatchOutput, RowsCombineInput, TopKOutput
 from moesaic.moe.quant.payload import Payload
@@ -123,22 +123,24 @@ class RowsDispatcher(ExchangeDispatcher):
 
     def _dispatch_b(self, pending: RowsPending) -> DispatchOutput:
         lane = pending.lane
-        offers = self._wait_for_tokens(lane)
-        rounds = max(1, -(-max(offers.totals) // self.rounds.tokens))
+        self.wait(ExchangeSignal.TOKENS_READY, lane)
         plan = RoundsResult(self, pending)
-        for number in range(rounds):
+        for number in range(self._rounds(lane)):
             if number:
                 self.signal(ExchangeSignal.TOKENS_READ, lane)
                 self.wait(ExchangeSignal.TOKENS_READ, lane)
                 self._publish(pending, number)
-                offers = self._wait_for_tokens(lane)
-            plan.add(offers.tokens, self._tokens(number))
+                self.wait(ExchangeSignal.TOKENS_READY, lane)
+            plan.add(self.exchange.published(lane, self.layout), self._tokens(number))
             self.verify(ExchangeSignal.TOKENS_READY, lane)
         return plan.finish()
 
-    def _wait_for_tokens(self, lane: int) -> PublishedTokens:
-        self.wait(ExchangeSignal.TOKENS_READY, lane)
-        return self.exchange.published(lane, self.layout)
+    def _rounds(self, lane: int) -> int:
+        """Rounds of the step, those of the rank with the most tokens; at least one."""
+        if self.rounds.most == 1:
+            return 1
+        most = max(self.exchange.counts(lane, whole_step=True))
+        return max(1, -(-most // self.rounds.tokens))
 
     def _combine_a(self, results: CombineInput) -> RowsCombineInput:
         assert isinstance(results, RowsCombineInput)

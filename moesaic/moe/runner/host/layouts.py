@@ -257,17 +257,13 @@ def pre_permute_blocks(
     """Copies the filled rows of each slot's block into another layout."""
     config = context.config
     block = rows.y_eMH.shape[1]
-    counts = rows.masked_m
-    places = placer(counts, config.rounding)
-    slots = [slot for slot, count in enumerate(counts) if count]
-    parts = [torch.arange(counts[slot]) for slot in slots]
-    empty = torch.zeros(0, dtype=torch.int64)
-    rows_N = torch.cat([empty, *(p + slot * block for p, slot in zip(parts, slots, strict=True))])
-    places_N = torch.cat(
-        [empty, *(p + places.bases[slot] for p, slot in zip(parts, slots, strict=True))]
-    )
-    first = slots[0] * block if slots else 0
-    source_Y = torch.full((places.total,), first).index_copy_(0, places_N, rows_N)
+    places = placer(rows.masked_m, config.rounding)
+    counts_e, bases_e = torch.tensor(rows.masked_m), torch.tensor(places.bases)
+    slots_N = torch.arange(len(counts_e)).repeat_interleave(counts_e)
+    # The rows before it in its own slot.
+    before_N = torch.arange(len(slots_N)) - (counts_e.cumsum(0) - counts_e)[slots_N]
+    rows_N, places_N = slots_N * block + before_N, bases_e[slots_N] + before_N
+    source_Y = rows_N[:1].repeat(places.total).index_copy_(0, places_N, rows_N)
     x_YH = _take_rows(flat_blocks(rows.x), source_Y, context)
     pairs = ValidPairs(rows_N, places_N, None)
     return cls(x_YH, places.groups, pairs, _is_quantized(rows.x, context))
@@ -323,14 +319,12 @@ def _take_rows(x: Payload, source_Y: Tensor, context: RunContext) -> Tensor:
 
 
 def _slot_rows(x: Payload, slot: int, count: int) -> Payload:
-    scales = None if x.scales is None else x.scales[slot, :count]
-    return Payload(x.values[slot, :count], scales, x.format, x.global_scale)
+    return x.viewed(lambda tensor: tensor[slot, :count])
 
 
 def flat_blocks(x: Payload) -> Payload:
     """[e, M, H] as [e * M, H]."""
-    scales = None if x.scales is None else x.scales.flatten(0, 1)
-    return Payload(x.values.flatten(0, 1), scales, x.format, x.global_scale)
+    return x.viewed(lambda tensor: tensor.flatten(0, 1))
 
 
 def _is_quantized(x: Payload, context: RunContext) -> bool:
