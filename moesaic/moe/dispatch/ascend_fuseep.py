@@ -50,7 +50,7 @@ from moesaic.moe.registry import RUNNER_REGISTRY, UNQUANTIZED, A2aBackend, Provi
 from moesaic.moe.runner.base import RunContext
 from moesaic.moe.runner.device.sorted_pairs import post_permute_pairs, pre_permute_pairs
 from moesaic.moe.runner.host.grouped import SMALL_ROWS
-from moesaic.moe.runner.host.layouts import LayoutPlan, StandardInput, plan_standard
+from moesaic.moe.runner.host.layouts import GroupedInput, LayoutPlan, plan_standard
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class FuseEPDispatcher(ExchangeDispatcher):
             else:
                 x_YH.copy_(values.index_select(0, source_Y))
         y_YH = exchange.results(lane)[: places.total]
-        inputs = StandardInput(x_YH, places.groups, None, False, y_YH)
+        inputs = GroupedInput(x_YH, places.groups, None, False, y_YH)
         context.core.run(inputs, context.weights, context.workspace)
         exchange.touch_results(lane, places.bases, plan.rows_R.split(plan.filled))
         bases = exchange.window.plane("bases")[lane]

@@ -9,11 +9,12 @@ nothing is overwritten too early. Planes fit the largest step; a smaller one use
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count
-from typing import Any, Final, TypeVar
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -33,7 +34,6 @@ NOT_SENT = -1
 SAME_STREAM: Final = nullcontext()
 # Views by lane, number of rows and scale.
 MOST_VIEWS: Final = 4096
-Kept = TypeVar("Kept")
 # Rows with their ids and, if they travel, their weights.
 Arrived = tuple[Payload, Tensor, Tensor | None]
 
@@ -86,7 +86,9 @@ class DeviceExchange(InFlight):
         with torch.inference_mode(False):  # or it could not be written outside that mode
             self.active_P = torch.ones(self.size, dtype=torch.bool, device=device)
         """The active ranks, on the device."""
-        self._views: dict[str, dict[tuple[Any, ...], Any]] = {}
+        # Views are kept, for all layers: making one takes longer than a kernel launch.
+        self.arrived = lru_cache(MOST_VIEWS)(self._arrived)
+        self.results = lru_cache(MOST_VIEWS)(self._results)
         self._places = count()
         self._last: list[int | None] = [None] * spec.lanes
         comm.group.register(self)
@@ -102,7 +104,8 @@ class DeviceExchange(InFlight):
 
     def close(self) -> None:
         """Frees the memory; no kernel of this rank may use it any more."""
-        self._views.clear()
+        self.arrived.cache_clear()
+        self.results.cache_clear()
         self.window.close()
 
     def check(self) -> None:
@@ -126,11 +129,9 @@ class DeviceExchange(InFlight):
             local_rows=self.spec.home_rows > 0,
         )
 
-    def arrived(self, lane: int, rows: int, scale: float) -> Arrived:
-        """The first rows of this rank's planes."""
-        return self._kept((lane, rows, scale), self._arrived)
-
+    @torch.inference_mode(False)
     def _arrived(self, lane: int, rows: int, scale: float) -> Arrived:
+        """The first rows of this rank's planes."""
         scales = None
         if self.payload.scales is not None:
             scales = self.window.plane(f"scales {lane}")[:rows]
@@ -139,23 +140,10 @@ class DeviceExchange(InFlight):
         payload = Payload(values, scales, self.payload, scale)
         return payload, self.window.plane(f"ids {lane}")[:rows], weights
 
-    def results(self, lane: int, first: int, rows: int) -> Tensor:
-        """The buffer for this many of this rank's results, which its peers read."""
-        return self._kept((lane, first, rows), self._results)
-
+    @torch.inference_mode(False)
     def _results(self, lane: int, first: int, rows: int) -> Tensor:
+        """The buffer for this many of this rank's results, which its peers read."""
         return self.window.plane(f"results {lane}")[first : first + rows]
-
-    def _kept(self, key: tuple[Any, ...], make: Callable[..., Kept]) -> Kept:
-        """Caches views, which all layers share: making one takes longer than a kernel launch."""
-        views = self._views.setdefault(make.__name__, {})
-        if key not in views:
-            if len(views) >= MOST_VIEWS:
-                views.clear()
-            with torch.inference_mode(False):
-                views[key] = make(*key)
-        found: Kept = views[key]
-        return found
 
     def side_stream(self) -> AbstractContextManager[None]:
         """Launches inside go to a side stream if lanes overlap, else to the current one."""

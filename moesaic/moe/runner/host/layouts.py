@@ -72,18 +72,6 @@ class GroupedInput(RunnerInput):
     """The buffer for results; None: any."""
 
 
-class StandardInput(GroupedInput):
-    layout = "standard"
-
-
-class ContiguousInput(GroupedInput):
-    layout = "contiguous"
-
-
-class MaskedInput(GroupedInput):
-    layout = "masked"
-
-
 @dataclass(frozen=True, slots=True)
 class LayoutPlan:
     """Where each slot's rows begin, the number of rows, and which slots are computed together."""
@@ -200,10 +188,7 @@ def place_pairs(
 
 
 def pre_permute_rows(
-    cls: type[GroupedInput],
-    placer: LayoutPlanner,
-    rows: StandardDispatchOutput,
-    context: RunContext,
+    placer: LayoutPlanner, rows: StandardDispatchOutput, context: RunContext
 ) -> GroupedInput:
     """Copies each row to the places of its pairs."""
     config = context.config
@@ -212,7 +197,7 @@ def pre_permute_rows(
     source_Y = torch.zeros(places.total, dtype=torch.int64).index_copy_(0, places_N, rows_N)
     x_YH = _take_rows(rows.x, source_Y, context)
     pairs = ValidPairs(rows_N, places_N, valid_RK)
-    return cls(x_YH, places.groups, pairs, _is_quantized(rows.x, context))
+    return GroupedInput(x_YH, places.groups, pairs, _is_quantized(rows.x, context))
 
 
 def post_permute_rows(
@@ -249,10 +234,7 @@ def weighted_sum(
 
 
 def pre_permute_blocks(
-    cls: type[GroupedInput],
-    placer: LayoutPlanner,
-    rows: LowLatencyDispatchOutput,
-    context: RunContext,
+    placer: LayoutPlanner, rows: LowLatencyDispatchOutput, context: RunContext
 ) -> GroupedInput:
     """Copies the filled rows of each slot's block into another layout."""
     config = context.config
@@ -266,7 +248,7 @@ def pre_permute_blocks(
     source_Y = rows_N[:1].repeat(places.total).index_copy_(0, places_N, rows_N)
     x_YH = _take_rows(flat_blocks(rows.x), source_Y, context)
     pairs = ValidPairs(rows_N, places_N, None)
-    return cls(x_YH, places.groups, pairs, _is_quantized(rows.x, context))
+    return GroupedInput(x_YH, places.groups, pairs, _is_quantized(rows.x, context))
 
 
 def post_permute_blocks(
@@ -279,7 +261,7 @@ def post_permute_blocks(
     return LowLatencyCombineInput(rows.handle, rows.y_eMH)
 
 
-def pre_permute_masked(rows: LowLatencyDispatchOutput, context: RunContext) -> MaskedInput:
+def pre_permute_masked(rows: LowLatencyDispatchOutput, context: RunContext) -> GroupedInput:
     """Uses the blocks as they are; only decoding copies rows."""
     config = context.config
     block = rows.y_eMH.shape[1]
@@ -291,7 +273,7 @@ def pre_permute_masked(rows: LowLatencyDispatchOutput, context: RunContext) -> M
         for slot, count in enumerate(rows.masked_m):
             if count:
                 x_eMH[slot, :count] = _slot_rows(rows.x, slot, count).dense(config.dtype)
-    return MaskedInput(
+    return GroupedInput(
         x_YH=x_eMH.flatten(0, 1),
         groups=masked_groups(rows.masked_m, block, config.rounding),
         pairs=None,
@@ -301,7 +283,7 @@ def pre_permute_masked(rows: LowLatencyDispatchOutput, context: RunContext) -> M
 
 
 def post_permute_masked(
-    outputs: RunnerOutput, inputs: MaskedInput, rows: LowLatencyDispatchOutput, context: RunContext
+    outputs: RunnerOutput, inputs: GroupedInput, rows: LowLatencyDispatchOutput, context: RunContext
 ) -> CombineInput:
     """The results are already in the dispatcher's buffer."""
     return LowLatencyCombineInput(rows.handle, rows.y_eMH)
