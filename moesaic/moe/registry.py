@@ -262,15 +262,13 @@ def _sizes(problem: MoeProblem) -> Iterator[str]:
     slots = problem.experts + problem.redundant
     if problem.experts and slots % problem.ep:
         yield f"{slots} expert slots cannot be laid evenly over ep {problem.ep}"
-    if problem.intermediate_size:
-        if problem.intermediate_size % problem.moe_tp:
-            yield (
-                f"an intermediate size of {problem.intermediate_size} cannot be cut in "
-                f"{problem.moe_tp} (tp {problem.tp} / ep {problem.ep})"
-            )
-        else:
-            cut = problem.intermediate_size // problem.moe_tp
-            yield from _weights_fit(problem, cut)
+    if problem.intermediate_size % problem.moe_tp:
+        yield (
+            f"an intermediate size of {problem.intermediate_size} cannot be cut in "
+            f"{problem.moe_tp} (tp {problem.tp} / ep {problem.ep})"
+        )
+    elif problem.intermediate_size:
+        yield from _weights_fit(problem, problem.intermediate_size // problem.moe_tp)
 
 
 def _weights_fit(problem: MoeProblem, cut: int) -> Iterator[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moesaic.kernels.cpu.rows import rank_within
-from moesaic.moe.activations import clamped_swiglu, silu_and_mul
+from moesaic.moe.activations import Swiglu, silu_and_mul
 from moesaic.moe.formats import (
     LowLatencyCombineInput,
     LowLatencyDispatchOutput,
@@ -96,7 +96,7 @@ def context_of(
         intermediate_size=INNER,
         top_k=top_k,
         dtype=weights.w13_eJH.dtype,
-        activation=clamped_swiglu(1.702, 7.0) if clamped else silu_and_mul,
+        activation=Swiglu(1.702, 7.0) if clamped else silu_and_mul,
         deterministic=deterministic,
     )
     return RunContext(config, GroupedCore(config), weights, Workspace())

@@ -59,9 +59,23 @@ class FusedPending:
     dispatcher: FuseEPDispatcher
 
 
-class FuseEPDispatcher(ExchangeDispatcher):
+class FusedDispatcher(BaseDispatcher):
+    """Dispatch and combine hand over; the fused function between them does the rest."""
+
     name = "ascend_fuseep"
 
+    def _dispatch_b(self, pending: FusedDispatchOutput) -> FusedDispatchOutput:
+        return pending
+
+    def _combine_a(self, results: CombineInput) -> FusedCombineInput:
+        assert isinstance(results, FusedCombineInput)
+        return results
+
+    def _combine_b(self, pending: FusedCombineInput) -> Tensor:
+        return pending.y_TH
+
+
+class FuseEPDispatcher(FusedDispatcher, ExchangeDispatcher):
     @classmethod
     def buffer_spec(cls, config: DispatchConfig) -> ExchangeSpec:
         """Every slot's rows are padded by less than a tile."""
@@ -83,9 +97,6 @@ class FuseEPDispatcher(ExchangeDispatcher):
             )
         self.publish(x_TH, topk, step.lane)
         return FusedDispatchOutput(FusedPending(step.lane, self), x_TH, topk)
-
-    def _dispatch_b(self, pending: FusedDispatchOutput) -> FusedDispatchOutput:
-        return pending
 
     def compute(self, lane: int, plan: PairPlan, context: RunContext) -> None:
         """Runs local experts on all ranks' tokens; results go where the tokens' ranks read."""
@@ -122,14 +133,10 @@ class FuseEPDispatcher(ExchangeDispatcher):
         self.verify(ExchangeSignal.RESULTS_READY, lane)
         return y_TH
 
-    def _combine_a(self, results: CombineInput) -> FusedCombineInput:
-        assert isinstance(results, FusedCombineInput)
-        return results
-
     def _combine_b(self, pending: FusedCombineInput) -> Tensor:
         handle: FusedPending = pending.handle
         self.lanes.release(handle.lane)
-        return pending.y_TH
+        return super()._combine_b(pending)
 
 
 def fused_moe(rows: FusedDispatchOutput, context: RunContext) -> FusedCombineInput:
@@ -186,10 +193,8 @@ class DevicePending:
     """The handle of `dispatcher.rows`."""
 
 
-class DeviceFuseEP(BaseDispatcher):
-    """Dispatch sends the ids; the fused function does the rest."""
-
-    name = "ascend_fuseep"
+class DeviceFuseEP(FusedDispatcher):
+    """Dispatch sends the ids."""
 
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
         super().__init__(config, comm)
@@ -203,16 +208,6 @@ class DeviceFuseEP(BaseDispatcher):
     def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> FusedDispatchOutput:
         sent = self.rows._dispatch_a(x_TH, topk, step)
         return FusedDispatchOutput(DevicePending(self, sent), x_TH, topk)
-
-    def _dispatch_b(self, pending: FusedDispatchOutput) -> FusedDispatchOutput:
-        return pending
-
-    def _combine_a(self, results: CombineInput) -> FusedCombineInput:
-        assert isinstance(results, FusedCombineInput)
-        return results
-
-    def _combine_b(self, pending: FusedCombineInput) -> Tensor:
-        return pending.y_TH
 
 
 def fused_moe_on_device(rows: FusedDispatchOutput, context: RunContext) -> FusedCombineInput:

@@ -122,7 +122,7 @@ class BaseDispatcher(ABC):
     HOOKS: ClassVar = ("pre_dispatch", "post_dispatch", "pre_combine", "post_combine")
 
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
-        self.config, self.comm = config, comm
+        self.config, self.layout, self.comm = config, config.layout, comm
         self.traffic = comm.traffic.setdefault(self.name, TrafficStats())
         self.spans = comm.spans
         self._hooks: dict[str, OrderedDict[int, Hook]] = {p: OrderedDict() for p in self.HOOKS}

@@ -64,7 +64,6 @@ class FlashInferDispatcher(WindowDispatcher):
 
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
         super().__init__(config, comm)
-        self.layout = config.layout
         self.spec = self.buffer_spec(config)
         planes, channels = self.spec.planes(), LANES * len(ExchangeSignal)
         self.lanes = comm.shared(
@@ -89,16 +88,14 @@ class FlashInferDispatcher(WindowDispatcher):
             )
         lane, x = step.lane, self.config.encode(x_TH)
         self.lanes.acquire(lane, self.operation("dispatch"))
-        groups_TK = self.layout.owner(topk.ids_TK)
+        groups_TK, width = self.layout.owner(topk.ids_TK), self.layout.moe_tp_size
         sent_TG = torch.full((len(x_TH), self.layout.ep_size), -1)
         for group in range(self.layout.ep_size):
             tokens = (groups_TK == group).any(1).nonzero().squeeze(1)
             sent_TG[tokens, group] = torch.arange(len(tokens))
             first = group * self.layout.slots_per_rank
             ids = torch.where(groups_TK == group, topk.ids_TK - first, -1).int()
-            for rank in range(
-                group * self.layout.moe_tp_size, (group + 1) * self.layout.moe_tp_size
-            ):
+            for rank in range(group * width, (group + 1) * width):
                 self._put(rank, lane, tokens, x, ids, topk.weights_TK)
         self.signal(ExchangeSignal.TOKENS_READY, lane)
         return PutRoute(lane, sent_TG, topk)

@@ -10,11 +10,11 @@ nothing is overwritten too early. Planes fit the largest step; a smaller one use
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -82,7 +82,8 @@ class DeviceExchange(InFlight):
         self.window = create_device_window(
             comm.group, spec.planes(), comm.timeout, spec.channels, device
         )
-        self._side = SideStream(device) if spec.lanes > 1 and device.type == "cuda" else None
+        overlaps = spec.lanes > 1 and device.type == "cuda"
+        self._side = torch.cuda.Stream(device) if overlaps else None
         with torch.inference_mode(False):  # or it could not be written outside that mode
             self.active_P = torch.ones(self.size, dtype=torch.bool, device=device)
         """The active ranks, on the device."""
@@ -145,14 +146,18 @@ class DeviceExchange(InFlight):
         """The buffer for this many of this rank's results, which its peers read."""
         return self.window.plane(f"results {lane}")[first : first + rows]
 
-    def side_stream(self) -> AbstractContextManager[None]:
-        """Launches inside go to a side stream if lanes overlap, else to the current one."""
-        return SAME_STREAM if self._side is None else self._side.running()
+    def side_stream(self) -> AbstractContextManager[Any]:
+        """Launches inside go to a side stream if lanes overlap, after all earlier launches; the
+        caller keeps its tensors until `join`."""
+        if self._side is None:
+            return SAME_STREAM
+        self._side.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._side)
 
     def join(self) -> None:
         """The current stream waits for the side stream."""
         if self._side is not None:
-            self._side.join()
+            torch.cuda.current_stream().wait_stream(self._side)
 
     def register_layer(self) -> int:
         """The next number of a layer among those that share the window."""
@@ -162,20 +167,3 @@ class DeviceExchange(InFlight):
         """Whether the layer with this number follows its predecessor, in this lane."""
         last, self._last[lane] = self._last[lane], place
         return last is not None and last + 1 == place
-
-
-class SideStream:
-    """A stream beside the current one."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Launches on it after all earlier launches. The caller keeps its tensors until `join`."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def join(self) -> None:
-        torch.cuda.current_stream().wait_stream(self._stream)

@@ -21,8 +21,14 @@ from moesaic.core.step import Step
 from moesaic.kernels.cpu.rows import GatheredTokens, RowPlan, Terms, plan_rows
 from moesaic.moe.dispatch.base import CommContext, DispatchConfig
 from moesaic.moe.dispatch.host.exchange import ExchangeSignal, ExchangeSpec
-from moesaic.moe.dispatch.host.windowed import ExchangeDispatcher
-from moesaic.moe.formats import CombineInput, DispatchOutput, RowsCombineInput, TopKOutput
+from moesaic.moe.dispatch.host.windowed import ExchangeDispatcher, PendingTokens
+from moesaic.moe.formats import (
+    CombineInput,
+    DispatchOutput,
+    RowsCombineInput,
+    StandardDispatchOutput,
+    TopKOutput,
+)
 from moesaic.moe.quant.payload import Payload
 
 
@@ -34,13 +40,6 @@ class Rounds:
     """Rounds."""
     combine: bool = False
     """Whether results come back in rounds, too."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowsPending:
-    lane: int
-    x: Payload
-    topk: TopKOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +62,10 @@ class RowsRoute:
 
 
 class RowsDispatcher(ExchangeDispatcher):
-    """A subclass makes the output of its format."""
-
     everywhere: ClassVar[bool] = False
     """Whether all tokens go to all groups."""
+    output: ClassVar[type[StandardDispatchOutput]] = StandardDispatchOutput
+    """The backend's format."""
 
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
         super().__init__(config, comm)
@@ -93,14 +92,9 @@ class RowsDispatcher(ExchangeDispatcher):
         """The buffer for results, unless they go back in rounds."""
         return None if self.rounds.combine else self.exchange.results(lane)
 
-    def output(
-        self, x: Payload, ids_RK: Tensor, weights_RK: Tensor, route: RowsRoute
-    ) -> DispatchOutput:
-        raise NotImplementedError
-
-    def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> RowsPending:
+    def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> PendingTokens:
         self.check_tokens(len(x_TH))
-        pending = RowsPending(step.lane, self.config.encode(x_TH), topk)
+        pending = PendingTokens(step.lane, self.config.encode(x_TH), topk)
         self.exchange.acquire(step.lane, self.operation("dispatch"))
         self._publish(pending, 0)
         return pending
@@ -114,14 +108,14 @@ class RowsDispatcher(ExchangeDispatcher):
                 f"(DEEPEP_NORMAL_LONG_SEQ_ROUND)"
             )
 
-    def _publish(self, pending: RowsPending, number: int) -> None:
+    def _publish(self, pending: PendingTokens, number: int) -> None:
         self.exchange.publish(pending.lane, pending.x, pending.topk, self._tokens(number))
         self.signal(ExchangeSignal.TOKENS_READY, pending.lane)
 
     def _tokens(self, number: int) -> slice:
         return slice(number * self.rounds.tokens, (number + 1) * self.rounds.tokens)
 
-    def _dispatch_b(self, pending: RowsPending) -> DispatchOutput:
+    def _dispatch_b(self, pending: PendingTokens) -> DispatchOutput:
         lane = pending.lane
         self.wait(ExchangeSignal.TOKENS_READY, lane)
         plan = RoundsResult(self, pending)
@@ -196,7 +190,7 @@ class RowsDispatcher(ExchangeDispatcher):
 class RoundsResult:
     """Collects the rounds of one dispatch."""
 
-    def __init__(self, dispatcher: RowsDispatcher, pending: RowsPending) -> None:
+    def __init__(self, dispatcher: RowsDispatcher, pending: PendingTokens) -> None:
         self.dispatcher, self.pending = dispatcher, pending
         self.starts = [[0] * dispatcher.layout.ep_size]
         self.tokens: list[slice] = []
@@ -231,20 +225,21 @@ class RoundsResult:
     def finish(self) -> DispatchOutput:
         ids_RK, weights_RK = map(joined, zip(*self.parts, strict=True))
         assert self.x is not None
-        topk, layout = self.pending.topk, self.dispatcher.layout
-        pairs = self.dispatcher.config.deterministic
+        lane, topk = self.pending.lane, self.pending.topk
+        layout, pairs = self.dispatcher.layout, self.dispatcher.config.deterministic
         places_TS = joined(self.places)
-        groups_TS = torch.arange(layout.ep_size).expand_as(places_TS) if not pairs else None
+        owners_TS = layout.owner(topk.ids_TK) if pairs else torch.arange(layout.ep_size)
         route = RowsRoute(
-            lane=self.pending.lane,
-            owners_TS=layout.owner(topk.ids_TK) if groups_TS is None else groups_TS,
+            lane=lane,
+            owners_TS=owners_TS.expand_as(places_TS),
             places_TS=places_TS,
             weights_TS=topk.weights_TK if pairs else None,
             starts=self.starts,
             tokens=self.tokens,
             sources=self.sources,
         )
-        return self.dispatcher.output(self.x, ids_RK, weights_RK, route)
+        y_OH = self.dispatcher.results(lane)
+        return self.dispatcher.output(route, self.x, ids_RK, weights_RK, y_OH=y_OH)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

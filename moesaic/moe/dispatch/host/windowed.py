@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from moesaic.kernels.cpu.rows import Terms
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
 from moesaic.moe.dispatch.host.exchange import Exchange, ExchangeSignal, ExchangeSpec, Lanes
 from moesaic.moe.formats import TopKOutput
+from moesaic.moe.quant.payload import Payload
 
 PHASES = {
     ExchangeSignal.TOKENS_READY: "dispatch",
@@ -15,6 +18,15 @@ PHASES = {
     ExchangeSignal.RESULTS_READY: "combine",
     ExchangeSignal.RESULTS_READ: "combine",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class PendingTokens:
+    """This rank's tokens while their dispatch is in flight."""
+
+    lane: int
+    x: Payload
+    topk: TopKOutput
 
 
 class WindowDispatcher(BaseDispatcher):
@@ -37,7 +49,6 @@ class ExchangeDispatcher(WindowDispatcher):
 
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
         super().__init__(config, comm)
-        self.layout = config.layout
         spec = self.buffer_spec(config)
         self.lanes = self.exchange = comm.shared(spec, lambda: Exchange(spec, comm))
 
@@ -45,11 +56,12 @@ class ExchangeDispatcher(WindowDispatcher):
     def buffer_spec(cls, config: DispatchConfig) -> ExchangeSpec:
         raise NotImplementedError
 
-    def publish(self, x_TH: Tensor, topk: TopKOutput, lane: int) -> None:
+    def publish(self, x_TH: Tensor, topk: TopKOutput, lane: int) -> PendingTokens:
         x = self.config.encode(x_TH)
         self.lanes.acquire(lane, self.operation("dispatch"))
         self.exchange.publish(lane, x, topk, slice(None))
         self.signal(ExchangeSignal.TOKENS_READY, lane)
+        return PendingTokens(lane, x, topk)
 
     def sum_results(self, lane: int, terms: Terms) -> Tensor:
         y_TH, foreign = self.exchange.collect(lane, terms, self.layout.moe_tp_size)

@@ -92,28 +92,29 @@ def exact_groups(
     ]
 
 
+def slots_together(counts: list[int]) -> list[range]:
+    """Neighbours with up to SMALL_ROWS rows, which one product computes, then the larger ones."""
+    small = [slot for slot, count in enumerate(counts) if 0 < count <= SMALL_ROWS]
+    large = [slot for slot, count in enumerate(counts) if count > SMALL_ROWS]
+    return [*runs(small), *(range(slot, slot + 1) for slot in large)]
+
+
 def plan_standard(counts: list[int], rounding: Rounding) -> LayoutPlan:
     """Small slots first, padded to one length, then the others. Exact rounding pads nothing."""
     if rounding is Rounding.EXACT:
         *bases, total = accumulate(counts, initial=0)
         return LayoutPlan(bases, total, exact_groups(counts, bases, counts))
-    small = [slot for slot, count in enumerate(counts) if 0 < count <= SMALL_ROWS]
-    large = [slot for slot, count in enumerate(counts) if count > SMALL_ROWS]
-    most = max((counts[slot] for slot in small), default=0)
+    most = max((count for count in counts if count <= SMALL_ROWS), default=0)
     padded = SMALL_ROWS if rounding is Rounding.PIECES else round_up(most)
     bases = [0] * len(counts)
     groups = []
     total = 0
-    for run in runs(small):
-        groups.append(SlotGroup(run, total, padded, padded))
+    for run in slots_together(counts):
+        rows = max(padded, round_up(counts[run.start]))
+        groups.append(SlotGroup(run, total, rows, rows))
         for slot in run:
             bases[slot] = total
-            total += padded
-    for slot in large:
-        rows = round_up(counts[slot])
-        groups.append(SlotGroup(range(slot, slot + 1), total, rows, rows))
-        bases[slot] = total
-        total += rows
+            total += rows
     return LayoutPlan(bases, total, groups)
 
 
@@ -123,13 +124,8 @@ def plan_contiguous(counts: list[int], rounding: Rounding) -> LayoutPlan:
     *bases, total = accumulate(rows, initial=0)
     if rounding is Rounding.EXACT:
         return LayoutPlan(bases, total, exact_groups(counts, bases, rows))
-    single = [slot for slot, padded in enumerate(rows) if padded == SMALL_ROWS]
-    groups = [SlotGroup(run, bases[run.start], SMALL_ROWS, SMALL_ROWS) for run in runs(single)]
-    groups += [
-        SlotGroup(range(slot, slot + 1), bases[slot], padded, padded)
-        for slot, padded in enumerate(rows)
-        if padded > SMALL_ROWS
-    ]
+    firsts = ((run, run.start) for run in slots_together(counts))
+    groups = [SlotGroup(run, bases[slot], rows[slot], rows[slot]) for run, slot in firsts]
     return LayoutPlan(bases, total, groups)
 
 
@@ -146,17 +142,11 @@ def masked_groups(counts: list[int], block: int, rounding: Rounding) -> list[Slo
     if rounding is Rounding.EXACT:
         bases = [slot * block for slot in range(len(counts))]
         return exact_groups(counts, bases, [block] * len(counts))
-    small = [slot for slot, count in enumerate(counts) if 0 < count <= SMALL_ROWS]
+    least = SMALL_ROWS if rounding is Rounding.PIECES else 0
     groups = []
-    for run in runs(small):
-        most = max(counts[slot] for slot in run)
-        rows = SMALL_ROWS if rounding is Rounding.PIECES else round_up(most)
+    for run in slots_together(counts):
+        rows = max(least, *(round_up(counts[slot]) for slot in run))
         groups.append(SlotGroup(run, run.start * block, rows, block))
-    groups += [
-        SlotGroup(range(slot, slot + 1), slot * block, round_up(count), block)
-        for slot, count in enumerate(counts)
-        if count > SMALL_ROWS
-    ]
     return groups
 
 
