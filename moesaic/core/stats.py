@@ -22,8 +22,8 @@ class TrafficStats(msgspec.Struct, array_like=True):
     combine_seconds: float = 0.0
 
     def clear(self) -> None:
-        for name in self.__struct_fields__:
-            setattr(self, name, 0)
+        for field in msgspec.structs.fields(self):
+            setattr(self, field.name, field.default)
 
 
 class RankStats(msgspec.Struct, array_like=True):

@@ -57,7 +57,7 @@ change. Each of these suggestions is itself accepted.
 
 RUNNER_LAYOUTS = """\
 Layouts are those on CPU. On CUDA there is one for all formats: pairs of row and expert are sorted
-by expert on the device and stay where they are, and the rows of a block are used as they lie.
+by expert on the device and stay where they are, and the rows of a block are used as they are.
 
 """
 

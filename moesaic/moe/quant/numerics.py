@@ -15,12 +15,10 @@ from moesaic.kernels.formats import FP4_GRID as FP4_GRID
 from moesaic.kernels.formats import FP4_MAX as FP4_MAX
 from moesaic.kernels.formats import NVFP4_GROUP as NVFP4_GROUP
 from moesaic.kernels.payloads import MXFP4_GROUP as MXFP4_GROUP
-from moesaic.kernels.payloads import encode_fp4 as encode_fp4
 from moesaic.kernels.payloads import encode_mxfp4 as encode_mxfp4
 from moesaic.kernels.payloads import encode_nvfp4 as encode_nvfp4
 from moesaic.kernels.payloads import mxfp4_scales as mxfp4_scales
 from moesaic.kernels.quantise import FP8_MAX as FP8_MAX
-from moesaic.kernels.quantise import TINY as TINY
 from moesaic.kernels.quantise import absmax_scales as absmax_scales
 
 FP8 = torch.float8_e4m3fn

@@ -50,6 +50,10 @@ class ExchangeSignal(IntEnum):
     RESULTS_READY = 2
     RESULTS_READ = 3
 
+    @property
+    def phase(self) -> str:
+        return "dispatch" if self <= ExchangeSignal.TOKENS_READ else "combine"
+
 
 TAGS = PlaneSpec("tags", (LANES * len(ExchangeSignal),), torch.int64)
 

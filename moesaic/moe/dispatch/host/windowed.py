@@ -12,13 +12,6 @@ from moesaic.moe.dispatch.host.exchange import Exchange, ExchangeSignal, Exchang
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.quant.payload import Payload
 
-PHASES = {
-    ExchangeSignal.TOKENS_READY: "dispatch",
-    ExchangeSignal.TOKENS_READ: "dispatch",
-    ExchangeSignal.RESULTS_READY: "combine",
-    ExchangeSignal.RESULTS_READ: "combine",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class PendingTokens:
@@ -34,14 +27,14 @@ class WindowDispatcher(BaseDispatcher):
     """Shared by the layers that share buffers."""
 
     def signal(self, kind: ExchangeSignal, lane: int) -> None:
-        self.lanes.signal(kind, lane, self.config.layer, self.operation(PHASES[kind]))
+        self.lanes.signal(kind, lane, self.config.layer, self.operation(kind.phase))
 
     def wait(self, kind: ExchangeSignal, lane: int) -> None:
-        self.lanes.wait(kind, lane, self.config.layer, self.operation(PHASES[kind]))
+        self.lanes.wait(kind, lane, self.config.layer, self.operation(kind.phase))
 
     def verify(self, kind: ExchangeSignal, lane: int) -> None:
         """Raises, after reading, if the data have been overwritten."""
-        self.lanes.verify(kind, lane, self.config.layer, self.operation(PHASES[kind]))
+        self.lanes.verify(kind, lane, self.config.layer, self.operation(kind.phase))
 
 
 class ExchangeDispatcher(WindowDispatcher):
