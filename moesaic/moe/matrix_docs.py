@@ -90,7 +90,6 @@ REFUSED = (
 
 
 def markdown() -> str:
-    """The whole page."""
     load_builtin()
     parts = [HEAD, AUTO, *_code(_resolved()), REFUSAL, *_code(_refused())]
     parts += ["\n## A2a backends\n\n", *_a2a_table()]

@@ -194,8 +194,6 @@ class DevicePending:
 
 
 class DeviceFuseEP(FusedDispatcher):
-    """Dispatch sends the ids."""
-
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
         super().__init__(config, comm)
         alone = config.layout.size == 1

@@ -37,7 +37,7 @@ class Rounds:
     tokens: int
     """The most of a rank in one round."""
     most: int = 1
-    """Rounds."""
+    """The most rounds of a step."""
     combine: bool = False
     """Whether results come back in rounds, too."""
 

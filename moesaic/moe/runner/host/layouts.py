@@ -51,8 +51,6 @@ from moesaic.moe.runner.host.grouped import (
 
 @dataclass(frozen=True, slots=True)
 class ValidPairs:
-    """The N valid pairs of row and slot."""
-
     rows_N: Tensor
     """Rows of the dispatch output."""
     places_N: Tensor
