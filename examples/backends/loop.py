@@ -32,7 +32,6 @@ PIECE = 32  # deterministic mode multiplies exactly this many rows at a time
 class LoopInput(RunnerInput):
     """One row for each pair, in the order of rows and k, and its slot."""
 
-    layout = "pairs"
     x_NH: Tensor
     slots_N: Tensor
 

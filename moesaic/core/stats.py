@@ -6,8 +6,11 @@ import msgspec
 
 
 class TrafficStats(msgspec.Struct, array_like=True):
-    """One dispatcher on one rank, summed over layers. Seconds are those in which it blocked the
-    rank."""
+    """One dispatcher on one rank, summed over layers: rows received from or put to other ranks, and
+    the bytes of their values and scales. Seconds are those in which it blocked the rank.
+
+    On a GPU only the device knows how many rows move: rows and bytes stay 0, seconds are those of
+    the launches, and steps that replay a graph are not counted."""
 
     dispatches: int = 0
     dispatch_rows: int = 0
@@ -17,6 +20,10 @@ class TrafficStats(msgspec.Struct, array_like=True):
     combine_rows: int = 0
     combine_bytes: int = 0
     combine_seconds: float = 0.0
+
+    def clear(self) -> None:
+        for field in msgspec.structs.fields(self):
+            setattr(self, field.name, field.default)
 
 
 class RankStats(msgspec.Struct, array_like=True):

@@ -16,7 +16,7 @@ from moesaic.models.config import (
     rope_config,
     slides,
 )
-from moesaic.moe.activations import clamped_swiglu
+from moesaic.moe.activations import Swiglu
 from moesaic.moe.layer import MoeConfig, StackedMoE
 from moesaic.moe.topk import TopK, TopKConfig
 
@@ -49,9 +49,7 @@ def build(raw: RawConfig, context: BuildContext) -> CausalLM:
         intermediate_size=raw.integer("intermediate_size"),
         top_k=raw.integer("num_experts_per_tok"),
         bias=True,
-        activation=clamped_swiglu(
-            raw.number("swiglu_alpha", 1.702), raw.number("swiglu_limit", 7.0)
-        ),
+        activation=Swiglu(raw.number("swiglu_alpha", 1.702), raw.number("swiglu_limit", 7.0)),
     )
     # A softmax over the chosen logits equals a softmax over all of them, renormalised.
     topk = TopK(TopKConfig(moe.top_k, renormalize=True))

@@ -24,7 +24,3 @@ class Swiglu(SwigluSpec):
 
 
 silu_and_mul = Swiglu()
-
-
-def clamped_swiglu(alpha: float, limit: float) -> Activation:
-    return Swiglu(alpha, limit)

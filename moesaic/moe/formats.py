@@ -95,8 +95,8 @@ class StandardDispatchOutput(DispatchOutput):
 @dispatch_format
 @dataclass(frozen=True)
 class NormalDispatchOutput(StandardDispatchOutput):
-    """Each token once per rank, in the order of ranks and tokens, with the rows of each local slot
-    unless only the device knows them; post-permute applies the weights."""
+    """Each token once per rank, in the order of ranks and tokens; post-permute applies the weights.
+    A dispatcher that knows the rows of each local slot may give them."""
 
     format = "deepep_normal"
     rows_e: list[int] | None = None

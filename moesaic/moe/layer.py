@@ -60,13 +60,10 @@ class FusedMoE(Module):
         sizes = (config.top_k, config.hidden_size)
         dispatch = context.dispatch_config(self.layout, *sizes, layer)
         self.dispatcher = context.make_dispatcher(dispatch)
-        self.load = SlotLoad(layer, self.layout, context.comm.spans, context.resolved.device)
-        self.runner = MoeRunner(
-            context.resolved.a2a,
-            context.resolved.runner,
-            self._runner_config(),
-            context.resolved.device,
-        )
+        resolved = context.resolved
+        self.load = SlotLoad(layer, self.layout, context.comm.spans, resolved.device)
+        runner_config = self._runner_config()
+        self.runner = MoeRunner(resolved.a2a, resolved.runner, runner_config, resolved.device)
 
     def forward(
         self, x_TH: Tensor, topk: TopKOutput, step: Step = PREFILL, defer_reduce: bool = False

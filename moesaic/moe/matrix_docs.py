@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from moesaic.moe.backends import load_builtin
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
@@ -55,7 +57,16 @@ change. Each of these suggestions is itself accepted.
 
 RUNNER_LAYOUTS = """\
 Layouts are those on CPU. On CUDA there is one for all formats: pairs of row and expert are sorted
-by expert on the device and stay where they are, and the rows of a block are used as they lie.
+by expert on the device and stay where they are, and the rows of a block are used as they are.
+
+"""
+
+WEIGHTS_AND_PAYLOADS = """\
+
+## Weights and payloads
+
+With weights that are multiplied with activations of a format of their own, another
+quantised payload would round twice and is refused. Unquantised payloads go with all.
 
 """
 
@@ -79,19 +90,11 @@ REFUSED = (
 
 
 def markdown() -> str:
-    """The whole page."""
     load_builtin()
     parts = [HEAD, AUTO, *_code(_resolved()), REFUSAL, *_code(_refused())]
     parts += ["\n## A2a backends\n\n", *_a2a_table()]
     parts += ["\n## Runner backends\n\n", RUNNER_LAYOUTS, *_runner_table()]
-    parts += ["\n## Runners and weights\n\n", *_runners_and_weights()]
-    parts += ["\n## A2a backends and payloads\n\n", *_a2a_and_payloads()]
-    parts += [
-        "\n## Weights and payloads\n\n",
-        "With weights that are multiplied with activations of a format of their own, another\n",
-        "quantised payload would round twice and is refused. Unquantised payloads go with all.\n\n",
-        *_weights_and_payloads(),
-    ]
+    parts += _ticked_tables()
     return "".join(parts)
 
 
@@ -121,17 +124,15 @@ def flags(problem: MoeProblem) -> str:
 def _resolved() -> Iterator[str]:
     for problem in RESOLVED:
         yield flags(problem)
-        for reason in resolve(problem).reasons:
-            yield f"    {reason}"
+        yield from (f"    {reason}" for reason in resolve(problem).reasons)
 
 
 def _refused() -> Iterator[str]:
     for problem in REFUSED:
-        yield flags(problem)
         try:
             resolve(problem)
         except ValueError as error:
-            yield f"    {error}"
+            yield f"{flags(problem)}\n    {error}"
 
 
 def _table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> Iterator[str]:
@@ -181,7 +182,7 @@ def _a2a_table() -> Iterator[str]:
                 backend.summary,
             )
 
-    yield from _table(head, (row for backend in A2A_REGISTRY.values() for row in rows(backend)))
+    return _table(head, (row for backend in A2A_REGISTRY.values() for row in rows(backend)))
 
 
 def _runner_table() -> Iterator[str]:
@@ -194,46 +195,36 @@ def _runner_table() -> Iterator[str]:
         payloads, devices = _names(backend.payloads), _devices(backend)
         return f"`{backend.name}`", *layouts, payloads, devices, _names(backend.preferred)
 
-    yield from _table(head, map(row, RUNNER_REGISTRY.values()))
+    return _table(head, map(row, RUNNER_REGISTRY.values()))
+
+
+def _ticked_tables() -> Iterator[str]:
+    yield "\n## Runners and weights\n\n"
+    yield from _ticks("runner", RUNNER_REGISTRY, WEIGHT_FORMATS, lambda r, w: _works(w, runner=r))
+    yield "\n## A2a backends and payloads\n\n"
+    yield from _ticks(
+        "a2a backend",
+        A2A_REGISTRY,
+        PAYLOAD_FORMATS,
+        lambda a2a, payload: any(_works(w, a2a=a2a, payload=payload) for w in WEIGHT_FORMATS),
+    )
+    yield WEIGHTS_AND_PAYLOADS
+    yield from _ticks("weights", WEIGHT_FORMATS, PAYLOAD_FORMATS, lambda w, p: _works(w, payload=p))
 
 
 def _ticks(
-    kind: str, rows: Sequence[str], columns: Sequence[str], works: Callable[[str, str], bool]
+    kind: str, rows: Iterable[str], columns: Iterable[str], works: Callable[[str, str], bool]
 ) -> Iterator[str]:
     head = (kind, *(f"`{column}`" for column in columns))
-    yield from _table(
-        head,
-        ((f"`{row}`", *("✓" if works(row, column) else "" for column in columns)) for row in rows),
-    )
+    ticked = ((f"`{row}`", *("✓" if works(row, c) else "" for c in columns)) for row in rows)
+    return _table(head, ticked)
 
 
-def _decode_problem(weights: str, **choices: str) -> MoeProblem:
-    """Steps of decode only, which all backends serve; activations that fit the weights."""
+def _works(weights: str, **choices: Any) -> bool:
+    """In steps of decode only, which all backends serve; activations fit the weights."""
     dtype = weights if weights in UNQUANTIZED else "bf16"
-    return MoeProblem(weights=WEIGHT_FORMATS[weights], dtype=dtype, phases=("decode",), **choices)  # type: ignore[arg-type]
-
-
-def _runners_and_weights() -> Iterator[str]:
-    def works(runner: str, weights: str) -> bool:
-        return supports(_decode_problem(weights, runner=runner)).ok
-
-    yield from _ticks("runner", [*RUNNER_REGISTRY], [*WEIGHT_FORMATS], works)
-
-
-def _a2a_and_payloads() -> Iterator[str]:
-    def works(a2a: str, payload: str) -> bool:
-        return any(
-            supports(_decode_problem(w, a2a=a2a, payload=payload)).ok for w in WEIGHT_FORMATS
-        )
-
-    yield from _ticks("a2a backend", [*A2A_REGISTRY], [*PAYLOAD_FORMATS], works)
-
-
-def _weights_and_payloads() -> Iterator[str]:
-    def works(weights: str, payload: str) -> bool:
-        return supports(_decode_problem(weights, payload=payload)).ok
-
-    yield from _ticks("weights", [*WEIGHT_FORMATS], [*PAYLOAD_FORMATS], works)
+    problem = MoeProblem(weights=WEIGHT_FORMATS[weights], dtype=dtype, phases=("decode",))
+    return supports(replace(problem, **choices)).ok
 
 
 if __name__ == "__main__":

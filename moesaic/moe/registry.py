@@ -127,15 +127,6 @@ def _register(registry: dict[str, Backend], kind: str, backend: Backend) -> Back
 
 
 def register_a2a(backend: A2aBackend) -> A2aBackend:
-    for device in backend.providers:
-        formats = backend.formats_for(device)
-        if formats is backend.formats:
-            continue
-        if set(formats) != set(backend.formats) or set(formats.values()) - set(DISPATCH_FORMATS):
-            raise ValueError(
-                f"a2a backend {backend.name!r}: formats {dict(formats)} on {device}: give one of "
-                f"{tuple(DISPATCH_FORMATS)} for each of its modes, {tuple(backend.formats)}"
-            )
     declared = {
         "mode": (backend.formats, MODES),
         "format": (backend.formats.values(), DISPATCH_FORMATS),
@@ -148,6 +139,13 @@ def register_a2a(backend: A2aBackend) -> A2aBackend:
             raise ValueError(
                 f"a2a backend {backend.name!r}: {kind} {unknown or 'missing'}: known are "
                 f"{tuple(known)}"
+            )
+    for device in backend.providers:
+        formats = backend.formats_for(device)
+        if set(formats) != set(backend.formats) or set(formats.values()) - set(DISPATCH_FORMATS):
+            raise ValueError(
+                f"a2a backend {backend.name!r}: formats {dict(formats)} on {device}: give one of "
+                f"{tuple(DISPATCH_FORMATS)} for each of its modes, {tuple(backend.formats)}"
             )
     return _register(A2A_REGISTRY, "a2a", backend)
 
@@ -262,15 +260,13 @@ def _sizes(problem: MoeProblem) -> Iterator[str]:
     slots = problem.experts + problem.redundant
     if problem.experts and slots % problem.ep:
         yield f"{slots} expert slots cannot be laid evenly over ep {problem.ep}"
-    if problem.intermediate_size:
-        if problem.intermediate_size % problem.moe_tp:
-            yield (
-                f"an intermediate size of {problem.intermediate_size} cannot be cut in "
-                f"{problem.moe_tp} (tp {problem.tp} / ep {problem.ep})"
-            )
-        else:
-            cut = problem.intermediate_size // problem.moe_tp
-            yield from _weights_fit(problem, cut)
+    if problem.intermediate_size % problem.moe_tp:
+        yield (
+            f"an intermediate size of {problem.intermediate_size} cannot be cut in "
+            f"{problem.moe_tp} (tp {problem.tp} / ep {problem.ep})"
+        )
+    elif problem.intermediate_size:
+        yield from _weights_fit(problem, problem.intermediate_size // problem.moe_tp)
 
 
 def _weights_fit(problem: MoeProblem, cut: int) -> Iterator[str]:

@@ -19,7 +19,7 @@ from moesaic.comm.launch.local_ranks import LocalRanks
 from moesaic.core.step import Step
 from moesaic.moe.context import MoeContext
 from moesaic.moe.dispatch.device.exchange import DeviceExchange
-from moesaic.moe.dispatch.host.exchange import LANES, Exchange, Lanes, planes_of
+from moesaic.moe.dispatch.host.exchange import LANES, Exchange, Lanes
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
@@ -210,7 +210,7 @@ def _buffers(context: MoeContext) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer.window.plane(name)
         if isinstance(buffer, Exchange) and buffer.spec.inbox_rows:
             for inbox in map(buffer.inbox, range(LANES)):
-                yield from planes_of(inbox).items()
+                yield from inbox.items()
     for tensor in context.workspace._buffers.values():
         yield "workspace", tensor
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moesaic.comm.collectives.group import RankGroup
 from moesaic.core.step import DECODE
-from moesaic.moe.activations import clamped_swiglu
+from moesaic.moe.activations import Swiglu
 from moesaic.moe.context import MoeContext
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE, MoeConfig
@@ -49,7 +49,7 @@ def work(group: RankGroup, a2a: str, mode: str, ep: int, name: str) -> tuple[flo
         phases=("decode",),
     )
     context = MoeContext.make(problem, dtype, group, max_tokens=32, max_decode_tokens=32)
-    activation = clamped_swiglu(ALPHA, LIMIT)
+    activation = Swiglu(ALPHA, LIMIT)
     layer = FusedMoE(MoeConfig(4, 64, 64, 2, bias=True, activation=activation), context)
     EXPERTS.fill(layer)
     share = layer.share

@@ -107,7 +107,7 @@ def serve(group: RankGroup, settings: list[Setting]) -> list[Found]:
                 slots_TK.tolist(),
                 topk.ids_TK.tolist(),
                 layer.load.runner_ns,
-                (sum(m.dispatch_ns for m in moved), sum(m.combine_ns for m in moved)),
+                (sum(m.dispatch_seconds for m in moved), sum(m.combine_seconds for m in moved)),
             )
         )
     return found

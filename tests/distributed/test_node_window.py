@@ -27,7 +27,6 @@ from moesaic.moe.dispatch.host.exchange import (
     Exchange,
     ExchangeSignal,
     Lanes,
-    planes_of,
 )
 from tests.distributed.moe_ranks import DTYPES, Combination, cases_for
 from tests.distributed.nodes import (
@@ -184,7 +183,7 @@ def poison_node(group: RankGroup, context: MoeContext) -> None:
                 plane.fill_(1 if name == "ids" else 0x7F)
         if isinstance(buffer, Exchange) and buffer.spec.inbox_rows:
             for inbox in map(buffer.inbox, range(LANES)):
-                for tensor in planes_of(inbox).values():
+                for tensor in inbox.values():
                     tensor.view(torch.uint8).fill_(0xFF)
     group.barrier("after poison")
 

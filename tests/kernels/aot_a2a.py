@@ -73,7 +73,7 @@ def check_signals(size: int) -> None:
 
 def check_send(payload: str, rows: int, hidden: int, size: int = 4, weights: bool = True) -> None:
     format = PAYLOAD_FORMATS[payload]
-    values = format.value_width(hidden) * format.values.dtype.itemsize
+    values = format.values.width(hidden) * format.values.dtype.itemsize
     planes = RowPlanes(payload, 0, 0, 0, 0, values, format.row_bytes(hidden) - values)
     plan = send_plan(rows, hidden, payload, size, GpuModel())
     absent = {"num_tokens_ptr": None} | ({} if weights else {"weights_ptr": None})

@@ -15,7 +15,7 @@ from moesaic.kernels.formats import FP4_GRID, nvfp4_grid, spread_groups, unpack
 from moesaic.kernels.triton.experts_formats import down_formats, gate_up_formats
 from moesaic.kernels.triton.grid import nvfp4_grid as nvfp4_grid_kernel
 from moesaic.kernels.triton.nibbles import E2M1_ASM, WHOLE_ASM
-from moesaic.moe.quant.numerics import encode_int8
+from moesaic.moe.quant.codecs import Int8
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat, int4_format
 from moesaic.moe.runner.device.sorted_pairs import kernel_format
@@ -61,7 +61,7 @@ def make_matrices(
 def make_rows(count: int, columns: int, dtype: torch.dtype, format: WeightFormat) -> Rows:
     x = torch.randn(count, columns, device=DEVICE).to(dtype)
     if format.activation == "int8":
-        return Rows(*encode_int8(x), scale=0.5)
+        return Rows(*Int8().encode(x), scale=0.5)
     if format.activation == "nvfp4":
         return Rows(nvfp4_grid.twin(x, 0.25), scale=0.25)
     return Rows(x)
@@ -84,7 +84,7 @@ def both(
     weights = torch.rand(groups.num_places // groups.top_k, groups.top_k, device=DEVICE)
     h_rows = Rows(outputs[0])
     if w2.format == "int8_w8a8":
-        h_rows = Rows(*encode_int8(outputs[0].nan_to_num()))
+        h_rows = Rows(*Int8().encode(outputs[0].nan_to_num()))
     for second in (down.twin, down_formats):
         y = torch.full((groups.num_places, hidden), torch.nan, dtype=dtype, device=DEVICE)
         outputs.append(second(h_rows, w2, groups, weights if weighted else None, y))

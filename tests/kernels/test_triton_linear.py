@@ -16,7 +16,7 @@ from moesaic.kernels.norm import add_rms_norm, add_rms_norm_fp8
 from moesaic.kernels.triton import linear as kernels
 from moesaic.kernels.triton import linear_fp8 as fp8_kernels
 from moesaic.kernels.triton.linear import LinearLaunch, LinearTile
-from moesaic.moe.quant.numerics import encode_fp8
+from moesaic.moe.quant.codecs import Fp8
 from tests.kernels.triton_cases import DEVICE, GPU, compile_apart, relative_error
 
 SHORT = (torch.float16, *((torch.bfloat16,) if GPU else ()))
@@ -62,7 +62,7 @@ def test_the_examples() -> None:
 def test_quantised_as_checkpoints_are(shape: tuple[int, int]) -> None:
     w = torch.randn(shape)
     rows, matrix = quantise_groups(w), Fp8Matrix.of(w)
-    for made, wanted in ((rows, encode_fp8(w, 1, 128)), (matrix, encode_fp8(w, 128, 128))):
+    for made, wanted in ((rows, Fp8(1, 128).encode(w)), (matrix, Fp8(128, 128).encode(w))):
         assert torch.equal(made.values.float(), wanted[0].float())
         assert torch.equal(made.scales, wanted[1])
     assert relative_error(matrix.dense(), w) < 0.04

@@ -8,7 +8,7 @@ import torch
 from moesaic.kernels import quantise as twins
 from moesaic.kernels.triton import quantise as kernels
 from moesaic.kernels.triton.quantise import QuantiseTile
-from moesaic.moe.quant.numerics import encode_fp8, encode_int8
+from moesaic.moe.quant.codecs import Fp8, Int8
 from tests.kernels.triton_cases import DEVICE, FLOATS, GPU
 
 Quantised = tuple[torch.Tensor, torch.Tensor]
@@ -33,7 +33,8 @@ def assert_same(out: Quantised, wanted: Quantised) -> None:
 
 
 def encoded(x: torch.Tensor, format: twins.RowFormat) -> Quantised:
-    return encode_int8(x) if format == "int8" else encode_fp8(x, 1, 128)
+    values, scales = (Int8() if format == "int8" else Fp8(1, 128)).encode(x)
+    return values, scales
 
 
 def test_the_examples() -> None:

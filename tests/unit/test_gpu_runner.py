@@ -12,7 +12,7 @@ from moesaic.core.step import PREFILL
 from moesaic.kernels.experts import PairSum, finished
 from moesaic.kernels.tuning import block_for, quantises_inner
 from moesaic.layers.module import MatrixSlot
-from moesaic.moe.activations import clamped_swiglu
+from moesaic.moe.activations import Swiglu
 from moesaic.moe.backends import load_backends
 from moesaic.moe.context import DTYPE_NAMES, MoeContext
 from moesaic.moe.formats import (
@@ -238,7 +238,7 @@ def test_gpt_oss_biases_and_limit() -> None:
     layer = make_layer(WEIGHT_FORMATS[DTYPE_NAMES[DTYPE]])
     b13, b2 = torch.randn(E, 2 * INNER).to(DTYPE) * 4, torch.randn(E, H).to(DTYPE)
     layer.store.weights = replace(layer.weights, b13_eJ=b13.to(DEVICE), b2_eH=b2.to(DEVICE))
-    config = replace(layer.runner.config, activation=clamped_swiglu(1.702, 7.0))
+    config = replace(layer.runner.config, activation=Swiglu(1.702, 7.0))
     layer.runner = MoeRunner("none", "triton", config, "cuda")
     x_TH, topk = tokens(9), routed(9, "spread")
     y_TH = forward(layer, x_TH, topk, torch.int64)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moesaic.kernels.cpu.rows import rank_within
-from moesaic.moe.activations import clamped_swiglu, silu_and_mul
+from moesaic.moe.activations import Swiglu, silu_and_mul
 from moesaic.moe.formats import (
     LowLatencyCombineInput,
     LowLatencyDispatchOutput,
@@ -96,7 +96,7 @@ def context_of(
         intermediate_size=INNER,
         top_k=top_k,
         dtype=weights.w13_eJH.dtype,
-        activation=clamped_swiglu(1.702, 7.0) if clamped else silu_and_mul,
+        activation=Swiglu(1.702, 7.0) if clamped else silu_and_mul,
         deterministic=deterministic,
     )
     return RunContext(config, GroupedCore(config), weights, Workspace())
@@ -106,8 +106,9 @@ def run_experts(x: Tensor, topk: TopKOutput, context: RunContext, layout: str) -
     """Rows through a layout: sum over k of weight * expert(x); of pairs the sum is taken here."""
     payload = PAYLOAD_FORMATS[NAMES[x.dtype]].encode(x)
     rows = StandardDispatchOutput("handle", payload, topk.ids_TK, topk.weights_TK)
-    inputs = pre_permute_rows(*LAYOUTS[layout], rows, context)
-    assert inputs.layout == layout
+    inputs = pre_permute_rows(LAYOUTS[layout], rows, context)
+    counts = [int((topk.ids_TK == slot).sum()) for slot in range(E)]
+    assert inputs.groups == LAYOUTS[layout](counts, context.config.rounding).groups
     outputs = context.core.run(inputs, context.weights, context.workspace)
     result = post_permute_rows(outputs, inputs, rows, context)
     assert isinstance(result, RowsCombineInput) and result.handle == "handle"
@@ -248,7 +249,7 @@ def test_blocks_equal_the_oracle(counts: list[int], layout: str, deterministic: 
     block = make_block(counts, context)
     pre, post = pre_permute_masked, post_permute_masked
     if layout != "as they came":
-        pre, post = partial(pre_permute_blocks, *LAYOUTS[layout]), post_permute_blocks
+        pre, post = partial(pre_permute_blocks, LAYOUTS[layout]), post_permute_blocks
     inputs = pre(block.rows, context)
     outputs = context.core.run(inputs, context.weights, context.workspace)
     result = post(outputs, inputs, block.rows, context)
@@ -276,7 +277,7 @@ def test_places_of_the_docstring() -> None:
         None, PAYLOAD_FORMATS["fp32"].encode(x), torch.tensor([[0, 2], [0, 1]]), torch.ones(2, 2)
     )
     context = context_of(make_weights(torch.float32, clamped=False), 2)
-    inputs = pre_permute_rows(*LAYOUTS["standard"], rows, context)
+    inputs = pre_permute_rows(LAYOUTS["standard"], rows, context)
     assert inputs.x_YH[:, 0].tolist() == [0, 1, 1, 0, 0, 0]
 
 

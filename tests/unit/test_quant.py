@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from moesaic.kernels.payloads import encode_fp4
+from moesaic.kernels.quantise import TINY
 from moesaic.moe.quant import numerics
-from moesaic.moe.quant.codecs import Fp8, Nvfp4
+from moesaic.moe.quant.codecs import Codec, Fp8, Int4, Int8, Mxfp4, Nvfp4
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS, Payload, PayloadFormat
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, ExpertMatrix, WeightFormat, int4_format
 
@@ -55,6 +57,21 @@ def samples(rows: int, cols: int) -> dict[str, Tensor]:
     }
 
 
+def decoded_by(codec: Codec, values: Tensor, *scales: Tensor) -> Tensor:
+    shape = (*values.shape[:-1], values.shape[-1] * codec.planes[0].cols)
+    return codec.decode((values, *scales), torch.empty(shape))
+
+
+def group_of(format: PayloadFormat, hidden: int) -> int:
+    """Channels per scale; 0 where there are none."""
+    return 0 if format.scales is None else format.scales.cols or hidden
+
+
+def nbytes_of(format: WeightFormat, rows: int, cols: int) -> int:
+    planes = format.planes(rows, cols).values()
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in planes)
+
+
 def within(bound: Tensor, x: Tensor, decoded: Tensor) -> None:
     assert bound.dtype == torch.float64 and bound.shape == x.shape
     error = (decoded.double() - x.double()).abs()
@@ -64,36 +81,36 @@ def within(bound: Tensor, x: Tensor, decoded: Tensor) -> None:
 
 def test_fp8_example() -> None:
     w = torch.tensor([[448.0, 1.0, -4.0]])
-    values, scales = numerics.encode_fp8(w, 1, 2)
+    values, scales = Fp8(1, 2).encode(w)
     assert bytes_of(values) == [0x7E, 0x38, 0xFE]
     assert torch.equal(scales, torch.tensor([[1.0, 4 / 448]]))
-    assert torch.equal(numerics.decode_fp8(values, scales, 1, 2), w)
+    assert torch.equal(decoded_by(Fp8(1, 2), values, scales), w)
 
 
 def test_fp8_blocks_of_rows_and_columns() -> None:
     w = torch.tensor([[448.0, 2, 0], [1, 4, 896], [0, 0, 1792]])
-    values, scales = numerics.encode_fp8(w, 2, 2)
+    values, scales = Fp8(2, 2).encode(w)
     assert torch.equal(scales, torch.tensor([[1.0, 2], [1, 4]]))
     expected = [[448.0, 2, 0], [1, 4, 448], [0, 0, 448]]
     assert torch.equal(values.float(), torch.tensor(expected))
 
 
 def test_int8_example() -> None:
-    values, scales = numerics.encode_int8(torch.tensor([[127.0, -3, 0.5], [0, 0, 0], [-254, 3, 1]]))
+    values, scales = Int8().encode(torch.tensor([[127.0, -3, 0.5], [0, 0, 0], [-254, 3, 1]]))
     assert values.tolist() == [[127, -3, 0], [0, 0, 0], [-127, 2, 0]]
     assert scales.tolist() == [[1], [1], [2]]
 
 
 def test_int4_examples() -> None:
-    packed, scales, zeros = numerics.encode_int4(torch.tensor([[-7.0, 7, 1, 0]]), 4)
+    packed, scales, zeros = Int4(4).encode(torch.tensor([[-7.0, 7, 1, 0]]))
     assert bytes_of(packed) == [0xF1, 0x89] and scales.item() == 1 and zeros.item() == 8
-    packed, scales, zeros = numerics.encode_int4(torch.tensor([[-2.0, 0, 3, 28]]), 4, False)
+    packed, scales, zeros = Int4(4, symmetric=False).encode(torch.tensor([[-2.0, 0, 3, 28]]))
     assert bytes_of(packed) == [0x10, 0xF3] and scales.item() == 2 and zeros.item() == 1
-    assert numerics.decode_int4(packed, scales, zeros).tolist() == [[-2, 0, 4, 28]]
+    assert decoded_by(Int4(4), packed, scales, zeros).tolist() == [[-2, 0, 4, 28]]
 
 
 def test_fp4_example() -> None:
-    assert bytes_of(numerics.encode_fp4(torch.tensor([[1.0, -6, 0.25, 5]]))) == [0xF2, 0x60]
+    assert bytes_of(encode_fp4(torch.tensor([[1.0, -6, 0.25, 5]]))) == [0xF2, 0x60]
 
 
 def test_nvfp4_example() -> None:
@@ -103,7 +120,7 @@ def test_nvfp4_example() -> None:
     assert bytes_of(values) == [0x97, 0x04] + [0] * 14
     assert bytes_of(scales) == [0x48, 0x38]  # 4 and, for zeros, 1
     assert of_rows.tolist() == [[0.5]]
-    decoded = numerics.decode_nvfp4(values, scales, of_rows)
+    decoded = decoded_by(Nvfp4(), values, scales, of_rows)
     assert decoded[0, :3].tolist() == [12, -1, 4]
     computed = numerics.encode_nvfp4(w * 224)[2]
     assert computed.item() == 1.0
@@ -117,7 +134,7 @@ def test_mxfp4_example() -> None:
     values, scales = numerics.encode_mxfp4(w)
     assert scales.tolist() == [[129, 128, 127]]
     assert bytes_of(values)[:2] == [0x97, 0x02] and bytes_of(values)[16:18] == [0x46, 0x00]
-    decoded = numerics.decode_mxfp4(values, scales)
+    decoded = decoded_by(Mxfp4(), values, scales)
     assert decoded[0, :4].tolist() == [24, -2, 4, 0]
     assert decoded[0, 32:35].tolist() == [8, 4, 0]
 
@@ -133,18 +150,18 @@ def test_fp4_is_nearest_with_ties_to_even() -> None:
     near = [tie * (1 + side * 2**-22) for tie in ties for side in (-1, 1)]
     x = [*ties, *near, *numerics.FP4_GRID, *torch.rand(500).mul(9).tolist(), 1e6, 1e-40]
     x += [-value for value in x]
-    codes = numerics.unpack(numerics.encode_fp4(torch.tensor([x])))
+    codes = numerics.unpack(encode_fp4(torch.tensor([x])))
     expected = [nearest_fp4(value) for value in torch.tensor(x).tolist()]
     assert codes[0].tolist() == expected
 
 
 def test_every_fp4_byte_decodes_and_encodes_back() -> None:
     packed = torch.arange(256, dtype=torch.uint8).view(2, 128)
-    decoded = numerics.decode_fp4(packed)
+    decoded = numerics.fp4_to_float(packed, torch.empty(2, 256))
     codes = [code for byte in range(256) for code in (byte & 15, byte >> 4)]
     expected = [math.copysign(numerics.FP4_GRID[c & 7], -1 if c & 8 else 1) for c in codes]
     assert decoded.flatten().tolist() == expected
-    assert torch.equal(numerics.encode_fp4(decoded), packed)
+    assert torch.equal(encode_fp4(decoded), packed)
 
 
 @pytest.mark.parametrize("shape", [(65536, 2), (256, 512), (1, 131071)])
@@ -152,13 +169,13 @@ def test_every_fp8_pair_decodes_as_torch_does(shape: tuple[int, int]) -> None:
     """An odd number of values takes another way than an even one."""
     pairs = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(numerics.FP8)
     values = pairs[: math.prod(shape)].view(shape)
-    decoded = numerics.decode_fp8(values, torch.ones(shape[0], 1), 1, shape[1])
+    decoded = decoded_by(Fp8(), values, torch.ones(shape[0], 1))
     torch.testing.assert_close(decoded, values.float(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_fp8_from_an_odd_address() -> None:
     values = torch.arange(9, dtype=torch.uint8).view(numerics.FP8)[1:].view(2, 4)
-    decoded = numerics.decode_fp8(values, torch.ones(2, 1), 1, 4)
+    decoded = decoded_by(Fp8(), values, torch.ones(2, 1))
     assert torch.equal(decoded, values.float())
 
 
@@ -186,7 +203,7 @@ def test_weights_round_trip_within_the_bound(format: WeightFormat, rows: int, co
         planes = format.encode(w)
         layout = {key: (tuple(plane.shape), plane.dtype) for key, plane in planes.items()}
         assert layout == format.planes(rows, cols)
-        assert sum(plane.nbytes for plane in planes.values()) == format.nbytes(rows, cols)
+        assert sum(plane.nbytes for plane in planes.values()) == nbytes_of(format, rows, cols)
         decoded = format.decode(planes, torch.empty(rows, cols))
         bound = format.error_bound(w)
         within(bound, w, decoded)
@@ -208,10 +225,10 @@ def test_payloads_round_trip_within_the_bound(
         payload = format.encode(x)
         within(format.error_bound(x), x, payload.dense(torch.float32))
         assert (len(payload), payload.hidden_size, payload.shape) == (rows, hidden, (rows, hidden))
-        assert payload.values.shape == (rows, format.value_width(hidden))
-        assert payload.nbytes == rows * format.row_bytes(hidden)
+        assert payload.values.shape == (rows, format.values.width(hidden))
+        assert list(payload.planes) == [plane.name for plane in format.codec.planes]
         stored = [payload.values] + ([] if payload.scales is None else [payload.scales])
-        assert sum(tensor.nbytes for tensor in stored) == payload.nbytes
+        assert sum(tensor.nbytes for tensor in stored) == rows * format.row_bytes(hidden)
 
 
 @pytest.mark.parametrize("hidden", [1, 100, 129, 300])
@@ -233,7 +250,7 @@ def test_ragged_fp8_blocks(rows: int, cols: int) -> None:
         if corner.numel() and corner.any():
             part = corner[:128, :128].abs().max()
             torch.testing.assert_close(
-                planes["scales"][1, 1], (part / 448).clamp(min=numerics.TINY), rtol=1e-6, atol=0
+                planes["scales"][1, 1], (part / 448).clamp(min=TINY), rtol=1e-6, atol=0
             )
 
 
@@ -248,7 +265,7 @@ def test_row_bytes() -> None:
         "nvfp4": 128 + 16,
         "mxfp4": 128 + 8,
     }
-    groups = {name: format.group(256) for name, format in PAYLOAD_FORMATS.items()}
+    groups = {name: group_of(format, 256) for name, format in PAYLOAD_FORMATS.items()}
     assert list(groups.values()) == [0, 0, 0, 128, 256, 16, 32]
 
 
@@ -278,7 +295,7 @@ def test_a_poisoned_row_stays_alone(format: PayloadFormat, poison: float) -> Non
     clean = format.encode(x).dense(torch.float32)
     x[2, 130] = poison
     decoded = format.encode(x).dense(torch.float32)
-    group = format.group(384)
+    group = group_of(format, 384)
     start = 130 // group * group
     assert bool(decoded[2, start : start + group].isnan().all())
     assert bool(format.error_bound(x)[2, start : start + group].isinf().all())
@@ -436,7 +453,7 @@ def test_expert_matrix_decodes_each_part_of_one_expert(
     assert matrix.dense(1, out) is out and torch.equal(out, expected[1].flatten(0, 1))
     if format.quantised:
         assert matrix.plain is None
-        assert matrix.nbytes == 6 * format.nbytes(130, 128)
+        assert matrix.nbytes == 6 * nbytes_of(format, 130, 128)
     else:
         assert matrix.plain is not None and matrix.plain.dtype == dtype
         assert torch.equal(matrix.plain, expected.flatten(1, 2))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from copy import copy
 from typing import Any, Final
 
 import msgspec
 
-from moesaic.core.stats import GroupStats, RankStats, TrafficStats
+from moesaic.core.stats import GroupStats, RankStats
 from moesaic.engine.runner.model_runner import ModelRunner
 
 # Spans in one answer: about a third of a MiB, so that tokens do not wait behind it.
@@ -77,19 +78,7 @@ class RankStatsReporter:
             compute_seconds=computed,
             wait_seconds=waited,
             runner_seconds=sum(layer.load.runner_ns for layer in self._layers) / 1e9,
-            traffic={
-                name: TrafficStats(
-                    dispatches=moved.dispatches,
-                    dispatch_rows=moved.dispatch_rows,
-                    dispatch_bytes=moved.dispatch_bytes,
-                    dispatch_seconds=moved.dispatch_ns / 1e9,
-                    combines=moved.combines,
-                    combine_rows=moved.combine_rows,
-                    combine_bytes=moved.combine_bytes,
-                    combine_seconds=moved.combine_ns / 1e9,
-                )
-                for name, moved in runner.moe.comm.traffic.items()
-            },
+            traffic={name: copy(moved) for name, moved in runner.moe.comm.traffic.items()},
             layers=[layer.load.layer for layer in layers],
             experts=[list(layer.local_experts) for layer in layers],
             expert_tokens=[layer.load.tokens for layer in layers],

@@ -50,7 +50,7 @@ from moesaic.moe.registry import RUNNER_REGISTRY, UNQUANTIZED, A2aBackend, Provi
 from moesaic.moe.runner.base import RunContext
 from moesaic.moe.runner.device.sorted_pairs import post_permute_pairs, pre_permute_pairs
 from moesaic.moe.runner.host.grouped import SMALL_ROWS
-from moesaic.moe.runner.host.layouts import LayoutPlan, StandardInput, plan_standard
+from moesaic.moe.runner.host.layouts import GroupedInput, LayoutPlan, plan_standard
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,23 @@ class FusedPending:
     dispatcher: FuseEPDispatcher
 
 
-class FuseEPDispatcher(ExchangeDispatcher):
+class FusedDispatcher(BaseDispatcher):
+    """Dispatch and combine hand over; the fused function between them does the rest."""
+
     name = "ascend_fuseep"
 
+    def _dispatch_b(self, pending: FusedDispatchOutput) -> FusedDispatchOutput:
+        return pending
+
+    def _combine_a(self, results: CombineInput) -> FusedCombineInput:
+        assert isinstance(results, FusedCombineInput)
+        return results
+
+    def _combine_b(self, pending: FusedCombineInput) -> Tensor:
+        return pending.y_TH
+
+
+class FuseEPDispatcher(FusedDispatcher, ExchangeDispatcher):
     @classmethod
     def buffer_spec(cls, config: DispatchConfig) -> ExchangeSpec:
         """Every slot's rows are padded by less than a tile."""
@@ -84,9 +98,6 @@ class FuseEPDispatcher(ExchangeDispatcher):
         self.publish(x_TH, topk, step.lane)
         return FusedDispatchOutput(FusedPending(step.lane, self), x_TH, topk)
 
-    def _dispatch_b(self, pending: FusedDispatchOutput) -> FusedDispatchOutput:
-        return pending
-
     def compute(self, lane: int, plan: PairPlan, context: RunContext) -> None:
         """Runs local experts on all ranks' tokens; results go where the tokens' ranks read."""
         config, exchange = context.config, self.exchange
@@ -100,7 +111,7 @@ class FuseEPDispatcher(ExchangeDispatcher):
             else:
                 x_YH.copy_(values.index_select(0, source_Y))
         y_YH = exchange.results(lane)[: places.total]
-        inputs = StandardInput(x_YH, places.groups, None, False, y_YH)
+        inputs = GroupedInput(x_YH, places.groups, None, False, y_YH)
         context.core.run(inputs, context.weights, context.workspace)
         exchange.touch_results(lane, places.bases, plan.rows_R.split(plan.filled))
         bases = exchange.window.plane("bases")[lane]
@@ -122,14 +133,10 @@ class FuseEPDispatcher(ExchangeDispatcher):
         self.verify(ExchangeSignal.RESULTS_READY, lane)
         return y_TH
 
-    def _combine_a(self, results: CombineInput) -> FusedCombineInput:
-        assert isinstance(results, FusedCombineInput)
-        return results
-
     def _combine_b(self, pending: FusedCombineInput) -> Tensor:
         handle: FusedPending = pending.handle
         self.lanes.release(handle.lane)
-        return pending.y_TH
+        return super()._combine_b(pending)
 
 
 def fused_moe(rows: FusedDispatchOutput, context: RunContext) -> FusedCombineInput:
@@ -138,7 +145,7 @@ def fused_moe(rows: FusedDispatchOutput, context: RunContext) -> FusedCombineInp
     dispatcher = handle.dispatcher
     begin = time.monotonic_ns()
     dispatcher.wait(ExchangeSignal.TOKENS_READY, handle.lane)
-    plan = plan_pairs(dispatcher.exchange.published(handle.lane, dispatcher.layout).tokens)
+    plan = plan_pairs(dispatcher.exchange.published(handle.lane, dispatcher.layout))
     dispatcher.note_dispatch_time(begin, dispatcher.traffic.dispatch_bytes)
     dispatcher.compute(handle.lane, plan, context)
     begin, before = time.monotonic_ns(), dispatcher.traffic.combine_bytes
@@ -186,11 +193,7 @@ class DevicePending:
     """The handle of `dispatcher.rows`."""
 
 
-class DeviceFuseEP(BaseDispatcher):
-    """Dispatch sends the ids; the fused function does the rest."""
-
-    name = "ascend_fuseep"
-
+class DeviceFuseEP(FusedDispatcher):
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
         super().__init__(config, comm)
         alone = config.layout.size == 1
@@ -203,16 +206,6 @@ class DeviceFuseEP(BaseDispatcher):
     def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> FusedDispatchOutput:
         sent = self.rows._dispatch_a(x_TH, topk, step)
         return FusedDispatchOutput(DevicePending(self, sent), x_TH, topk)
-
-    def _dispatch_b(self, pending: FusedDispatchOutput) -> FusedDispatchOutput:
-        return pending
-
-    def _combine_a(self, results: CombineInput) -> FusedCombineInput:
-        assert isinstance(results, FusedCombineInput)
-        return results
-
-    def _combine_b(self, pending: FusedCombineInput) -> Tensor:
-        return pending.y_TH
 
 
 def fused_moe_on_device(rows: FusedDispatchOutput, context: RunContext) -> FusedCombineInput:

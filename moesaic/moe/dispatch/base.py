@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from moesaic.comm.collectives.group import Peers
 from moesaic.comm.windows.window import PlaneSpec
+from moesaic.core.stats import TrafficStats
 from moesaic.core.step import PREFILL, Step
 from moesaic.moe.formats import CombineInput, DispatchOutput, TopKOutput
 from moesaic.moe.placement import EpLayout
@@ -86,29 +89,6 @@ def wire_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.uint8 if dtype.itemsize == 1 else dtype
 
 
-@dataclass(slots=True)
-class DispatchTraffic:
-    """Rows received from or put to other ranks, with the bytes of values and scales, and in
-    `metadata_bytes` those of ids and weights. Nanoseconds include waiting.
-
-    On a GPU only the device knows how many rows move: rows and bytes stay 0, nanoseconds are those
-    of the launches, and steps that replay a graph are not counted."""
-
-    dispatch_rows: int = 0
-    dispatch_bytes: int = 0
-    combine_rows: int = 0
-    combine_bytes: int = 0
-    metadata_bytes: int = 0
-    dispatches: int = 0
-    combines: int = 0
-    dispatch_ns: int = 0
-    combine_ns: int = 0
-
-    def clear(self) -> None:
-        for one in fields(self):
-            setattr(self, one.name, 0)
-
-
 @dataclass(frozen=True, slots=True)
 class CommContext:
     """What the dispatchers of all layers share."""
@@ -116,7 +96,7 @@ class CommContext:
     group: Peers
     timeout: float = 60.0
     buffers: dict[Any, Any] = field(default_factory=dict)
-    traffic: dict[str, DispatchTraffic] = field(default_factory=dict)
+    traffic: dict[str, TrafficStats] = field(default_factory=dict)
     spans: Spans = field(default_factory=Spans)
 
     def shared(self, spec: Hashable, make: Callable[[], Buffer]) -> Buffer:
@@ -127,19 +107,8 @@ class CommContext:
         return buffer
 
 
-# The id and the weight of a chosen expert.
-METADATA_BYTES = 8
 Hook = Callable[..., Any]
 Value = TypeVar("Value")
-
-
-class HookHandle:
-    def __init__(self, hooks: list[Hook], hook: Hook) -> None:
-        self._hooks, self._hook = hooks, hook
-
-    def remove(self) -> None:
-        if self._hook in self._hooks:
-            self._hooks.remove(self._hook)
 
 
 class BaseDispatcher(ABC):
@@ -150,18 +119,13 @@ class BaseDispatcher(ABC):
     """
 
     name: ClassVar[str]
-    HOOKS: ClassVar[tuple[str, ...]] = (
-        "pre_dispatch",
-        "post_dispatch",
-        "pre_combine",
-        "post_combine",
-    )
+    HOOKS: ClassVar = ("pre_dispatch", "post_dispatch", "pre_combine", "post_combine")
 
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
-        self.config, self.comm = config, comm
-        self.traffic = comm.traffic.setdefault(self.name, DispatchTraffic())
+        self.config, self.layout, self.comm = config, config.layout, comm
+        self.traffic = comm.traffic.setdefault(self.name, TrafficStats())
         self.spans = comm.spans
-        self._hooks: dict[str, list[Hook]] = {point: [] for point in self.HOOKS}
+        self._hooks: dict[str, OrderedDict[int, Hook]] = {p: OrderedDict() for p in self.HOOKS}
 
     @classmethod
     def buffer_spec(cls, config: DispatchConfig) -> BufferSpec | None:
@@ -173,11 +137,12 @@ class BaseDispatcher(ABC):
         spec = cls.buffer_spec(config)
         return () if spec is None else (spec,)
 
-    def register_hook(self, point: str, hook: Hook) -> HookHandle:
+    def register_hook(self, point: str, hook: Hook) -> RemovableHandle:
         if point not in self._hooks:
             raise ValueError(f"there is no hook {point!r}: choose one of {', '.join(self.HOOKS)}")
-        self._hooks[point].append(hook)
-        return HookHandle(self._hooks[point], hook)
+        handle = RemovableHandle(self._hooks[point])
+        self._hooks[point][handle.id] = hook
+        return handle
 
     def dispatch(self, x_TH: Tensor, topk: TopKOutput, step: Step = PREFILL) -> DispatchOutput:
         return self.dispatch_b(self.dispatch_a(x_TH, topk, step))
@@ -221,14 +186,14 @@ class BaseDispatcher(ABC):
     def note_dispatch_time(self, begin: int, bytes_before: int, tokens: int = 0) -> None:
         """Counts a half that has just ended."""
         now, traffic = time.monotonic_ns(), self.traffic
-        traffic.dispatch_ns += now - begin
+        traffic.dispatch_seconds += (now - begin) * 1e-9
         if self.spans.on:
             moved = traffic.dispatch_bytes - bytes_before
             self.spans.add(SpanKind.DISPATCH, begin, self.config.layer, tokens, moved, now)
 
     def note_combine_time(self, begin: int, bytes_before: int, tokens: int = 0) -> None:
         now, traffic = time.monotonic_ns(), self.traffic
-        traffic.combine_ns += now - begin
+        traffic.combine_seconds += (now - begin) * 1e-9
         if self.spans.on:
             moved = traffic.combine_bytes - bytes_before
             self.spans.add(SpanKind.COMBINE, begin, self.config.layer, tokens, moved, now)
@@ -256,7 +221,7 @@ class BaseDispatcher(ABC):
             raise ValueError(f"{self.operation('dispatch')}: a token names a slot twice")
 
     def _call(self, point: str, value: Value) -> Value:
-        for hook in tuple(self._hooks[point]):
+        for hook in tuple(self._hooks[point].values()):
             replacement = hook(self, value)
             value = value if replacement is None else replacement
         return value
@@ -281,7 +246,6 @@ class BaseDispatcher(ABC):
         """Counts rows that came from other ranks."""
         self.traffic.dispatch_rows += rows
         self.traffic.dispatch_bytes += rows * self.config.payload.row_bytes(self.config.hidden_size)
-        self.traffic.metadata_bytes += rows * self.config.top_k * METADATA_BYTES
 
     def note_combine(self, rows: int) -> None:
         self.traffic.combine_rows += rows

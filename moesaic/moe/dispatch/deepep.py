@@ -13,7 +13,7 @@ from moesaic.core.step import Step
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
 from moesaic.moe.dispatch.device.rows import DeviceRowsDispatcher
 from moesaic.moe.dispatch.host.low_latency import DeviceLowLatency, LowLatencyDispatcher
-from moesaic.moe.dispatch.host.rows import Rounds, RowsDispatcher, RowsRoute
+from moesaic.moe.dispatch.host.rows import Rounds, RowsDispatcher
 from moesaic.moe.dispatch.local import device_provider
 from moesaic.moe.dispatch.long_sequences import rounds_from_environment
 from moesaic.moe.formats import (
@@ -23,36 +23,30 @@ from moesaic.moe.formats import (
     NormalDispatchOutput,
     TopKOutput,
 )
-from moesaic.moe.quant.payload import Payload
 from moesaic.moe.registry import UNQUANTIZED, A2aBackend, BufferSpec, Provider, register_a2a
 from moesaic.observe.spans import Spans
 
 
 class NormalDispatcher(RowsDispatcher):
     name = "deepep_normal"
+    output = NormalDispatchOutput
 
     @classmethod
     def rounds_for(cls, config: DispatchConfig) -> Rounds:
         return rounds_from_environment(config)
 
-    def output(
-        self, x: Payload, ids_RK: Tensor, weights_RK: Tensor, route: RowsRoute
-    ) -> DispatchOutput:
-        slots = self.layout.slots_per_rank
-        rows_e: list[int] = (ids_RK.flatten() + 1).bincount(minlength=slots + 1)[1:].tolist()
-        y_OH = self.results(route.lane)
-        return NormalDispatchOutput(route, x, ids_RK, weights_RK, rows_e, y_OH=y_OH)
-
 
 class DeviceNormal(DeviceRowsDispatcher):
-    """The runner counts the rows of each slot, on the device."""
-
     name = "deepep_normal"
     output = NormalDispatchOutput
 
     def programs(self, phase: str) -> int:
         config = self.config
         return config.dispatch_programs if phase == "dispatch" else config.combine_programs
+
+
+# A mode's dispatcher, and its handle.
+Chosen = tuple[BaseDispatcher, Any]
 
 
 class AutoDispatcher(BaseDispatcher):
@@ -78,16 +72,15 @@ class AutoDispatcher(BaseDispatcher):
         for dispatcher in (self.normal, self.low_latency):
             dispatcher.set_global_scale(scale)
 
-    def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> Any:
+    def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> Chosen:
         chosen = self.normal if step.prefill else self.low_latency
         return chosen, chosen.dispatch_a(x_TH, topk, step)
 
-    def _dispatch_b(self, pending: Any) -> DispatchOutput:
+    def _dispatch_b(self, pending: Chosen) -> DispatchOutput:
         chosen, inner = pending
-        output: DispatchOutput = chosen.dispatch_b(inner)
-        return output
+        return chosen.dispatch_b(inner)
 
-    def _combine_a(self, results: CombineInput) -> Any:
+    def _combine_a(self, results: CombineInput) -> Chosen:
         chosen = self._dispatched(results)
         return chosen, chosen.combine_a(results)
 
@@ -95,10 +88,9 @@ class AutoDispatcher(BaseDispatcher):
         fixed = isinstance(results, LowLatencyCombineInput)
         return self.low_latency if fixed else self.normal
 
-    def _combine_b(self, pending: Any) -> Tensor:
+    def _combine_b(self, pending: Chosen) -> Tensor:
         chosen, inner = pending
-        y_TH: Tensor = chosen.combine_b(inner)
-        return y_TH
+        return chosen.combine_b(inner)
 
 
 class DeviceAuto(AutoDispatcher):

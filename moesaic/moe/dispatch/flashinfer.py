@@ -18,7 +18,7 @@ from moesaic.core.step import Step
 from moesaic.kernels.cpu.rows import Terms, sum_rows
 from moesaic.moe.dispatch.base import CommContext, DispatchConfig, RowSpec, wire_dtype
 from moesaic.moe.dispatch.device.rows import DeviceRowsDispatcher
-from moesaic.moe.dispatch.host.exchange import LANES, TAGS, ExchangeSignal, Lanes, planes_of
+from moesaic.moe.dispatch.host.exchange import LANES, TAGS, ExchangeSignal, Lanes
 from moesaic.moe.dispatch.host.windowed import WindowDispatcher
 from moesaic.moe.dispatch.local import device_provider
 from moesaic.moe.formats import CombineInput, RowsCombineInput, StandardDispatchOutput, TopKOutput
@@ -64,7 +64,6 @@ class FlashInferDispatcher(WindowDispatcher):
 
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
         super().__init__(config, comm)
-        self.layout = config.layout
         self.spec = self.buffer_spec(config)
         planes, channels = self.spec.planes(), LANES * len(ExchangeSignal)
         self.lanes = comm.shared(
@@ -89,16 +88,14 @@ class FlashInferDispatcher(WindowDispatcher):
             )
         lane, x = step.lane, self.config.encode(x_TH)
         self.lanes.acquire(lane, self.operation("dispatch"))
-        groups_TK = self.layout.owner(topk.ids_TK)
+        groups_TK, width = self.layout.owner(topk.ids_TK), self.layout.moe_tp_size
         sent_TG = torch.full((len(x_TH), self.layout.ep_size), -1)
         for group in range(self.layout.ep_size):
             tokens = (groups_TK == group).any(1).nonzero().squeeze(1)
             sent_TG[tokens, group] = torch.arange(len(tokens))
             first = group * self.layout.slots_per_rank
             ids = torch.where(groups_TK == group, topk.ids_TK - first, -1).int()
-            for rank in range(
-                group * self.layout.moe_tp_size, (group + 1) * self.layout.moe_tp_size
-            ):
+            for rank in range(group * width, (group + 1) * width):
                 self._put(rank, lane, tokens, x, ids, topk.weights_TK)
         self.signal(ExchangeSignal.TOKENS_READY, lane)
         return PutRoute(lane, sent_TG, topk)
@@ -108,7 +105,7 @@ class FlashInferDispatcher(WindowDispatcher):
     ) -> None:
         start = self._first(lane, self.layout.rank)
         put = self.window.put
-        for name, tensor in planes_of(x).items():
+        for name, tensor in x.planes.items():
             put(name, rank, start, tensor.view(wire_dtype(tensor.dtype)), tokens)
         put("ids", rank, start, ids_TK, tokens)
         put("weights", rank, start, weights_TK, tokens)
@@ -130,11 +127,9 @@ class FlashInferDispatcher(WindowDispatcher):
             pairs = zip(starts, counts, strict=True)
             return torch.cat([plane[start : start + count] for start, count in pairs])
 
-        values, *scales = (
-            filled(plane.name).view(plane.dtype) for plane in self.config.payload.codec.planes
-        )
-        scale = scales[0] if scales else None
-        x = Payload(values, scale, self.config.payload, self.config.global_scale)
+        payload = self.config.payload
+        planes = (filled(plane.name).view(plane.dtype) for plane in payload.codec.planes)
+        x = payload.wrap(planes, self.config.global_scale)
         ids_RK, weights_RK = filled("ids").long(), filled("weights")
         self.verify(ExchangeSignal.TOKENS_READY, lane)
         route = replace(pending, counts=counts, valid_RK=ids_RK >= 0)

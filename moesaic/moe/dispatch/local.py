@@ -55,9 +55,8 @@ class DeviceDispatcher(LocalDispatcher):
         return not any(self._hooks.values())
 
     def _combine_a(self, results: CombineInput) -> Any:
-        if isinstance(results, DeferredCombineInput):
-            return results
-        return super()._combine_a(results)
+        assert isinstance(results, RowsCombineInput | DeferredCombineInput)
+        return results
 
     def _combine_b(self, pending: RowsCombineInput | DeferredCombineInput) -> Any:
         """A `PairSum` where the reduce is deferred, else a tensor."""

@@ -68,9 +68,9 @@ def formula_mib(tokens: int, hidden_size: int, top_k: int, in_rounds: bool) -> f
 
 
 def rounds_from_environment(
-    config: DispatchConfig, environment: Mapping[str, str] | None = None
+    config: DispatchConfig, environment: Mapping[str, str] = os.environ
 ) -> Rounds:
-    asked = LongSequences.read(os.environ if environment is None else environment)
+    asked = LongSequences.read(environment)
     tokens, most = config.max_tokens, 1
     if asked.enabled:
         tokens = min(asked.per_round_tokens or DEFAULT_TOKENS, config.max_tokens)
@@ -119,10 +119,9 @@ class Summary:
 
 
 def summarise(
-    config: DispatchConfig, environment: Mapping[str, str] | None = None
+    config: DispatchConfig, environment: Mapping[str, str] = os.environ
 ) -> Summary | None:
     """None where no variable is set."""
-    environment = os.environ if environment is None else environment
     asked = LongSequences.read(environment)
     if asked == LongSequences():
         return None

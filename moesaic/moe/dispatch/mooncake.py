@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +24,9 @@ from moesaic.moe.formats import TopKOutput
 from moesaic.moe.registry import UNQUANTIZED, A2aBackend, Provider, register_a2a
 
 
-class MooncakeDispatcher(LowLatencyDispatcher):
-    name = "mooncake"
+class Resumable:
+    exchange: Any
+    """An `InFlight` of ranks on CPU or on GPUs."""
 
     @property
     def active_ranks(self) -> list[int]:
@@ -32,7 +34,11 @@ class MooncakeDispatcher(LowLatencyDispatcher):
 
     def resume(self, active_ranks: Sequence[int], generation: int) -> None:
         """Continues with these ranks; `generation` is higher than any before."""
-        self.lanes.restart(Membership(generation, tuple(active_ranks)))
+        self.exchange.restart(Membership(generation, tuple(active_ranks)))
+
+
+class MooncakeDispatcher(LowLatencyDispatcher, Resumable):
+    name = "mooncake"
 
     def reachable(self, terms: Terms) -> Terms:
         """A group's results are complete only if all of its ranks are active."""
@@ -44,17 +50,10 @@ class MooncakeDispatcher(LowLatencyDispatcher):
         return replace(terms, places_TS=places)
 
 
-class DeviceMooncake(DeviceLowLatency):
+class DeviceMooncake(DeviceLowLatency, Resumable):
     """The kernels skip inactive ranks; slots of an incomplete group are not used."""
 
     name = "mooncake"
-
-    @property
-    def active_ranks(self) -> list[int]:
-        return list(self.exchange.active)
-
-    def resume(self, active_ranks: Sequence[int], generation: int) -> None:
-        self.exchange.restart(Membership(generation, tuple(active_ranks)))
 
     def _tokens(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> LocalTokens:
         if self.layout.moe_tp_size > 1:

@@ -15,17 +15,15 @@ from moesaic.moe.dispatch.host.rows import (
     Rounds,
     RoundsResult,
     RowsDispatcher,
-    RowsPending,
     RowsRoute,
 )
+from moesaic.moe.dispatch.host.windowed import PendingTokens
 from moesaic.moe.dispatch.local import LocalDispatcher, device_provider
 from moesaic.moe.formats import (
     DispatchOutput,
     RowsCombineInput,
-    StandardDispatchOutput,
     TopKOutput,
 )
-from moesaic.moe.quant.payload import Payload
 from moesaic.moe.registry import UNQUANTIZED, A2aBackend, Provider, register_a2a
 
 
@@ -33,14 +31,7 @@ class StandardDispatcher(RowsDispatcher):
     """Tokens of all ranks to all ranks."""
 
     name = "none"
-
     everywhere = True
-
-    def output(
-        self, x: Payload, ids_RK: Tensor, weights_RK: Tensor, route: RowsRoute
-    ) -> DispatchOutput:
-        y_OH = self.results(route.lane)
-        return StandardDispatchOutput(route, x, ids_RK, weights_RK, y_OH=y_OH)
 
 
 class ReplicatedDispatcher(StandardDispatcher):
@@ -52,13 +43,13 @@ class ReplicatedDispatcher(StandardDispatcher):
         each = min(config.top_k, config.layout.slots_per_rank) if config.deterministic else 1
         return ExchangeSpec.of(config, tokens=1, result_rows=2 * config.max_tokens * each)
 
-    def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> RowsPending:
+    def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> PendingTokens:
         self.check_tokens(len(x_TH))
-        pending = RowsPending(step.lane, self.config.encode(x_TH), topk)
+        pending = PendingTokens(step.lane, self.config.encode(x_TH), topk)
         self.exchange.acquire(step.lane, self.operation("dispatch"))
         return pending
 
-    def _dispatch_b(self, pending: RowsPending) -> DispatchOutput:
+    def _dispatch_b(self, pending: PendingTokens) -> DispatchOutput:
         topk, layout = pending.topk, self.layout
         plan = RoundsResult(self, pending)
         plan.route(

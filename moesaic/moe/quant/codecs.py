@@ -1,18 +1,23 @@
 """A codec: which tensors ("planes") hold a matrix [N, K], and how to fill and read them.
 
 N rows · K columns · any number of dimensions before them.
+Codecs compute in float32. A block of zeros has scale 1. A block that holds a NaN or an infinity has
+scale NaN: all of it decodes to NaN, its neighbours do not notice.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Protocol
+from functools import cached_property
+from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from moesaic.kernels.payloads import in_groups, pack_pairs
 from moesaic.moe.quant import numerics
 
 WHOLE = 0
@@ -35,23 +40,6 @@ class Plane:
 
     def shape(self, size_N: int, size_K: int) -> tuple[int, int]:
         return -(-size_N // self.rows), self.width(size_K)
-
-
-class Codec(Protocol):
-    @property
-    def planes(self) -> tuple[Plane, ...]:
-        """The first one holds the values."""
-
-    def encode(self, w_NK: Tensor) -> tuple[Tensor, ...]:
-        """A tensor for every plane, in their order."""
-
-    def decode(self, tensors: Sequence[Tensor], out: Tensor) -> Tensor:
-        """Into `out` [N, K], of any float type."""
-
-    def error_bound(self, w_NK: Tensor) -> Tensor:
-        """float64 [N, K]: the most by which an element may change when it is encoded and decoded in
-        float32, from the scales of `w_NK` and the spacing of the format's numbers; infinite in a
-        block that is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,27 +72,63 @@ E2M1 = Grid(mantissa=1, min_exponent=0, largest=numerics.FP4_MAX)
 WHOLE_NUMBERS = Grid(mantissa=8, min_exponent=8, largest=numerics.INT8_MAX)
 
 
-@cache
-def _values(dtype: torch.dtype) -> tuple[Plane, ...]:
-    """Asked for by every step of every layer."""
-    return (Plane("values", dtype),)
+class Codec(ABC):
+    grid: ClassVar[Grid]
+    """The stored numbers, before their scale."""
+
+    @property
+    @abstractmethod
+    def planes(self) -> tuple[Plane, ...]:
+        """The first one holds the values, the second one the scales."""
+
+    @abstractmethod
+    def encode(self, w_NK: Tensor) -> tuple[Tensor, ...]:
+        """A tensor for every plane, in their order."""
+
+    def decode(self, tensors: Sequence[Tensor], out: Tensor) -> Tensor:
+        """Into `out` [N, K] of any float type, rounded once; it may be part of a larger tensor."""
+        values = tensors[0]
+        shape = (*values.shape[:-1], values.shape[-1] * self.planes[0].cols)
+        assert out.shape == shape, f"out is {tuple(out.shape)}, not {shape}"
+        if out.dtype == torch.float32 and out.is_contiguous():
+            return self._decode(tensors, out)
+        work = torch.empty(shape, dtype=torch.float32, device=values.device)
+        return out.copy_(self._decode(tensors, work))
+
+    @abstractmethod
+    def _decode(self, tensors: Sequence[Tensor], work: Tensor) -> Tensor:
+        """Into `work`, contiguous float32."""
+
+    def float_scales(self, tensors: Sequence[Tensor]) -> Tensor:
+        """What stored numbers are multiplied with, in float32."""
+        return tensors[1]
+
+    def error_bound(self, w_NK: Tensor) -> Tensor:
+        """float64 [N, K]: the most by which an element may change when it is encoded and decoded in
+        float32, from the scales of `w_NK` and the spacing of the format's numbers; infinite in a
+        block that is not finite."""
+        scales, plane = self.float_scales(self.encode(w_NK)), self.planes[1]
+        return self.grid.error_bound(w_NK, numerics.spread(scales, plane.rows, plane.cols, w_NK))
 
 
-@dataclass(frozen=True, slots=True)
-class Plain:
+@dataclass(frozen=True)
+class Plain(Codec):
     """The numbers themselves, in a float type. What is too large for it becomes infinite."""
 
     dtype: torch.dtype
 
-    @property
+    @cached_property
     def planes(self) -> tuple[Plane, ...]:
-        return _values(self.dtype)
+        return (Plane("values", self.dtype),)
 
     def encode(self, w_NK: Tensor) -> tuple[Tensor, ...]:
         return (w_NK.to(self.dtype),)
 
     def decode(self, tensors: Sequence[Tensor], out: Tensor) -> Tensor:
-        return out.copy_(tensors[0])
+        return self._decode(tensors, out)
+
+    def _decode(self, tensors: Sequence[Tensor], work: Tensor) -> Tensor:
+        return work.copy_(tensors[0])
 
     def error_bound(self, w_NK: Tensor) -> Tensor:
         info = torch.finfo(self.dtype)
@@ -115,68 +139,86 @@ class Plain:
         return grid.half_step(size).masked_fill(~(size <= info.max), torch.inf)
 
 
-@dataclass(frozen=True, slots=True)
-class Fp8:
-    """e4m3 with a float32 scale per block; `cols` WHOLE: per row; `per_tensor`: one for all rows,
-    repeated in every row so that rows can be cut."""
+@dataclass(frozen=True)
+class Fp8(Codec):
+    """e4m3 with a float32 scale per block, of which the last ones may be smaller; `cols` WHOLE: per
+    row; `per_tensor`: one for all rows, repeated in every row so that rows can be cut.
+
+    Example with blocks of (1, 2): [[448, 1, -4]] -> values [[448, 1, -448]] (bytes 7E 38 FE),
+    scales [[1, 4 / 448]].
+    """
 
     rows: int = 1
     cols: int = WHOLE
     per_tensor: bool = False
+    grid = E4M3
 
-    @property
+    @cached_property
     def planes(self) -> tuple[Plane, ...]:
-        return (
-            Plane("values", numerics.FP8),
-            Plane("scales", torch.float32, self.rows, self.cols),
-        )
+        scales = Plane("scales", torch.float32, self.rows, self.cols)
+        return Plane("values", numerics.FP8), scales
 
     def encode(self, w_NK: Tensor) -> tuple[Tensor, ...]:
         size_N, size_K = w_NK.shape[-2:]
-        if not self.per_tensor:
-            return numerics.encode_fp8(w_NK, self.rows, self.cols or size_K)
-        values, scales = numerics.encode_fp8(w_NK, size_N, size_K)
-        return values, scales.repeat_interleave(size_N, -2)
+        rows, cols = size_N if self.per_tensor else self.rows, self.cols or size_K
+        padding = (0, -size_K % cols, 0, -size_N % rows)
+        padded = F.pad(w_NK.float(), padding) if any(padding) else w_NK.float()
+        blocks = _blocks(padded, rows, cols)
+        scales = numerics.absmax_scales(blocks.abs().amax((-3, -1)), numerics.FP8_MAX)
+        scaled = blocks / scales[..., :, None, :, None]
+        scaled = scaled.flatten(-2, -1).flatten(-3, -2)[..., :size_N, :size_K].contiguous()
+        # Clamped first: what torch does beyond 448 depends on its version and device.
+        values = scaled.clamp_(-numerics.FP8_MAX, numerics.FP8_MAX).to(numerics.FP8)
+        return values, scales.repeat_interleave(size_N, -2) if self.per_tensor else scales
 
-    def decode(self, tensors: Sequence[Tensor], out: Tensor) -> Tensor:
+    def _decode(self, tensors: Sequence[Tensor], work: Tensor) -> Tensor:
         values, scales = tensors
-        return numerics.decode_fp8(values, scales, self.rows, self.cols or out.shape[-1], out)
+        size_N, size_K = work.shape[-2:]
+        rows, cols = self.rows, self.cols or size_K
+        numerics.fp8_to_float(values, work)
+        if size_N % rows or size_K % cols:
+            return work.mul_(numerics.spread(scales, rows, cols, work))
+        _blocks(work, rows, cols).mul_(scales[..., :, None, :, None])
+        return work
 
-    def error_bound(self, w_NK: Tensor) -> Tensor:
-        size_N, size_K = w_NK.shape[-2:]
-        _, scales = self.encode(w_NK)
-        spread = numerics.spread(scales, self.rows, self.cols or size_K, size_N, size_K)
-        return E4M3.error_bound(w_NK, spread)
+
+def _blocks(w_NK: Tensor, rows: int, cols: int) -> Tensor:
+    """[N, K] -> [N / rows, rows, K / cols, cols]."""
+    return in_groups(w_NK, cols).unflatten(-3, (w_NK.shape[-2] // rows, rows))
 
 
-@dataclass(frozen=True, slots=True)
-class Int8:
-    """int8 with a float32 scale per row."""
+@dataclass(frozen=True)
+class Int8(Codec):
+    """int8 in -127..127 with a float32 scale per row."""
 
-    @property
-    def planes(self) -> tuple[Plane, ...]:
-        return Plane("values", torch.int8), Plane("scales", torch.float32, cols=WHOLE)
+    grid = WHOLE_NUMBERS
+    planes = Plane("values", torch.int8), Plane("scales", torch.float32, cols=WHOLE)
 
     def encode(self, w_NK: Tensor) -> tuple[Tensor, ...]:
-        return numerics.encode_int8(w_NK)
+        w_NK, most = w_NK.float(), numerics.INT8_MAX
+        scales = numerics.absmax_scales(w_NK.abs().amax(-1, keepdim=True), most)
+        scaled = (w_NK / scales).round_().clamp_(-most, most)
+        return scaled.nan_to_num_(0).to(torch.int8), scales
 
-    def decode(self, tensors: Sequence[Tensor], out: Tensor) -> Tensor:
+    def _decode(self, tensors: Sequence[Tensor], work: Tensor) -> Tensor:
         values, scales = tensors
-        return numerics.decode_int8(values, scales, out)
-
-    def error_bound(self, w_NK: Tensor) -> Tensor:
-        _, scales = self.encode(w_NK)
-        return WHOLE_NUMBERS.error_bound(w_NK, scales)
+        return work.copy_(values).mul_(scales)
 
 
-@dataclass(frozen=True, slots=True)
-class Int4:
-    """Four bits with a float32 scale and a zero point per `group` columns."""
+@dataclass(frozen=True)
+class Int4(Codec):
+    """Four bits with a float32 scale and a uint8 zero per `group` columns: w = (q - zero) * scale.
+
+    Symmetric groups have zero 8 and use q in 1..15; the others stretch from the smallest to the
+    largest value (or to zero, which is always exact) over q in 0..15.
+    Example with groups of 4: [[-7, 7, 1, 0]] -> q [1, 15, 9, 8], bytes F1 89, scale 1, zero 8.
+    """
 
     group: int
     symmetric: bool = True
+    grid = WHOLE_NUMBERS
 
-    @property
+    @cached_property
     def planes(self) -> tuple[Plane, ...]:
         return (
             Plane("values", torch.uint8, cols=2),
@@ -185,69 +227,80 @@ class Int4:
         )
 
     def encode(self, w_NK: Tensor) -> tuple[Tensor, ...]:
-        return numerics.encode_int4(w_NK, self.group, self.symmetric)
+        grouped, most = in_groups(w_NK.float(), self.group), numerics.INT4_MAX
+        if self.symmetric:
+            scales = numerics.absmax_scales(grouped.abs().amax(-1), most - numerics.INT4_ZERO)
+            zeros = torch.full_like(scales, numerics.INT4_ZERO)
+        else:
+            low, high = grouped.amin(-1).clamp_(max=0), grouped.amax(-1).clamp_(min=0)
+            # Halved first: the difference of two huge numbers may be infinite.
+            scales = numerics.absmax_scales(high * 0.5 - low * 0.5, most / 2)
+            zeros = (-low / scales).round_().clamp_(0, most).nan_to_num_(0)
+        q = (grouped / scales.unsqueeze(-1)).round_().add_(zeros.unsqueeze(-1)).clamp_(0, most)
+        packed = pack_pairs(q.nan_to_num_(0).to(torch.uint8).flatten(-2))
+        return packed, scales, zeros.to(torch.uint8)
 
-    def decode(self, tensors: Sequence[Tensor], out: Tensor) -> Tensor:
-        values, scales, zeros = tensors
-        return numerics.decode_int4(values, scales, zeros, out)
+    def _decode(self, tensors: Sequence[Tensor], work: Tensor) -> Tensor:
+        packed, scales, zeros = tensors
+        # Differences are taken as bytes, a quarter of the traffic of floats.
+        offsets = in_groups(numerics.unpack(packed).view(torch.int8), self.group)
+        offsets.sub_(zeros.view(torch.int8).unsqueeze(-1))
+        in_groups(work, self.group).copy_(offsets).mul_(scales.unsqueeze(-1))
+        return work
 
-    def error_bound(self, w_NK: Tensor) -> Tensor:
-        _, scales, _ = self.encode(w_NK)
-        return WHOLE_NUMBERS.error_bound(w_NK, scales.repeat_interleave(self.group, -1))
+
+NVFP4_PLANES = (
+    Plane("values", torch.uint8, cols=2),
+    Plane("scales", numerics.FP8, cols=numerics.NVFP4_GROUP),
+    Plane("global", torch.float32, cols=WHOLE),
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Nvfp4:
-    """e2m1 with an e4m3 scale per 16 columns and a global one: a constant that both sides know, or
-    (None) that of each matrix, in a third plane."""
+class Fp4(Codec):
+    """e2m1, of which two share a byte, with a scale per group of columns."""
+
+    grid = E2M1
+
+    def _decode(self, tensors: Sequence[Tensor], work: Tensor) -> Tensor:
+        scales = self.float_scales(tensors)
+        numerics.fp4_to_float(tensors[0], work)
+        in_groups(work, self.planes[1].cols).mul_(scales.unsqueeze(-1))
+        return work
+
+
+@dataclass(frozen=True)
+class Nvfp4(Fp4):
+    """Scales are e4m3 per 16 columns and a global one: a constant that both sides know, or (None)
+    that of each matrix, in a third plane."""
 
     global_scale: float | None = None
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        planes = (
-            Plane("values", torch.uint8, cols=2),
-            Plane("scales", numerics.FP8, cols=numerics.NVFP4_GROUP),
-        )
-        stored = Plane("global", torch.float32, cols=WHOLE)
-        return planes if self.global_scale is not None else (*planes, stored)
+        return NVFP4_PLANES if self.global_scale is None else NVFP4_PLANES[:2]
 
     def encode(self, w_NK: Tensor) -> tuple[Tensor, ...]:
-        tensors = numerics.encode_nvfp4(w_NK, self.global_scale)
-        return tensors[: len(self.planes)]
+        return numerics.encode_nvfp4(w_NK, self.global_scale)[: len(self.planes)]
 
-    def decode(self, tensors: Sequence[Tensor], out: Tensor) -> Tensor:
-        values, scales, *stored = tensors
-        return numerics.decode_nvfp4(values, scales, self._global(stored), out)
-
-    def error_bound(self, w_NK: Tensor) -> Tensor:
-        _, scales, *stored = self.encode(w_NK)
-        combined = numerics.nvfp4_scales(scales, self._global(stored))
-        return E2M1.error_bound(w_NK, combined.repeat_interleave(numerics.NVFP4_GROUP, -1))
-
-    def _global(self, stored: Sequence[Tensor]) -> Tensor | float:
-        return stored[0] if self.global_scale is None else self.global_scale
+    def float_scales(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Both scales in one, rounded."""
+        scales = tensors[1]
+        floats = torch.empty(scales.shape, dtype=torch.float32, device=scales.device)
+        stored = tensors[2] if self.global_scale is None else self.global_scale
+        return numerics.fp8_to_float(scales, floats).mul_(stored)
 
 
-@dataclass(frozen=True, slots=True)
-class Mxfp4:
-    """e2m1 with a power of two (e8m0) per 32 columns."""
+@dataclass(frozen=True)
+class Mxfp4(Fp4):
+    """Scales are powers of two (e8m0) per 32 columns."""
 
-    @property
-    def planes(self) -> tuple[Plane, ...]:
-        return (
-            Plane("values", torch.uint8, cols=2),
-            Plane("scales", torch.uint8, cols=numerics.MXFP4_GROUP),
-        )
+    planes = (
+        Plane("values", torch.uint8, cols=2),
+        Plane("scales", torch.uint8, cols=numerics.MXFP4_GROUP),
+    )
 
     def encode(self, w_NK: Tensor) -> tuple[Tensor, ...]:
         return numerics.encode_mxfp4(w_NK)
 
-    def decode(self, tensors: Sequence[Tensor], out: Tensor) -> Tensor:
-        values, scales = tensors
-        return numerics.decode_mxfp4(values, scales, out)
-
-    def error_bound(self, w_NK: Tensor) -> Tensor:
-        _, scales = self.encode(w_NK)
-        floats = numerics.mxfp4_scales(scales)
-        return E2M1.error_bound(w_NK, floats.repeat_interleave(numerics.MXFP4_GROUP, -1))
+    def float_scales(self, tensors: Sequence[Tensor]) -> Tensor:
+        return numerics.mxfp4_scales(tensors[1])

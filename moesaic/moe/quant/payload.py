@@ -5,13 +5,13 @@ T rows (tokens) · H hidden. Everywhere [T] may be [e, M]: M rows of each of e e
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from math import prod
 
 import torch
 from torch import Tensor
 
-from moesaic.moe.quant.codecs import WHOLE, Codec, Fp8, Int8, Mxfp4, Nvfp4, Plain, Plane
+from moesaic.moe.quant.codecs import Codec, Fp8, Int8, Mxfp4, Nvfp4, Plain, Plane
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +38,6 @@ class PayloadFormat:
     def has_global_scale(self) -> bool:
         return isinstance(self.codec, Nvfp4)
 
-    def group(self, hidden: int) -> int:
-        """Channels per scale; 0 where there are none."""
-        if self.scales is None:
-            return 0
-        return hidden if self.scales.cols == WHOLE else self.scales.cols
-
-    def value_width(self, hidden: int) -> int:
-        """Elements of the stored tensor per row."""
-        return self.values.width(hidden)
-
     def row_bytes(self, hidden: int) -> int:
         """The bytes of values and scales."""
         return sum(plane.width(hidden) * plane.dtype.itemsize for plane in self.codec.planes)
@@ -63,7 +53,11 @@ class PayloadFormat:
         """A row with a NaN or an infinity: that group of channels decodes to NaN, other rows stay
         as they are. Unquantised formats keep NaN and infinities where they stand."""
         self.check(x_TH.shape[-1])
-        values, *scales = self.at(global_scale).encode(x_TH)
+        return self.wrap(self.at(global_scale).encode(x_TH), global_scale)
+
+    def wrap(self, tensors: Iterable[Tensor], global_scale: float = 1.0) -> Payload:
+        """Encoded rows: a tensor for every plane."""
+        values, *scales = tensors
         return Payload(values, scales[0] if scales else None, self, global_scale)
 
     def error_bound(self, x_TH: Tensor, global_scale: float = 1.0) -> Tensor:
@@ -135,8 +129,9 @@ class Payload:
         return (*self.values.shape[:-1], self.hidden_size)
 
     @property
-    def nbytes(self) -> int:
-        return prod(self.shape[:-1]) * self.format.row_bytes(self.hidden_size)
+    def planes(self) -> dict[str, Tensor]:
+        values = {"values": self.values}
+        return values if self.scales is None else values | {"scales": self.scales}
 
     def dense(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """[T, H] in `dtype`; where that is how the values are stored, the values themselves."""
@@ -148,13 +143,15 @@ class Payload:
             raise ValueError(
                 f"out is {out.dtype} {list(out.shape)}, but {dtype} {list(self.shape)} is wanted"
             )
-        tensors = [self.values] if self.scales is None else [self.values, self.scales]
-        return self.format.at(self.global_scale).decode(tensors, out)
+        return self.format.at(self.global_scale).decode([*self.planes.values()], out)
+
+    def viewed(self, view: Callable[[Tensor], Tensor]) -> Payload:
+        """`view` selects or arranges rows, of values and scales alike."""
+        return self.format.wrap(map(view, self.planes.values()), self.global_scale)
 
     def select(self, index: Tensor) -> Payload:
         """Entries of the first dimension."""
-        scales = None if self.scales is None else _select(self.scales, index)
-        return replace(self, values=_select(self.values, index), scales=scales)
+        return self.viewed(lambda tensor: _select(tensor, index))
 
 
 def _check_tensor(

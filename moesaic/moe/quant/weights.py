@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import lcm, prod
+from math import lcm
 
 import torch
 from torch import Tensor
@@ -81,14 +81,6 @@ class WeightFormat:
         element."""
         self.check(*w_NK.shape[-2:])
         return self.codec.error_bound(w_NK)
-
-    def nbytes(self, rows: int, cols: int) -> int:
-        return sum(
-            prod(shape) * dtype.itemsize for shape, dtype in self.planes(rows, cols).values()
-        )
-
-    def bytes_per_weight(self, rows: int, cols: int) -> float:
-        return self.nbytes(rows, cols) / (rows * cols)
 
     def slice(self, planes: Mapping[str, Tensor], rows: slice, cols: slice) -> Planes:
         """Views of a part of the matrix; cuts must fall between blocks."""

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,7 +97,7 @@ class Workspace:
 
 @dataclass(frozen=True)
 class RunnerInput:
-    layout: ClassVar[str]
+    """What pre-permute gives to the core, in a layout of the runner's own."""
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,8 @@ from moesaic.moe.registry import RunnerBackend, register_runner
 from moesaic.moe.runner.device import sorted_pairs as gpu
 from moesaic.moe.runner.device.sorted_pairs import SortedPairsCore
 from moesaic.moe.runner.host.layouts import (
-    ContiguousInput,
     GroupedCore,
-    GroupedInput,
     LayoutPlanner,
-    MaskedInput,
-    StandardInput,
     plan_contiguous,
     plan_masked,
     plan_standard,
@@ -38,10 +34,10 @@ GPU_PERMUTES = (
 )
 # The layout of each dispatch format, where a runner has no other.
 STANDARD = dict.fromkeys(DISPATCH_FORMATS, "standard")
-LAYOUTS: dict[str, tuple[type[GroupedInput], LayoutPlanner]] = {
-    "standard": (StandardInput, plan_standard),
-    "contiguous": (ContiguousInput, plan_contiguous),
-    "masked": (MaskedInput, plan_masked),
+LAYOUTS: dict[str, LayoutPlanner] = {
+    "standard": plan_standard,
+    "contiguous": plan_contiguous,
+    "masked": plan_masked,
 }
 
 
@@ -65,5 +61,5 @@ def _permutes(format: str, layout: str) -> tuple[Callable[..., Any], Callable[..
     if in_blocks and layout == "masked":
         return pre_permute_masked, post_permute_masked
     if in_blocks:
-        return partial(pre_permute_blocks, *LAYOUTS[layout]), post_permute_blocks
-    return partial(pre_permute_rows, *LAYOUTS[layout]), post_permute_rows
+        return partial(pre_permute_blocks, LAYOUTS[layout]), post_permute_blocks
+    return partial(pre_permute_rows, LAYOUTS[layout]), post_permute_rows

@@ -9,11 +9,12 @@ nothing is overwritten too early. Planes fit the largest step; a smaller one use
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -33,7 +34,6 @@ NOT_SENT = -1
 SAME_STREAM: Final = nullcontext()
 # Views by lane, number of rows and scale.
 MOST_VIEWS: Final = 4096
-Kept = TypeVar("Kept")
 # Rows with their ids and, if they travel, their weights.
 Arrived = tuple[Payload, Tensor, Tensor | None]
 
@@ -82,11 +82,14 @@ class DeviceExchange(InFlight):
         self.window = create_device_window(
             comm.group, spec.planes(), comm.timeout, spec.channels, device
         )
-        self._side = SideStream(device) if spec.lanes > 1 and device.type == "cuda" else None
+        overlaps = spec.lanes > 1 and device.type == "cuda"
+        self._side = torch.cuda.Stream(device) if overlaps else None
         with torch.inference_mode(False):  # or it could not be written outside that mode
             self.active_P = torch.ones(self.size, dtype=torch.bool, device=device)
         """The active ranks, on the device."""
-        self._views: dict[str, dict[tuple[Any, ...], Any]] = {}
+        # Views are kept, for all layers: making one takes longer than a kernel launch.
+        self.arrived = lru_cache(MOST_VIEWS)(self._arrived)
+        self.results = lru_cache(MOST_VIEWS)(self._results)
         self._places = count()
         self._last: list[int | None] = [None] * spec.lanes
         comm.group.register(self)
@@ -102,7 +105,8 @@ class DeviceExchange(InFlight):
 
     def close(self) -> None:
         """Frees the memory; no kernel of this rank may use it any more."""
-        self._views.clear()
+        self.arrived.cache_clear()
+        self.results.cache_clear()
         self.window.close()
 
     def check(self) -> None:
@@ -126,11 +130,9 @@ class DeviceExchange(InFlight):
             local_rows=self.spec.home_rows > 0,
         )
 
-    def arrived(self, lane: int, rows: int, scale: float) -> Arrived:
-        """The first rows of this rank's planes."""
-        return self._kept((lane, rows, scale), self._arrived)
-
+    @torch.inference_mode(False)
     def _arrived(self, lane: int, rows: int, scale: float) -> Arrived:
+        """The first rows of this rank's planes."""
         scales = None
         if self.payload.scales is not None:
             scales = self.window.plane(f"scales {lane}")[:rows]
@@ -139,32 +141,23 @@ class DeviceExchange(InFlight):
         payload = Payload(values, scales, self.payload, scale)
         return payload, self.window.plane(f"ids {lane}")[:rows], weights
 
-    def results(self, lane: int, first: int, rows: int) -> Tensor:
-        """The buffer for this many of this rank's results, which its peers read."""
-        return self._kept((lane, first, rows), self._results)
-
+    @torch.inference_mode(False)
     def _results(self, lane: int, first: int, rows: int) -> Tensor:
+        """The buffer for this many of this rank's results, which its peers read."""
         return self.window.plane(f"results {lane}")[first : first + rows]
 
-    def _kept(self, key: tuple[Any, ...], make: Callable[..., Kept]) -> Kept:
-        """Caches views, which all layers share: making one takes longer than a kernel launch."""
-        views = self._views.setdefault(make.__name__, {})
-        if key not in views:
-            if len(views) >= MOST_VIEWS:
-                views.clear()
-            with torch.inference_mode(False):
-                views[key] = make(*key)
-        found: Kept = views[key]
-        return found
-
-    def side_stream(self) -> AbstractContextManager[None]:
-        """Launches inside go to a side stream if lanes overlap, else to the current one."""
-        return SAME_STREAM if self._side is None else self._side.running()
+    def side_stream(self) -> AbstractContextManager[Any]:
+        """Launches inside go to a side stream if lanes overlap, after all earlier launches; the
+        caller keeps its tensors until `join`."""
+        if self._side is None:
+            return SAME_STREAM
+        self._side.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._side)
 
     def join(self) -> None:
         """The current stream waits for the side stream."""
         if self._side is not None:
-            self._side.join()
+            torch.cuda.current_stream().wait_stream(self._side)
 
     def register_layer(self) -> int:
         """The next number of a layer among those that share the window."""
@@ -174,20 +167,3 @@ class DeviceExchange(InFlight):
         """Whether the layer with this number follows its predecessor, in this lane."""
         last, self._last[lane] = self._last[lane], place
         return last is not None and last + 1 == place
-
-
-class SideStream:
-    """A stream beside the current one."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Launches on it after all earlier launches. The caller keeps its tensors until `join`."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def join(self) -> None:
-        torch.cuda.current_stream().wait_stream(self._stream)

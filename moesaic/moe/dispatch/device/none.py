@@ -30,7 +30,6 @@ class DeviceGather(DeviceRowsDispatcher):
 class ReplicatedRoute(DeviceRoute):
     """Token t is row t on all ranks."""
 
-    half: int
     meets: bool
     """Whether all ranks meet before results are written."""
 
@@ -51,6 +50,7 @@ class DeviceReplicated(DeviceRowsDispatcher):
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
         super().__init__(config, comm)
         self._place = self.exchange.register_layer()
+        self._half = self._place % 2
 
     def _prepare(self) -> None:
         """Nothing arrives: there is no inbox."""
@@ -76,9 +76,7 @@ class DeviceReplicated(DeviceRowsDispatcher):
         meets = not self.exchange.follows(lane, self._place)
         if meets:
             signal(self._calls[lane][ROWS])
-        return ReplicatedRoute(
-            self, lane, 0, self._tokens(x_TH, topk, step), self._place % 2, meets
-        )
+        return ReplicatedRoute(self, lane, 0, self._tokens(x_TH, topk, step), meets)
 
     def _dispatch_b(self, route: DeviceRoute) -> DispatchOutput:
         assert isinstance(route, ReplicatedRoute)
@@ -90,7 +88,7 @@ class DeviceReplicated(DeviceRowsDispatcher):
             self._encoded(tokens.x_TH),
             self.layout.local(tokens.ids_TK),
             tokens.weights_TK,
-            **self._room(route, tokens.x_TH.shape[0]),
+            **self._room(route.lane, tokens.x_TH.shape[0]),
         )
 
     def _encoded(self, x_TH: Tensor) -> Payload:
@@ -101,10 +99,8 @@ class DeviceReplicated(DeviceRowsDispatcher):
             return Payload(*values, payload)
         return self.config.encode(x_TH)
 
-    def _first(self, route: DeviceRoute) -> int:
-        assert isinstance(route, ReplicatedRoute)
-        return route.half * (self.spec.result_rows // 2)
+    def _first(self) -> int:
+        return self._half * (self.spec.result_rows // 2)
 
-    def _given(self, route: DeviceRoute) -> ChannelCall:
-        assert isinstance(route, ReplicatedRoute)
-        return self._calls[route.lane][SECOND_RESULTS if route.half else RESULTS]
+    def _given(self, lane: int) -> ChannelCall:
+        return self._calls[lane][SECOND_RESULTS if self._half else RESULTS]

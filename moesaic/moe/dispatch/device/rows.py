@@ -77,8 +77,7 @@ class DeviceRowsDispatcher(BaseDispatcher):
 
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
         super().__init__(config, comm)
-        layout = config.layout
-        self.layout, self.spec = layout, self.buffer_spec(config)
+        layout, self.spec = config.layout, self.buffer_spec(config)
         self.exchange = comm.shared(self.spec, lambda: DeviceExchange(self.spec, comm))
         self.by_pairs = self.pairs or config.deterministic
         self.spread = SlotOwners(layout.slots_per_rank, layout.moe_tp_size)
@@ -148,19 +147,15 @@ class DeviceRowsDispatcher(BaseDispatcher):
     def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> DeviceRoute:
         rows = self.rows_of(x_TH.shape[0], step)
         self.exchange.acquire(step.lane, self._name)
-        route = DeviceRoute(self, step.lane, rows, self._tokens(x_TH, topk, step))
+        tokens = self._tokens(x_TH, topk, step)
+        inbox, call = self._inboxes[step.lane], self._calls[step.lane][ROWS]
         with self.exchange.side_stream():
-            self._send(route)
-        return route
+            send(tokens, rows, inbox, self._sent, call, receives=not self._early)
+        return DeviceRoute(self, step.lane, rows, tokens)
 
     def _tokens(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> LocalTokens:
         ids_TK, weights_TK = topk.ids_TK.int().contiguous(), topk.weights_TK.contiguous()
         return LocalTokens(x_TH.contiguous(), ids_TK, weights_TK, step.num_tokens_1)
-
-    def _send(self, route: DeviceRoute) -> None:
-        call = self._calls[route.lane][ROWS]
-        inbox, receives = self._inboxes[route.lane], not self._early
-        send(route.tokens, route.rows, inbox, self._sent, call, receives)
 
     def _dispatch_b(self, route: DeviceRoute) -> DispatchOutput:
         exchange, lane = self.exchange, route.lane
@@ -170,15 +165,15 @@ class DeviceRowsDispatcher(BaseDispatcher):
             receive(call, route.rows, self.config.top_k, ids)
         rows = self.layout.size * route.rows
         arrived = exchange.arrived(lane, rows, self.config.global_scale)
-        return self.output(route, *arrived, **self._room(route, rows))
+        return self.output(route, *arrived, **self._room(lane, rows))
 
-    def _room(self, route: DeviceRoute, rows: int) -> dict[str, Any]:
+    def _room(self, lane: int, rows: int) -> dict[str, Any]:
         """The buffer for the results of `rows` rows, and how many pairs the runner may expect."""
         pairs, groups = rows * self.config.top_k, self.layout.ep_size
         expected = None if groups == 1 else -(-pairs // groups)
         if self.by_pairs:
-            return {"y_NH": self._target(route, pairs), "expected_pairs": expected}
-        return {"y_OH": self._target(route, rows), "expected_pairs": expected}
+            return {"y_NH": self._target(lane, pairs), "expected_pairs": expected}
+        return {"y_OH": self._target(lane, rows), "expected_pairs": expected}
 
     output: ClassVar[Callable[..., DispatchOutput]] = StandardDispatchOutput
     """Makes the dispatch output of the backend's format."""
@@ -186,41 +181,35 @@ class DeviceRowsDispatcher(BaseDispatcher):
     def _combine_a(self, results: CombineInput) -> DeviceRoute:
         assert isinstance(results, RowsCombineInput) and results.pairs == self.by_pairs
         route: DeviceRoute = results.handle
-        self._put(results.y_RH, route)
+        target_RH = self._target(route.lane, results.y_RH.shape[0])
+        if results.y_RH.data_ptr() != target_RH.data_ptr():  # such as a hook's results
+            target_RH.copy_(results.y_RH)
         if self._early:
-            signal(self._given(route))
+            signal(self._given(route.lane))
         return route
 
-    def _target(self, route: DeviceRoute, rows: int) -> Tensor:
+    def _target(self, lane: int, rows: int) -> Tensor:
         """The buffer for this many of this rank's results."""
-        return self.exchange.results(route.lane, self._first(route), rows)
+        return self.exchange.results(lane, self._first(), rows)
 
-    def _first(self, route: DeviceRoute) -> int:
+    def _first(self) -> int:
+        """The first row of the results."""
         return 0
 
-    def _given(self, route: DeviceRoute) -> ChannelCall:
+    def _given(self, lane: int) -> ChannelCall:
         """The channel that signals the results."""
-        return self._calls[route.lane][RESULTS]
-
-    def _put(self, y_RH: Tensor, route: DeviceRoute) -> None:
-        """Copies results that are not in the buffer, such as a hook's."""
-        target_RH = self._target(route, y_RH.shape[0])
-        if y_RH.data_ptr() != target_RH.data_ptr():
-            target_RH.copy_(y_RH)
+        return self._calls[lane][RESULTS]
 
     def _combine_b(self, route: DeviceRoute) -> Tensor:
-        y_TH = self._collect(route)
-        self.exchange.release(route.lane)
-        return y_TH
-
-    def _collect(self, route: DeviceRoute) -> Tensor:
         """Padding rows give zeros; with `num_tokens_1` the kernel would leave them unwritten."""
         tokens, hidden, dtype = route.tokens, self.config.hidden_size, self.config.dtype
         y_TH = torch.empty_like(tokens.x_TH, dtype=dtype)
         if tokens.num_tokens_1 is not None:
             tokens = replace(tokens, num_tokens_1=None)
-        first = self._first(route) * hidden * dtype.itemsize
+        first = self._first() * hidden * dtype.itemsize
         results = self.exchange.window.offset(f"results {route.lane}") + first
         collect = collect_pairs if self.by_pairs else collect_rows
-        call, signals = self._given(route), not self._early
-        return collect(y_TH, tokens, route.rows, results, self.spread, call, signals)
+        call, signals = self._given(route.lane), not self._early
+        collect(y_TH, tokens, route.rows, results, self.spread, call, signals)
+        self.exchange.release(route.lane)
+        return y_TH

@@ -50,6 +50,10 @@ class ExchangeSignal(IntEnum):
     RESULTS_READY = 2
     RESULTS_READ = 3
 
+    @property
+    def phase(self) -> str:
+        return "dispatch" if self <= ExchangeSignal.TOKENS_READ else "combine"
+
 
 TAGS = PlaneSpec("tags", (LANES * len(ExchangeSignal),), torch.int64)
 
@@ -75,15 +79,6 @@ class ExchangeSpec(RowSpec):
     def nbytes(self, size: int) -> int:
         inbox = LANES * self.inbox_rows * PAYLOAD_FORMATS[self.payload].row_bytes(self.hidden_size)
         return window_bytes(self.planes(), size) // size + inbox
-
-
-@dataclass(frozen=True, slots=True)
-class PublishedTokens:
-    """The tokens of all ranks in this round."""
-
-    tokens: GatheredTokens
-    totals: list[int]
-    """Each rank's tokens in the whole step."""
 
 
 class InFlight(Participant):
@@ -184,12 +179,12 @@ class Exchange(Lanes):
         super().__init__(create_window(comm.group, spec.planes(), comm.timeout, channels))
         self.spec = spec
         self.payload = PAYLOAD_FORMATS[spec.payload]
-        self._inboxes: list[Payload | None] = [None] * LANES
+        self._inboxes: list[dict[str, Tensor]] = [{} for _ in range(LANES)]
 
     def publish(self, lane: int, x: Payload, topk: TopKOutput, tokens: slice) -> None:
         """Writes tokens where other ranks read them after the signal."""
         count = len(range(*tokens.indices(len(x))))
-        for name, tensor in planes_of(x).items():
+        for name, tensor in x.planes.items():
             self._write(name, lane, count, tensor[tokens].view(wire_dtype(tensor.dtype)))
         self._write("ids", lane, count, topk.ids_TK[tokens])
         self._write("weights", lane, count, topk.weights_TK[tokens])
@@ -201,33 +196,32 @@ class Exchange(Lanes):
         place.copy_(source)
         self.window.touch(place)
 
-    def published(self, lane: int, layout: EpLayout) -> PublishedTokens:
+    def published(self, lane: int, layout: EpLayout) -> GatheredTokens:
         """The tokens that all ranks have published in this lane; call it after the wait."""
-        pairs: list[list[int]] = self.window.stacked("counts")[:, lane].tolist()
-        active = set(self.active)
-        counts, totals = (
-            [pairs[p][which] if p in active else 0 for p in range(self.size)] for which in (0, 1)
-        )
-        tokens = GatheredTokens(
+        return GatheredTokens(
             ids_PCK=self.window.stacked("ids")[:, lane],
             weights_PCK=self.window.stacked("weights")[:, lane],
-            counts=counts,
+            counts=self.counts(lane),
             rank=self.rank,
             slots=layout.slots_per_rank,
             groups=layout.ep_size,
             group=layout.ep_rank,
         )
-        return PublishedTokens(tokens, totals)
+
+    def counts(self, lane: int, whole_step: bool = False) -> list[int]:
+        """Tokens that each rank has published, or has in the whole step."""
+        counts: list[int] = self.window.stacked("counts")[:, lane, int(whole_step)].tolist()
+        active = set(self.active)
+        return [count if rank in active else 0 for rank, count in enumerate(counts)]
 
     def copy_rows(self, lane: int, rows_R: Tensor, start: int, global_scale: float) -> Payload:
         """Appends published rows to the first `start` rows of the lane's inbox; returns all."""
         stop = start + len(rows_R)
         inbox = self.inbox(lane)
-        for name, tensor in planes_of(inbox).items():
+        for name, tensor in inbox.items():
             target = tensor[start:stop].view(wire_dtype(tensor.dtype))
             torch.index_select(self.flat(name, lane), 0, rows_R, out=target)
-        scales = None if inbox.scales is None else inbox.scales[:stop]
-        return Payload(inbox.values[:stop], scales, self.payload, global_scale)
+        return self.payload.wrap((tensor[:stop] for tensor in inbox.values()), global_scale)
 
     def copy_to_blocks(
         self, lane: int, rows_R: Tensor, counts: list[int], global_scale: float
@@ -239,30 +233,23 @@ class Exchange(Lanes):
             raise ValueError(
                 f"{max(counts)} rows for one slot are more than {block}: a token names it twice"
             )
-        for name, tensor in planes_of(inbox).items():
+        for name, tensor in inbox.items():
             source = self.flat(name, lane)
             target = tensor.view(wire_dtype(tensor.dtype)).unflatten(0, (len(counts), -1))
             for slot, rows in enumerate(rows_R.split(counts)):
                 if len(rows):
                     torch.index_select(source, 0, rows, out=target[slot, : len(rows)])
-        values = inbox.values.unflatten(0, (len(counts), -1))
-        scales = inbox.scales
-        scales = None if scales is None else scales.unflatten(0, (len(counts), -1))
-        return Payload(values, scales, self.payload, global_scale)
+        blocks = (tensor.unflatten(0, (len(counts), -1)) for tensor in inbox.values())
+        return self.payload.wrap(blocks, global_scale)
 
-    def inbox(self, lane: int) -> Payload:
-        """This rank's private receive buffer; the first touch allocates its memory."""
-        if self._inboxes[lane] is None:
+    def inbox(self, lane: int) -> dict[str, Tensor]:
+        """This rank's private receive buffer, by plane; the first touch allocates its memory."""
+        inbox, rows = self._inboxes[lane], self.spec.inbox_rows
+        if not inbox:
             with torch.inference_mode(False):
-                values, *scales = (
-                    torch.empty(
-                        self.spec.inbox_rows, plane.width(self.spec.hidden_size), dtype=plane.dtype
-                    )
-                    for plane in self.payload.codec.planes
-                )
-            self._inboxes[lane] = Payload(values, scales[0] if scales else None, self.payload)
-        inbox = self._inboxes[lane]
-        assert inbox is not None
+                for plane in self.payload.codec.planes:
+                    shape = (rows, plane.width(self.spec.hidden_size))
+                    inbox[plane.name] = torch.empty(shape, dtype=plane.dtype)
         return inbox
 
     def flat(self, name: str, lane: int) -> Tensor:
@@ -294,7 +281,3 @@ class Exchange(Lanes):
         """The sum of each token's results, and how many came from other ranks."""
         stride = LANES * self.spec.result_rows
         return sum_rows(self.flat("results", lane), terms, stride, width, self.rank)
-
-
-def planes_of(x: Payload) -> dict[str, Tensor]:
-    return {"values": x.values} if x.scales is None else {"values": x.values, "scales": x.scales}

@@ -19,7 +19,7 @@ from moesaic.kernels.cpu.rows import Terms, plan_pairs
 from moesaic.moe.dispatch.base import CommContext, DispatchConfig
 from moesaic.moe.dispatch.device.rows import DeviceRowsDispatcher
 from moesaic.moe.dispatch.host.exchange import ExchangeSignal, ExchangeSpec
-from moesaic.moe.dispatch.host.windowed import ExchangeDispatcher
+from moesaic.moe.dispatch.host.windowed import ExchangeDispatcher, PendingTokens
 from moesaic.moe.formats import (
     CombineInput,
     LowLatencyCombineInput,
@@ -27,12 +27,6 @@ from moesaic.moe.formats import (
     TopKOutput,
 )
 from moesaic.moe.runner.host.grouped import SMALL_ROWS
-
-
-@dataclass(frozen=True, slots=True)
-class LowLatencyPending:
-    lane: int
-    topk: TopKOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +56,7 @@ class LowLatencyDispatcher(ExchangeDispatcher):
         rows *= config.layout.slots_per_rank
         return ExchangeSpec.of(config, tokens=tokens, result_rows=rows, inbox_rows=rows)
 
-    def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> LowLatencyPending:
+    def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> PendingTokens:
         most = self.config.max_decode_tokens
         if len(x_TH) > most:
             raise ValueError(
@@ -70,13 +64,12 @@ class LowLatencyDispatcher(ExchangeDispatcher):
                 f"a rank may bring in low_latency mode: use --deepep-mode auto or normal, or raise "
                 f"--max-running-requests"
             )
-        self.publish(x_TH, topk, step.lane)
-        return LowLatencyPending(step.lane, topk)
+        return self.publish(x_TH, topk, step.lane)
 
-    def _dispatch_b(self, pending: LowLatencyPending) -> LowLatencyDispatchOutput:
+    def _dispatch_b(self, pending: PendingTokens) -> LowLatencyDispatchOutput:
         lane, layout = pending.lane, self.layout
         self.wait(ExchangeSignal.TOKENS_READY, lane)
-        plan = plan_pairs(self.exchange.published(lane, layout).tokens)
+        plan = plan_pairs(self.exchange.published(lane, layout))
         scale = self.config.global_scale
         x = self.exchange.copy_to_blocks(lane, plan.rows_R, plan.filled, scale)
         self.verify(ExchangeSignal.TOKENS_READY, lane)

@@ -20,9 +20,15 @@ from torch import Tensor
 from moesaic.core.step import Step
 from moesaic.kernels.cpu.rows import GatheredTokens, RowPlan, Terms, plan_rows
 from moesaic.moe.dispatch.base import CommContext, DispatchConfig
-from moesaic.moe.dispatch.host.exchange import ExchangeSignal, ExchangeSpec, PublishedTokens
-from moesaic.moe.dispatch.host.windowed import ExchangeDispatcher
-from moesaic.moe.formats import CombineInput, DispatchOutput, RowsCombineInput, TopKOutput
+from moesaic.moe.dispatch.host.exchange import ExchangeSignal, ExchangeSpec
+from moesaic.moe.dispatch.host.windowed import ExchangeDispatcher, PendingTokens
+from moesaic.moe.formats import (
+    CombineInput,
+    DispatchOutput,
+    RowsCombineInput,
+    StandardDispatchOutput,
+    TopKOutput,
+)
 from moesaic.moe.quant.payload import Payload
 
 
@@ -31,16 +37,9 @@ class Rounds:
     tokens: int
     """The most of a rank in one round."""
     most: int = 1
-    """Rounds."""
+    """The most rounds of a step."""
     combine: bool = False
     """Whether results come back in rounds, too."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowsPending:
-    lane: int
-    x: Payload
-    topk: TopKOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +62,10 @@ class RowsRoute:
 
 
 class RowsDispatcher(ExchangeDispatcher):
-    """A subclass makes the output of its format."""
-
     everywhere: ClassVar[bool] = False
     """Whether all tokens go to all groups."""
+    output: ClassVar[type[StandardDispatchOutput]] = StandardDispatchOutput
+    """The backend's format."""
 
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
         super().__init__(config, comm)
@@ -93,14 +92,9 @@ class RowsDispatcher(ExchangeDispatcher):
         """The buffer for results, unless they go back in rounds."""
         return None if self.rounds.combine else self.exchange.results(lane)
 
-    def output(
-        self, x: Payload, ids_RK: Tensor, weights_RK: Tensor, route: RowsRoute
-    ) -> DispatchOutput:
-        raise NotImplementedError
-
-    def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> RowsPending:
+    def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> PendingTokens:
         self.check_tokens(len(x_TH))
-        pending = RowsPending(step.lane, self.config.encode(x_TH), topk)
+        pending = PendingTokens(step.lane, self.config.encode(x_TH), topk)
         self.exchange.acquire(step.lane, self.operation("dispatch"))
         self._publish(pending, 0)
         return pending
@@ -114,31 +108,33 @@ class RowsDispatcher(ExchangeDispatcher):
                 f"(DEEPEP_NORMAL_LONG_SEQ_ROUND)"
             )
 
-    def _publish(self, pending: RowsPending, number: int) -> None:
+    def _publish(self, pending: PendingTokens, number: int) -> None:
         self.exchange.publish(pending.lane, pending.x, pending.topk, self._tokens(number))
         self.signal(ExchangeSignal.TOKENS_READY, pending.lane)
 
     def _tokens(self, number: int) -> slice:
         return slice(number * self.rounds.tokens, (number + 1) * self.rounds.tokens)
 
-    def _dispatch_b(self, pending: RowsPending) -> DispatchOutput:
+    def _dispatch_b(self, pending: PendingTokens) -> DispatchOutput:
         lane = pending.lane
-        offers = self._wait_for_tokens(lane)
-        rounds = max(1, -(-max(offers.totals) // self.rounds.tokens))
+        self.wait(ExchangeSignal.TOKENS_READY, lane)
         plan = RoundsResult(self, pending)
-        for number in range(rounds):
+        for number in range(self._rounds(lane)):
             if number:
                 self.signal(ExchangeSignal.TOKENS_READ, lane)
                 self.wait(ExchangeSignal.TOKENS_READ, lane)
                 self._publish(pending, number)
-                offers = self._wait_for_tokens(lane)
-            plan.add(offers.tokens, self._tokens(number))
+                self.wait(ExchangeSignal.TOKENS_READY, lane)
+            plan.add(self.exchange.published(lane, self.layout), self._tokens(number))
             self.verify(ExchangeSignal.TOKENS_READY, lane)
         return plan.finish()
 
-    def _wait_for_tokens(self, lane: int) -> PublishedTokens:
-        self.wait(ExchangeSignal.TOKENS_READY, lane)
-        return self.exchange.published(lane, self.layout)
+    def _rounds(self, lane: int) -> int:
+        """Rounds of the step, those of the rank with the most tokens; at least one."""
+        if self.rounds.most == 1:
+            return 1
+        most = max(self.exchange.counts(lane, whole_step=True))
+        return max(1, -(-most // self.rounds.tokens))
 
     def _combine_a(self, results: CombineInput) -> RowsCombineInput:
         assert isinstance(results, RowsCombineInput)
@@ -194,7 +190,7 @@ class RowsDispatcher(ExchangeDispatcher):
 class RoundsResult:
     """Collects the rounds of one dispatch."""
 
-    def __init__(self, dispatcher: RowsDispatcher, pending: RowsPending) -> None:
+    def __init__(self, dispatcher: RowsDispatcher, pending: PendingTokens) -> None:
         self.dispatcher, self.pending = dispatcher, pending
         self.starts = [[0] * dispatcher.layout.ep_size]
         self.tokens: list[slice] = []
@@ -229,20 +225,21 @@ class RoundsResult:
     def finish(self) -> DispatchOutput:
         ids_RK, weights_RK = map(joined, zip(*self.parts, strict=True))
         assert self.x is not None
-        topk, layout = self.pending.topk, self.dispatcher.layout
-        pairs = self.dispatcher.config.deterministic
+        lane, topk = self.pending.lane, self.pending.topk
+        layout, pairs = self.dispatcher.layout, self.dispatcher.config.deterministic
         places_TS = joined(self.places)
-        groups_TS = torch.arange(layout.ep_size).expand_as(places_TS) if not pairs else None
+        owners_TS = layout.owner(topk.ids_TK) if pairs else torch.arange(layout.ep_size)
         route = RowsRoute(
-            lane=self.pending.lane,
-            owners_TS=layout.owner(topk.ids_TK) if groups_TS is None else groups_TS,
+            lane=lane,
+            owners_TS=owners_TS.expand_as(places_TS),
             places_TS=places_TS,
             weights_TS=topk.weights_TK if pairs else None,
             starts=self.starts,
             tokens=self.tokens,
             sources=self.sources,
         )
-        return self.dispatcher.output(self.x, ids_RK, weights_RK, route)
+        y_OH = self.dispatcher.results(lane)
+        return self.dispatcher.output(route, self.x, ids_RK, weights_RK, y_OH=y_OH)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

@@ -36,7 +36,6 @@ from moesaic.kernels.formats import nvfp4_grid
 from moesaic.kernels.quantise import FP8_GROUP, quantise_rows
 from moesaic.kernels.tuning import (
     FP8_WEIGHT_ONLY,
-    ExpertsPlan,
     ExpertsShape,
     block_for,
     plan_for,
@@ -70,7 +69,6 @@ FIXED_BLOCK = 16
 
 @dataclass(frozen=True)
 class SortedPairsInput(RunnerInput):
-    layout = "sorted_pairs"
     x: Rows
     groups: Groups
     weights_RK: Tensor | None
@@ -176,9 +174,9 @@ def pre_permute_masked(rows: LowLatencyDispatchOutput, context: RunContext) -> S
     if count_e is None:
         count_e = torch.tensor(rows.masked_m, dtype=torch.int32, device=rows.y_eMH.device)
     y_NH = rows.y_eMH.flatten(0, 1)
-    plan, fixed = plan_of(len(y_NH), context, y_NH.device), context.config.deterministic
+    shape, fixed = _shape(context.config, context.weights), context.config.deterministic
     x = rows_for_weights(flat_blocks(rows.x), context)
-    block = FIXED_BLOCK if fixed else plan.block
+    block = FIXED_BLOCK if fixed else plan_for(y_NH.device, shape, len(y_NH)).block
     groups = blocks(count_e, rows.y_eMH.shape[1], block, context.load_e)
     return SortedPairsInput(x, replace(groups, fixed=fixed), None, y_NH)
 
@@ -191,10 +189,6 @@ def post_permute_masked(
 ) -> CombineInput:
     """The results are in the dispatcher's buffer; combine weights them."""
     return LowLatencyCombineInput(rows.handle, rows.y_eMH, count_e=inputs.groups.count_E)
-
-
-def plan_of(num_places: int, context: RunContext, device: torch.device) -> ExpertsPlan:
-    return plan_for(device, _shape(context.config, context.weights), num_places)
 
 
 def _shape(config: MoeRunnerConfig, weights: ExpertWeights) -> ExpertsShape:

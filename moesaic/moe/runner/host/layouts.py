@@ -51,8 +51,6 @@ from moesaic.moe.runner.host.grouped import (
 
 @dataclass(frozen=True, slots=True)
 class ValidPairs:
-    """The N valid pairs of row and slot."""
-
     rows_N: Tensor
     """Rows of the dispatch output."""
     places_N: Tensor
@@ -70,18 +68,6 @@ class GroupedInput(RunnerInput):
     """Whether the rows were sent in the activation format of the weights."""
     y_YH: Tensor | None = None
     """The buffer for results; None: any."""
-
-
-class StandardInput(GroupedInput):
-    layout = "standard"
-
-
-class ContiguousInput(GroupedInput):
-    layout = "contiguous"
-
-
-class MaskedInput(GroupedInput):
-    layout = "masked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,28 +90,29 @@ def exact_groups(
     ]
 
 
+def slots_together(counts: list[int]) -> list[range]:
+    """Neighbours with up to SMALL_ROWS rows, which one product computes, then the larger ones."""
+    small = [slot for slot, count in enumerate(counts) if 0 < count <= SMALL_ROWS]
+    large = [slot for slot, count in enumerate(counts) if count > SMALL_ROWS]
+    return [*runs(small), *(range(slot, slot + 1) for slot in large)]
+
+
 def plan_standard(counts: list[int], rounding: Rounding) -> LayoutPlan:
     """Small slots first, padded to one length, then the others. Exact rounding pads nothing."""
     if rounding is Rounding.EXACT:
         *bases, total = accumulate(counts, initial=0)
         return LayoutPlan(bases, total, exact_groups(counts, bases, counts))
-    small = [slot for slot, count in enumerate(counts) if 0 < count <= SMALL_ROWS]
-    large = [slot for slot, count in enumerate(counts) if count > SMALL_ROWS]
-    most = max((counts[slot] for slot in small), default=0)
+    most = max((count for count in counts if count <= SMALL_ROWS), default=0)
     padded = SMALL_ROWS if rounding is Rounding.PIECES else round_up(most)
     bases = [0] * len(counts)
     groups = []
     total = 0
-    for run in runs(small):
-        groups.append(SlotGroup(run, total, padded, padded))
+    for run in slots_together(counts):
+        rows = max(padded, round_up(counts[run.start]))
+        groups.append(SlotGroup(run, total, rows, rows))
         for slot in run:
             bases[slot] = total
-            total += padded
-    for slot in large:
-        rows = round_up(counts[slot])
-        groups.append(SlotGroup(range(slot, slot + 1), total, rows, rows))
-        bases[slot] = total
-        total += rows
+            total += rows
     return LayoutPlan(bases, total, groups)
 
 
@@ -135,13 +122,8 @@ def plan_contiguous(counts: list[int], rounding: Rounding) -> LayoutPlan:
     *bases, total = accumulate(rows, initial=0)
     if rounding is Rounding.EXACT:
         return LayoutPlan(bases, total, exact_groups(counts, bases, rows))
-    single = [slot for slot, padded in enumerate(rows) if padded == SMALL_ROWS]
-    groups = [SlotGroup(run, bases[run.start], SMALL_ROWS, SMALL_ROWS) for run in runs(single)]
-    groups += [
-        SlotGroup(range(slot, slot + 1), bases[slot], padded, padded)
-        for slot, padded in enumerate(rows)
-        if padded > SMALL_ROWS
-    ]
+    firsts = ((run, run.start) for run in slots_together(counts))
+    groups = [SlotGroup(run, bases[slot], rows[slot], rows[slot]) for run, slot in firsts]
     return LayoutPlan(bases, total, groups)
 
 
@@ -158,17 +140,11 @@ def masked_groups(counts: list[int], block: int, rounding: Rounding) -> list[Slo
     if rounding is Rounding.EXACT:
         bases = [slot * block for slot in range(len(counts))]
         return exact_groups(counts, bases, [block] * len(counts))
-    small = [slot for slot, count in enumerate(counts) if 0 < count <= SMALL_ROWS]
+    least = SMALL_ROWS if rounding is Rounding.PIECES else 0
     groups = []
-    for run in runs(small):
-        most = max(counts[slot] for slot in run)
-        rows = SMALL_ROWS if rounding is Rounding.PIECES else round_up(most)
+    for run in slots_together(counts):
+        rows = max(least, *(round_up(counts[slot]) for slot in run))
         groups.append(SlotGroup(run, run.start * block, rows, block))
-    groups += [
-        SlotGroup(range(slot, slot + 1), slot * block, round_up(count), block)
-        for slot, count in enumerate(counts)
-        if count > SMALL_ROWS
-    ]
     return groups
 
 
@@ -200,10 +176,7 @@ def place_pairs(
 
 
 def pre_permute_rows(
-    cls: type[GroupedInput],
-    placer: LayoutPlanner,
-    rows: StandardDispatchOutput,
-    context: RunContext,
+    placer: LayoutPlanner, rows: StandardDispatchOutput, context: RunContext
 ) -> GroupedInput:
     """Copies each row to the places of its pairs."""
     config = context.config
@@ -212,7 +185,7 @@ def pre_permute_rows(
     source_Y = torch.zeros(places.total, dtype=torch.int64).index_copy_(0, places_N, rows_N)
     x_YH = _take_rows(rows.x, source_Y, context)
     pairs = ValidPairs(rows_N, places_N, valid_RK)
-    return cls(x_YH, places.groups, pairs, _is_quantized(rows.x, context))
+    return GroupedInput(x_YH, places.groups, pairs, _is_quantized(rows.x, context))
 
 
 def post_permute_rows(
@@ -249,28 +222,21 @@ def weighted_sum(
 
 
 def pre_permute_blocks(
-    cls: type[GroupedInput],
-    placer: LayoutPlanner,
-    rows: LowLatencyDispatchOutput,
-    context: RunContext,
+    placer: LayoutPlanner, rows: LowLatencyDispatchOutput, context: RunContext
 ) -> GroupedInput:
     """Copies the filled rows of each slot's block into another layout."""
     config = context.config
     block = rows.y_eMH.shape[1]
-    counts = rows.masked_m
-    places = placer(counts, config.rounding)
-    slots = [slot for slot, count in enumerate(counts) if count]
-    parts = [torch.arange(counts[slot]) for slot in slots]
-    empty = torch.zeros(0, dtype=torch.int64)
-    rows_N = torch.cat([empty, *(p + slot * block for p, slot in zip(parts, slots, strict=True))])
-    places_N = torch.cat(
-        [empty, *(p + places.bases[slot] for p, slot in zip(parts, slots, strict=True))]
-    )
-    first = slots[0] * block if slots else 0
-    source_Y = torch.full((places.total,), first).index_copy_(0, places_N, rows_N)
+    places = placer(rows.masked_m, config.rounding)
+    counts_e, bases_e = torch.tensor(rows.masked_m), torch.tensor(places.bases)
+    slots_N = torch.arange(len(counts_e)).repeat_interleave(counts_e)
+    # The rows before it in its own slot.
+    before_N = torch.arange(len(slots_N)) - (counts_e.cumsum(0) - counts_e)[slots_N]
+    rows_N, places_N = slots_N * block + before_N, bases_e[slots_N] + before_N
+    source_Y = rows_N[:1].repeat(places.total).index_copy_(0, places_N, rows_N)
     x_YH = _take_rows(flat_blocks(rows.x), source_Y, context)
     pairs = ValidPairs(rows_N, places_N, None)
-    return cls(x_YH, places.groups, pairs, _is_quantized(rows.x, context))
+    return GroupedInput(x_YH, places.groups, pairs, _is_quantized(rows.x, context))
 
 
 def post_permute_blocks(
@@ -283,7 +249,7 @@ def post_permute_blocks(
     return LowLatencyCombineInput(rows.handle, rows.y_eMH)
 
 
-def pre_permute_masked(rows: LowLatencyDispatchOutput, context: RunContext) -> MaskedInput:
+def pre_permute_masked(rows: LowLatencyDispatchOutput, context: RunContext) -> GroupedInput:
     """Uses the blocks as they are; only decoding copies rows."""
     config = context.config
     block = rows.y_eMH.shape[1]
@@ -295,7 +261,7 @@ def pre_permute_masked(rows: LowLatencyDispatchOutput, context: RunContext) -> M
         for slot, count in enumerate(rows.masked_m):
             if count:
                 x_eMH[slot, :count] = _slot_rows(rows.x, slot, count).dense(config.dtype)
-    return MaskedInput(
+    return GroupedInput(
         x_YH=x_eMH.flatten(0, 1),
         groups=masked_groups(rows.masked_m, block, config.rounding),
         pairs=None,
@@ -305,7 +271,7 @@ def pre_permute_masked(rows: LowLatencyDispatchOutput, context: RunContext) -> M
 
 
 def post_permute_masked(
-    outputs: RunnerOutput, inputs: MaskedInput, rows: LowLatencyDispatchOutput, context: RunContext
+    outputs: RunnerOutput, inputs: GroupedInput, rows: LowLatencyDispatchOutput, context: RunContext
 ) -> CombineInput:
     """The results are already in the dispatcher's buffer."""
     return LowLatencyCombineInput(rows.handle, rows.y_eMH)
@@ -323,14 +289,12 @@ def _take_rows(x: Payload, source_Y: Tensor, context: RunContext) -> Tensor:
 
 
 def _slot_rows(x: Payload, slot: int, count: int) -> Payload:
-    scales = None if x.scales is None else x.scales[slot, :count]
-    return Payload(x.values[slot, :count], scales, x.format, x.global_scale)
+    return x.viewed(lambda tensor: tensor[slot, :count])
 
 
 def flat_blocks(x: Payload) -> Payload:
     """[e, M, H] as [e * M, H]."""
-    scales = None if x.scales is None else x.scales.flatten(0, 1)
-    return Payload(x.values.flatten(0, 1), scales, x.format, x.global_scale)
+    return x.viewed(lambda tensor: tensor.flatten(0, 1))
 
 
 def _is_quantized(x: Payload, context: RunContext) -> bool:
