@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 from moesaic.server.parsers.parts import Calls, Content, Part, Reasoning, ToolStart, joined
-from moesaic.server.parsers.readers import READERS, SPACE, Reader, ReaderState
+from moesaic.server.parsers.readers import READERS, SPACE, Reader
 from moesaic.server.parsers.scan import Markers, markers, slices
 from moesaic.server.parsers.syntax import CallSyntax, ThinkSyntax
 
@@ -181,7 +181,7 @@ class TaggedParser:
     def _read(self, reader: Reader) -> Steps:
         text, self._pending = self._pending, ""
         yield from self._parts_of(reader.feed(text))
-        if reader.state is ReaderState.READING:
+        if reader.rest is None:
             return False
         yield from self._close_reader(reader)
         return True
@@ -195,10 +195,10 @@ class TaggedParser:
 
     def _close_reader(self, reader: Reader) -> Iterator[Part]:
         self._reader = None
-        if reader.state is ReaderState.FAILED and not reader.any:
-            yield from self._refuse_call(reader.rest)
+        if reader.failed and not reader.any:
+            yield from self._refuse_call(reader.rest or "")
         else:
-            self._put_back(reader.rest)
+            self._put_back(reader.rest or "")
 
     def _refuse_call(self, rest: str) -> Iterator[Part]:
         """The opening marker begins no call: it is text, and so is the rest."""
