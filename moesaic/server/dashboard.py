@@ -11,6 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from moesaic.core.stats import RankStats
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.responses import json_response
@@ -23,6 +24,13 @@ KINDS: Final = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
+REQUEST_FIELDS: Final = (
+    *("open", "answering", "ended", "prompt_tokens", "cached_tokens", "generated_tokens"),
+)
+RANK_FIELDS: Final = (
+    *("rank", "place", "state", "state_age"),
+    *("pid", "steps", "compute_seconds", "wait_seconds"),
+)
 HEADERS: Final = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
@@ -45,16 +53,9 @@ async def data(context: Context, request: Request) -> Response:
             "when": stats.when,
             "age": live.poll.age,
             "history": [sample for sample in live.history.samples if sample.when > since],
-            "requests": {
-                "open": requests.open,
-                "answering": requests.answering,
-                "ended": requests.ended,
-                "prompt_tokens": requests.prompt_tokens,
-                "cached_tokens": requests.cached_tokens,
-                "generated_tokens": requests.generated_tokens,
-            },
+            "requests": {name: getattr(requests, name) for name in REQUEST_FIELDS},
             "groups": [msgspec.structs.asdict(group) for group in stats.groups],
-            "ranks": list(_ranks(context)),
+            "ranks": [_rank(rank) for rank in stats.ranks],
             "experts": {"number": stats.num_experts, "layers": live.poll.experts},
             "loop_lag_max": live.lag.max,
         }
@@ -71,21 +72,9 @@ def _since(text: str) -> float:
     return since
 
 
-def _ranks(context: Context) -> Iterator[dict[str, Any]]:
-    for rank in context.stats.poll.stats.ranks:
-        yield {
-            "rank": rank.rank,
-            "place": rank.place,
-            "state": rank.state,
-            "state_age": rank.state_age,
-            "pid": rank.pid,
-            "steps": rank.steps,
-            "compute_seconds": rank.compute_seconds,
-            "wait_seconds": rank.wait_seconds,
-            "traffic": {
-                name: msgspec.structs.asdict(traffic) for name, traffic in rank.traffic.items()
-            },
-        }
+def _rank(rank: RankStats) -> dict[str, Any]:
+    traffic = {name: msgspec.structs.asdict(moved) for name, moved in rank.traffic.items()}
+    return {**{name: getattr(rank, name) for name in RANK_FIELDS}, "traffic": traffic}
 
 
 def _file(path: Path) -> Handler:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +27,6 @@ from moesaic.server.openai.prompts import (
     tools_of,
 )
 from moesaic.server.openai.request_types import ChatBody
-from moesaic.server.openai.response_types import ChunkHeader
 from moesaic.server.openai.sampling import (
     MAX_TOP_LOGPROBS,
     check_limits,
@@ -38,7 +36,6 @@ from moesaic.server.openai.sampling import (
 from moesaic.server.openai.setup import OpenAISetup
 from moesaic.server.openai.streams import AnswerWriter, new_id, prompt_field, respond
 from moesaic.server.openai.structured_output import OutputGrammar, check_grammar, requested_grammar
-from moesaic.server.openai.usage import UsageCount
 from moesaic.server.parsers.parts import Tool, ToolChoice
 from moesaic.server.responses import while_connected
 
@@ -65,10 +62,10 @@ async def chat_completions(context: Context, request: Request) -> Response:
 class ChatAnswerWriter(AnswerWriter[ChatAnswer]):
     """Counts the tokens of the reasoning, too."""
 
+    kind = "chat.completion.chunk"
+
     def __init__(self, setup: OpenAISetup, body: ChatBody, prepared: PreparedChat) -> None:
-        header = ChunkHeader(prepared.id, "chat.completion.chunk", int(time.time()), setup.model)
-        usage = UsageCount(body.n or 1, setup.cache_report)
-        super().__init__(header, body, usage, partial(ChatAnswer, prepared.options))
+        super().__init__(setup, body, prepared.id, partial(ChatAnswer, prepared.options))
         self._tokenizer = setup.tokenizer
 
     async def complete_usage(self) -> None:

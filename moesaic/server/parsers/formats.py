@@ -15,8 +15,10 @@ from moesaic.server.parsers.syntax import (
     FAMILIES,
     HARMONY,
     HARMONY_MARKERS,
+    PUBLISHED_SPECIALS,
     THINKING,
-    AddedTokens,
+    ThinkSyntax,
+    all_markers,
 )
 from moesaic.server.parsers.tagged import ParserSetup, TaggedParser
 
@@ -37,15 +39,18 @@ class Format:
     reasoning: str | None
     skip_special_tokens: bool
     """A sampling parameter; False keeps markers that are special tokens in the text."""
-    vocabulary: AddedTokens = field(default_factory=AddedTokens, repr=False)
+    special: frozenset[str] = field(default=frozenset(), repr=False)
+    """The texts of the special tokens."""
+    token_ids: Mapping[str, int] = field(default_factory=dict, repr=False)
+    """The ids of all tokens added to the vocabulary, by text."""
 
     @property
-    def harmony(self) -> bool:
-        return HARMONY in (self.tools, self.reasoning)
+    def think(self) -> ThinkSyntax | None:
+        return THINKING.get(self.reasoning or "")
 
     def thinking(self, template_arguments: Mapping[str, Any]) -> bool:
         """Whether a request with these chat template arguments lets the model think."""
-        think = THINKING.get(self.reasoning or "")
+        think = self.think
         if think is None:
             return self.reasoning == HARMONY
         if think.always or not think.switch:
@@ -59,15 +64,12 @@ class Format:
         self, tools: Sequence[Tool], thinking: bool, split_reasoning: bool = True, prompt: str = ""
     ) -> ChatParser:
         """The end of `prompt` shows whether the template left the thinking part open."""
-        if self.harmony:
-            calls = Calls(tools if self.tools == HARMONY else ())
-            split = split_reasoning and self.reasoning == HARMONY
-            return HarmonyParser(calls, split, self.vocabulary.special - HARMONY_MARKERS)
+        if self.tools == HARMONY:
+            return HarmonyParser(Calls(tools), split_reasoning, self.special - HARMONY_MARKERS)
         syntax = CALLS.get(self.tools or "") if tools else None
-        think = THINKING.get(self.reasoning or "")
         setup = ParserSetup(
             calls=syntax,
-            think=think,
+            think=self.think,
             inside=self.begins_inside(thinking, prompt),
             split=split_reasoning,
             ignored=self._ignored_tokens(bool(tools)),
@@ -85,17 +87,16 @@ class Format:
         """Sampling parameters that enforce the request; empty if it constrains nothing."""
         writer = GrammarWriter(
             tools=self.tools,
-            think=None if self.harmony else THINKING.get(self.reasoning or ""),
+            reasoning=self.reasoning,
             inside=self.begins_inside(thinking, prompt),
             thinking=thinking,
-            ids=self.vocabulary.ids,
-            harmony=self.harmony,
+            ids=self.token_ids,
         )
         return writer.parameters(tools, choice, response)
 
     def begins_inside(self, thinking: bool, prompt: str = "") -> bool:
         """Whether the answer begins inside the reasoning."""
-        think = THINKING.get(self.reasoning or "")
+        think = self.think
         if think is None:
             return False
         end = prompt.rstrip()
@@ -109,9 +110,7 @@ class Format:
         """Special tokens that are no markers."""
         if self.skip_special_tokens:
             return frozenset()
-        return self.vocabulary.special - _markers(
-            self.tools if with_tools else None, self.reasoning
-        )
+        return self.special - all_markers(self.tools if with_tools else None, self.reasoning)
 
 
 def choose_format(
@@ -146,23 +145,12 @@ def _format(
     tools: str | None, reasoning: str | None, added_tokens: Mapping[int, AddedToken] | None
 ) -> Format:
     if added_tokens is None:
-        vocabulary = AddedTokens.published((tools, reasoning))
+        special, ids = PUBLISHED_SPECIALS.get(tools or "", frozenset()), dict[str, int]()
     else:
-        vocabulary = AddedTokens(
-            ids={token.content: number for number, token in added_tokens.items()},
-            special=frozenset(token.content for token in added_tokens.values() if token.special),
-        )
-    hidden = _markers(tools, reasoning) & vocabulary.special
-    return Format(tools, reasoning, skip_special_tokens=not hidden, vocabulary=vocabulary)
-
-
-def _markers(tools: str | None, reasoning: str | None) -> frozenset[str]:
-    if HARMONY in (tools, reasoning):
-        return HARMONY_MARKERS
-    found = CALLS[tools].markers if tools is not None else frozenset[str]()
-    if reasoning is not None:
-        found |= {THINKING[reasoning].open, THINKING[reasoning].close}
-    return found
+        special = frozenset(token.content for token in added_tokens.values() if token.special)
+        ids = {token.content: number for number, token in added_tokens.items()}
+    hidden = all_markers(tools, reasoning) & special
+    return Format(tools, reasoning, not hidden, special, ids)
 
 
 def _check(flag: str, name: str | None, known: Iterable[str]) -> None:

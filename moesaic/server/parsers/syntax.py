@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
@@ -197,14 +197,10 @@ PUBLISHED_SPECIALS: Final[Mapping[str, frozenset[str]]] = {
 }
 
 
-@dataclass(frozen=True)
-class AddedTokens:
-    """The tokens added to a vocabulary: all ids, and which are special."""
-
-    ids: Mapping[str, int] = field(default_factory=dict)
-    special: frozenset[str] = frozenset()
-
-    @classmethod
-    def published(cls, names: Iterable[str | None]) -> AddedTokens:
-        found = (PUBLISHED_SPECIALS.get(name or "", frozenset()) for name in names)
-        return cls(special=frozenset[str]().union(*found))
+def all_markers(tools: str | None, reasoning: str | None) -> frozenset[str]:
+    if tools == HARMONY:
+        return HARMONY_MARKERS
+    found = CALLS[tools].markers if tools is not None else frozenset[str]()
+    if reasoning is not None:
+        found |= {THINKING[reasoning].open, THINKING[reasoning].close}
+    return found
