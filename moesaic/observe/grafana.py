@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -80,17 +81,14 @@ ROWS: Final = {
         Panel("Age of values", "s", "stats_age_seconds", 6, kind="stat"),
     ),
 }
-# PromQL of metrics for which the panel shows neither the rate, the value nor the quantiles.
+# PromQL of metrics for which a panel shows neither the rate, the value nor the quantiles.
 EXPRESSIONS: Final = {
     "requests_open": "sum({name})",
     "requests_running": "sum({name})",
     "requests_waiting": "sum({name})",
-    "rank_steps_total": "rate(moesaic_rank_step_seconds_total[$__rate_interval])"
-    " / rate({name}[$__rate_interval])",
-    "rank_runner_seconds_total": "rate({name}[$__rate_interval])"
-    " / rate(moesaic_rank_compute_seconds_total[$__rate_interval])",
-    "expert_tokens_total": "avg by (layer) (rate({name}[$__rate_interval]))"
-    " / max by (layer) (rate({name}[$__rate_interval]))",
+    "rank_steps_total": "rate(moesaic_rank_step_seconds_total) / rate({name})",
+    "rank_runner_seconds_total": "rate({name}) / rate(moesaic_rank_compute_seconds_total)",
+    "expert_tokens_total": "avg by (layer) (rate({name})) / max by (layer) (rate({name}))",
 }
 INSTANT_KINDS: Final = ("stat", "bargauge", "table")
 DATA_SOURCE_VARIABLE: Final = {
@@ -167,7 +165,7 @@ def _panel(number: int, panel: Panel, place: dict[str, int]) -> dict[str, Any]:
             {
                 "refId": chr(ord("A") + index),
                 "datasource": SOURCE,
-                "expr": expr,
+                "expr": _complete(expr),
                 "legendFormat": legend,
                 "instant": panel.kind in INSTANT_KINDS,
                 "format": "table" if panel.kind == "table" else "time_series",
@@ -188,19 +186,17 @@ def queries(metric: Metric, alone: bool) -> Iterator[tuple[str, str]]:
     aggregated = f" by ({', '.join(by)})" if by else ""
     if metric.kind is MetricKind.HISTOGRAM:
         for quantile in QUANTILES:
-            rate = f"sum by (le) (rate({name}_bucket{{{SELECTOR}}}[$__rate_interval]))"
+            rate = f"sum by (le) (rate({name}_bucket))"
             yield f"histogram_quantile({quantile}, {rate})", f"P{quantile * 100:g}"
     elif metric.name in EXPRESSIONS:
-        yield _selected(EXPRESSIONS[metric.name].format(name=name)), legend
+        yield EXPRESSIONS[metric.name].format(name=name), legend
     elif metric.kind is MetricKind.COUNTER:
-        yield f"sum{aggregated} (rate({name}{{{SELECTOR}}}[$__rate_interval]))", legend
+        yield f"sum{aggregated} (rate({name}))", legend
     else:
-        yield f"max{aggregated} ({name}{{{SELECTOR}}})", legend
+        yield f"max{aggregated} ({name})", legend
 
 
-def _selected(expr: str) -> str:
-    """Restricts every metric in the expression to the selected servers."""
-    for metric in METRICS:
-        expr = expr.replace(f"{metric.full_name}[", f"{metric.full_name}{{{SELECTOR}}}[")
-        expr = expr.replace(f"{metric.full_name})", f"{metric.full_name}{{{SELECTOR}}})")
-    return expr
+def _complete(expr: str) -> str:
+    """Restricts every metric to the selected servers, and every rate to Grafana's interval."""
+    selected = re.sub(r"moesaic_\w+", rf"\g<0>{{{SELECTOR}}}", expr)
+    return re.sub(r"(?<=rate\()[^)]+", r"\g<0>[$__rate_interval]", selected)

@@ -1,7 +1,8 @@
-"""The page at / and the endpoint that feeds it."""
+"""Statistics over HTTP: the page at /, the endpoint that feeds it, and /metrics."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moesaic.core.stats import RankStats
+from moesaic.observe.exposition import CONTENT_TYPE, exposition
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.responses import json_response
@@ -24,12 +26,11 @@ KINDS: Final = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-REQUEST_FIELDS: Final = (
-    *("open", "answering", "ended", "prompt_tokens", "cached_tokens", "generated_tokens"),
+REQUEST_FIELDS: Final = tuple(
+    "open answering ended prompt_tokens cached_tokens generated_tokens".split()
 )
-RANK_FIELDS: Final = (
-    *("rank", "place", "state", "state_age"),
-    *("pid", "steps", "compute_seconds", "wait_seconds"),
+RANK_FIELDS: Final = tuple(
+    "rank place state state_age pid steps compute_seconds wait_seconds".split()
 )
 HEADERS: Final = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -38,6 +39,12 @@ HEADERS: Final = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
+
+
+async def metrics(context: Context, _: Request) -> Response:
+    snapshot = await context.stats.snapshot()
+    text = await asyncio.to_thread(exposition, snapshot)  # slow with many ranks
+    return Response(text, headers={"content-type": CONTENT_TYPE})
 
 
 async def data(context: Context, request: Request) -> Response:
@@ -91,4 +98,8 @@ def _files() -> Iterator[Route]:
             yield Route("GET", f"/page/{path.name}", _file(path), OPEN, "A file of the page")
 
 
-ROUTES = (*_files(), Route("GET", "/dashboard/data", data, USER, "The data of the page"))
+ROUTES = (
+    Route("GET", "/metrics", metrics, OPEN, "Metrics for Prometheus"),
+    *_files(),
+    Route("GET", "/dashboard/data", data, USER, "The data of the page"),
+)

@@ -89,6 +89,7 @@ class _CheckedChat:
     """The contents of a body, checked but not rendered."""
 
     template_input: TemplateInput
+    thinking: bool
     tools: list[Tool]
     choice: ToolChoice
     grammar: OutputGrammar | None
@@ -124,14 +125,15 @@ def _check(setup: OpenAISetup, body: ChatBody) -> _CheckedChat:
     grammar = requested_grammar(body)
     check_size(body, choice, grammar is not None)
     chat = template_input(body, with_tools=bool(tools))
-    return _CheckedChat(chat, tools, choice, grammar, top)
+    thinking = setup.format.thinking(chat.kwargs)
+    return _CheckedChat(chat, thinking, tools, choice, grammar, top)
 
 
 def _grammar(setup: OpenAISetup, checked: _CheckedChat, prompt_end: str) -> dict[str, str]:
     response = None if checked.grammar is None else checked.grammar.params
-    thinking = setup.format.thinking(checked.template_input.kwargs)
+    tools, choice = checked.tools, checked.choice
     try:
-        return setup.format.grammar(checked.tools, checked.choice, response, thinking, prompt_end)
+        return setup.format.grammar(tools, choice, response, checked.thinking, prompt_end)
     except ValueError as error:
         raise Refusal(400, str(error), _grammar_field(checked)) from None
 
@@ -148,12 +150,9 @@ def _prepared(
         skips = body.skip_special_tokens is not False
         extra["skip_special_tokens"] = skips and setup.format.skip_special_tokens
     params = sampling_params(body, setup, _max_tokens(body), extra)
+    thinking, split = checked.thinking, body.separate_reasoning is not False
     options = ParseOptions(
-        setup.format,
-        checked.tools,
-        setup.format.thinking(checked.template_input.kwargs),
-        prompt.end,
-        body.separate_reasoning is not False,
+        partial(setup.format.parser, checked.tools, thinking, split, prompt.end),
         body.stream_reasoning is not False,
         body.parallel_tool_calls is not False,
         body.include_reasoning is not False,

@@ -54,7 +54,6 @@ class UsageCount:
             self._prompts[prompt] = (request.prompt_len, request.cached_tokens)
 
     def num_output(self, index: int) -> int:
-        """Tokens of one answer."""
         return self._outputs.get(index, 0)
 
     def usage(self) -> Usage:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from moesaic.core.chat import REASONING_PARSERS, TOOL_PARSERS
 from moesaic.server.parsers.grammar import GrammarWriter
 from moesaic.server.parsers.harmony import HarmonyParser
-from moesaic.server.parsers.parts import Calls, ChatParser, Tool, ToolChoice
+from moesaic.server.parsers.parts import Calls, Tool, ToolChoice
 from moesaic.server.parsers.syntax import (
     CALLS,
     FAMILIES,
@@ -22,15 +22,10 @@ from moesaic.server.parsers.syntax import (
 )
 from moesaic.server.parsers.tagged import ParserSetup, TaggedParser
 
+if TYPE_CHECKING:
+    from tokenizers import AddedToken
 
-class AddedToken(Protocol):
-    """The tokenizers library's description of a token added to a vocabulary."""
-
-    @property
-    def content(self) -> str: ...
-
-    @property
-    def special(self) -> bool: ...
+ChatParser = HarmonyParser | TaggedParser
 
 
 @dataclass(frozen=True)
@@ -67,14 +62,17 @@ class Format:
         if self.tools == HARMONY:
             return HarmonyParser(Calls(tools), split_reasoning, self.special - HARMONY_MARKERS)
         syntax = CALLS.get(self.tools or "") if tools else None
+        ignored = frozenset[str]()
+        if not self.skip_special_tokens:
+            ignored = self.special - all_markers(self.tools if tools else None, self.reasoning)
         setup = ParserSetup(
             calls=syntax,
             think=self.think,
             inside=self.begins_inside(thinking, prompt),
             split=split_reasoning,
-            ignored=self._ignored_tokens(bool(tools)),
+            ignored=ignored,
         )
-        return TaggedParser(setup, Calls(tools, syntax.ids if syntax is not None else "call"))
+        return TaggedParser(setup, Calls(tools, syntax is not None and syntax.short_ids))
 
     def grammar(
         self,
@@ -105,12 +103,6 @@ class Format:
         if end.endswith(think.close):
             return False
         return thinking if think.inside is None else think.inside
-
-    def _ignored_tokens(self, with_tools: bool) -> frozenset[str]:
-        """Special tokens that are no markers."""
-        if self.skip_special_tokens:
-            return frozenset()
-        return self.special - all_markers(self.tools if with_tools else None, self.reasoning)
 
 
 def choose_format(

@@ -114,8 +114,11 @@ class GrammarWriter:
     def _call(self, number: int, tool: Tool, syntax: ForcedSyntax, without: str) -> str:
         before, after = syntax.call.removeprefix(without).split("{arguments}")
         parts = [self._literal(_named(piece, tool.name)) for piece in before.split("{index}")]
-        is_xml = self.tools == "qwen3_coder"
-        arguments = self._xml(tool, number) if is_xml else f"%json {_schema(tool)}"
+        if self.tools == "qwen3_coder":
+            arguments = self._xml(tool, number)
+        else:  # without `strict`, unsupported keywords are ignored instead of refused
+            schema = {"type": "object", **tool.parameters}
+            arguments = f"%json {_json(schema, lenient=not tool.strict)}"
         self.lines.append(f"args_{number}: {arguments}")
         self.lines.append(
             f"call_{number}: {' NUMBER '.join(parts)} args_{number} {self._literal(after)}"
@@ -190,11 +193,6 @@ def _leading(text: str, markers: frozenset[str]) -> str:
 
 def _named(text: str, name: str) -> str:
     return text.replace("{json_name}", json.dumps(name, ensure_ascii=False)).replace("{name}", name)
-
-
-def _schema(tool: Tool) -> str:
-    # Without `strict`, unsupported keywords are ignored instead of refused.
-    return _json({"type": "object", **tool.parameters}, lenient=not tool.strict)
 
 
 def _json(schema: Mapping[str, Any], lenient: bool = False) -> str:

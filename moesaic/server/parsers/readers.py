@@ -61,6 +61,7 @@ class Reader:
 
     def finish(self) -> list[Part]:
         """The text has ended: the call is what there is of it."""
+        self.rest = ""
         try:
             self._end_of_text()
         except _NotACall:

@@ -18,8 +18,6 @@ class CallShape(Enum):
 
 @dataclass(frozen=True)
 class ForcedSyntax:
-    """The text of forced calls."""
-
     call: str
     """Contains {name} or {json_name}, {arguments}, and {index} if the model counts its calls."""
     open: str = ""
@@ -38,7 +36,7 @@ class CallSyntax:
     separator: str = ""
     header: str = ""  # regular expression for the text before the separator
     inner: tuple[str, ...] = ()  # other markers inside a call
-    ids: str = "call"
+    short_ids: bool = False  # the template requires ids of nine letters and digits
 
     @property
     def markers(self) -> frozenset[str]:
@@ -80,7 +78,7 @@ MISTRAL: Final = CallSyntax(
     separator="[ARGS]",
     header=r"(?P<name>[^\s\[\]{}]+?)\s*(?:\[CALL_ID\]\s*(?P<id>\w+))?",
     inner=("[CALL_ID]",),
-    ids="short",
+    short_ids=True,
     forced=ForcedSyntax(
         '{"name": {json_name}, "arguments": {arguments}}',
         open="[TOOL_CALLS] [",
