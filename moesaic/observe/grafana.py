@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -21,6 +22,8 @@ class Panel:
     title: str
     unit: str
     """Grafana's name of the unit."""
+    metrics: str
+    """Names, separated by spaces."""
     width: int = 8
     """Columns, of 24."""
     kind: str = "timeseries"
@@ -30,44 +33,62 @@ class Panel:
 
 ROWS: Final = {
     "Requests": (
-        Panel("Throughput", "short"),
-        Panel("Queue", "short"),
-        Panel("Requests ended", "reqps", stacked=True),
-        Panel("Time to first token", "s", 6),
-        Panel("Inter-token latency", "s", 6),
-        Panel("End-to-end latency", "s", 6),
-        Panel("Queue time", "s", 6),
+        Panel(
+            "Throughput", "short", "prompt_tokens_total cached_tokens_total generation_tokens_total"
+        ),
+        Panel("Queue", "short", "requests_open requests_running requests_waiting requests_queued"),
+        Panel("Requests ended", "reqps", "requests_total", stacked=True),
+        Panel("Time to first token", "s", "time_to_first_token_seconds", 6),
+        Panel("Inter-token latency", "s", "inter_token_latency_seconds", 6),
+        Panel("End-to-end latency", "s", "e2e_request_latency_seconds", 6),
+        Panel("Queue time", "s", "queue_time_seconds", 6),
     ),
     "Steps": (
-        Panel("KV cache", "percentunit"),
-        Panel("Batch", "short"),
-        Panel("Computed tokens", "short"),
-        Panel("Steps", "ops", 12),
-        Panel("Time in steps", "percentunit", 12),
+        Panel("KV cache", "percentunit", "cache_hit_ratio kv_cache_usage_ratio"),
+        Panel("Batch", "short", "decode_batch_size"),
+        Panel("Computed tokens", "short", "computed_tokens_total"),
+        Panel("Steps", "ops", "steps_total", 12),
+        Panel("Time in steps", "percentunit", "forward_seconds_total", 12),
     ),
     "Ranks": (
-        Panel("Ranks: compute and wait", "percentunit", 12),
-        Panel("Step time by rank", "s", 6),
-        Panel("Busy by rank", "percentunit", 6),
-        Panel("State of ranks", "short", 12, kind="table"),
-        Panel("Time in state", "s", 6),
-        Panel("Experts' share of computing", "percentunit", 6),
+        Panel(
+            "Ranks: compute and wait",
+            "percentunit",
+            "rank_compute_seconds_total rank_wait_seconds_total",
+            12,
+        ),
+        Panel("Step time by rank", "s", "rank_steps_total", 6),
+        Panel("Busy by rank", "percentunit", "rank_step_seconds_total", 6),
+        Panel("State of ranks", "short", "rank_state", 12, kind="table"),
+        Panel("Time in state", "s", "rank_state_seconds", 6),
+        Panel("Experts' share of computing", "percentunit", "rank_runner_seconds_total", 6),
     ),
     "Experts": (
-        Panel("All-to-all bytes", "Bps"),
-        Panel("All-to-all rows", "short"),
-        Panel("All-to-all time", "percentunit"),
-        Panel("Balancedness, now", "percentunit", 12),
-        Panel("Balancedness, since the start", "percentunit", 12, kind="bargauge"),
+        Panel("All-to-all bytes", "Bps", "a2a_bytes_total"),
+        Panel("All-to-all rows", "short", "a2a_rows_total"),
+        Panel("All-to-all time", "percentunit", "a2a_seconds_total"),
+        Panel("Balancedness, now", "percentunit", "expert_tokens_total", 12),
+        Panel(
+            "Balancedness, since the start", "percentunit", "ep_balancedness", 12, kind="bargauge"
+        ),
     ),
     "Server": (
-        Panel("Errors", "ops"),
-        Panel("HTTP responses", "reqps"),
-        Panel("Event loop lag", "s"),
-        Panel("Server", "short", 12, kind="table"),
-        Panel("Startup", "s", 6, kind="stat"),
-        Panel("Age of values", "s", 6, kind="stat"),
+        Panel("Errors", "ops", "preemptions_total failed_steps_total http_refused_total"),
+        Panel("HTTP responses", "reqps", "http_requests_total"),
+        Panel("Event loop lag", "s", "event_loop_lag_seconds event_loop_lag_max_seconds"),
+        Panel("Server", "short", "info", 12, kind="table"),
+        Panel("Startup", "s", "startup_seconds", 6, kind="stat"),
+        Panel("Age of values", "s", "stats_age_seconds", 6, kind="stat"),
     ),
+}
+# PromQL of metrics for which a panel shows neither the rate, the value nor the quantiles.
+EXPRESSIONS: Final = {
+    "requests_open": "sum({name})",
+    "requests_running": "sum({name})",
+    "requests_waiting": "sum({name})",
+    "rank_steps_total": "rate(moesaic_rank_step_seconds_total) / rate({name})",
+    "rank_runner_seconds_total": "rate({name}) / rate(moesaic_rank_compute_seconds_total)",
+    "expert_tokens_total": "avg by (layer) (rate({name})) / max by (layer) (rate({name}))",
 }
 INSTANT_KINDS: Final = ("stat", "bargauge", "table")
 DATA_SOURCE_VARIABLE: Final = {
@@ -123,8 +144,8 @@ def _panels() -> Iterator[dict[str, Any]]:
 
 
 def _panel(number: int, panel: Panel, place: dict[str, int]) -> dict[str, Any]:
-    metrics = [metric for metric in METRICS if metric.panel == panel.title]
-    targets = [query for metric in metrics for query in queries(metric, panel)]
+    metrics = [metric for metric in METRICS if metric.name in panel.metrics.split()]
+    targets = [query for metric in metrics for query in queries(metric, len(metrics) == 1)]
     defaults: dict[str, Any] = {"unit": panel.unit, "min": 0}
     if panel.kind == "timeseries":
         stacking = {"mode": "normal" if panel.stacked else "none"}
@@ -144,7 +165,7 @@ def _panel(number: int, panel: Panel, place: dict[str, int]) -> dict[str, Any]:
             {
                 "refId": chr(ord("A") + index),
                 "datasource": SOURCE,
-                "expr": expr,
+                "expr": _complete(expr),
                 "legendFormat": legend,
                 "instant": panel.kind in INSTANT_KINDS,
                 "format": "table" if panel.kind == "table" else "time_series",
@@ -154,29 +175,28 @@ def _panel(number: int, panel: Panel, place: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def queries(metric: Metric, panel: Panel) -> Iterator[tuple[str, str]]:
+def queries(metric: Metric, alone: bool) -> Iterator[tuple[str, str]]:
+    """The queries and legends of a metric that is alone in its panel or not."""
     name = metric.full_name
     short = metric.name.removesuffix("_total").removesuffix("_seconds").replace("_", " ")
-    by = metric.series.by
+    by = [label for label in metric.series.labels if label not in metric.series.hidden]
     legend = " ".join(f"{{{{{label}}}}}" for label in by) or short
-    if by and sum(other.panel == panel.title for other in METRICS) > 1:
+    if by and not alone:
         legend = f"{short} {legend}"
     aggregated = f" by ({', '.join(by)})" if by else ""
     if metric.kind is MetricKind.HISTOGRAM:
         for quantile in QUANTILES:
-            rate = f"sum by (le) (rate({name}_bucket{{{SELECTOR}}}[$__rate_interval]))"
+            rate = f"sum by (le) (rate({name}_bucket))"
             yield f"histogram_quantile({quantile}, {rate})", f"P{quantile * 100:g}"
-    elif metric.expr:
-        yield _selected(metric.expr.format(name=name)), legend
+    elif metric.name in EXPRESSIONS:
+        yield EXPRESSIONS[metric.name].format(name=name), legend
     elif metric.kind is MetricKind.COUNTER:
-        yield f"sum{aggregated} (rate({name}{{{SELECTOR}}}[$__rate_interval]))", legend
+        yield f"sum{aggregated} (rate({name}))", legend
     else:
-        yield f"max{aggregated} ({name}{{{SELECTOR}}})", legend
+        yield f"max{aggregated} ({name})", legend
 
 
-def _selected(expr: str) -> str:
-    """Restricts every metric in the expression to the selected servers."""
-    for metric in METRICS:
-        expr = expr.replace(f"{metric.full_name}[", f"{metric.full_name}{{{SELECTOR}}}[")
-        expr = expr.replace(f"{metric.full_name})", f"{metric.full_name}{{{SELECTOR}}})")
-    return expr
+def _complete(expr: str) -> str:
+    """Restricts every metric to the selected servers, and every rate to Grafana's interval."""
+    selected = re.sub(r"moesaic_\w+", rf"\g<0>{{{SELECTOR}}}", expr)
+    return re.sub(r"(?<=rate\()[^)]+", r"\g<0>[$__rate_interval]", selected)

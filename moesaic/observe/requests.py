@@ -52,8 +52,6 @@ class Distribution:
 class Histogram:
     """Written by one thread; readers get a copy."""
 
-    __slots__ = ("_bounds", "_counts", "_total")
-
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds, self._counts, self._total = bounds, [0] * (len(bounds) + 1), 0.0
 
@@ -86,19 +84,6 @@ class RequestStats:
 
 class RequestWatch:
     """Records every token, so it is cheap: no locks, and one thread writes the counters."""
-
-    __slots__ = (
-        "_answering",
-        "_cached",
-        "_end_to_end",
-        "_ended",
-        "_first",
-        "_gap_counts",
-        "_gap_total",
-        "_generated",
-        "_prompt",
-        "_queue",
-    )
 
     def __init__(self) -> None:
         self._ended = dict.fromkeys(ENDS, 0)

@@ -63,7 +63,7 @@ class HealthProbe:
         )
         try:
             async with asyncio.timeout(PROBE_SECONDS):
-                updates = await generation.probe(context, call)
+                updates = await generation.collect_for(None, context, call)
         except TimeoutError:
             return Refusal(503, f"the engine gave no token in {PROBE_SECONDS:g} s")
         failed = [update.request for update in updates if update.request.failed]

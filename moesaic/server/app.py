@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from moesaic.engine.engine import Engine
-from moesaic.server import admin, dashboard, metrics, native, openai, openapi, profile, tokens
+from moesaic.server import admin, dashboard, native, openai, openapi, profile, tokens
 from moesaic.server.auth import Keys, refuse_browsers
 from moesaic.server.context import Context
 from moesaic.server.errors import INTERNAL, Refusal
@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 ROUTES = (
     *admin.ROUTES,
-    *metrics.ROUTES,
     *dashboard.ROUTES,
     *native.ROUTES,
     *openai.ROUTES,
@@ -50,8 +49,6 @@ def make_app(
         app.router.add_route(route.path, _endpoint(context, route), [route.method])
     app.add_exception_handler(Exception, _internal)
     app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(Refusal, _refused)
-    app.add_exception_handler(ClientDisconnect, _disconnected)
     app.add_middleware(CountResponses, context.stats)
     return app
 
@@ -64,17 +61,16 @@ def _endpoint(context: Context, route: Route) -> Callable[[Request], Awaitable[R
             if route.changes and not key:
                 refuse_browsers(request)
             return await route.handler(context, request)
-        except (Refusal, HTTPException, ClientDisconnect):
+        except Refusal as refusal:
+            return refusal.response()
+        except ClientDisconnect:
+            return Response(status_code=499)  # is not sent
+        except HTTPException:
             raise
         except Exception as error:  # starlette would raise it again, for the log
             return await _internal(request, error)
 
     return endpoint
-
-
-async def _refused(_: Request, error: Exception) -> Response:
-    assert isinstance(error, Refusal)
-    return error.response()
 
 
 async def _http(_: Request, error: Exception) -> Response:
@@ -85,8 +81,3 @@ async def _http(_: Request, error: Exception) -> Response:
 async def _internal(request: Request, error: Exception) -> Response:
     logger.error("%s %r failed", request.method, request.url.path, exc_info=error)
     return Refusal(500, INTERNAL).response()
-
-
-async def _disconnected(_: Request, __: Exception) -> Response:
-    """The client has disconnected; the response is not sent."""
-    return Response(status_code=499)

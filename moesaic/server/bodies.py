@@ -10,7 +10,6 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from starlette.requests import Request
 
 from moesaic.core.redact import shown
@@ -31,6 +30,11 @@ SCAN_BYTES: Final = 1 << 16
 MAX_DIGITS: Final = 20
 # Fields and values of the client that msgspec's messages quote.
 QUOTED: Final = re.compile(r"(?<=field `|value ')(.*?)(?=[`'] - at `\$|[`']$)", re.DOTALL)
+
+# The change of depth at each byte.
+DEPTH_STEPS: Final = np.zeros(256, np.int8)
+DEPTH_STEPS[list(b"[{")], DEPTH_STEPS[list(b"]}")] = 1, -1
+QUOTE, COMMA = b'",'
 
 LONE_SURROGATE: Final = "the body has a lone surrogate: \\ud800 to \\udfff must come in pairs"
 
@@ -194,16 +198,6 @@ def _has_lone_surrogate(data: bytes, message: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _depth_steps() -> npt.NDArray[np.int8]:
-    steps = np.zeros(256, np.int8)
-    steps[list(b"[{")], steps[list(b"]}")] = 1, -1
-    return steps
-
-
-DEPTH_STEPS: Final = _depth_steps()
-QUOTE, COMMA = b'",'
 
 
 def _shorten(found: re.Match[str]) -> str:

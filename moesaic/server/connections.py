@@ -97,8 +97,6 @@ class ConnectionQuotas:
 
 
 class ConnectionTable:
-    """The open connections of one server."""
-
     def __init__(self, quotas: ConnectionQuotas) -> None:
         self._quotas = quotas
         self._waiting, self._heads = ConnectionWeights(), ConnectionWeights()

@@ -29,8 +29,6 @@ Result = TypeVar("Result")
 
 
 class Context:
-    """`is_stopping`: whether the server is shutting down, which explains failed requests."""
-
     def __init__(self, engine: Engine, is_stopping: Callable[[], bool], keys: Keys) -> None:
         self.engine, self._is_stopping = engine, is_stopping
         self.keys = keys

@@ -1,7 +1,8 @@
-"""The page at / and the endpoint that feeds it."""
+"""Statistics over HTTP: the page at /, the endpoint that feeds it, and /metrics."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from moesaic.core.stats import RankStats
+from moesaic.observe.exposition import CONTENT_TYPE, exposition
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.responses import json_response
@@ -23,6 +26,12 @@ KINDS: Final = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
+REQUEST_FIELDS: Final = tuple(
+    "open answering ended prompt_tokens cached_tokens generated_tokens".split()
+)
+RANK_FIELDS: Final = tuple(
+    "rank place state state_age pid steps compute_seconds wait_seconds".split()
+)
 HEADERS: Final = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
@@ -30,6 +39,12 @@ HEADERS: Final = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
+
+
+async def metrics(context: Context, _: Request) -> Response:
+    snapshot = await context.stats.snapshot()
+    text = await asyncio.to_thread(exposition, snapshot)  # slow with many ranks
+    return Response(text, headers={"content-type": CONTENT_TYPE})
 
 
 async def data(context: Context, request: Request) -> Response:
@@ -45,16 +60,9 @@ async def data(context: Context, request: Request) -> Response:
             "when": stats.when,
             "age": live.poll.age,
             "history": [sample for sample in live.history.samples if sample.when > since],
-            "requests": {
-                "open": requests.open,
-                "answering": requests.answering,
-                "ended": requests.ended,
-                "prompt_tokens": requests.prompt_tokens,
-                "cached_tokens": requests.cached_tokens,
-                "generated_tokens": requests.generated_tokens,
-            },
+            "requests": {name: getattr(requests, name) for name in REQUEST_FIELDS},
             "groups": [msgspec.structs.asdict(group) for group in stats.groups],
-            "ranks": list(_ranks(context)),
+            "ranks": [_rank(rank) for rank in stats.ranks],
             "experts": {"number": stats.num_experts, "layers": live.poll.experts},
             "loop_lag_max": live.lag.max,
         }
@@ -71,21 +79,9 @@ def _since(text: str) -> float:
     return since
 
 
-def _ranks(context: Context) -> Iterator[dict[str, Any]]:
-    for rank in context.stats.poll.stats.ranks:
-        yield {
-            "rank": rank.rank,
-            "place": rank.place,
-            "state": rank.state,
-            "state_age": rank.state_age,
-            "pid": rank.pid,
-            "steps": rank.steps,
-            "compute_seconds": rank.compute_seconds,
-            "wait_seconds": rank.wait_seconds,
-            "traffic": {
-                name: msgspec.structs.asdict(traffic) for name, traffic in rank.traffic.items()
-            },
-        }
+def _rank(rank: RankStats) -> dict[str, Any]:
+    traffic = {name: msgspec.structs.asdict(moved) for name, moved in rank.traffic.items()}
+    return {**{name: getattr(rank, name) for name in RANK_FIELDS}, "traffic": traffic}
 
 
 def _file(path: Path) -> Handler:
@@ -102,4 +98,8 @@ def _files() -> Iterator[Route]:
             yield Route("GET", f"/page/{path.name}", _file(path), OPEN, "A file of the page")
 
 
-ROUTES = (*_files(), Route("GET", "/dashboard/data", data, USER, "The data of the page"))
+ROUTES = (
+    Route("GET", "/metrics", metrics, OPEN, "Metrics for Prometheus"),
+    *_files(),
+    Route("GET", "/dashboard/data", data, USER, "The data of the page"),
+)

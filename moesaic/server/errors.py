@@ -16,10 +16,7 @@ TYPES: Final = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
-    413: "invalid_request_error",
-    431: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }

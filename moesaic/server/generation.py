@@ -51,17 +51,13 @@ async def stream(
 
 async def collect(context: Context, request: Request, call: GenerateInput) -> list[RequestUpdate]:
     """The last update of each answer, in the order of the prompts. Errors are Refusals."""
-    return await while_connected(request, _collect(context, call, client_of(request)))
+    return await while_connected(request, collect_for(client_of(request), context, call))
 
 
-async def probe(context: Context, call: GenerateInput) -> list[RequestUpdate]:
-    """Like `collect`, but the call skips the queue and belongs to no client."""
-    return await _collect(context, call, None)
-
-
-async def _collect(
-    context: Context, call: GenerateInput, client: Hashable | None
+async def collect_for(
+    client: Hashable | None, context: Context, call: GenerateInput
 ) -> list[RequestUpdate]:
+    """Like `collect`; a call of no client skips the queue."""
     last = {update.index: update async for update in _updates(context, call, False, client)}
     return [last[index] for index in sorted(last)]
 

@@ -42,14 +42,10 @@ def log_request(args: ServerArgs, update: RequestUpdate, prompt: str | None) -> 
 
 def _plain(text: str) -> str:
     """JSON with control characters and line ends escaped."""
-    return "".join(c if c.isprintable() else _escaped(c) for c in text)
-
-
-def _escaped(character: str) -> str:
-    return json.dumps(character)[1:-1].replace("\x7f", "\\u007f")
+    escaped = "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
+    return escaped.replace("\x7f", "\\u007f")
 
 
 def _text(text: str, level: int) -> str:
-    """The text on one line."""
     short = level < 3 and len(text) > SHORT
     return repr(text[:SHORT]) + f" … ({len(text)} characters)" if short else repr(text)

@@ -25,6 +25,7 @@ from moesaic.core.stats import EngineStats, GroupStats, RankStats, TrafficStats
 from moesaic.engine.engine import Engine
 from moesaic.observe.expert_load import expert_loads
 from moesaic.observe.exposition import exposition
+from moesaic.observe.grafana import ROWS
 from moesaic.observe.metrics import METRICS, Metric, MetricKind, ServerStats, Snapshot
 from moesaic.observe.metrics_docs import grafana_json, markdown
 from moesaic.observe.requests import Distribution, Histogram, RequestWatch
@@ -351,7 +352,7 @@ def test_names_are_as_prometheus_wants_them() -> None:
         series = metric.series
         assert bool(series.buckets) == (metric.kind is MetricKind.HISTOGRAM)
         assert list(series.buckets) == sorted(set(series.buckets))
-        assert set(series.by) <= set(series.labels)
+        assert set(series.hidden) <= set(series.labels)
         assert metric.help.endswith(".") and series.source
 
 
@@ -383,7 +384,8 @@ def test_the_dashboard_asks_for_nothing_else() -> None:
     assert used <= known
     assert [metric.name for metric in METRICS if not exported(metric) & used] == []
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
-    assert {metric.panel for metric in METRICS} == {panel["title"] for panel in panels}
+    shown = [name for row in ROWS.values() for panel in row for name in panel.metrics.split()]
+    assert sorted(shown) == sorted(metric.name for metric in METRICS)
     assert board["templating"]["list"][0]["type"] == "datasource"
 
 

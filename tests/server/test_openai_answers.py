@@ -7,6 +7,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -252,13 +253,10 @@ CALL = '<tool_call>\n{"name": "lay", "arguments": {"tiles": [1, 2], "to": "é"}}
 TOOLS = [Tool("lay", "", {"type": "object"}, False)]
 
 
-def reading(**changes: Any) -> ParseOptions:
+def reading(split_reasoning: bool = True, **changes: Any) -> ParseOptions:
+    form, end = choose_format(None, None, "qwen3_moe"), "<|im_start|>assistant\n"
     fields: dict[str, Any] = {
-        "format": choose_format(None, None, "qwen3_moe"),
-        "tools": TOOLS,
-        "thinking": True,
-        "prompt_end": "<|im_start|>assistant\n",
-        "split_reasoning": True,
+        "new_parser": partial(form.parser, TOOLS, True, split_reasoning, end),
         "stream_reasoning": True,
         "parallel_calls": True,
         "shows_reasoning": True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +27,6 @@ from moesaic.server.openai.prompts import (
     tools_of,
 )
 from moesaic.server.openai.request_types import ChatBody
-from moesaic.server.openai.response_types import ChunkHeader
 from moesaic.server.openai.sampling import (
     MAX_TOP_LOGPROBS,
     check_limits,
@@ -38,7 +36,6 @@ from moesaic.server.openai.sampling import (
 from moesaic.server.openai.setup import OpenAISetup
 from moesaic.server.openai.streams import AnswerWriter, new_id, prompt_field, respond
 from moesaic.server.openai.structured_output import OutputGrammar, check_grammar, requested_grammar
-from moesaic.server.openai.usage import UsageCount
 from moesaic.server.parsers.parts import Tool, ToolChoice
 from moesaic.server.responses import while_connected
 
@@ -65,10 +62,10 @@ async def chat_completions(context: Context, request: Request) -> Response:
 class ChatAnswerWriter(AnswerWriter[ChatAnswer]):
     """Counts the tokens of the reasoning, too."""
 
+    kind = "chat.completion.chunk"
+
     def __init__(self, setup: OpenAISetup, body: ChatBody, prepared: PreparedChat) -> None:
-        header = ChunkHeader(prepared.id, "chat.completion.chunk", int(time.time()), setup.model)
-        usage = UsageCount(body.n or 1, setup.cache_report)
-        super().__init__(header, body, usage, partial(ChatAnswer, prepared.options))
+        super().__init__(setup, body, prepared.id, partial(ChatAnswer, prepared.options))
         self._tokenizer = setup.tokenizer
 
     async def complete_usage(self) -> None:
@@ -92,6 +89,7 @@ class _CheckedChat:
     """The contents of a body, checked but not rendered."""
 
     template_input: TemplateInput
+    thinking: bool
     tools: list[Tool]
     choice: ToolChoice
     grammar: OutputGrammar | None
@@ -127,14 +125,15 @@ def _check(setup: OpenAISetup, body: ChatBody) -> _CheckedChat:
     grammar = requested_grammar(body)
     check_size(body, choice, grammar is not None)
     chat = template_input(body, with_tools=bool(tools))
-    return _CheckedChat(chat, tools, choice, grammar, top)
+    thinking = setup.format.thinking(chat.kwargs)
+    return _CheckedChat(chat, thinking, tools, choice, grammar, top)
 
 
 def _grammar(setup: OpenAISetup, checked: _CheckedChat, prompt_end: str) -> dict[str, str]:
     response = None if checked.grammar is None else checked.grammar.params
-    thinking = setup.format.thinking(checked.template_input.kwargs)
+    tools, choice = checked.tools, checked.choice
     try:
-        return setup.format.grammar(checked.tools, checked.choice, response, thinking, prompt_end)
+        return setup.format.grammar(tools, choice, response, checked.thinking, prompt_end)
     except ValueError as error:
         raise Refusal(400, str(error), _grammar_field(checked)) from None
 
@@ -151,12 +150,9 @@ def _prepared(
         skips = body.skip_special_tokens is not False
         extra["skip_special_tokens"] = skips and setup.format.skip_special_tokens
     params = sampling_params(body, setup, _max_tokens(body), extra)
+    thinking, split = checked.thinking, body.separate_reasoning is not False
     options = ParseOptions(
-        setup.format,
-        checked.tools,
-        setup.format.thinking(checked.template_input.kwargs),
-        prompt.end,
-        body.separate_reasoning is not False,
+        partial(setup.format.parser, checked.tools, thinking, split, prompt.end),
         body.stream_reasoning is not False,
         body.parallel_tool_calls is not False,
         body.include_reasoning is not False,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from moesaic.engine.frontend.outputs import RequestUpdate
@@ -19,41 +19,26 @@ from moesaic.server.openai.response_types import (
     ToolCall,
 )
 from moesaic.server.openai.streams import finish_reason
-from moesaic.server.parsers.formats import Format
-from moesaic.server.parsers.parts import (
-    ChatParser,
-    Content,
-    Part,
-    Reasoning,
-    Tool,
-    ToolArguments,
-    ToolStart,
-)
+from moesaic.server.parsers.formats import ChatParser
+from moesaic.server.parsers.parts import Content, Part, Reasoning, ToolArguments, ToolStart
 
 
 @dataclass(frozen=True, slots=True)
 class ParseOptions:
     """How the answers to a request are parsed."""
 
-    format: Format
-    tools: Sequence[Tool]
-    thinking: bool
-    prompt_end: str
-    split_reasoning: bool
+    new_parser: Callable[[], ChatParser]
     stream_reasoning: bool
     parallel_calls: bool
     shows_reasoning: bool
     vocabulary: VocabularyTexts | None
     """Set if the client asked for logprobs."""
 
-    def parser(self) -> ChatParser:
-        return self.format.parser(self.tools, self.thinking, self.split_reasoning, self.prompt_end)
-
 
 class ChatAnswer:
     def __init__(self, options: ParseOptions, index: int) -> None:
         self._index, self._options = index, options
-        self._parser = options.parser()
+        self._parser = options.new_parser()
         self._started = self._called = False
         self._num_read = self._num_scored = 0
         self._held_reasoning: list[str] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -18,7 +17,7 @@ from moesaic.server.errors import Refusal
 from moesaic.server.generation import client_of, open_call
 from moesaic.server.openai.logprobs import CompletionScores, VocabularyTexts
 from moesaic.server.openai.request_types import CompletionBody
-from moesaic.server.openai.response_types import ChunkHeader, CompletionChoice, CompletionLogprobs
+from moesaic.server.openai.response_types import CompletionChoice, CompletionLogprobs
 from moesaic.server.openai.sampling import (
     MAX_TOP_LOGPROBS,
     check_best_of,
@@ -29,7 +28,6 @@ from moesaic.server.openai.sampling import (
 from moesaic.server.openai.setup import OpenAISetup
 from moesaic.server.openai.streams import AnswerWriter, finish_reason, new_id, prompt_field, respond
 from moesaic.server.openai.structured_output import OutputGrammar, check_grammar, requested_grammar
-from moesaic.server.openai.usage import UsageCount
 from moesaic.server.responses import while_connected
 
 # The default of OpenAI and SGLang.
@@ -46,9 +44,7 @@ async def completions(context: Context, request: Request) -> Response:
         if prepared.grammar is not None:
             checked = check_grammar(context, prepared.grammar, client_of(request))
             await while_connected(request, checked)
-        header = ChunkHeader(prepared.id, "text_completion", int(time.time()), setup.model)
-        usage = UsageCount(prepared.samples, setup.cache_report)
-        answers = AnswerWriter(header, body, usage, partial(CompletionAnswer, prepared))
+        answers = AnswerWriter(setup, body, prepared.id, partial(CompletionAnswer, prepared))
         return await respond(context, request, prepared.call, answers, bool(body.stream))
 
 
@@ -159,6 +155,6 @@ def _check_ids(setup: OpenAISetup, rows: list[list[int]]) -> None:
             setup.limits.check_tokens(len(row))
         except PromptTooLong as error:
             raise Refusal(400, str(error), "prompt", "context_length_exceeded") from None
-        if not (min(row) >= 0 and max(row) < setup.vocab_size):
-            text = f"token ids of this model are in [0, {setup.vocab_size})"
+        if not (min(row) >= 0 and max(row) < setup.limits.vocab_size):
+            text = f"token ids of this model are in [0, {setup.limits.vocab_size})"
             raise Refusal(400, text, "prompt")

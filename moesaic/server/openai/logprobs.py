@@ -33,18 +33,16 @@ class TokenText:
     special: bool
 
 
-class VocabularyTexts:
+class VocabularyTexts(dict[int, TokenText]):
     """A cache of the texts and bytes of tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
         self.tokenizer = tokenizer
-        self._known: dict[int, TokenText] = {}
 
-    def __getitem__(self, token: int) -> TokenText:
-        if (known := self._known.get(token)) is None:
-            text, raw = self.tokenizer.token_text(token), self.tokenizer.token_bytes(token)
-            known = TokenText(text, [*raw], self.tokenizer.form(token).special)
-            self._known[token] = known
+    def __missing__(self, token: int) -> TokenText:
+        text, raw = self.tokenizer.token_text(token), self.tokenizer.token_bytes(token)
+        known = self[token] = TokenText(text, [*raw], self.tokenizer.form(token).special)
         return known
 
 

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-
-
-class TokensDetails(msgspec.Struct):
-    cached_tokens: int
-
-
-class CompletionDetails(msgspec.Struct):
-    reasoning_tokens: int
 
 
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: TokensDetails | UnsetType = UNSET
-    completion_tokens_details: CompletionDetails | UnsetType = UNSET
+    prompt_tokens_details: dict[str, int] | UnsetType = UNSET
+    completion_tokens_details: dict[str, int] | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct, gc=False):
@@ -30,10 +23,7 @@ class TopLogprob(msgspec.Struct, gc=False):
     bytes: list[int]
 
 
-class TokenLogprob(msgspec.Struct, gc=False):
-    token: str
-    logprob: float
-    bytes: list[int]
+class TokenLogprob(TopLogprob, gc=False):
     top_logprobs: list[TopLogprob]
 
 
@@ -66,15 +56,6 @@ class ChatChoice(msgspec.Struct):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
-
-
-class ChatCompletion(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
 
 
 class FunctionDelta(msgspec.Struct):
@@ -118,38 +99,16 @@ class CompletionChoice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class Completion(msgspec.Struct, kw_only=True):
+class Header(msgspec.Struct):
+    """The fields that a response and all chunks of a stream have in common."""
+
     id: str
-    object: Literal["text_completion"] = "text_completion"
+    object: str
     created: int
     model: str
-    choices: list[CompletionChoice]
+
+
+class WholeResponse(Header):
+    choices: Sequence[Any]
+    """ChatChoice or CompletionChoice, some already encoded."""
     usage: Usage
-
-
-class ChunkHeader(msgspec.Struct):
-    """The fields that all chunks of a stream have in common."""
-
-    id: str
-    object: Literal["chat.completion.chunk", "text_completion"]
-    created: int
-    model: str
-
-    @property
-    def response_type(self) -> type[ChatCompletion] | type[Completion]:
-        return Completion if self.object == "text_completion" else ChatCompletion
-
-
-class Model(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "moesaic"
-    root: str
-    parent: None = None
-    max_model_len: int
-
-
-class ModelList(msgspec.Struct):
-    data: list[Model]
-    object: Literal["list"] = "list"

@@ -31,8 +31,6 @@ class OpenAISetup:
         self.model = args.served_model_name or args.model_path
         self.created = int(time.time())
         self.limits = context.engine.limits
-        self.max_model_len = self.limits.max_sequence
-        self.vocab_size = self.limits.vocab_size
         self.cache_report = args.enable_cache_report
         self.defaults = _defaults(folder / "generation_config.json")
         self._tokenizer = context.engine.tokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
@@ -19,8 +20,8 @@ from moesaic.server import generation
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.openai.request_types import CommonBody
-from moesaic.server.openai.response_types import ChatCompletion, ChunkHeader, Completion
-from moesaic.server.openai.usage import UsageCount
+from moesaic.server.openai.response_types import Header, Usage, WholeResponse
+from moesaic.server.openai.setup import OpenAISetup
 from moesaic.server.responses import (
     EventStream,
     ResponseWriter,
@@ -32,6 +33,38 @@ from moesaic.server.responses import (
 MAX_RID: Final = 256
 
 _encoder = msgspec.json.Encoder()
+
+
+class UsageCount:
+    """`samples`: answers per prompt, which counts once. `report_cached`: adds cached tokens."""
+
+    def __init__(self, samples: int, report_cached: bool) -> None:
+        self._samples, self._report_cached = samples, report_cached
+        self._prompts: dict[int, tuple[int, int]] = {}
+        self._outputs: dict[int, int] = {}
+        self._completion = 0
+        self.reasoning: int | None = None
+
+    def record(self, update: RequestUpdate) -> None:
+        number, request = update.progress.num_output, update.request
+        self._completion += number - self._outputs.get(update.index, 0)
+        self._outputs[update.index] = number
+        prompt, sample = divmod(update.index, self._samples)
+        if sample == 0 or prompt not in self._prompts:
+            self._prompts[prompt] = (request.prompt_len, request.cached_tokens)
+
+    def num_output(self, index: int) -> int:
+        return self._outputs.get(index, 0)
+
+    def usage(self) -> Usage:
+        prompt = sum(length for length, _ in self._prompts.values())
+        usage = Usage(prompt, self._completion, prompt + self._completion)
+        if self._report_cached:
+            cached = sum(cached for _, cached in self._prompts.values())
+            usage.prompt_tokens_details = {"cached_tokens": cached}
+        if self.reasoning is not None:
+            usage.completion_tokens_details = {"reasoning_tokens": self.reasoning}
+        return usage
 
 
 class Answer(Protocol):
@@ -50,20 +83,19 @@ AnswerT = TypeVar("AnswerT", bound=Answer)
 class AnswerWriter(Generic[AnswerT]):
     """Writes the answers to one request; fields that all chunks share are encoded once."""
 
+    kind = "text_completion"
+
     def __init__(
-        self,
-        header: ChunkHeader,
-        body: CommonBody,
-        usage: UsageCount,
-        new_answer: Callable[[int], AnswerT],
+        self, setup: OpenAISetup, body: CommonBody, id: str, new_answer: Callable[[int], AnswerT]
     ) -> None:
         options = body.stream_options
-        self.usage = usage
+        self.usage = UsageCount(body.n or 1, setup.cache_report)
         self.answers: dict[int, AnswerT] = {}
-        self._header, self._new_answer = header, new_answer
+        self._header = Header(id, self.kind, int(time.time()), setup.model)
+        self._new_answer = new_answer
         self._ends_with_usage = bool(options and options.include_usage)
         self._usage_in_all = bool(options and options.continuous_usage_stats)
-        self._start = _encoder.encode(header)[:-1] + b',"choices":['
+        self._start = _encoder.encode(self._header)[:-1] + b',"choices":['
         self._end = b'],"usage":null}' if self._ends_with_usage else b"]}"
 
     def chunks(self, update: RequestUpdate, size: int) -> bytes:
@@ -77,9 +109,7 @@ class AnswerWriter(Generic[AnswerT]):
         await self.complete_usage()
         return json_event(self._start + self._usage_end()) if self._ends_with_usage else b""
 
-    async def response(
-        self, updates: list[RequestUpdate], writer: ResponseWriter
-    ) -> ChatCompletion | Completion:
+    async def response(self, updates: list[RequestUpdate], writer: ResponseWriter) -> WholeResponse:
         for update in updates:
             self.usage.record(update)
         total = sum(weight(update.request, 0, update.progress.num_output) for update in updates)
@@ -89,14 +119,9 @@ class AnswerWriter(Generic[AnswerT]):
 
         choices = await writer.write(total, build)
         await self.complete_usage()
-        header = self._header
-        return header.response_type(
-            id=header.id,
-            created=header.created,
-            model=header.model,
-            choices=choices,
-            usage=self.usage.usage(),
-        )
+        id, kind, created, model = msgspec.structs.astuple(self._header)
+        kind = kind.removesuffix(".chunk")
+        return WholeResponse(id, kind, created, model, choices, self.usage.usage())
 
     async def complete_usage(self) -> None:
         """Counts what is known only when all answers have ended."""

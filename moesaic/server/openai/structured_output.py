@@ -47,7 +47,7 @@ class OutputGrammar:
 
 
 def requested_grammar(body: CommonBody) -> OutputGrammar | None:
-    found = list(_requested(body))
+    found = [_grammar(*entry) for entry in _requested(body) if entry[2] is not None]
     if len(found) > 1:
         names = " and ".join(grammar.field for grammar in found)
         raise Refusal(400, f"{names} exclude each other: give one", found[1].field)
@@ -71,16 +71,14 @@ async def check_grammar(context: Context, requested: OutputGrammar, client: Hash
         raise context.refusal(error) from error
 
 
-def _requested(body: CommonBody) -> Iterator[OutputGrammar]:
+def _requested(body: CommonBody) -> Iterator[tuple[str, str, Any]]:
+    """Fields, the kinds of their grammars, and their values, None if not given."""
     for field, kind in FIELDS.items():
-        if (value := getattr(body, field)) is not None:
-            yield OutputGrammar(field, _grammar(field, kind, value))
+        yield field, kind, getattr(body, field)
     if body.response_format is not None:
-        field, schema = "response_format", _schema(body.response_format)
-        if schema is not None:
-            yield OutputGrammar(field, _grammar(field, "json_schema", schema))
+        yield "response_format", "json_schema", _schema(body.response_format)
     if body.structured_outputs is not None:
-        yield from _structured(body.structured_outputs)
+        yield "structured_outputs", *_structured(body.structured_outputs)
 
 
 def _schema(requested: ResponseFormat) -> Any:
@@ -96,22 +94,22 @@ def _schema(requested: ResponseFormat) -> Any:
     return ANY_OBJECT if schema is None else schema
 
 
-def _structured(given: StructuredOutputs) -> Iterator[OutputGrammar]:
-    field = "structured_outputs"
+def _structured(given: StructuredOutputs) -> tuple[str, Any]:
     values = {kind: getattr(given, name) for name, kind in STRUCTURED.items()}
     requested = [(kind, value) for kind, value in values.items() if value is not None]
     if given.json_object:
         requested.append(("json_schema", ANY_OBJECT))
     if len(requested) != 1:
         text = f"structured_outputs needs one of {', '.join(STRUCTURED)}, and has {len(requested)}"
-        raise Refusal(400, text, field)
-    yield OutputGrammar(field, _grammar(field, *requested[0]))
+        raise Refusal(400, text, "structured_outputs")
+    return requested[0]
 
 
-def _grammar(field: str, kind: str, value: Any) -> Grammar:
+def _grammar(field: str, kind: str, value: Any) -> OutputGrammar:
     if kind == "choice":
-        return Grammar("regex", _choice_pattern(field, value))
-    return Grammar(kind, value if isinstance(value, str) else msgspec.json.encode(value).decode())
+        kind, value = "regex", _choice_pattern(field, value)
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    return OutputGrammar(field, Grammar(kind, text))
 
 
 def _choice_pattern(field: str, choices: Sequence[str]) -> str:

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from moesaic.core.chat import REASONING_PARSERS, TOOL_PARSERS
 from moesaic.server.parsers.grammar import GrammarWriter
 from moesaic.server.parsers.harmony import HarmonyParser
-from moesaic.server.parsers.parts import Calls, ChatParser, Tool, ToolChoice
+from moesaic.server.parsers.parts import Calls, Tool, ToolChoice
 from moesaic.server.parsers.syntax import (
     CALLS,
     FAMILIES,
     HARMONY,
     HARMONY_MARKERS,
+    PUBLISHED_SPECIALS,
     THINKING,
-    AddedTokens,
+    ThinkSyntax,
+    all_markers,
 )
 from moesaic.server.parsers.tagged import ParserSetup, TaggedParser
 
+if TYPE_CHECKING:
+    from tokenizers import AddedToken
 
-class AddedToken(Protocol):
-    """The tokenizers library's description of a token added to a vocabulary."""
-
-    @property
-    def content(self) -> str: ...
-
-    @property
-    def special(self) -> bool: ...
+ChatParser = HarmonyParser | TaggedParser
 
 
 @dataclass(frozen=True)
@@ -37,15 +34,18 @@ class Format:
     reasoning: str | None
     skip_special_tokens: bool
     """A sampling parameter; False keeps markers that are special tokens in the text."""
-    vocabulary: AddedTokens = field(default_factory=AddedTokens, repr=False)
+    special: frozenset[str] = field(default=frozenset(), repr=False)
+    """The texts of the special tokens."""
+    token_ids: Mapping[str, int] = field(default_factory=dict, repr=False)
+    """The ids of all tokens added to the vocabulary, by text."""
 
     @property
-    def harmony(self) -> bool:
-        return HARMONY in (self.tools, self.reasoning)
+    def think(self) -> ThinkSyntax | None:
+        return THINKING.get(self.reasoning or "")
 
     def thinking(self, template_arguments: Mapping[str, Any]) -> bool:
         """Whether a request with these chat template arguments lets the model think."""
-        think = THINKING.get(self.reasoning or "")
+        think = self.think
         if think is None:
             return self.reasoning == HARMONY
         if think.always or not think.switch:
@@ -59,20 +59,20 @@ class Format:
         self, tools: Sequence[Tool], thinking: bool, split_reasoning: bool = True, prompt: str = ""
     ) -> ChatParser:
         """The end of `prompt` shows whether the template left the thinking part open."""
-        if self.harmony:
-            calls = Calls(tools if self.tools == HARMONY else ())
-            split = split_reasoning and self.reasoning == HARMONY
-            return HarmonyParser(calls, split, self.vocabulary.special - HARMONY_MARKERS)
+        if self.tools == HARMONY:
+            return HarmonyParser(Calls(tools), split_reasoning, self.special - HARMONY_MARKERS)
         syntax = CALLS.get(self.tools or "") if tools else None
-        think = THINKING.get(self.reasoning or "")
+        ignored = frozenset[str]()
+        if not self.skip_special_tokens:
+            ignored = self.special - all_markers(self.tools if tools else None, self.reasoning)
         setup = ParserSetup(
             calls=syntax,
-            think=think,
+            think=self.think,
             inside=self.begins_inside(thinking, prompt),
             split=split_reasoning,
-            ignored=self._ignored_tokens(bool(tools)),
+            ignored=ignored,
         )
-        return TaggedParser(setup, Calls(tools, syntax.ids if syntax is not None else "call"))
+        return TaggedParser(setup, Calls(tools, syntax is not None and syntax.short_ids))
 
     def grammar(
         self,
@@ -85,17 +85,16 @@ class Format:
         """Sampling parameters that enforce the request; empty if it constrains nothing."""
         writer = GrammarWriter(
             tools=self.tools,
-            think=None if self.harmony else THINKING.get(self.reasoning or ""),
+            reasoning=self.reasoning,
             inside=self.begins_inside(thinking, prompt),
             thinking=thinking,
-            ids=self.vocabulary.ids,
-            harmony=self.harmony,
+            ids=self.token_ids,
         )
         return writer.parameters(tools, choice, response)
 
     def begins_inside(self, thinking: bool, prompt: str = "") -> bool:
         """Whether the answer begins inside the reasoning."""
-        think = THINKING.get(self.reasoning or "")
+        think = self.think
         if think is None:
             return False
         end = prompt.rstrip()
@@ -104,14 +103,6 @@ class Format:
         if end.endswith(think.close):
             return False
         return thinking if think.inside is None else think.inside
-
-    def _ignored_tokens(self, with_tools: bool) -> frozenset[str]:
-        """Special tokens that are no markers."""
-        if self.skip_special_tokens:
-            return frozenset()
-        return self.vocabulary.special - _markers(
-            self.tools if with_tools else None, self.reasoning
-        )
 
 
 def choose_format(
@@ -146,23 +137,12 @@ def _format(
     tools: str | None, reasoning: str | None, added_tokens: Mapping[int, AddedToken] | None
 ) -> Format:
     if added_tokens is None:
-        vocabulary = AddedTokens.published((tools, reasoning))
+        special, ids = PUBLISHED_SPECIALS.get(tools or "", frozenset()), dict[str, int]()
     else:
-        vocabulary = AddedTokens(
-            ids={token.content: number for number, token in added_tokens.items()},
-            special=frozenset(token.content for token in added_tokens.values() if token.special),
-        )
-    hidden = _markers(tools, reasoning) & vocabulary.special
-    return Format(tools, reasoning, skip_special_tokens=not hidden, vocabulary=vocabulary)
-
-
-def _markers(tools: str | None, reasoning: str | None) -> frozenset[str]:
-    if HARMONY in (tools, reasoning):
-        return HARMONY_MARKERS
-    found = CALLS[tools].markers if tools is not None else frozenset[str]()
-    if reasoning is not None:
-        found |= {THINKING[reasoning].open, THINKING[reasoning].close}
-    return found
+        special = frozenset(token.content for token in added_tokens.values() if token.special)
+        ids = {token.content: number for number, token in added_tokens.items()}
+    hidden = all_markers(tools, reasoning) & special
+    return Format(tools, reasoning, not hidden, special, ids)
 
 
 def _check(flag: str, name: str | None, known: Iterable[str]) -> None:

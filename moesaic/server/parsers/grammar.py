@@ -22,9 +22,10 @@ from moesaic.server.parsers.syntax import (
     CALLS,
     HARMONY,
     HARMONY_FORCED,
-    HARMONY_MARKERS,
+    THINKING,
     ForcedSyntax,
     ThinkSyntax,
+    all_markers,
 )
 from moesaic.server.parsers.values import is_text
 
@@ -39,11 +40,10 @@ NEXT_MESSAGE = "<|end|><|start|>assistant"
 @dataclass(frozen=True)
 class GrammarWriter:
     tools: str | None  # name of the tool parser
-    think: ThinkSyntax | None
+    reasoning: str | None  # name of the reasoning parser
     inside: bool
     thinking: bool
     ids: Mapping[str, int]
-    harmony: bool
     lines: list[str] = field(default_factory=list)
 
     def parameters(
@@ -53,7 +53,7 @@ class GrammarWriter:
             return self._lark(self._forced(tools, choice))
         may_call = choice == "auto" and bool(tools) and self.tools is not None
         if response:
-            plain = not (self.harmony or self._thinks() or may_call)
+            plain = not (self.harmony or self.think or may_call)
             return dict(response) if plain else self._lark(self._answer(tools, may_call, response))
         if may_call and any(tool.strict for tool in tools):
             return self._lark(self._free(tools))
@@ -92,15 +92,12 @@ class GrammarWriter:
         rest = self._calls(tools, several=bool(syntax.open), without=trigger)
         return f"{self._thought()} ({self._until(trigger)} {rest})* TEXT"
 
-    def _thinks(self) -> bool:
-        return self.think is not None and (self.thinking or self.inside or self.think.always)
-
     def _thought(self) -> str:
         """The rule for the reasoning before the answer; empty without reasoning."""
         if self.harmony:
             analysis = f"({self._literal(ANALYSIS)} {self._until(NEXT_MESSAGE)})*"
             return analysis if self.thinking else ""
-        if self.think is None or not self._thinks():
+        if self.think is None:
             return ""
         rest = f"{self._until(self.think.close)} SPACE"
         return rest if self.inside else f"({self._literal(self.think.open)} {rest})?"
@@ -117,8 +114,11 @@ class GrammarWriter:
     def _call(self, number: int, tool: Tool, syntax: ForcedSyntax, without: str) -> str:
         before, after = syntax.call.removeprefix(without).split("{arguments}")
         parts = [self._literal(_named(piece, tool.name)) for piece in before.split("{index}")]
-        is_xml = self.tools == "qwen3_coder"
-        arguments = self._xml(tool, number) if is_xml else f"%json {_schema(tool)}"
+        if self.tools == "qwen3_coder":
+            arguments = self._xml(tool, number)
+        else:  # without `strict`, unsupported keywords are ignored instead of refused
+            schema = {"type": "object", **tool.parameters}
+            arguments = f"%json {_json(schema, lenient=not tool.strict)}"
         self.lines.append(f"args_{number}: {arguments}")
         self.lines.append(
             f"call_{number}: {' NUMBER '.join(parts)} args_{number} {self._literal(after)}"
@@ -147,15 +147,22 @@ class GrammarWriter:
             return f"({either}) {self._literal(CLOSE_PARAMETER)}"
         return self._until(CLOSE_PARAMETER)
 
+    @property
+    def harmony(self) -> bool:
+        return self.tools == HARMONY
+
+    @property
+    def think(self) -> ThinkSyntax | None:
+        """The syntax of the reasoning that may come before the answer."""
+        think = THINKING.get(self.reasoning or "")
+        return think if think and (self.thinking or self.inside or think.always) else None
+
     def _syntax(self) -> ForcedSyntax:
         assert self.tools is not None
-        return HARMONY_FORCED if self.tools == HARMONY else CALLS[self.tools].forced
+        return HARMONY_FORCED if self.harmony else CALLS[self.tools].forced
 
     def _markers(self) -> frozenset[str]:
-        found = HARMONY_MARKERS if self.harmony else frozenset[str]()
-        if self.tools is not None and self.tools != HARMONY:
-            found |= CALLS[self.tools].markers
-        return found | ({self.think.open, self.think.close} if self.think is not None else set())
+        return all_markers(self.tools, self.reasoning)
 
     def _literal(self, text: str) -> str:
         """A fixed text, with markers that are tokens as ids."""
@@ -186,11 +193,6 @@ def _leading(text: str, markers: frozenset[str]) -> str:
 
 def _named(text: str, name: str) -> str:
     return text.replace("{json_name}", json.dumps(name, ensure_ascii=False)).replace("{name}", name)
-
-
-def _schema(tool: Tool) -> str:
-    # Without `strict`, unsupported keywords are ignored instead of refused.
-    return _json({"type": "object", **tool.parameters}, lenient=not tool.strict)
 
 
 def _json(schema: Mapping[str, Any], lenient: bool = False) -> str:

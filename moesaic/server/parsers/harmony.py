@@ -11,10 +11,10 @@ from collections.abc import Callable, Generator, Iterator
 from moesaic.server.parsers.parts import Calls, Content, Part, Reasoning, joined
 from moesaic.server.parsers.readers import MAX_HEADER, SPACE
 from moesaic.server.parsers.scan import markers, slices
+from moesaic.server.parsers.syntax import HARMONY_MARKERS
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
-CONSTRAIN = "<|constrain|>"
 FUNCTIONS = "functions."
 # Only at the start of an answer, because the prompt ends with the role.
 RECIPIENT_FIRST = "to=" + FUNCTIONS
@@ -29,7 +29,7 @@ class HarmonyParser:
     def __init__(self, calls: Calls, split: bool, ignored: frozenset[str] = frozenset()) -> None:
         self._calls = calls
         self._split = split
-        outside = ignored | {START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS}
+        outside = ignored | HARMONY_MARKERS
         self._between = markers(outside)
         self._at_start = markers(outside | {RECIPIENT_FIRST})
         self._within = markers(ignored | {START, CHANNEL, *ENDS})

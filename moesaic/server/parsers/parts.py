@@ -7,7 +7,7 @@ import string
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -54,34 +54,12 @@ class NamedTool:
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
-class ChatParser(Protocol):
-    """Parses one answer."""
-
-    def feed(self, text: str) -> list[Part]:
-        """`text` is new since the last call."""
-
-    def finish(self) -> list[Part]:
-        """Returns what was held back."""
-
-
-def call_id() -> str:
-    return "call_" + secrets.token_hex(12)
-
-
-def short_id() -> str:
-    """Mistral's templates require ids of nine letters and digits."""
-    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
-
-
-IDS = {"call": call_id, "short": short_id}
-
-
 class Calls:
     """The calls of one answer, and the functions that it may call."""
 
-    def __init__(self, tools: Sequence[Tool], ids: str = "call") -> None:
+    def __init__(self, tools: Sequence[Tool], short_ids: bool = False) -> None:
         self._tools = {tool.name: tool for tool in tools}
-        self._new_id = IDS[ids]
+        self._short_ids = short_ids
         self.count = 0
 
     def known(self, name: object) -> bool:
@@ -94,8 +72,12 @@ class Calls:
         self.count += 1
         return ToolStart(self.count - 1, own_id or self._new_id(), name)
 
+    def _new_id(self) -> str:
+        if self._short_ids:
+            return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+        return "call_" + secrets.token_hex(12)
+
     def arguments(self, text: str) -> ToolArguments:
-        """A fragment for the last call."""
         return ToolArguments(self.count - 1, text)
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from enum import Enum
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, NoReturn, TypeVar
 
 from moesaic.server.parsers.parts import Calls, Content, Part
-from moesaic.server.parsers.scan import Json, JsonValue, markers
+from moesaic.server.parsers.scan import Json, JsonValue, Markers, markers
 from moesaic.server.parsers.syntax import CallShape, CallSyntax
 from moesaic.server.parsers.values import as_json, escaped, is_text, object_text
 
@@ -20,53 +18,97 @@ _SPACES = re.compile(r"[ \t\r\n]*")
 MAX_HEADER = 512
 ARGUMENT_KEYS = ("arguments", "parameters")
 
+Result = TypeVar("Result")
+# Yields when it needs more text.
+Steps = Generator[None, None, Result]
 
-class ReaderState(Enum):
-    READING = "reading"
-    DONE = "done"
-    FAILED = "failed"
+
+class _NotACall(Exception):
+    """The text since the last call is not a call."""
+
+
+class _CallEnds(Exception):
+    """The call ends here, complete or not."""
 
 
 class Reader:
-    """Reads text until it is done or has failed; `rest` is then the text that is not part of the
-    call. A failed reader returns all text since the last call that it started."""
+    """Reads text until `rest` is set: the text that is not part of the call. If the reader has
+    failed, this is all text since the last call that it started."""
 
     def __init__(self, syntax: CallSyntax, calls: Calls) -> None:
-        self.state = ReaderState.READING
-        self.rest = ""
+        self.rest: str | None = None
+        self.failed = False
         self.any = False  # a call was started
         self._syntax = syntax
         self._calls = calls
         self._parts: list[Part] = []
+        self._text, self._position = "", 0
         self._unconfirmed: list[str] = []
-        self._returned = ""  # text of earlier feeds that is not part of the call
         self._started = False
-        self._step: Callable[[str, int], int] = self._first
+        self._steps = self._read()
 
     def feed(self, text: str) -> list[Part]:
         if not self._started:
             self._unconfirmed.append(text)
-        position = 0
-        while position < len(text) and self.state is ReaderState.READING:
-            position = self._step(text, position)
-        if self.state is ReaderState.DONE:
-            self.rest = self._returned + text[position:]
-        elif self.state is ReaderState.FAILED:
-            self.rest = "".join(self._unconfirmed)
+        self._text, self._position = self._unread + text, 0
+        try:
+            next(self._steps)
+        except (StopIteration, _CallEnds):
+            self.rest = self._unread
+        except _NotACall:
+            self._fail()
         return self._drain()
 
     def finish(self) -> list[Part]:
         """The text has ended: the call is what there is of it."""
-        self._end_of_text()
-        if self.state is ReaderState.FAILED:
-            self.rest = "".join(self._unconfirmed)
+        self.rest = ""
+        try:
+            self._end_of_text()
+        except _NotACall:
+            self._fail()
         return self._drain()
 
-    def _first(self, text: str, position: int) -> int:
+    def _read(self) -> Steps[None]:
         raise NotImplementedError
 
     def _end_of_text(self) -> None:
         raise NotImplementedError
+
+    @property
+    def _unread(self) -> str:
+        return self._text[self._position :]
+
+    def _next_char(self) -> Steps[str]:
+        """Skips whitespace; the character after it stays unread."""
+        while True:
+            found = _SPACES.match(self._text, self._position)
+            assert found is not None
+            self._position = found.end()
+            if self._position < len(self._text):
+                return self._text[self._position]
+            yield
+
+    def _read_json(self, take: Callable[[str], None]) -> Steps[bool]:
+        """Gives `take` the text of one JSON value, piece by piece; returns whether it is valid."""
+        value = JsonValue()
+        while value.state is Json.OPEN:
+            while self._position == len(self._text):
+                yield
+            end = value.feed(self._text, self._position)
+            take(self._text[self._position : end])
+            self._position = end
+        return value.state is Json.DONE
+
+    def _read_until(self, ends: Markers, take: Callable[[str], None]) -> Steps[None]:
+        """Gives `take` the text before one of the markers, piece by piece."""
+        while True:
+            pending = self._unread
+            start, end = ends.find(pending)
+            take(pending[:start])
+            self._position += end
+            if start < end:
+                return
+            yield
 
     def _start(self, name: str, own_id: str | None = None) -> None:
         self._started = self.any = True
@@ -76,254 +118,162 @@ class Reader:
     def _arguments(self, text: str) -> None:
         self._parts.append(self._calls.arguments(text))
 
-    def _fail(self, position: int) -> int:
-        self.state = ReaderState.FAILED
-        return position
+    def _pass_on(self) -> Steps[None]:
+        """Passes on arguments that are JSON. Invalid JSON is passed on up to the end of the call:
+        the model wrote it as arguments."""
+        if not (yield from self._read_json(self._arguments)):
+            yield from self._read_until(markers(frozenset(self._syntax.ends)), self._arguments)
+            raise _CallEnds
 
-    def _done(self, position: int) -> int:
-        self.state = ReaderState.DONE
-        return position
+    def _fail(self) -> None:
+        self.failed, self.rest = True, "".join(self._unconfirmed)
 
     def _drain(self) -> list[Part]:
         parts, self._parts = self._parts, []
         return parts
 
 
-class _WithJson(Reader):
-    """Passes on arguments that are JSON."""
-
-    def __init__(self, syntax: CallSyntax, calls: Calls) -> None:
-        super().__init__(syntax, calls)
-        self._value = JsonValue()
-        self._ends = markers(frozenset(syntax.ends))
-        self._tail = ""
-
-    def _pass_on(self, text: str, position: int) -> int:
-        end = self._value.feed(text, position)
-        self._arguments(text[position:end])
-        if self._value.state is Json.BROKEN:
-            self._step = self._pass_broken
-        elif self._value.state is Json.DONE:
-            return self._after_arguments(end)
-        return end
-
-    def _pass_broken(self, text: str, position: int) -> int:
-        """Invalid JSON is passed on, too: the model wrote it as arguments."""
-        pending = self._tail + text[position:]
-        start, end = self._ends.find(pending)
-        self._arguments(pending[:start])
-        self._tail = pending[start:] if start == end else ""
-        return len(text) if start == end else self._done(len(text) - len(pending) + end)
-
-    def _after_arguments(self, position: int) -> int:
-        return self._done(position)
-
-
-class HeaderReader(_WithJson):
+class HeaderReader(Reader):
     """name, separator, JSON."""
 
     def __init__(self, syntax: CallSyntax, calls: Calls) -> None:
         super().__init__(syntax, calls)
-        self._seen = ""
-        self._name = ""
-        self._id: str | None = None
+        self._header: re.Match[str] | None = None
 
-    def _first(self, text: str, position: int) -> int:
-        before = len(self._seen)
-        self._seen += text[position:]
+    def _read(self) -> Steps[None]:
+        self._header = yield from self._read_header()
+        if (yield from self._next_char()) != "{":
+            raise _NotACall
+        self._start_call(self._header)
+        yield from self._pass_on()
+
+    def _read_header(self) -> Steps[re.Match[str]]:
         separator = self._syntax.separator
+        stops = self._syntax.markers - {separator, *self._syntax.inner}
         limit = MAX_HEADER + len(separator)
-        cut = self._seen.find(separator, 0, limit)
-        header = self._seen[:limit] if cut < 0 else self._seen[:cut]
-        if any(stop in header for stop in self._stops) or (cut < 0 and len(self._seen) >= limit):
-            return self._fail(position)
-        if cut < 0:
-            return len(text)
+        while True:
+            header, end, _ = self._text[:limit].partition(separator)
+            if any(stop in header for stop in stops) or (not end and len(self._text) >= limit):
+                raise _NotACall
+            if end:
+                break
+            yield
         found = re.fullmatch(self._syntax.header, header.strip(SPACE))
         if found is None or not self._calls.known(found["name"]):
-            return self._fail(position)
-        self._name, self._id = found["name"], found.groupdict().get("id")
-        self._step = self._opening
-        return position + cut + len(separator) - before
+            raise _NotACall
+        self._position = len(header) + len(separator)
+        return found
 
-    @property
-    def _stops(self) -> frozenset[str]:
-        inner = {self._syntax.separator, *self._syntax.inner}
-        return self._syntax.markers - inner
-
-    def _opening(self, text: str, position: int) -> int:
-        position = _skip_space(text, position)
-        if position == len(text):
-            return position
-        if text[position] != "{":
-            return self._fail(position)
-        self._start(self._name, self._id)
-        self._step = self._pass_on
-        return position
+    def _start_call(self, header: re.Match[str]) -> None:
+        self._start(header["name"], header.groupdict().get("id"))
 
     def _end_of_text(self) -> None:
-        if self._step == self._opening:
-            self._start(self._name, self._id)
-        elif not self._started:
-            self._fail(0)
-        self._arguments(self._tail)
+        if self._header is None:
+            raise _NotACall
+        if not self._started:
+            self._start_call(self._header)
+        self._arguments(self._unread)
 
 
-class ObjectReader(_WithJson):
+class ObjectReader(Reader):
     """{"name": …, "arguments": {…}}, or a list of them."""
 
     def __init__(self, syntax: CallSyntax, calls: Calls) -> None:
         super().__init__(syntax, calls)
-        self._in_list = False
-        self._begin_object()
-
-    def _begin_object(self) -> None:
-        self._key = ""
         self._name: str | None = None
-        self._buffer: list[str] = []
+        self._buffer: list[str] = []  # the value that is being read
         self._early_arguments: str | None = None  # arguments that came before the name
+        self._in_early_arguments = False
         self._open = False  # the call of this object has started
 
-    def _first(self, text: str, position: int) -> int:
-        position = _skip_space(text, position)
-        if position == len(text):
-            return position
-        if text[position] == "[" and not self._in_list:
-            self._in_list = True
-            return position + 1
-        if text[position] != "{":
-            return self._fail(position)
-        self._step = self._key_or_end
-        return position + 1
+    def _read(self) -> Steps[None]:
+        if (yield from self._next_char()) != "[":
+            yield from self._read_object()
+            return
+        separator = ","
+        while separator == ",":
+            self._position += 1
+            yield from self._read_object()
+            # The text may have to be returned until the next call is certain.
+            self._started, self._unconfirmed = False, [self._unread]
+            separator = yield from self._next_char()
+        if separator != "]":
+            raise _NotACall
+        self._position += 1
 
-    def _key_or_end(self, text: str, position: int) -> int:
-        position = _skip_space(text, position)
-        if position == len(text):
-            return position
-        if text[position] == "}" and not self._key:
-            return self._end_of_object(position + 1)
-        if text[position] != '"':
-            return self._abandon(position)
-        self._begin_value(self._in_key)
-        return position
-
-    def _in_key(self, text: str, position: int) -> int:
-        return self._collect(text, position, self._key_read)
-
-    def _key_read(self, text: str, position: int) -> int:
-        self._key = str(_decoded("".join(self._buffer)) or "")
-        self._step = self._colon
-        return position
-
-    def _colon(self, text: str, position: int) -> int:
-        position = _skip_space(text, position)
-        if position == len(text):
-            return position
-        if text[position] != ":":
-            return self._abandon(position)
-        self._step = self._value_begins
-        return position + 1
-
-    def _value_begins(self, text: str, position: int) -> int:
-        position = _skip_space(text, position)
-        if position == len(text):
-            return position
-        self._begin_value(self._in_value)
-        is_arguments = self._key in ARGUMENT_KEYS and not self._open
-        if is_arguments and text[position] == "{" and self._name is not None:
-            self._start_object(self._name)
-            self._step = self._pass_on
-        return position
-
-    def _in_value(self, text: str, position: int) -> int:
-        return self._collect(text, position, self._value_read)
-
-    def _value_read(self, text: str, position: int) -> int:
-        value = "".join(self._buffer)
-        self._step = self._comma
-        if self._key == "name" and self._name is None:
-            name = _decoded(value)
-            if not self._calls.known(name):
-                return self._abandon(position)
-            self._name = str(name)
-        elif self._key in ARGUMENT_KEYS and not self._open:
-            self._early_arguments = object_text(value)
-            if self._early_arguments is None:
-                return self._abandon(position)
-        return position
-
-    def _after_arguments(self, position: int) -> int:
-        self._step = self._comma
-        return position
-
-    def _comma(self, text: str, position: int) -> int:
-        position = _skip_space(text, position)
-        if position == len(text):
-            return position
-        if text[position] == "}":
-            return self._end_of_object(position + 1)
-        if text[position] != ",":
-            return self._abandon(position)
-        self._step = self._key_or_end
-        return position + 1
-
-    def _end_of_object(self, position: int) -> int:
+    def _read_object(self) -> Steps[None]:
+        self._name = self._early_arguments = None
+        self._open, key = False, ""
+        yield from self._expect("{")
+        while (yield from self._next_char()) != "}" or key:
+            key = yield from self._read_key()
+            yield from self._read_value(key)
+            if (yield from self._next_char()) == "}":
+                break
+            yield from self._expect(",")
+        self._position += 1
         if not self._open:
             if self._name is None:
-                return self._fail(position)
+                raise _NotACall
             self._start_object(self._name)
             self._arguments("{}" if self._early_arguments is None else self._early_arguments)
-        if not self._in_list:
-            return self._done(position)
-        self._step = self._next_object
-        self._started = False
-        return position
 
-    def _next_object(self, text: str, position: int) -> int:
-        # The text may have to be returned until the next call is certain.
-        if not self._unconfirmed:
-            self._unconfirmed.append(text[position:])
-        position = _skip_space(text, position)
-        if position == len(text):
-            return position
-        if text[position] == "]":
-            return self._done(position + 1)
-        if text[position] != ",":
-            return self._fail(position)
-        self._begin_object()
-        self._step = self._first
-        return position + 1
+    def _read_key(self) -> Steps[str]:
+        if (yield from self._next_char()) != '"':
+            self._abandon()
+        key = _decoded((yield from self._read_whole()))
+        yield from self._expect(":")
+        return str(key or "")
+
+    def _read_value(self, key: str) -> Steps[None]:
+        first = yield from self._next_char()
+        is_arguments = key in ARGUMENT_KEYS and not self._open
+        if is_arguments and first == "{" and self._name is not None:
+            self._start_object(self._name)
+            yield from self._pass_on()
+            return
+        self._in_early_arguments = is_arguments
+        value = yield from self._read_whole()
+        self._in_early_arguments = False
+        if key == "name" and self._name is None:
+            name = _decoded(value)
+            if not self._calls.known(name):
+                self._abandon()
+            self._name = str(name)
+        elif is_arguments:
+            self._early_arguments = object_text(value)
+            if self._early_arguments is None:
+                self._abandon()
+
+    def _read_whole(self) -> Steps[str]:
+        self._buffer = []
+        if not (yield from self._read_json(self._buffer.append)):
+            self._abandon()
+        return "".join(self._buffer)
+
+    def _expect(self, char: str) -> Steps[None]:
+        if (yield from self._next_char()) != char:
+            self._abandon()
+        self._position += 1
 
     def _start_object(self, name: str) -> None:
         self._open = True
         self._start(name)
 
-    def _begin_value(self, step: Callable[[str, int], int]) -> None:
-        self._value = JsonValue()
-        self._buffer = []
-        self._step = step
-
-    def _collect(self, text: str, position: int, then: Callable[[str, int], int]) -> int:
-        end = self._value.feed(text, position)
-        self._buffer.append(text[position:end])
-        if self._value.state is Json.BROKEN:
-            return self._abandon(end)
-        return then(text, end) if self._value.state is Json.DONE else end
-
-    def _abandon(self, position: int) -> int:
+    def _abandon(self) -> NoReturn:
         """This is not a call; a call that has started cannot be revoked."""
-        return self._done(position) if self._open else self._fail(position)
+        raise _CallEnds if self._open else _NotACall
 
     def _end_of_text(self) -> None:
         if self._open:
-            self._arguments(self._tail)
-        elif self._name is not None:
-            self._start_object(self._name)
-            self._arguments(self._early_arguments or "")
-            if self._key in ARGUMENT_KEYS and self._step == self._in_value:
-                self._parts.append(Content("".join(self._buffer)))
-        else:
-            self._fail(0)
+            self._arguments(self._unread)
+            return
+        if self._name is None:
+            raise _NotACall
+        self._start_object(self._name)
+        self._arguments(self._early_arguments or "")
+        if self._in_early_arguments:
+            self._parts.append(Content("".join(self._buffer)))
 
 
 class XmlReader(Reader):
@@ -333,83 +283,64 @@ class XmlReader(Reader):
 
     def __init__(self, syntax: CallSyntax, calls: Calls) -> None:
         super().__init__(syntax, calls)
-        self._seen = ""
         self._schema: Mapping[str, Any] = {}
-        self._count = 0
-        self._key = ""
+        self._in_value = False
         self._text_only = False
         self._buffer: list[str] = []
 
-    def _first(self, text: str, position: int) -> int:
-        return self._until_bracket(text, position, self._named, self._fail)
-
-    def _named(self, name: str) -> bool:
-        if not self._calls.known(name):
-            return False
+    def _read(self) -> Steps[None]:
+        name = yield from self._read_word("")
+        if name is None or not self._calls.known(name):
+            raise _NotACall
         self._start(name)
         self._schema = self._calls.parameters(name)
         self._arguments("{")
-        self._step = self._between
-        return True
-
-    def _between(self, text: str, position: int) -> int:
-        if not self._seen:
-            position = _skip_space(text, position)
-        before = len(self._seen)
-        self._seen += text[position : position + len(self.PARAMETER) - before]
-        for marker, then in ((self.PARAMETER, self._key_part), (self.END, None)):
-            if self._seen.startswith(marker):
-                self._seen = ""
-                if then is None:
-                    return self._closed(position + len(marker) - before)
-                self._step = then
-                return position + len(marker) - before
-        if self.PARAMETER.startswith(self._seen) or self.END.startswith(self._seen):
-            return len(text)
-        # This is not a parameter: the call ends and the text is content.
-        self._returned = self._seen[:before]
-        return self._closed(position)
-
-    def _closed(self, position: int) -> int:
+        separator = ""
+        while (key := (yield from self._read_key())) is not None:
+            self._arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+            yield from self._read_value(key)
+            separator = ", "
         self._arguments("}")
-        return self._done(position)
 
-    def _key_part(self, text: str, position: int) -> int:
-        before = self._seen
-        return self._until_bracket(text, position, self._keyed, partial(self._no_key, before))
+    def _read_key(self) -> Steps[str | None]:
+        """None after the last parameter; text that is no parameter is not part of the call."""
+        yield from self._next_char()
+        while any(
+            marker.startswith(self._unread) and marker != self._unread
+            for marker in (self.PARAMETER, self.END)
+        ):
+            yield
+        if self._unread.startswith(self.PARAMETER):
+            return (yield from self._read_word(self.PARAMETER))
+        if self._unread.startswith(self.END):
+            self._position += len(self.END)
+        return None
 
-    def _no_key(self, before: str, position: int) -> int:
-        self._returned = self.PARAMETER + before
-        return self._closed(position)
+    def _read_word(self, prefix: str) -> Steps[str | None]:
+        """Reads the prefix and the word after it, up to a bracket; None if the word is too long."""
+        while True:
+            start = self._position + len(prefix)
+            cut = self._text.find(">", start, start + MAX_HEADER)
+            if cut >= 0:
+                break
+            if len(self._text) >= start + MAX_HEADER:
+                return None
+            yield
+        self._position = cut + 1
+        return self._text[start:cut].strip()
 
-    def _keyed(self, key: str) -> bool:
-        self._key = key
-        self._arguments((", " if self._count else "") + json.dumps(key, ensure_ascii=False) + ": ")
-        self._count += 1
-        self._text_only = is_text(self._schema, key)
-        self._buffer = []
+    def _read_value(self, key: str) -> Steps[None]:
+        self._text_only, self._buffer, self._in_value = is_text(self._schema, key), [], True
         self._arguments('"' if self._text_only else "")
-        self._step = self._value_begins
-        return True
-
-    def _value_begins(self, text: str, position: int) -> int:
-        self._step = self._in_value
-        return position + 1 if text[position] == "\n" else position
-
-    def _in_value(self, text: str, position: int) -> int:
-        pending = self._seen + text[position:]
-        start, end = markers(frozenset(("\n" + self.CLOSE, self.CLOSE))).find(pending)
-        self._part_of_value(pending[:start])
-        if start == end:
-            self._seen = pending[start:]
-            return len(text)
-        self._seen = ""
-        if self._text_only:
-            self._arguments('"')
-        else:
-            self._arguments(as_json("".join(self._buffer), self._schema, self._key))
-        self._step = self._between
-        return len(text) - len(pending) + end
+        while self._position == len(self._text):
+            yield
+        if self._text.startswith("\n", self._position):
+            self._position += 1
+        ends = markers(frozenset(("\n" + self.CLOSE, self.CLOSE)))
+        yield from self._read_until(ends, self._part_of_value)
+        self._in_value = False
+        whole = '"' if self._text_only else as_json("".join(self._buffer), self._schema, key)
+        self._arguments(whole)
 
     def _part_of_value(self, text: str) -> None:
         if self._text_only:
@@ -417,22 +348,11 @@ class XmlReader(Reader):
         else:
             self._buffer.append(text)
 
-    def _until_bracket(
-        self, text: str, position: int, then: Callable[[str], bool], otherwise: Callable[[int], int]
-    ) -> int:
-        before = len(self._seen)
-        self._seen += text[position:]
-        cut = self._seen.find(">", 0, MAX_HEADER)
-        if cut < 0:
-            return otherwise(position) if len(self._seen) >= MAX_HEADER else len(text)
-        word, self._seen = self._seen[:cut], ""
-        return position + cut + 1 - before if then(word.strip()) else otherwise(position)
-
     def _end_of_text(self) -> None:
         if not self._started:
-            self._fail(0)
-        elif self._step == self._in_value:
-            self._part_of_value(self._seen)
+            raise _NotACall
+        if self._in_value:
+            self._part_of_value(self._unread)
             self._arguments("".join(self._buffer))
 
 
@@ -441,11 +361,6 @@ READERS: Mapping[CallShape, type[Reader]] = {
     CallShape.HEADER: HeaderReader,
     CallShape.XML: XmlReader,
 }
-
-
-def _skip_space(text: str, position: int) -> int:
-    found = _SPACES.match(text, position)
-    return position if found is None else found.end()
 
 
 def _decoded(text: str) -> object:

@@ -40,9 +40,7 @@ class Markers:
         return len(text)
 
 
-@lru_cache(maxsize=256)
-def markers(texts: frozenset[str]) -> Markers:
-    return Markers(texts)
+markers = lru_cache(maxsize=256)(Markers)
 
 
 def slices(text: str, size: int = 4096) -> list[str]:

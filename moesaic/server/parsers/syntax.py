@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
@@ -18,8 +18,6 @@ class CallShape(Enum):
 
 @dataclass(frozen=True)
 class ForcedSyntax:
-    """The text of forced calls."""
-
     call: str
     """Contains {name} or {json_name}, {arguments}, and {index} if the model counts its calls."""
     open: str = ""
@@ -38,7 +36,7 @@ class CallSyntax:
     separator: str = ""
     header: str = ""  # regular expression for the text before the separator
     inner: tuple[str, ...] = ()  # other markers inside a call
-    ids: str = "call"
+    short_ids: bool = False  # the template requires ids of nine letters and digits
 
     @property
     def markers(self) -> frozenset[str]:
@@ -80,7 +78,7 @@ MISTRAL: Final = CallSyntax(
     separator="[ARGS]",
     header=r"(?P<name>[^\s\[\]{}]+?)\s*(?:\[CALL_ID\]\s*(?P<id>\w+))?",
     inner=("[CALL_ID]",),
-    ids="short",
+    short_ids=True,
     forced=ForcedSyntax(
         '{"name": {json_name}, "arguments": {arguments}}',
         open="[TOOL_CALLS] [",
@@ -197,14 +195,10 @@ PUBLISHED_SPECIALS: Final[Mapping[str, frozenset[str]]] = {
 }
 
 
-@dataclass(frozen=True)
-class AddedTokens:
-    """The tokens added to a vocabulary: all ids, and which are special."""
-
-    ids: Mapping[str, int] = field(default_factory=dict)
-    special: frozenset[str] = frozenset()
-
-    @classmethod
-    def published(cls, names: Iterable[str | None]) -> AddedTokens:
-        found = (PUBLISHED_SPECIALS.get(name or "", frozenset()) for name in names)
-        return cls(special=frozenset[str]().union(*found))
+def all_markers(tools: str | None, reasoning: str | None) -> frozenset[str]:
+    if tools == HARMONY:
+        return HARMONY_MARKERS
+    found = CALLS[tools].markers if tools is not None else frozenset[str]()
+    if reasoning is not None:
+        found |= {THINKING[reasoning].open, THINKING[reasoning].close}
+    return found

@@ -6,22 +6,20 @@ Whitespace next to a marker is layout and belongs to no part.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moesaic.server.parsers.parts import Calls, Content, Part, Reasoning, ToolStart, joined
-from moesaic.server.parsers.readers import READERS, SPACE, Reader, ReaderState
+from moesaic.server.parsers.readers import READERS, SPACE, Reader
 from moesaic.server.parsers.scan import Markers, markers, slices
 from moesaic.server.parsers.syntax import CallSyntax, ThinkSyntax
 
-# Yields parts and returns whether the pending text may have more.
-Steps = Generator[Part, None, bool]
+# Yields None when it needs more text.
+Steps = Iterator[Part | None]
 
 
 @dataclass(frozen=True)
 class ParserSetup:
-    """What all parsers of a request share."""
-
     calls: CallSyntax | None
     think: ThinkSyntax | None
     inside: bool  # the answer begins inside the reasoning
@@ -35,8 +33,8 @@ class TaggedParser:
         self._calls = calls
         self._input = deque[str]()
         self._pending = ""
-        self._reader: Reader | None = None
-        self._opened: list[str] | None = None  # whitespace after an opening marker
+        self._final = False  # no more text comes
+        self._in_call = False
         self._thinking = setup.inside
         self._thought = False
         self._answered = False
@@ -44,63 +42,58 @@ class TaggedParser:
         self._fresh = setup.inside and setup.split  # no text since the last marker
         self._layout: list[str] = []  # layout, if a marker follows
         self._cached: dict[tuple[bool, ...], Markers] = {}
+        self._steps = self._parse()
 
     def feed(self, text: str) -> list[Part]:
         plain = text and self._mid_sentence() and text[-1] not in SPACE
         if plain and self._active_markers().none_begins_in(text):
             return [self._part(text)]
-        return joined(self._run(text, final=False))
+        self._input.extend(slices(text))
+        return joined(self._new_parts())
 
     def _mid_sentence(self) -> bool:
         """Nothing is held back and text came before, which is the case for most tokens."""
         held = self._pending or self._layout or self._fresh or self._early
-        return not held and self._reader is None and self._opened is None
+        return not held and not self._in_call
 
     def finish(self) -> list[Part]:
-        return joined(self._end())
-
-    def _run(self, text: str, final: bool) -> Iterator[Part]:
-        self._input.extend(slices(text))
-        while (yield from self._work(final and not self._input)) or self._next():
-            pass
-
-    def _next(self) -> bool:
-        if not self._input:
-            return False
-        self._pending += self._input.popleft()
-        return True
-
-    def _work(self, final: bool) -> Steps:
-        if self._reader is not None:
-            return (yield from self._read(self._reader))
-        if self._opened is not None:
-            return (yield from self._choose_reader(self._opened))
-        return (yield from self._scan(final))
-
-    def _end(self) -> Iterator[Part]:
         ends = self._setup.calls.ends if self._setup.calls is not None else ()
         if self._after_call and any(end.startswith(self._pending) for end in ends):
             self._pending = ""
-        yield from self._run("", final=True)
-        while self._reader is not None or self._opened is not None:
-            if self._reader is not None:
-                yield from self._parts_of(self._reader.finish())
-                yield from self._close_reader(self._reader)
-            elif self._opened is not None:
-                yield from self._refuse_call("".join(self._opened))
-            yield from self._run("", final=True)
-        yield from self._release()
+        self._final = True
+        return joined([*self._new_parts(), *self._release()])
 
-    def _scan(self, final: bool) -> Steps:
-        """Text up to the next marker, and the marker."""
-        start, end = self._active_markers().find(self._pending, final)
-        before, marker = self._pending[:start], self._pending[start:end]
-        self._pending = self._pending[end:]
-        yield from self._emit(before)
-        if not marker:
-            return False
-        yield from self._handle_marker(marker)
-        return True
+    def _new_parts(self) -> Iterator[Part]:
+        for part in self._steps:
+            if part is None:
+                return
+            yield part
+
+    @property
+    def _at_end(self) -> bool:
+        """The pending text is the last."""
+        return self._final and not self._input
+
+    def _more(self) -> Steps:
+        """Adds to the pending text, unless it is the last."""
+        if not self._input and not self._final:
+            yield None
+        if self._input:
+            self._pending += self._input.popleft()
+
+    def _parse(self) -> Steps:
+        while True:
+            is_last = self._at_end
+            start, end = self._active_markers().find(self._pending, is_last)
+            before, marker = self._pending[:start], self._pending[start:end]
+            self._pending = self._pending[end:]
+            yield from self._emit(before)
+            if marker:
+                yield from self._handle_marker(marker)
+            elif is_last:
+                return
+            else:
+                yield from self._more()
 
     def _active_markers(self) -> Markers:
         """The markers that apply in the current state, cached."""
@@ -132,14 +125,16 @@ class TaggedParser:
         think = self._setup.think
         return not self._thinking or (think is not None and think.ends_at_call)
 
-    def _handle_marker(self, marker: str) -> Iterator[Part]:
+    def _handle_marker(self, marker: str) -> Steps:
         calls, think = self._setup.calls, self._setup.think
         if think is not None and marker == think.open and not self._early:
             yield from self._emit(marker)  # not at the start
         elif think is not None and marker in (think.open, think.close):
             yield from self._set_thinking(marker, marker == think.open)
         elif calls is not None and marker == calls.begin:
-            self._opened = []
+            self._in_call = True
+            yield from self._call(calls)
+            self._in_call = False
         elif calls is not None and calls.section is not None and marker == calls.section[0]:
             self._layout.append(marker)
         elif calls is not None and calls.section is not None and marker == calls.section[1]:
@@ -161,51 +156,40 @@ class TaggedParser:
             yield from self._emit(marker)
         self._thinking, self._thought = thinking, False
 
-    def _choose_reader(self, space: list[str]) -> Steps:
-        assert self._setup.calls is not None
-        body = self._pending.lstrip(SPACE)
-        space.append(self._pending[: len(self._pending) - len(body)])
-        self._pending = body
-        if not body:
-            return False
-        shapes = self._setup.calls.shapes
-        shape = shapes.get(body[0], shapes.get(""))
+    def _call(self, calls: CallSyntax) -> Steps:
+        """The text after an opening marker: a call, or no call."""
+        space: list[str] = []
+        while not (body := self._pending.lstrip(SPACE)) and not self._at_end:
+            space.append(self._pending)
+            self._pending = ""
+            yield from self._more()
+        text = "".join([*space, self._pending])
+        shape = calls.shapes.get(body[0], calls.shapes.get("")) if body else None
         if shape is None:
-            yield from self._refuse_call("".join(space) + body)
+            yield from self._refuse_call(calls, text)
         else:
-            self._opened = None
-            self._put_back("".join(space) + body)
-            self._reader = READERS[shape](self._setup.calls, self._calls)
-        return True
+            self._put_back(text)
+            yield from self._read_call(calls, READERS[shape](calls, self._calls))
 
-    def _read(self, reader: Reader) -> Steps:
-        text, self._pending = self._pending, ""
-        yield from self._parts_of(reader.feed(text))
-        if reader.state is ReaderState.READING:
-            return False
-        yield from self._close_reader(reader)
-        return True
-
-    def _parts_of(self, parts: list[Part]) -> Iterator[Part]:
-        for part in parts:
-            if isinstance(part, ToolStart):
-                self._layout.clear()
-                self._after_call = self._fresh = True
-            yield part
-
-    def _close_reader(self, reader: Reader) -> Iterator[Part]:
-        self._reader = None
-        if reader.state is ReaderState.FAILED and not reader.any:
-            yield from self._refuse_call(reader.rest)
+    def _read_call(self, calls: CallSyntax, reader: Reader) -> Steps:
+        while reader.rest is None:
+            yield from self._more()
+            text, self._pending = self._pending, ""
+            ended = self._at_end and not text
+            for part in reader.finish() if ended else reader.feed(text):
+                if isinstance(part, ToolStart):
+                    self._layout.clear()
+                    self._after_call = self._fresh = True
+                yield part
+        if reader.failed and not reader.any:
+            yield from self._refuse_call(calls, reader.rest)
         else:
             self._put_back(reader.rest)
 
-    def _refuse_call(self, rest: str) -> Iterator[Part]:
+    def _refuse_call(self, calls: CallSyntax, rest: str) -> Iterator[Part]:
         """The opening marker begins no call: it is text, and so is the rest."""
-        assert self._setup.calls is not None
-        self._opened = None
         self._put_back(rest)
-        yield from self._emit(self._setup.calls.begin)
+        yield from self._emit(calls.begin)
 
     def _put_back(self, text: str) -> None:
         """Puts text back in front of the remaining input."""
