@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 from moesaic.cli.common import set_up_logging
-from moesaic.config.flags import Flag
+from moesaic.config.flags import flag
 from moesaic.config.parser import FlagParser, merge, read_config
 
 DESCRIPTION = """\
@@ -33,11 +33,11 @@ MIB = 1 << 20
 class QuantizeArgs:
     GROUP: ClassVar[str] = "Quantisation"
 
-    format: Annotated[str | None, Flag("Format to write.", choices=FORMATS)] = None
-    group_size: Annotated[
-        int | None, Flag("Columns per scale of int4_w4a16, awq and gptq; unset: 128.", at_least=8)
-    ] = None
-    experts_only: Annotated[bool, Flag("Quantise only the routed experts.")] = False
+    format: str | None = flag(None, "Format to write.", choices=FORMATS)
+    group_size: int | None = flag(
+        None, "Columns per scale of int4_w4a16, awq and gptq; unset: 128.", at_least=8
+    )
+    experts_only: bool = flag(False, "Quantise only the routed experts.")
 
 
 def run(argv: Sequence[str]) -> int:

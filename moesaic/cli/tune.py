@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from moesaic.cli.common import set_up_logging
-from moesaic.config.flags import Flag
+from moesaic.config.flags import flag
 from moesaic.config.parser import FlagParser, merge, read_config
 from moesaic.core.process import child_environment
 
@@ -40,26 +40,23 @@ WHERE = "run it where there is an NVIDIA GPU, with torch built for CUDA"
 class TuneArgs:
     GROUP: ClassVar[str] = "Tuning"
 
-    weights: Annotated[str, Flag("Weight format of the experts: bf16, fp8_block, …")] = "bf16"
-    tokens: Annotated[
-        str, Flag("Token counts, comma-separated; each represents its power of two.")
-    ] = ",".join(map(str, TOKENS))
-    out: Annotated[str | None, Flag("Folder to write to; unset: the package's own.")] = None
-    jobs: Annotated[
-        int | None,
-        Flag(
-            "Processes that compile all candidates before any is measured; unset: one for each "
-            f"core, at most {MAX_JOBS}.",
-            at_least=1,
-        ),
-    ] = None
-    again: Annotated[bool, Flag("Measure known results again.")] = False
-    a2a: Annotated[bool, Flag("Tune the all-to-all kernels instead of the expert kernels.")] = False
-    ranks: Annotated[str, Flag("With --a2a: numbers of ranks, comma-separated.")] = "2,4,8"
-    payload: Annotated[
-        str, Flag("With --a2a: payload formats, comma-separated: bf16, fp8, nvfp4, …")
-    ] = "bf16"
-    share: Annotated[str | None, Flag("I/N: only compile every N-th candidate from I on.")] = None
+    weights: str = flag("bf16", "Weight format of the experts: bf16, fp8_block, …")
+    tokens: str = flag(
+        ",".join(map(str, TOKENS)),
+        "Token counts, comma-separated; each represents its power of two.",
+    )
+    out: str | None = flag(None, "Folder to write to; unset: the package's own.")
+    jobs: int | None = flag(
+        None,
+        "Processes that compile all candidates before any is measured; unset: one for each "
+        f"core, at most {MAX_JOBS}.",
+        at_least=1,
+    )
+    again: bool = flag(False, "Measure known results again.")
+    a2a: bool = flag(False, "Tune the all-to-all kernels instead of the expert kernels.")
+    ranks: str = flag("2,4,8", "With --a2a: numbers of ranks, comma-separated.")
+    payload: str = flag("bf16", "With --a2a: payload formats, comma-separated: bf16, fp8, nvfp4, …")
+    share: str | None = flag(None, "I/N: only compile every N-th candidate from I on.")
 
 
 def run(argv: Sequence[str]) -> int:
