@@ -14,6 +14,7 @@ from moesaic.cli.common import (
     join_node,
     prepare,
     read_args,
+    requires_extra,
     set_up_logging,
     start_engine,
 )
@@ -113,14 +114,8 @@ def _ask_server(
     extra = parse_extra_body("--extra-body", server.extra_body)
     problems = _problems(args)
     set_up_logging(given.get("log_level", "info"))
-    try:
+    with requires_extra("eval --base-url", "bench", "aiohttp"):
         from moesaic.evals.http import HttpAsker, ServerAccess
-    except ModuleNotFoundError as error:
-        if error.name != "aiohttp":
-            raise
-        raise ValueError(
-            "eval --base-url needs aiohttp, which is not installed: pip install 'moesaic[bench]'"
-        ) from None
     access = ServerAccess(
         server.remote_model, server.api_key, server.concurrency, server.timeout, extra
     )

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -64,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("shapes", metavar="SHAPE", nargs="*", help="E,K,H,I")
     parser.add_flags(TuneArgs)
     given = parser.parse(argv)
-    file = read_config(TuneArgs, given["config"]) if given["config"] is not None else {}
+    file = read_config(TuneArgs, given["config"])
     args = merge(TuneArgs, given, file)
     _refuse_idle({**file, **given}, args.a2a)
     set_up_logging("warning")
@@ -178,9 +179,7 @@ def _cases(
     tuning.read(folder / tuning.file_name(device.name, args.weights))  # fails early
     known = {} if args.again else tuning.load(device.name, args.weights, folder)
     cases: dict[tuple[str, int], TuneCase] = {}
-    for (experts, top_k, hidden, inner), count in (
-        (size, count) for size in sizes for count in tokens
-    ):
+    for (experts, top_k, hidden, inner), count in product(sizes, tokens):
         case = TuneCase(tuning.ExpertsShape(args.weights, experts, hidden, inner), top_k, count)
         key = str(case.shape), tuning.bucket(case.pairs)
         if key not in known:
