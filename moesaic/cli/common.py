@@ -83,7 +83,6 @@ def start_engine(args: ServerArgs) -> Engine:
 
 def join_node(args: ServerArgs) -> int:
     """Run the ranks of a node other than the first until the first one ends."""
-    check_nodes(args)
     from moesaic.engine.frontend.core_client import serve_node
 
     return serve_node(args)

@@ -68,11 +68,11 @@ def _check_count(torchrun: Torchrun, args: ServerArgs) -> None:
 
 def _start(args: ServerArgs) -> int:
     args = resolve(args)  # before anything slow, so a wrong flag is reported at once
+    check_nodes(args)
     return join_node(args) if args.node_rank > 0 else _serve(args)
 
 
 def _serve(args: ServerArgs) -> int:
-    check_nodes(args)
     listener = bind(args.host, args.port)
     with requires_extra("the HTTP server", "server", "fastapi", "starlette", "uvicorn"):
         from moesaic.server.run import serve
