@@ -8,30 +8,13 @@ from moesaic.core.chat import REASONING_PARSERS, TOOL_PARSERS
 
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 DEVICES = ("auto", "cpu", "cuda", "npu")
-QUANTIZATIONS = (
-    "fp8",
-    "w8a8_fp8",
-    "w8a8_int8",
-    "w4afp8",
-    "mxfp4",
-    "modelopt_fp8",
-    "modelopt_fp4",
-    "awq",
-    "gptq",
-    "compressed-tensors",
-    "modelslim",
+QUANTIZATIONS = tuple(
+    "fp8 w8a8_fp8 w8a8_int8 w4afp8 mxfp4 modelopt_fp8 modelopt_fp4 awq gptq compressed-tensors "
+    "modelslim".split()
 )
-ATTENTION_BACKENDS = (
-    "auto",
-    "torch_native",
-    "triton",
-    "flashinfer",
-    "fa3",
-    "flashmla",
-    "cutlass_mla",
-    "trtllm_mla",
-    "trtllm_mha",
-    "ascend",
+ATTENTION_BACKENDS = tuple(
+    "auto torch_native triton flashinfer fa3 flashmla cutlass_mla trtllm_mla trtllm_mha "
+    "ascend".split()
 )
 
 

@@ -6,16 +6,9 @@ from typing import ClassVar
 from moesaic.config.flags import flag, not_built
 
 A2A_BACKENDS = ("none", "deepep", "mooncake", "mori", "flashinfer", "ascend_fuseep")
-RUNNER_BACKENDS = (
-    "auto",
-    "triton",
-    "triton_kernel",
-    "deep_gemm",
-    "cutlass",
-    "flashinfer_trtllm",
-    "flashinfer_cutlass",
-    "flashinfer_mxfp4",
-    "flashinfer_cutedsl",
+RUNNER_BACKENDS = tuple(
+    "auto triton triton_kernel deep_gemm cutlass flashinfer_trtllm flashinfer_cutlass "
+    "flashinfer_mxfp4 flashinfer_cutedsl".split()
 )
 LOAD_BALANCE_METHODS = (
     "auto",

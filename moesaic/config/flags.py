@@ -122,7 +122,7 @@ def specs(cls: type) -> dict[str, FlagSpec]:
     return _collect(cls)
 
 
-@cache  # behind `specs`, as its type is not that of a function
+@cache  # behind `specs`: mypy holds that a type is not hashable
 def _collect(cls: type) -> dict[str, FlagSpec]:
     found = {}
     for field in dataclasses.fields(cls):
