@@ -5,7 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from moesaic.cli.common import add_model, join_node, prepare, read_args, start_engine
+from moesaic.cli.common import (
+    add_model,
+    join_node,
+    prepare,
+    read_args,
+    requires_extra,
+    start_engine,
+)
 from moesaic.config.args import ServerArgs
 from moesaic.config.args_engine import ServeArgs
 from moesaic.config.flags import nearest, refuse_unbuilt
@@ -24,12 +31,9 @@ A server on this machine with 64 requests at once, then under growing load with 
     --max-concurrency 64
   moesaic bench serve --num-prompts 200 --request-rate 1,2,4,8 --plot load.png
 """
-SERVE = """\
-Measure a server over HTTP: throughput, TTFT, TPOT, ITL and end-to-end latency."""
-THROUGHPUT = """\
-Measure the throughput of the engine for many requests, without HTTP."""
-LATENCY = """\
-Measure prefill and decode of one batch at a time, without HTTP."""
+SERVE = "Measure a server over HTTP: throughput, TTFT, TPOT, ITL and end-to-end latency."
+THROUGHPUT = "Measure the throughput of the engine for many requests, without HTTP."
+LATENCY = "Measure prefill and decode of one batch at a time, without HTTP."
 OFFLINE: dict[str, tuple[str, type[ThroughputArgs | LatencyArgs]]] = {
     "throughput": (THROUGHPUT, ThroughputArgs),
     "latency": (LATENCY, LatencyArgs),
@@ -51,18 +55,10 @@ def _serve(argv: Sequence[str]) -> int:
     parser = FlagParser("moesaic bench serve", "moesaic bench serve [flags]", SERVE)
     parser.add_flags(ServeBenchArgs)
     given = parser.parse(argv)
-    path = given["config"]
-    file = read_config(ServeBenchArgs, path) if path is not None else {}
-    args = merge(ServeBenchArgs, given, file)
+    args = merge(ServeBenchArgs, given, read_config(ServeBenchArgs, given["config"]))
     refuse_unbuilt(args)
-    try:
+    with requires_extra("bench serve", "bench", "aiohttp"):
         from moesaic.loadgen.serve_bench import serve_bench
-    except ModuleNotFoundError as error:
-        if error.name != "aiohttp":
-            raise
-        raise ValueError(
-            "bench serve needs aiohttp, which is not installed: pip install 'moesaic[bench]'"
-        ) from None
     return serve_bench(args)
 
 

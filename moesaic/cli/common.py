@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +27,21 @@ def read_args(given: Mapping[str, Any]) -> ServerArgs:
     named, flagged = given["model"], given.get("model_path")
     if named is not None and flagged is not None and named != flagged:
         raise ValueError(f"two models, {named} and --model-path {flagged}: keep one")
-    path = given["config"]
-    file = read_config(ServerArgs, path) if path is not None else {}
-    return merge(ServerArgs, {**given, "model_path": named} if named else given, file)
+    given = {**given, "model_path": named} if named else given
+    return merge(ServerArgs, given, read_config(ServerArgs, given["config"]))
+
+
+@contextmanager
+def requires_extra(what: str, extra: str, *modules: str) -> Iterator[None]:
+    """Explain a missing module of an extra, which is imported in this context."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in modules:
+            raise
+        raise ValueError(
+            f"{what} needs {error.name}, which is not installed: pip install 'moesaic[{extra}]'"
+        ) from None
 
 
 def require_tokenizer(args: ServerArgs, what: str) -> None:
@@ -70,7 +83,6 @@ def start_engine(args: ServerArgs) -> Engine:
 
 def join_node(args: ServerArgs) -> int:
     """Run the ranks of a node other than the first until the first one ends."""
-    check_nodes(args)
     from moesaic.engine.frontend.core_client import serve_node
 
     return serve_node(args)

@@ -95,9 +95,11 @@ def _check(args: ServerArgs) -> Findings:
 
 
 def _check_model(args: ServerArgs, resolved: ServerArgs, found: Findings) -> Findings:
+    from moesaic.engine.setup.device_memory import compute_device
+
     found = replace(found, flags=flag_changes(args))
     try:
-        _choose_device(resolved)
+        compute_device(resolved)  # selects the GPU whose free memory counts, as a server does
         layout = _lay_out(resolved)
     except ValueError as error:
         return replace(found, problems=[*found.problems, str(error)])
@@ -126,13 +128,6 @@ def _notes(found: Findings, gpus: Sequence[dict[str, Any]]) -> Iterator[str]:
     if found.resolved is not None and found.resolved.deepep_config is not None:
         known = [gpus[device]["processors"] for device in found.devices if device < len(gpus)]
         yield from read_deepep_config(found.resolved.deepep_config).notes(min(known, default=0))
-
-
-def _choose_device(args: ServerArgs) -> None:
-    """Select the GPU of --base-gpu-id, whose free memory counts, as a server does."""
-    from moesaic.engine.setup.device_memory import compute_device
-
-    compute_device(args)
 
 
 def _lay_out(args: ServerArgs) -> MemoryPlan:

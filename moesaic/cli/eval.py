@@ -14,12 +14,13 @@ from moesaic.cli.common import (
     join_node,
     prepare,
     read_args,
+    requires_extra,
     set_up_logging,
     start_engine,
 )
 from moesaic.config.args import ServerArgs
 from moesaic.config.args_engine import ServeArgs
-from moesaic.config.flags import specs
+from moesaic.config.flags import FlagSpec, specs
 from moesaic.config.parser import FlagParser, merge
 from moesaic.evals.args import EvalArgs, ServerTargetArgs
 from moesaic.evals.server_url import ServerUrl
@@ -101,11 +102,8 @@ def _ask_server(
             f"--base-url {address.url} and --model-path {path}: keep one; to name the model of a "
             "server give --model"
         )
-    unused = [
-        spec.name
-        for field, spec in specs(ServerArgs).items()
-        if field in given and field not in {*SHARED_FLAGS, *specs(ServerTargetArgs)}
-    ]
+    shared = {*SHARED_FLAGS, *specs(ServerTargetArgs)}
+    unused = [spec.name for spec in _given(ServerArgs, given) if spec.field not in shared]
     if given["config"] is not None:
         unused.append("--config")
     if unused:
@@ -113,24 +111,17 @@ def _ask_server(
     extra = parse_extra_body("--extra-body", server.extra_body)
     problems = _problems(args)
     set_up_logging(given.get("log_level", "info"))
-    try:
-        from moesaic.evals.http import HttpAsker, ServerAccess
-    except ModuleNotFoundError as error:
-        if error.name != "aiohttp":
-            raise
-        raise ValueError(
-            "eval --base-url needs aiohttp, which is not installed: pip install 'moesaic[bench]'"
-        ) from None
-    access = ServerAccess(
-        server.remote_model, server.api_key, server.concurrency, server.timeout, extra
-    )
+    with requires_extra("eval --base-url", "bench", "aiohttp"):
+        from moesaic.evals.http import HttpAsker
     public = replace(server, base_url=address.url)
-    return _evaluate(HttpAsker(address, access), problems, args, _changed(args) | _changed(public))
+    asker = HttpAsker(address, server, extra)
+    return _evaluate(asker, problems, args, _changed(args) | _changed(public))
 
 
 def _ask_engine(args: EvalArgs, given: Mapping[str, Any], server: ServerTargetArgs) -> int:
-    unused = [spec.name for field, spec in specs(ServerTargetArgs).items() if field in given]
-    if unused := [name for name in unused if name not in ("--remote-model", "--api-key")]:
+    shared = ("remote_model", "api_key")
+    unused = [spec.name for spec in _given(ServerTargetArgs, given) if spec.field not in shared]
+    if unused:
         raise ValueError(f"{', '.join(unused)}: for a server, and there is no --base-url")
     if server.remote_model is not None:  # --model is elsewhere an alias of --model-path
         if (other := given["model"] or given.get("model_path")) not in (None, server.remote_model):
@@ -152,12 +143,13 @@ def _ask_engine(args: EvalArgs, given: Mapping[str, Any], server: ServerTargetAr
 
 def _log_unused(given: Mapping[str, Any]) -> None:
     """A command line of `serve` works here; its HTTP flags have no effect."""
-    fields = specs(ServerArgs).items()
-    names = [
-        spec.name for field, spec in fields if field in given and spec.group == ServeArgs.GROUP
-    ]
+    names = [spec.name for spec in _given(ServerArgs, given) if spec.group == ServeArgs.GROUP]
     if names:
         logger.info("%s: not used, as no server is started", ", ".join(names))
+
+
+def _given(cls: type, given: Mapping[str, Any]) -> list[FlagSpec]:
+    return [spec for field, spec in specs(cls).items() if field in given]
 
 
 def _changed(flags: object) -> dict[str, Any]:

@@ -1,20 +1,19 @@
 """`moesaic generate …`: answers prompts from flags, from a pipe, or in a conversation."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from moesaic.cli.common import add_model, join_node, prepare, read_args, start_engine
-from moesaic.cli.sampling import GenerateArgs
 from moesaic.config.args import ServerArgs
 from moesaic.config.args_engine import ServeArgs
+from moesaic.config.flags import flag
 from moesaic.config.parser import FlagParser, merge
+from moesaic.evals.args import TEMPERATURE, TOP_P
 
 if TYPE_CHECKING:
     from moesaic.engine.engine import Engine
@@ -23,6 +22,36 @@ DESCRIPTION = """\
 Answer prompts with a model, in this process or on several ranks.
 Without --prompt: a conversation on a terminal, or one prompt a line from a pipe."""
 Message = dict[str, str]
+NOT_SAMPLING = ("prompt", "chat", "json")
+
+
+@dataclass(frozen=True)
+class GenerateArgs:
+    """Unset sampling flags are not passed on: SamplingParams has the defaults."""
+
+    GROUP: ClassVar[str] = "Prompts and sampling"
+
+    prompt: tuple[str, ...] = flag((), "A prompt; may be given several times.", repeat=True)
+    chat: bool = flag(False, "Wrap prompts in the model's chat template.")
+    max_new_tokens: int | None = flag(None, "Most tokens of an answer.", at_least=0)
+    temperature: float | None = flag(None, TEMPERATURE, at_least=0)
+    top_p: float | None = flag(None, TOP_P, above=0, at_most=1)
+    top_k: int | None = flag(None, "Keep this many tokens; -1: all.", at_least=1, also=(-1,))
+    min_p: float | None = flag(
+        None, "Drop tokens below this share of the likeliest one.", at_least=0, at_most=1
+    )
+    seed: int | None = flag(None, "Seed of the answers.", at_least=0)
+    stop: tuple[str, ...] | None = flag(
+        None, "End at this text; may be given several times.", repeat=True
+    )
+    n: int | None = flag(None, "Answers to each prompt.", at_least=1)
+    ignore_eos: bool | None = flag(None, "Continue after the end-of-text token.")
+    json: bool = flag(False, "Print one JSON object for each answer.")
+
+    def sampling(self) -> dict[str, Any]:
+        """The given sampling parameters."""
+        values = {name: value for name, value in vars(self).items() if name not in NOT_SAMPLING}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def run(argv: Sequence[str]) -> int:
@@ -56,7 +85,7 @@ def _piped_prompts() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Conversation:
-    engine: Engine
+    engine: "Engine"
     options: GenerateArgs
 
     def answer(self, prompts: Sequence[str]) -> None:

@@ -8,7 +8,6 @@ import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,49 +16,20 @@ from typing import Any
 from moesaic.comm.launch.mps import describe_daemon
 from moesaic.config.devices import cuda_missing
 
-PACKAGES = (
-    "torch",
-    "triton",
-    "numpy",
-    "safetensors",
-    "tokenizers",
-    "jinja2",
-    "msgspec",
-    "pyzmq",
-    "pyyaml",
-    "tqdm",
-)
+PACKAGES = "torch triton numpy safetensors tokenizers jinja2 msgspec pyzmq pyyaml tqdm".split()
 # Instructions that the kernels and torch use.
-INSTRUCTIONS = (
-    "amx_tile",
-    "amx_bf16",
-    "amx_int8",
-    "avx512f",
-    "avx512_bf16",
-    "avx512_vnni",
-    "avx2",
-    "sve",
-)
-
-
-@dataclass(frozen=True)
-class VendorLibrary:
-    """A vendor's library, and the backends that it implements elsewhere."""
-
-    module: str
-    backends: str
-
-
-LIBRARIES = (
-    VendorLibrary("deep_ep", "deepep"),
-    VendorLibrary("mooncake", "mooncake"),
-    VendorLibrary("mori", "mori"),
-    VendorLibrary("flashinfer", "flashinfer, flashinfer_*"),
-    VendorLibrary("torch_npu", "ascend_fuseep"),
-    VendorLibrary("deep_gemm", "deep_gemm"),
-    VendorLibrary("triton_kernels", "triton_kernel"),
-    VendorLibrary("cutlass", "cutlass"),
-)
+INSTRUCTIONS = "amx_tile amx_bf16 amx_int8 avx512f avx512_bf16 avx512_vnni avx2 sve".split()
+# Modules of vendors, and the backends that they implement elsewhere.
+LIBRARIES = {
+    "deep_ep": "deepep",
+    "mooncake": "mooncake",
+    "mori": "mori",
+    "flashinfer": "flashinfer, flashinfer_*",
+    "torch_npu": "ascend_fuseep",
+    "deep_gemm": "deep_gemm",
+    "triton_kernels": "triton_kernel",
+    "cutlass": "cutlass",
+}
 
 
 def describe_machine() -> dict[str, Any]:
@@ -80,8 +50,8 @@ def describe_machine() -> dict[str, Any]:
 
 def describe_libraries() -> list[dict[str, Any]]:
     return [
-        {**asdict(library), "installed": find_spec(library.module) is not None}
-        for library in LIBRARIES
+        {"module": module, "backends": backends, "installed": find_spec(module) is not None}
+        for module, backends in LIBRARIES.items()
     ]
 
 

@@ -5,32 +5,20 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import moesaic
 from moesaic.config.flags import nearest
 
-
-@dataclass(frozen=True)
-class Command:
-    """A subcommand, whose module has `run(argv) -> int` and is imported on use."""
-
-    name: str
-    help: str
-    module: str
-
-
-COMMANDS = (
-    Command("serve", "start the HTTP server", "moesaic.cli.serve"),
-    Command("generate", "answer prompts on the command line", "moesaic.cli.generate"),
-    Command("bench", "measure a server, or the engine alone", "moesaic.cli.bench"),
-    Command("eval", "score a model, or a server, on problems with answers", "moesaic.cli.eval"),
-    Command("quantize", "write a checkpoint anew with fewer bits", "moesaic.cli.quantize"),
-    Command("tune", "find the fastest kernel configurations on this GPU", "moesaic.cli.tune"),
-    Command(
-        "doctor", "what this machine has, and how a model would be laid out", "moesaic.cli.doctor"
-    ),
-)
+# Each command is a module of this package with `run(argv) -> int`, which is imported on use.
+COMMANDS = {
+    "serve": "start the HTTP server",
+    "generate": "answer prompts on the command line",
+    "bench": "measure a server, or the engine alone",
+    "eval": "score a model, or a server, on problems with answers",
+    "quantize": "write a checkpoint anew with fewer bits",
+    "tune": "find the fastest kernel configurations on this GPU",
+    "doctor": "what this machine has, and how a model would be laid out",
+}
 EXAMPLES = """\
 Try it without a checkpoint; the weights are random, so the text is noise:
   moesaic generate --model-path tiny:qwen3_moe --prompt "Hello" --max-new-tokens 16
@@ -51,8 +39,8 @@ Every flag of the engine, with its default and what is built:
 
 def overview() -> str:
     """The output of `moesaic --help`."""
-    width = max(len(command.name) for command in COMMANDS)
-    lines = [f"  {command.name:<{width}}  {command.help}" for command in COMMANDS]
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {help}" for name, help in COMMANDS.items()]
     return "\n".join(
         [
             "usage: moesaic COMMAND [flags]",
@@ -98,12 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, argv: Sequence[str]) -> int:
-    for command in COMMANDS:
-        if command.name == name:
-            return int(importlib.import_module(command.module).run(argv))
-    names = [command.name for command in COMMANDS]
-    hint = nearest(name, names)
-    raise ValueError(f"unknown command {name}: choose one of {', '.join(names)}{hint}")
+    if name not in COMMANDS:
+        known = ", ".join(COMMANDS)
+        raise ValueError(f"unknown command {name}: choose one of {known}{nearest(name, COMMANDS)}")
+    return int(importlib.import_module(f"moesaic.cli.{name}").run(argv))
 
 
 if __name__ == "__main__":

@@ -3,28 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 from moesaic.cli.common import set_up_logging
-from moesaic.config.flags import Flag
+from moesaic.config.flags import flag
 from moesaic.config.parser import FlagParser, merge, read_config
 
 DESCRIPTION = """\
 Write a copy of a checkpoint with its matrices rounded to fewer bits, in a standard format.
 SRC is a Hugging Face folder in bfloat16, float16 or float32 (or tiny:FAMILY), DST a new folder.
 Rounds to nearest, without calibration: awq and gptq name the file format, not the method."""
-FORMATS = (
-    "fp8",
-    "fp8_channel",
-    "fp8_tensor",
-    "int8_w8a8",
-    "int8_w8a16",
-    "int4_w4a16",
-    "awq",
-    "gptq",
-    "gptq_int8",
-    "nvfp4",
-    "mxfp4",
+FORMATS = tuple(
+    "fp8 fp8_channel fp8_tensor int8_w8a8 int8_w8a16 int4_w4a16 awq gptq gptq_int8 nvfp4 "
+    "mxfp4".split()
 )
 MIB = 1 << 20
 
@@ -33,11 +24,11 @@ MIB = 1 << 20
 class QuantizeArgs:
     GROUP: ClassVar[str] = "Quantisation"
 
-    format: Annotated[str | None, Flag("Format to write.", choices=FORMATS)] = None
-    group_size: Annotated[
-        int | None, Flag("Columns per scale of int4_w4a16, awq and gptq; unset: 128.", at_least=8)
-    ] = None
-    experts_only: Annotated[bool, Flag("Quantise only the routed experts.")] = False
+    format: str | None = flag(None, "Format to write.", choices=FORMATS)
+    group_size: int | None = flag(
+        None, "Columns per scale of int4_w4a16, awq and gptq; unset: 128.", at_least=8
+    )
+    experts_only: bool = flag(False, "Quantise only the routed experts.")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -47,8 +38,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("target", metavar="DST", help="folder to write; must be empty or missing")
     parser.add_flags(QuantizeArgs)
     given = parser.parse(argv)
-    file = read_config(QuantizeArgs, given["config"]) if given["config"] is not None else {}
-    args = merge(QuantizeArgs, given, file)
+    args = merge(QuantizeArgs, given, read_config(QuantizeArgs, given["config"]))
     if args.format is None:
         raise ValueError(f"--format is missing: choose one of {', '.join(FORMATS)}")
     set_up_logging("warning")

@@ -3,7 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from moesaic.cli.common import add_model, check_nodes, join_node, read_args, set_up_logging
+from moesaic.cli.common import (
+    add_model,
+    check_nodes,
+    join_node,
+    read_args,
+    requires_extra,
+    set_up_logging,
+)
 from moesaic.comm.launch.torchrun import Torchrun
 from moesaic.config.args import ServerArgs
 from moesaic.config.parser import FlagParser
@@ -61,19 +68,12 @@ def _check_count(torchrun: Torchrun, args: ServerArgs) -> None:
 
 def _start(args: ServerArgs) -> int:
     args = resolve(args)  # before anything slow, so a wrong flag is reported at once
+    check_nodes(args)
     return join_node(args) if args.node_rank > 0 else _serve(args)
 
 
 def _serve(args: ServerArgs) -> int:
-    check_nodes(args)
     listener = bind(args.host, args.port)
-    try:
+    with requires_extra("the HTTP server", "server", "fastapi", "starlette", "uvicorn"):
         from moesaic.server.run import serve
-    except ModuleNotFoundError as error:
-        if error.name not in ("fastapi", "starlette", "uvicorn"):
-            raise
-        raise ValueError(
-            f"the HTTP server needs {error.name}, which is not installed: "
-            "pip install 'moesaic[server]'"
-        ) from None
     return serve(args, listener)

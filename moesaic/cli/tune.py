@@ -5,12 +5,13 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from moesaic.cli.common import set_up_logging
-from moesaic.config.flags import Flag
+from moesaic.config.flags import flag
 from moesaic.config.parser import FlagParser, merge, read_config
 from moesaic.core.process import child_environment
 
@@ -40,26 +41,23 @@ WHERE = "run it where there is an NVIDIA GPU, with torch built for CUDA"
 class TuneArgs:
     GROUP: ClassVar[str] = "Tuning"
 
-    weights: Annotated[str, Flag("Weight format of the experts: bf16, fp8_block, …")] = "bf16"
-    tokens: Annotated[
-        str, Flag("Token counts, comma-separated; each represents its power of two.")
-    ] = ",".join(map(str, TOKENS))
-    out: Annotated[str | None, Flag("Folder to write to; unset: the package's own.")] = None
-    jobs: Annotated[
-        int | None,
-        Flag(
-            "Processes that compile all candidates before any is measured; unset: one for each "
-            f"core, at most {MAX_JOBS}.",
-            at_least=1,
-        ),
-    ] = None
-    again: Annotated[bool, Flag("Measure known results again.")] = False
-    a2a: Annotated[bool, Flag("Tune the all-to-all kernels instead of the expert kernels.")] = False
-    ranks: Annotated[str, Flag("With --a2a: numbers of ranks, comma-separated.")] = "2,4,8"
-    payload: Annotated[
-        str, Flag("With --a2a: payload formats, comma-separated: bf16, fp8, nvfp4, …")
-    ] = "bf16"
-    share: Annotated[str | None, Flag("I/N: only compile every N-th candidate from I on.")] = None
+    weights: str = flag("bf16", "Weight format of the experts: bf16, fp8_block, …")
+    tokens: str = flag(
+        ",".join(map(str, TOKENS)),
+        "Token counts, comma-separated; each represents its power of two.",
+    )
+    out: str | None = flag(None, "Folder to write to; unset: the package's own.")
+    jobs: int | None = flag(
+        None,
+        "Processes that compile all candidates before any is measured; unset: one for each "
+        f"core, at most {MAX_JOBS}.",
+        at_least=1,
+    )
+    again: bool = flag(False, "Measure known results again.")
+    a2a: bool = flag(False, "Tune the all-to-all kernels instead of the expert kernels.")
+    ranks: str = flag("2,4,8", "With --a2a: numbers of ranks, comma-separated.")
+    payload: str = flag("bf16", "With --a2a: payload formats, comma-separated: bf16, fp8, nvfp4, …")
+    share: str | None = flag(None, "I/N: only compile every N-th candidate from I on.")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -67,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("shapes", metavar="SHAPE", nargs="*", help="E,K,H,I")
     parser.add_flags(TuneArgs)
     given = parser.parse(argv)
-    file = read_config(TuneArgs, given["config"]) if given["config"] is not None else {}
+    file = read_config(TuneArgs, given["config"])
     args = merge(TuneArgs, given, file)
     _refuse_idle({**file, **given}, args.a2a)
     set_up_logging("warning")
@@ -181,9 +179,7 @@ def _cases(
     tuning.read(folder / tuning.file_name(device.name, args.weights))  # fails early
     known = {} if args.again else tuning.load(device.name, args.weights, folder)
     cases: dict[tuple[str, int], TuneCase] = {}
-    for (experts, top_k, hidden, inner), count in (
-        (size, count) for size in sizes for count in tokens
-    ):
+    for (experts, top_k, hidden, inner), count in product(sizes, tokens):
         case = TuneCase(tuning.ExpertsShape(args.weights, experts, hidden, inner), top_k, count)
         key = str(case.shape), tuning.bucket(case.pairs)
         if key not in known:

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -92,9 +93,7 @@ class A2aCase:
 
 def list_cases(job: TuneJob, ranks: int) -> Iterator[A2aCase]:
     """Results have one type for all payloads; pairs are for few tokens only."""
-    for (experts, top_k, hidden), tokens in (
-        (shape, tokens) for shape in job.shapes or SHAPES for tokens in job.tokens
-    ):
+    for (experts, top_k, hidden), tokens in product(job.shapes or SHAPES, job.tokens):
         for payload in job.payloads:
             yield A2aCase(Kernel("send", ranks, hidden, payload), experts, top_k, tokens)
         yield A2aCase(Kernel("collect_rows", ranks, hidden), experts, top_k, tokens)

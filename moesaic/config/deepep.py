@@ -18,8 +18,8 @@ NUM_SMS: Final = "num_sms"
 CHUNKS: Final = tuple(
     f"num_max_{link}_chunked_{end}_tokens" for link in ("nvl", "rdma") for end in ("send", "recv")
 )
+# Above what any GPU or step has.
 LARGEST: Final = {NUM_SMS: 1024, **dict.fromkeys(CHUNKS, 1 << 20)}
-"""Above what any GPU or step has."""
 
 
 @dataclass(frozen=True, slots=True)

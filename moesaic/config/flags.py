@@ -1,8 +1,8 @@
-"""Flags declared once, as annotated fields of frozen dataclasses.
+"""Flags declared once, as fields of frozen dataclasses.
 
     class ModelArgs:
         GROUP: ClassVar[str] = "Model"
-        page_size: Annotated[int, Flag("Tokens in one KV page.", at_least=1)] = 1
+        page_size: int = flag(1, "Tokens in one KV page.", at_least=1)
 
 Such a declaration gives the command line flag, the key of the YAML file, the keyword of the Python
 API, the range check, the refusal of what is not built yet, and the line in docs/flags.md.
@@ -13,11 +13,11 @@ import difflib
 import inspect
 import os
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
-from typing import Any, TypeVar, Union, get_args, get_origin
+from functools import cache, partial
+from typing import Any, Concatenate, ParamSpec, TypeVar, Union, get_args, get_origin
 
 
 class Built(Enum):
@@ -33,7 +33,7 @@ ONLY_DEFAULT = Built.ONLY_DEFAULT
 
 @dataclass(frozen=True)
 class Flag:
-    """What an annotated field says beyond its type and default."""
+    """What a field says beyond its type and default."""
 
     help: str
     aliases: tuple[str, ...] = ()
@@ -51,14 +51,27 @@ class Flag:
     secret: bool = False  # never shown in a message
 
 
-def not_built(help: str, **rest: Any) -> Flag:
-    """A flag that this version accepts only with its default."""
-    return Flag(help, built=ONLY_DEFAULT, **rest)
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def _declare(describe: Callable[P, Flag]) -> Callable[Concatenate[T, P], T]:
+    """A function that declares a field by its default and the arguments of `describe`."""
+
+    def declare(default: T, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        field: T = dataclasses.field(default=default, metadata={"flag": describe(*args, **kwargs)})
+        return field
+
+    return declare
+
+
+flag = _declare(Flag)
+not_built = _declare(partial(Flag, built=ONLY_DEFAULT))  # accepted only with its default
 
 
 @dataclass(frozen=True)
 class FlagSpec:
-    """A field with its unpacked annotation."""
+    """A field with its unpacked type."""
 
     field: str
     kind: type
@@ -109,14 +122,15 @@ def specs(cls: type) -> dict[str, FlagSpec]:
     return _collect(cls)
 
 
-@cache  # behind `specs`, as its type is not that of a function
+@cache  # behind `specs`: mypy holds that a type is not hashable
 def _collect(cls: type) -> dict[str, FlagSpec]:
     found = {}
     for field in dataclasses.fields(cls):
-        annotation, flag = get_args(field.type)
-        kind, optional, many = _unpack_annotation(annotation)
-        group = _group_of(cls, field.name)
-        found[field.name] = FlagSpec(field.name, kind, optional, many, field.default, group, flag)
+        kind, optional, many = _unpack_annotation(field.type)
+        group, described = _group_of(cls, field.name), field.metadata["flag"]
+        found[field.name] = FlagSpec(
+            field.name, kind, optional, many, field.default, group, described
+        )
     return found
 
 

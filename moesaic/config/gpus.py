@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-TESTED_SHARERS: Final = 8
-"""Most ranks on one GPU that were tested."""
+TESTED_SHARERS: Final = 8  # most ranks on one GPU that were tested
 PERCENT: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
-OVERSUBSCRIPTION: Final = 2
-"""How many times its even share of a GPU's SMs a rank may use."""
-MAX_MPS_CLIENTS: Final = 60
-"""Ranks of all servers on one MPS daemon; 48 up to Hopper."""
-CROWD_PERCENT: Final = 50
-"""66 of an H200's SMs: more than one for each MPS client."""
+OVERSUBSCRIPTION: Final = 2  # how many times its even share of a GPU's SMs a rank may use
+MAX_MPS_CLIENTS: Final = 60  # ranks of all servers on one MPS daemon; 48 up to Hopper
+CROWD_PERCENT: Final = 50  # 66 of an H200's SMs: more than one for each MPS client
 
 
 def share_gpus(ranks: int, gpus: int) -> tuple[int, ...]:

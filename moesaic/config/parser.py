@@ -102,8 +102,10 @@ def _built(spec: FlagSpec) -> str:
     return " [not built yet]" if spec.flag.built is ONLY_DEFAULT else f" [{remedy(spec)}]"
 
 
-def read_config(cls: type[Any], path: Path) -> dict[str, Any]:
-    """Field values from a YAML file whose keys are flags without the leading dashes."""
+def read_config(cls: type[Any], path: Path | None) -> dict[str, Any]:
+    """Field values from a YAML file, if given, whose keys are flags without the leading dashes."""
+    if path is None:
+        return {}
     import yaml  # most runs have no file, and --help must be quick
 
     try:

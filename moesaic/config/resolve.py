@@ -21,7 +21,7 @@ from moesaic.config.devices import (
     gpus_of,
     unsupported_on_cuda,
 )
-from moesaic.config.flags import check, convert, nearest, refuse_unbuilt, specs
+from moesaic.config.flags import check, convert, nearest, refuse_unbuilt, show, specs
 from moesaic.config.gpus import crowding_warning
 
 logger = logging.getLogger(__name__)
@@ -146,6 +146,13 @@ def contradictions(args: ServerArgs) -> Iterator[str]:
     yield from _roles(args)
 
 
+def _given(args: ServerArgs, *fields: str) -> Iterator[str]:
+    """Those of the fields that are set, as typed on a command line."""
+    for field in fields:
+        if (value := getattr(args, field)) is not None:
+            yield show(specs(ServerArgs)[field], value)
+
+
 def _model(args: ServerArgs) -> Iterator[str]:
     if not args.model_path:
         yield "--model-path is missing: name a model folder, or tiny:qwen3_moe for a random toy"
@@ -156,12 +163,8 @@ def _model(args: ServerArgs) -> Iterator[str]:
             "none: give --tokenizer-path DIR"
         )
     elif args.skip_tokenizer_init:
-        for name, value in (
-            ("--tokenizer-path", args.tokenizer_path),
-            ("--chat-template", args.chat_template),
-        ):
-            if value is not None:
-                yield f"{name} {value} needs a tokenizer: leave out --skip-tokenizer-init"
+        for given in _given(args, "tokenizer_path", "chat_template"):
+            yield f"{given} needs a tokenizer: leave out --skip-tokenizer-init"
     if args.model_path.startswith(SHAPE_PREFIX) and args.load_format != "dummy":
         yield f"--model-path {args.model_path} has no weights: give --load-format dummy"
 
@@ -345,13 +348,8 @@ def _balance(args: ServerArgs) -> Iterator[str]:
 
 def _elastic(args: ServerArgs) -> Iterator[str]:
     if args.elastic_ep_backend is None:
-        for name, value in (
-            ("--elastic-ep-join-mode", args.elastic_ep_join_mode),
-            ("--elastic-ep-initial-size", args.elastic_ep_initial_size),
-            ("--max-ep-size", args.max_ep_size),
-        ):
-            if value is not None:
-                yield f"{name} {value} needs --elastic-ep-backend mooncake"
+        for given in _given(args, "elastic_ep_join_mode", "elastic_ep_initial_size", "max_ep_size"):
+            yield f"{given} needs --elastic-ep-backend mooncake"
         return
     if args.pp_size > 1:
         yield f"--elastic-ep-backend works without a pipeline: --pp-size is {args.pp_size}, give 1"
@@ -387,11 +385,9 @@ def _roles(args: ServerArgs) -> Iterator[str]:
         )
     if args.disaggregation_mode == "prefill" and args.disaggregation_transfer_backend == "fake":
         yield "--disaggregation-transfer-backend fake sends nothing: prefill needs a real one"
-    if args.speculative_algorithm is None and args.speculative_num_draft_tokens is not None:
-        yield (
-            f"--speculative-num-draft-tokens {args.speculative_num_draft_tokens} needs "
-            "--speculative-algorithm"
-        )
+    if args.speculative_algorithm is None:
+        for given in _given(args, "speculative_num_draft_tokens"):
+            yield f"{given} needs --speculative-algorithm"
 
 
 def expert_ranks(args: ServerArgs) -> int:

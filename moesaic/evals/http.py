@@ -9,12 +9,12 @@ import time
 from base64 import b64encode
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import aiohttp
 import msgspec
 
+from moesaic.evals.args import ServerTargetArgs
 from moesaic.evals.ask import Asker, ModelReply, Options
 from moesaic.evals.server_url import ServerUrl
 from moesaic.evals.tasks.problem import Problem
@@ -35,15 +35,6 @@ class RetryableError(Exception):
         self.wait = wait
 
 
-@dataclass(frozen=True, slots=True)
-class ServerAccess:
-    model: str | None = None
-    key: str | None = None
-    limit: int = 64
-    timeout: float = 600.0  # seconds of one attempt
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-
 def _authorization(url: ServerUrl, key: str | None) -> dict[str, str]:
     if url.login and key:
         raise ValueError(f"a name before {url.url} and --api-key: keep one")
@@ -54,11 +45,11 @@ def _authorization(url: ServerUrl, key: str | None) -> dict[str, str]:
 
 
 class HttpAsker(Asker):
-    def __init__(self, url: ServerUrl, access: ServerAccess) -> None:
-        self.target, self.limit = url.url, access.limit
-        self._access, self._model = access, access.model or ""
-        self._headers = _authorization(url, access.key)
-        self._timeout = aiohttp.ClientTimeout(access.timeout, connect=min(120, access.timeout))
+    def __init__(self, url: ServerUrl, server: ServerTargetArgs, extra: Mapping[str, Any]) -> None:
+        self.target, self.limit = url.url, server.concurrency
+        self._model, self._extra, self._seconds = server.remote_model or "", extra, server.timeout
+        self._headers = _authorization(url, server.api_key)
+        self._timeout = aiohttp.ClientTimeout(server.timeout, connect=min(120, server.timeout))
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
@@ -111,7 +102,7 @@ class HttpAsker(Asker):
 
     def _why(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
-            return f"no reply within {self._access.timeout:g} s"
+            return f"no reply within {self._seconds:g} s"
         return f"{type(error).__name__}: {error}"
 
     def _body(self, problem: Problem, options: Options) -> dict[str, Any]:
@@ -122,7 +113,7 @@ class HttpAsker(Asker):
             "max_tokens": options.max_new_tokens,
             **options.sampling,
         }
-        return merged(body, self._access.extra)
+        return merged(body, self._extra)
 
 
 class _Model(msgspec.Struct):

@@ -2,9 +2,9 @@
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from moesaic.config.flags import ONLY_DEFAULT, Flag
+from moesaic.config.flags import flag, not_built
 from moesaic.loadgen.endpoints import ENDPOINTS
 
 DATASETS = ("random", "random-ids", "sharegpt", "custom", "generated-shared-prefix")
@@ -24,129 +24,102 @@ class Load:
 class DatasetArgs:
     GROUP: ClassVar[str] = "Prompts"
 
-    dataset_name: Annotated[
-        str, Flag("Where prompts come from; random needs no file.", choices=DATASETS)
-    ] = "random"
-    dataset_path: Annotated[
-        str | None,
-        Flag("File of sharegpt (JSON) or custom (one JSON object a line).", metavar="FILE"),
-    ] = None
-    num_prompts: Annotated[
-        int, Flag("Number of requests.", aliases=("--num-prompt",), at_least=1)
-    ] = 1000
-    random_input_len: Annotated[
-        int, Flag("Tokens of a random prompt.", aliases=("--random-input",), at_least=1)
-    ] = 1024
-    random_output_len: Annotated[
-        int,
-        Flag("Tokens of an answer to a random prompt.", aliases=("--random-output",), at_least=1),
-    ] = 1024
-    random_range_ratio: Annotated[
-        float,
-        Flag(
-            "Lengths are drawn between this share of the length and the length.",
-            at_least=0,
-            at_most=1,
-        ),
-    ] = 0.0
-    sharegpt_output_len: Annotated[
-        int | None, Flag("Tokens of every answer; unset: as in the file.", at_least=1)
-    ] = None
-    sharegpt_context_len: Annotated[
-        int | None, Flag("Skip conversations with more tokens.", at_least=4)
-    ] = None
-    custom_output_len: Annotated[
-        int, Flag("Tokens of an answer if a line of the file has no output_len.", at_least=1)
-    ] = 256
-    gsp_num_groups: Annotated[int, Flag("Number of shared prefixes.", at_least=1)] = 64
-    gsp_prompts_per_group: Annotated[int, Flag("Requests with the same prefix.", at_least=1)] = 16
-    gsp_system_prompt_len: Annotated[int, Flag("Tokens of a shared prefix.", at_least=1)] = 2048
-    gsp_question_len: Annotated[int, Flag("Tokens after a shared prefix.", at_least=1)] = 128
-    gsp_output_len: Annotated[int, Flag("Tokens of an answer to such a prompt.", at_least=1)] = 256
-    seed: Annotated[int, Flag("Seed of prompts, lengths and arrivals.", at_least=0)] = 1
+    dataset_name: str = flag(
+        "random", "Where prompts come from; random needs no file.", choices=DATASETS
+    )
+    dataset_path: str | None = flag(
+        None, "File of sharegpt (JSON) or custom (one JSON object a line).", metavar="FILE"
+    )
+    num_prompts: int = flag(1000, "Number of requests.", aliases=("--num-prompt",), at_least=1)
+    random_input_len: int = flag(
+        1024, "Tokens of a random prompt.", aliases=("--random-input",), at_least=1
+    )
+    random_output_len: int = flag(
+        1024, "Tokens of an answer to a random prompt.", aliases=("--random-output",), at_least=1
+    )
+    random_range_ratio: float = flag(
+        0.0,
+        "Lengths are drawn between this share of the length and the length.",
+        at_least=0,
+        at_most=1,
+    )
+    sharegpt_output_len: int | None = flag(
+        None, "Tokens of every answer; unset: as in the file.", at_least=1
+    )
+    sharegpt_context_len: int | None = flag(
+        None, "Skip conversations with more tokens.", at_least=4
+    )
+    custom_output_len: int = flag(
+        256, "Tokens of an answer if a line of the file has no output_len.", at_least=1
+    )
+    gsp_num_groups: int = flag(64, "Number of shared prefixes.", at_least=1)
+    gsp_prompts_per_group: int = flag(16, "Requests with the same prefix.", at_least=1)
+    gsp_system_prompt_len: int = flag(2048, "Tokens of a shared prefix.", at_least=1)
+    gsp_question_len: int = flag(128, "Tokens after a shared prefix.", at_least=1)
+    gsp_output_len: int = flag(256, "Tokens of an answer to such a prompt.", at_least=1)
+    seed: int = flag(1, "Seed of prompts, lengths and arrivals.", at_least=0)
 
 
 @dataclass(frozen=True)
 class TargetArgs:
     GROUP: ClassVar[str] = "Server"
 
-    backend: Annotated[
-        str, Flag("Kind of server, which determines the route.", choices=tuple(ENDPOINTS))
-    ] = "sglang"
-    base_url: Annotated[
-        str | None, Flag("Address of the server, instead of --host and --port.", metavar="URL")
-    ] = None
-    host: Annotated[str, Flag("Host of the server.", metavar="HOST")] = "127.0.0.1"
-    port: Annotated[int, Flag("Port of the server.", at_least=1, at_most=65535)] = 30000
-    model: Annotated[
-        str | None, Flag("Model to name in requests; unset: the first that the server lists.")
-    ] = None
-    tokenizer: Annotated[
-        str | None,
-        Flag(
-            "Folder with tokenizer.json, or tiny:FAMILY; unset: that of --model or of a server on "
-            "this machine, else prompts are plain words.",
-            metavar="DIR",
-        ),
-    ] = None
-    header: Annotated[
-        tuple[str, ...] | None, Flag("Headers of every request.", metavar="NAME=VALUE")
-    ] = None
-    api_key: Annotated[
-        str | None, Flag("Key of the server; unset: that in OPENAI_API_KEY.", secret=True)
-    ] = None
-    extra_request_body: Annotated[
-        str | None, Flag("Merged into the body of every request.", metavar="JSON")
-    ] = None
-    disable_stream: Annotated[bool, Flag("Request whole answers; TTFT is not measured.")] = False
-    disable_ignore_eos: Annotated[bool, Flag("Let answers end before their full length.")] = False
-    tokenize_prompt: Annotated[bool, Flag("Send token ids instead of texts (not for chat).")] = (
-        False
+    backend: str = flag(
+        "sglang", "Kind of server, which determines the route.", choices=tuple(ENDPOINTS)
     )
-    lora_name: Annotated[
-        tuple[str, ...] | None, Flag("LoRA adapters.", built=ONLY_DEFAULT, instead=NO_ADAPTERS)
-    ] = None
+    base_url: str | None = flag(
+        None, "Address of the server, instead of --host and --port.", metavar="URL"
+    )
+    host: str = flag("127.0.0.1", "Host of the server.", metavar="HOST")
+    port: int = flag(30000, "Port of the server.", at_least=1, at_most=65535)
+    model: str | None = flag(
+        None, "Model to name in requests; unset: the first that the server lists."
+    )
+    tokenizer: str | None = flag(
+        None,
+        "Folder with tokenizer.json, or tiny:FAMILY; unset: that of --model or of a server on "
+        "this machine, else prompts are plain words.",
+        metavar="DIR",
+    )
+    header: tuple[str, ...] | None = flag(None, "Headers of every request.", metavar="NAME=VALUE")
+    api_key: str | None = flag(
+        None, "Key of the server; unset: that in OPENAI_API_KEY.", secret=True
+    )
+    extra_request_body: str | None = flag(
+        None, "Merged into the body of every request.", metavar="JSON"
+    )
+    disable_stream: bool = flag(False, "Request whole answers; TTFT is not measured.")
+    disable_ignore_eos: bool = flag(False, "Let answers end before their full length.")
+    tokenize_prompt: bool = flag(False, "Send token ids instead of texts (not for chat).")
+    lora_name: tuple[str, ...] | None = not_built(None, "LoRA adapters.", instead=NO_ADAPTERS)
 
 
 @dataclass(frozen=True)
 class ServeBenchArgs(DatasetArgs, TargetArgs):
     GROUP: ClassVar[str] = "Load and report"
 
-    request_rate: Annotated[
-        str,
-        Flag(
-            "Requests a second, in a Poisson process; inf: all at once; a list such as 1,2,4,8 is "
-            "measured one by one.",
-            metavar="X[,X…]",
-        ),
-    ] = "inf"
-    burstiness: Annotated[
-        float, Flag("1: Poisson; below 1: burstier; above 1: more even.", above=0)
-    ] = 1.0
-    max_concurrency: Annotated[
-        str | None,
-        Flag(
-            "Most requests at once; a list such as 1,16,64 is measured one by one.",
-            metavar="N[,N…]",
-        ),
-    ] = None
-    warmup_requests: Annotated[int, Flag("Short requests before the measurement.", at_least=0)] = 1
-    flush_cache: Annotated[
-        bool, Flag("Flush the server's prefix cache before the measurement.")
-    ] = False
-    profile: Annotated[bool, Flag("Profile the server during the measurement.")] = False
-    goodput: Annotated[
-        tuple[str, ...] | None,
-        Flag("Report requests a second within these limits (ttft, tpot, e2el).", metavar="NAME:MS"),
-    ] = None
-    output_file: Annotated[
-        str | None, Flag("Append the figures as a line of JSON.", metavar="FILE")
-    ] = None
-    output_details: Annotated[bool, Flag("Include the figures of every request.")] = False
-    plot: Annotated[
-        str | None, Flag("Draw latency and throughput over load.", metavar="FILE.png")
-    ] = None
-    disable_tqdm: Annotated[bool, Flag("Show no progress bar.")] = False
+    request_rate: str = flag(
+        "inf",
+        "Requests a second, in a Poisson process; inf: all at once; a list such as 1,2,4,8 is "
+        "measured one by one.",
+        metavar="X[,X…]",
+    )
+    burstiness: float = flag(1.0, "1: Poisson; below 1: burstier; above 1: more even.", above=0)
+    max_concurrency: str | None = flag(
+        None,
+        "Most requests at once; a list such as 1,16,64 is measured one by one.",
+        metavar="N[,N…]",
+    )
+    warmup_requests: int = flag(1, "Short requests before the measurement.", at_least=0)
+    flush_cache: bool = flag(False, "Flush the server's prefix cache before the measurement.")
+    profile: bool = flag(False, "Profile the server during the measurement.")
+    goodput: tuple[str, ...] | None = flag(
+        None, "Report requests a second within these limits (ttft, tpot, e2el).", metavar="NAME:MS"
+    )
+    output_file: str | None = flag(None, "Append the figures as a line of JSON.", metavar="FILE")
+    output_details: bool = flag(False, "Include the figures of every request.")
+    plot: str | None = flag(None, "Draw latency and throughput over load.", metavar="FILE.png")
+    disable_tqdm: bool = flag(False, "Show no progress bar.")
 
     def loads(self) -> list[Load]:
         """The loads to measure in order; ValueError if a flag is invalid."""
@@ -185,37 +158,33 @@ def _limit(word: str) -> int | None:
 class ThroughputArgs(DatasetArgs):
     GROUP: ClassVar[str] = "Run and report"
 
-    skip_warmup: Annotated[bool, Flag("Measure the first requests too.")] = False
-    disable_ignore_eos: Annotated[bool, Flag("Let answers end before their full length.")] = False
-    output_file: Annotated[
-        str | None,
-        Flag(
-            "Append the figures as a line of JSON.",
-            aliases=("--result-filename", "--output-json"),
-            metavar="FILE",
-        ),
-    ] = None
+    skip_warmup: bool = flag(False, "Measure the first requests too.")
+    disable_ignore_eos: bool = flag(False, "Let answers end before their full length.")
+    output_file: str | None = flag(
+        None,
+        "Append the figures as a line of JSON.",
+        aliases=("--result-filename", "--output-json"),
+        metavar="FILE",
+    )
 
 
 @dataclass(frozen=True)
 class LatencyArgs:
     GROUP: ClassVar[str] = "Batch"
 
-    batch_size: Annotated[
-        tuple[int, ...], Flag("Requests at once; several are measured one by one.", at_least=1)
-    ] = (1,)
-    input_len: Annotated[tuple[int, ...], Flag("Tokens of a prompt.", at_least=1)] = (1024,)
-    output_len: Annotated[tuple[int, ...], Flag("Tokens of an answer.", at_least=1)] = (16,)
-    num_iters: Annotated[int, Flag("Measurements of each batch.", at_least=1)] = 10
-    warmup: Annotated[
-        int, Flag("Iterations before the measurement.", aliases=("--num-iters-warmup",), at_least=0)
-    ] = 2
-    seed: Annotated[int, Flag("Seed of the prompts.", at_least=0)] = 1
-    output_file: Annotated[
-        str | None,
-        Flag(
-            "Append the figures as lines of JSON.",
-            aliases=("--result-filename", "--output-json"),
-            metavar="FILE",
-        ),
-    ] = None
+    batch_size: tuple[int, ...] = flag(
+        (1,), "Requests at once; several are measured one by one.", at_least=1
+    )
+    input_len: tuple[int, ...] = flag((1024,), "Tokens of a prompt.", at_least=1)
+    output_len: tuple[int, ...] = flag((16,), "Tokens of an answer.", at_least=1)
+    num_iters: int = flag(10, "Measurements of each batch.", at_least=1)
+    warmup: int = flag(
+        2, "Iterations before the measurement.", aliases=("--num-iters-warmup",), at_least=0
+    )
+    seed: int = flag(1, "Seed of the prompts.", at_least=0)
+    output_file: str | None = flag(
+        None,
+        "Append the figures as lines of JSON.",
+        aliases=("--result-filename", "--output-json"),
+        metavar="FILE",
+    )

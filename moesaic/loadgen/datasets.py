@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -67,7 +68,7 @@ def _shared_prefix(draw: DatasetSpec) -> list[BenchPrompt]:
 
 
 def _sharegpt(draw: DatasetSpec) -> list[BenchPrompt]:
-    args, path = draw.args, _path(draw.args)
+    path = _path(draw.args)
     try:
         conversations = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -76,7 +77,7 @@ def _sharegpt(draw: DatasetSpec) -> list[BenchPrompt]:
         raise ValueError(f"--dataset-path {path} is not a list of conversations")
     pairs = [pair for entry in conversations if (pair := _first_turns(entry)) is not None]
     random.Random(draw.seed).shuffle(pairs)
-    return _take_prompts(draw, _fitting(draw, pairs), len(pairs), args)
+    return _take_prompts(draw, _fitting(draw, pairs), len(pairs))
 
 
 def _first_turns(entry: Any) -> tuple[str, str] | None:
@@ -107,7 +108,7 @@ def _custom(draw: DatasetSpec) -> list[BenchPrompt]:
     path = _path(draw.args)
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     found = (_custom_line(draw, path, number, line) for number, line in enumerate(lines, 1))
-    return _take_prompts(draw, found, len(lines), draw.args)
+    return _take_prompts(draw, found, len(lines))
 
 
 _LENGTHS: Final = ("output_len", "output_tokens", "max_tokens", "max_new_tokens")
@@ -143,14 +144,14 @@ def _path(args: DatasetArgs) -> Path:
 
 
 def _take_prompts(
-    draw: DatasetSpec, found: Iterator[BenchPrompt], lines: int, args: DatasetArgs
+    draw: DatasetSpec, found: Iterator[BenchPrompt], entries: int
 ) -> list[BenchPrompt]:
     """The first prompts, none repeated: the prefix cache would hold it."""
-    prompts = [prompt for prompt, _ in zip(found, range(draw.number), strict=False)]
-    if len(prompts) < args.num_prompts:
+    prompts = list(islice(found, draw.number))
+    if len(prompts) < draw.args.num_prompts:
         raise ValueError(
-            f"--dataset-path {args.dataset_path} has {len(prompts)} usable prompts in {lines} "
-            f"entries: give --num-prompts {len(prompts)} or fewer"
+            f"--dataset-path {draw.args.dataset_path} has {len(prompts)} usable prompts in "
+            f"{entries} entries: give --num-prompts {len(prompts)} or fewer"
         )
     return prompts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -170,14 +170,14 @@ def _peak_concurrency(outcomes: Sequence[Outcome]) -> int:
 def as_json(figures: RunMetrics) -> dict[str, Any]:
     """With the names of SGLang's file; unmeasured values are null."""
     spreads = {
-        f"{part}_{name}_ms": getattr(spread, part)
+        f"{part}_{name}_ms": value
         for name, spread in (
             ("e2e_latency", figures.e2e),
             ("ttft", figures.ttft),
             ("tpot", figures.tpot),
             ("itl", figures.itl),
         )
-        for part in ("mean", "median", "std", "p90", "p95", "p99", "max")
+        for part, value in asdict(spread).items()
     }
     return {
         "duration": figures.duration,

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from moesaic.loadgen.args import DatasetArgs, LatencyArgs, ThroughputArgs
 from moesaic.loadgen.datasets import DatasetSpec, draw_prompts
 from moesaic.loadgen.outcome import BenchPrompt
-from moesaic.loadgen.report import WIDTH, Cell, append_json, head, line
+from moesaic.loadgen.report import WIDTH, append_json, head, line
 from moesaic.loadgen.texts import Texts, TokenTexts
 
 if TYPE_CHECKING:
@@ -59,9 +59,8 @@ def throughput_bench(engine: Engine, args: ThroughputArgs) -> int:
             random_output_len=min(output_len, args.random_output_len),
             random_range_ratio=1.0,
         )
-        _answer(
-            engine, draw_prompts(DatasetSpec(short, texts, args.seed + 1, number, ids=True)), True
-        )
+        warmups = draw_prompts(DatasetSpec(short, texts, args.seed + 1, number, ids=True))
+        _answer(engine, warmups, ignore_eos=True)
     result = _throughput(engine, prompts, not args.disable_ignore_eos)
     print(throughput_block(result))
     if args.output_file:
@@ -191,25 +190,25 @@ def latency_result(
     return result
 
 
+LATENCY_ROWS = (  # label, key, factor
+    ("Batch size", "batch_size", 1),
+    ("Input length (tokens)", "input_len", 1),
+    ("Output length (tokens)", "output_len", 1),
+    ("Iterations", "num_iters", 1),
+    ("Prefill latency (ms)", "prefill_latency", 1000),
+    ("Prefill throughput (tok/s)", "prefill_throughput", 1),
+    ("Decode median latency (ms)", "median_decode_latency", 1000),
+    ("Decode median throughput (tok/s)", "median_decode_throughput", 1),
+    ("Total latency (ms)", "total_latency", 1000),
+    ("Total throughput (tok/s)", "overall_throughput", 1),
+    ("Mean latency (ms)", "avg_latency", 1000),
+)
+
+
 def latency_block(result: dict[str, Any]) -> str:
-    rows: list[tuple[str, Cell]] = [
-        ("Batch size", result["batch_size"]),
-        ("Input length (tokens)", result["input_len"]),
-        ("Output length (tokens)", result["output_len"]),
-        ("Iterations", result["num_iters"]),
-        ("Prefill latency (ms)", result["prefill_latency"] * 1000),
-        ("Prefill throughput (tok/s)", result["prefill_throughput"]),
-    ]
-    if result["median_decode_latency"] is not None:
-        rows += [
-            ("Decode median latency (ms)", result["median_decode_latency"] * 1000),
-            ("Decode median throughput (tok/s)", result["median_decode_throughput"]),
-        ]
-    rows += [
-        ("Total latency (ms)", result["total_latency"] * 1000),
-        ("Total throughput (tok/s)", result["overall_throughput"]),
-        ("Mean latency (ms)", result["avg_latency"] * 1000),
-    ]
-    rows += [(f"P{name} latency (ms)", v * 1000) for name, v in result["percentiles"].items()]
-    lines = [line(label, value) for label, value in rows]
+    """The printed figures; answers of one token have no decode step to show."""
+    known = [row for row in LATENCY_ROWS if result[row[1]] is not None]
+    lines = [line(label, result[key] * factor) for label, key, factor in known]
+    spread = result["percentiles"].items()
+    lines += [line(f"P{name} latency (ms)", seconds * 1000) for name, seconds in spread]
     return "\n".join([head("Offline Latency Benchmark Result"), *lines, "=" * WIDTH])

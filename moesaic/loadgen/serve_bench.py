@@ -8,7 +8,7 @@ import resource
 import sys
 from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -126,13 +126,8 @@ class _Bench:
         return prompts[: args.num_prompts], (prompts[args.num_prompts :] or prompts)[:warm]
 
     async def _warm_up(self, prompts: list[BenchPrompt]) -> None:
-        short = [
-            BenchPrompt(
-                prompt.text, prompt.tokens, min(prompt.output_len, WARMUP_TOKENS), prompt.ids
-            )
-            for prompt in prompts
-        ]
-        outcomes = await asyncio.gather(*(self.client.ask(prompt) for prompt in short))
+        short = [replace(p, output_len=min(p.output_len, WARMUP_TOKENS)) for p in prompts]
+        outcomes = await asyncio.gather(*map(self.client.ask, short))
         for outcome in outcomes:
             if outcome.error:
                 raise RuntimeError(
@@ -141,17 +136,11 @@ class _Bench:
 
     def _report(self, load: Load, run: Run) -> None:
         args = self.args
-        if isinstance(self.texts, TokenTexts):
-            count = self.texts.count_answer
-            for outcome in run.outcomes:  # the server reports no usage
-                if outcome.output_tokens is None:
-                    outcome.output_tokens = count(outcome.text)
-            figures = measure(run, self.plan.limits, count)
-        else:
-            for outcome in run.outcomes:
-                if outcome.output_tokens is None:
-                    outcome.output_tokens = len(outcome.arrivals)
-            figures = measure(run, self.plan.limits, None)
+        count = self.texts.count_answer if isinstance(self.texts, TokenTexts) else None
+        for outcome in run.outcomes:
+            if outcome.output_tokens is None:  # the server reports no usage
+                outcome.output_tokens = count(outcome.text) if count else len(outcome.arrivals)
+        figures = measure(run, self.plan.limits, count)
         self.points.append((load, figures))
         print(report.serving_block(args, load, figures))
         for note in report.notes(args, figures, run):

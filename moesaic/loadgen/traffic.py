@@ -20,7 +20,6 @@ from moesaic.loadgen.outcome import BenchPrompt, Outcome
 @dataclass(frozen=True)
 class Run:
     outcomes: list[Outcome]  # of the requests that ended
-    started: float
     duration: float
     client_cpu: float  # the share of a core that the client used
     cut: bool = False  # interrupted
@@ -67,7 +66,7 @@ class TrafficSource:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         left = len(prompts) - len(self._done)
-        return Run(self._done, started, duration, share, cut, left)
+        return Run(self._done, duration, share, cut, left)
 
     async def _send(
         self,

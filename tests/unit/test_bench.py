@@ -120,7 +120,7 @@ def test_an_infinite_rate_sends_all_at_once():
 
 
 def run_of(outcomes: list[Outcome], duration: float, cpu: float = 0.1) -> Run:
-    return Run(outcomes, 0.0, duration, cpu)
+    return Run(outcomes, duration, cpu)
 
 
 def test_figures():
@@ -187,7 +187,7 @@ def test_notes_say_what_is_wrong():
     odd.prompt_tokens = 11
     short = Outcome(BenchPrompt("p", 10, 100), ended=1.0, prompt_tokens=10, output_tokens=50)
     short.arrivals.append(0.5)
-    run = Run([odd, short], 0.0, 1.0, 0.9, cut=True, open=7)
+    run = Run([odd, short], 1.0, 0.9, cut=True, open=7)
     text = "\n".join(report.notes(args, measure(run, {}, None), run))
     assert "7 requests had not ended" in text and "client-bound: this client took 90%" in text
     assert "prompts are not" not in text  # 5% are allowed

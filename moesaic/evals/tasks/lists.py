@@ -199,6 +199,20 @@ ASKS: Final = read_wordings("""
     | Spell out {x} {n} times with no gap in between.
 """)
 
+# How each kind changes a list, and whether the solution numbers its items.
+CHANGES: Final[dict[str, tuple[Callable[[list[str]], list[str]], bool]]] = {
+    "reverse": (lambda items: items[::-1], True),
+    "swap": (lambda items: [items[-1], *items[1:-1], items[0]], False),
+    "odd": (lambda items: items[::2], True),
+    "even": (lambda items: items[1::2], True),
+    "left": (lambda items: items[1:] + items[:1], False),
+    "right": (lambda items: items[-1:] + items[:-1], False),
+}
+SPELLINGS: Final[dict[str, Callable[[str], str]]] = {
+    "flip": lambda word: word[::-1],
+    "letter_sort": lambda word: "".join(sorted(word)),
+    "double": lambda word: "".join([letter * 2 for letter in word]),
+}
 _problem = partial(solved, "lists")
 
 
@@ -233,35 +247,26 @@ def _numbered(items: Sequence[str]) -> str:
     return ", ".join([f"{place} {item}" for place, item in enumerate(items, 1)])
 
 
-def _changed(kind: str, change: Callable[[list[str]], list[str]], number: bool = False) -> Draw:
-    """A kind whose answer is the list in another order, or a part of it."""
-
-    def draw_one(rng: random.Random) -> Problem:
-        things, items = _items(rng, 3, 7)
-        question = _ask(rng, kind, "commas", s=things, i=things[:-1])
-        answer = ", ".join(change(items))
-        return _problem(_pose(rng, question, items), answer, _numbered(items) if number else "")
-
-    return draw_one
+def _changed(rng: random.Random, kind: str) -> Problem:
+    """The answer is the list in another order, or a part of it."""
+    change, is_numbered = CHANGES[kind]
+    things, items = _items(rng, 3, 7)
+    question = _ask(rng, kind, "commas", s=things, i=things[:-1])
+    work = _numbered(items) if is_numbered else ""
+    return _problem(_pose(rng, question, items), ", ".join(change(items)), work)
 
 
-def _sorted(kind: str, down: bool) -> Draw:
-    def draw_one(rng: random.Random) -> Problem:
-        items = sample(rng, NUMBERS, randint(rng, 3, 7))
-        question = _ask(rng, kind, "commas")
-        answer = ", ".join(sorted(items, key=int, reverse=down))
-        return _problem(_pose(rng, question, items), answer)
-
-    return draw_one
+def _sorted(rng: random.Random, kind: str) -> Problem:
+    items = sample(rng, NUMBERS, randint(rng, 3, 7))
+    question = _ask(rng, kind, "commas")
+    answer = ", ".join(sorted(items, key=int, reverse=kind == "down"))
+    return _problem(_pose(rng, question, items), answer)
 
 
-def _extreme(kind: str, best: Callable[[list[int]], int]) -> Draw:
-    def draw_one(rng: random.Random) -> Problem:
-        items = sample(rng, NUMBERS, randint(rng, 5, 7))
-        answer = str(best([int(item) for item in items]))
-        return _problem(_pose(rng, _ask(rng, kind), items), answer)
-
-    return draw_one
+def _extreme(rng: random.Random, kind: str) -> Problem:
+    items = sample(rng, NUMBERS, randint(rng, 5, 7))
+    answer = max(items, key=int) if kind == "largest" else min(items, key=int)
+    return _problem(_pose(rng, _ask(rng, kind), items), answer)
 
 
 def _nth(rng: random.Random) -> Problem:
@@ -325,12 +330,9 @@ def _join(rng: random.Random) -> Problem:
     return _problem(_pose(rng, _ask(rng, "join", x=separator), items), separator.join(items))
 
 
-def _spelled(kind: str, change: Callable[[str], str]) -> Draw:
-    def draw_one(rng: random.Random) -> Problem:
-        word = _word(rng, 4, 8)
-        return _problem(_ask(rng, kind, "letters_only", x=word), change(word))
-
-    return draw_one
+def _spelled(rng: random.Random, kind: str) -> Problem:
+    word = _word(rng, 4, 8)
+    return _problem(_ask(rng, kind, "letters_only", x=word), SPELLINGS[kind](word))
 
 
 def _letter(rng: random.Random) -> Problem:
@@ -354,16 +356,9 @@ def _repeat(rng: random.Random) -> Problem:
 
 
 KINDS: Final[dict[str, Draw]] = {
-    "reverse": _changed("reverse", lambda items: items[::-1], number=True),
-    "swap": _changed("swap", lambda items: [items[-1], *items[1:-1], items[0]]),
-    "odd": _changed("odd", lambda items: items[::2], number=True),
-    "even": _changed("even", lambda items: items[1::2], number=True),
-    "left": _changed("left", lambda items: items[1:] + items[:1]),
-    "right": _changed("right", lambda items: items[-1:] + items[:-1]),
-    "up": _sorted("up", down=False),
-    "down": _sorted("down", down=True),
-    "largest": _extreme("largest", max),
-    "smallest": _extreme("smallest", min),
+    **{kind: partial(_changed, kind=kind) for kind in CHANGES},
+    **{kind: partial(_sorted, kind=kind) for kind in ("up", "down")},
+    **{kind: partial(_extreme, kind=kind) for kind in ("largest", "smallest")},
     "nth": _nth,
     "from_end": _from_end,
     "remove": _remove,
@@ -372,9 +367,7 @@ KINDS: Final[dict[str, Draw]] = {
     "member": _member,
     "repeats": _repeats,
     "join": _join,
-    "flip": _spelled("flip", lambda word: word[::-1]),
-    "letter_sort": _spelled("letter_sort", lambda word: "".join(sorted(word))),
-    "double": _spelled("double", lambda word: "".join([letter * 2 for letter in word])),
+    **{kind: partial(_spelled, kind=kind) for kind in SPELLINGS},
     "letter": _letter,
     "delete": _delete,
     "repeat": _repeat,

@@ -13,6 +13,7 @@ from typing import Final
 
 from moesaic.evals.tasks.common import Draw, pick, randint, sample, scan, solved
 from moesaic.evals.tasks.problem import Problem
+from moesaic.evals.tasks.wordings import read_wordings
 
 NAMES: Final = tuple(
     "Ana Ben Cleo Dan Eva Finn Gina Hugo Ida Jon Kira Leo Mia Nils Olga Paul Rosa Sam Tina Udo "
@@ -99,41 +100,33 @@ class Scene:
         return self.plural or f"{self.noun}s"
 
 
-VALUE_ASKS: Final = (
-    "What is the {noun} of {k}?",
-    "Give the {noun} of {k}.",
-    "Look up {k} and write down the {noun}.",
-    "Find the {noun} that belongs to {k}.",
-    "Which {noun} belongs to {k}?",
-)
-KEY_ASKS: Final = (
-    "Which {key} has the {noun} {v}?",
-    "Name the {key} whose {noun} is {v}.",
-    "Find the {key} with the {noun} {v}.",
-    "The {noun} {v} belongs to which {key}?",
-    "To which {key} does the {noun} {v} belong?",
-)
-BOTH_ASKS: Final = (
-    "What are the {nouns} of {a} and {b} in this order?",
-    "Give the {nouns} of {a} and {b} in the order asked.",
-    "Look up {a} and then {b} and write both {nouns}.",
-    "Write the {noun} of {a} and then the {noun} of {b}.",
-    "Find the {noun} of {a} first and the {noun} of {b} second.",
-    "Which {nouns} belong to {a} and to {b} in this order?",
-)
-COMMA: Final = (
-    "Put a comma between them.",
-    "Separate the two with a comma.",
-    "Answer with a comma between the two.",
-)
 ABSENT: Final = "not listed"
-RULES: Final = (
-    f'If it is not there, answer "{ABSENT}".',
-    f"Say {ABSENT} if you cannot find it.",
-    f'Where there is no such entry, write "{ABSENT}".',
-    f"Without an entry for it the answer is: {ABSENT}.",
-    f'Answer "{ABSENT}" if no entry fits.',
-)
+ASKS: Final = read_wordings("""
+    value: What is the {noun} of {k}?
+    | Give the {noun} of {k}.
+    | Look up {k} and write down the {noun}.
+    | Find the {noun} that belongs to {k}.
+    | Which {noun} belongs to {k}?
+    key: Which {key} has the {noun} {v}?
+    | Name the {key} whose {noun} is {v}.
+    | Find the {key} with the {noun} {v}.
+    | The {noun} {v} belongs to which {key}?
+    | To which {key} does the {noun} {v} belong?
+    both: What are the {nouns} of {a} and {b} in this order?
+    | Give the {nouns} of {a} and {b} in the order asked.
+    | Look up {a} and then {b} and write both {nouns}.
+    | Write the {noun} of {a} and then the {noun} of {b}.
+    | Find the {noun} of {a} first and the {noun} of {b} second.
+    | Which {nouns} belong to {a} and to {b} in this order?
+    comma: Put a comma between them.
+    | Separate the two with a comma.
+    | Answer with a comma between the two.
+    absent: If it is not there, answer "not listed".
+    | Say not listed if you cannot find it.
+    | Where there is no such entry, write "not listed".
+    | Without an entry for it the answer is: not listed.
+    | Answer "not listed" if no entry fits.
+""")
 
 JSON: Final = Scene(
     keys=(_of(THINGS), _of(NAMES)),
@@ -229,15 +222,15 @@ def _entries(rng: random.Random, spare: int = 0) -> tuple[Scene, list[str], list
 
 
 def _value_ask(rng: random.Random, scene: Scene, key: str) -> str:
-    return pick(rng, VALUE_ASKS + scene.value_asks).format(noun=scene.noun, k=key)
+    return pick(rng, ASKS["value"] + scene.value_asks).format(noun=scene.noun, k=key)
 
 
 def _key_ask(rng: random.Random, scene: Scene, value: str) -> str:
-    return pick(rng, KEY_ASKS + scene.key_asks).format(noun=scene.noun, key=scene.key, v=value)
+    return pick(rng, ASKS["key"] + scene.key_asks).format(noun=scene.noun, key=scene.key, v=value)
 
 
 def _ruled(rng: random.Random, question: str) -> str:
-    return f"{question} {pick(rng, RULES)}" if rng.random() < 0.3 else question
+    return f"{question} {pick(rng, ASKS['absent'])}" if rng.random() < 0.3 else question
 
 
 def _value(rng: random.Random) -> Problem:
@@ -258,10 +251,10 @@ def _key(rng: random.Random) -> Problem:
 def _both(rng: random.Random) -> Problem:
     scene, keys, values, text = _entries(rng)
     first, second = sample(rng, range(len(keys)), 2)
-    ask = pick(rng, BOTH_ASKS).format(
+    ask = pick(rng, ASKS["both"]).format(
         noun=scene.noun, nouns=scene.nouns, a=keys[first], b=keys[second]
     )
-    prompt = _frame(rng, scene.intros, text, f"{ask} {pick(rng, COMMA)}")
+    prompt = _frame(rng, scene.intros, text, f"{ask} {pick(rng, ASKS['comma'])}")
     return _problem(prompt, f"{values[first]}, {values[second]}")
 
 
@@ -271,7 +264,7 @@ def _missing(rng: random.Random) -> Problem:
         question, work = _value_ask(rng, scene, keys[-1]), ""
     else:
         question, work = _key_ask(rng, scene, values[-1]), scan(keys[:-1], values[:-1], values[-1])
-    prompt = _frame(rng, scene.intros, text, f"{question} {pick(rng, RULES)}")
+    prompt = _frame(rng, scene.intros, text, f"{question} {pick(rng, ASKS['absent'])}")
     return _problem(prompt, ABSENT, work)
 
 

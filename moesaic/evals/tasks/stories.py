@@ -27,16 +27,8 @@ class Theme:
     ends: tuple[Part, ...]
 
 
-def _theme(text: str, *shared: str) -> Theme:
-    """A theme from its things, its own parts and texts of shared ones."""
-    things, *parts = read_parts(text + "".join(shared))
-    starts = [part for part in parts if part.name.startswith("set")]
-    events = [part for part in parts if part.name.startswith(("add", "take"))]
-    ends = [part for part in parts if part not in starts + events]
-    return Theme(tuple(things.texts[0].split()), tuple(starts), tuple(events), tuple(ends))
-
-
-HAS: Final = """
+SHARED: Final = {
+    "has": read_parts("""
     set: {N} has {A} {T}.
     | {N} starts the day with {A} {T}.
     | There are {A} {T} on {N}'s table.
@@ -49,54 +41,69 @@ HAS: Final = """
     | On {N}'s table there are {A} old {T} and {B} new ones.
     | {N} has {A} {T} in one bag and {B} {T} in another.
     = {N} has {A} + {B} = {Y} {T}.
-"""
-ASK: Final = """
+    """),
+    "ask": read_parts("""
     ask: How many {T} does {N} have now?
     | How many {T} does {N} have in the end?
     | Find the number of {T} that {N} has now.
     | What is the number of {T} {N} has at the end?
     | In the end, how many {T} are there?
     | Work out how many {T} there are now.
-"""
-SPLIT: Final = """
+    """),
+    "split": read_parts("""
     split: {S} shares all {T} equally among {A} friends. How many {T} does each friend get?
     | {S} then divides the {T} equally between {A} children. How many {T} are there for each?
     | All of them go to {A} neighbours in equal parts. How many {T} does each neighbour get?
     = Each gets {X} / {A} = {Y} {T}.
-"""
-PACK: Final = """
+    """),
+    "pack": read_parts("""
     split: {S} packs all {T} into boxes of {A}. How many boxes are full?
     | {S} puts all of them into bags, {A} in each bag. How many bags does {N} need?
     | A box holds {A} {T}. How many boxes does {N} need for all of them?
     = {N} needs {X} / {A} = {Y}.
-"""
-ABOVE: Final = """
+    """),
+    "above": read_parts("""
     above: {O} has {A} {T}. How many more {T} than {O} does {N} have now?
     | {O} has only {A} {T}. By how many {T} is {N} ahead of {O}?
     | {O} has {A} {T}. {N} now has more. How many more {T} does {N} have?
     = {N} has {X} - {A} = {Y} more.
-"""
-BELOW: Final = """
+    """),
+    "below": read_parts("""
     below: {N} wants to have {A} {T}. How many {T} are still missing?
     | {O} has {A} {T}. How many more {T} does {N} need to have as many as {O}?
     | {S} needs {A} {T} in all. How many more must {N} get?
     = {N} still needs {A} - {X} = {Y} {T}.
-"""
-JOIN: Final = """
+    """),
+    "join": read_parts("""
     join: {O} has {A} {T}. How many {T} do {N} and {O} have together now?
     | {O} comes with {A} {T}. How many {T} do the two have in total?
     | {O} also has {A} {T}. What is the total number of {T} of {N} and {O} now?
     = Together they have {X} + {A} = {Y} {T}.
-"""
-PRICE: Final = """
+    """),
+    "price": read_parts("""
     price: {S} sells all of them for ${A} each. How many dollars does {N} get?
     | Each of them is then sold for ${A}. How many dollars is that in all?
     | {S} sells all {T} at a price of ${A} each. How much money in dollars does {N} take in?
     = {N} gets {X} * {A} = {Y} dollars.
-"""
-COLLECTION: Final = _theme(
-    """
+    """),
+}
+
+
+def _theme(text: str) -> Theme:
+    """A theme from its things, the names of shared parts if there are any, and its own parts."""
+    head, *parts = read_parts(text)
+    things, *shared = head.texts
+    parts += [part for name in shared for part in SHARED[name]]
+    starts = [part for part in parts if part.name.startswith("set")]
+    events = [part for part in parts if part.name.startswith(("add", "take"))]
+    ends = [part for part in parts if part not in starts + events]
+    return Theme(tuple(things.split()), tuple(starts), tuple(events), tuple(ends))
+
+
+THEMES: Final[dict[str, Theme]] = {
+    "collection": _theme("""
     things: stickers marbles stamps cards shells coins pens beads buttons badges comics
+    | has | ask | split | pack | above | below | join
     add: {S} buys {A} more {T}.
     | {S} finds {A} {T} in the attic.
     | {S} wins {A} {T} in a game.
@@ -113,18 +120,10 @@ COLLECTION: Final = _theme(
     take_times: {S} gives {A} cousins {B} {T} each.
     | {S} loses {A} games and with each game {B} {T}.
     = {N} loses {A} * {B} = {C} {T}. Now {N} has {X} - {C} = {Y} {T}.
-    """,
-    HAS,
-    ASK,
-    SPLIT,
-    PACK,
-    ABOVE,
-    BELOW,
-    JOIN,
-)
-BAKERY: Final = _theme(
-    """
+    """),
+    "bakery": _theme("""
     things: rolls muffins cookies buns pies tarts pancakes waffles bagels
+    | has | ask | pack | below | price
     add: {S} bakes {A} more {T}.
     | {S} makes {A} fresh {T}.
     | The oven yields {A} {T} more.
@@ -139,16 +138,10 @@ BAKERY: Final = _theme(
     take_times: {S} sells {A} bags of {B} {T}.
     | At each of {A} tables guests eat {B} {T}.
     = {A} * {B} = {C} {T} are gone. That leaves {X} - {C} = {Y} {T}.
-    """,
-    HAS,
-    ASK,
-    PACK,
-    BELOW,
-    PRICE,
-)
-HARVEST: Final = _theme(
-    """
+    """),
+    "harvest": _theme("""
     things: apples pears plums lemons cherries limes peaches figs oranges apricots
+    | ask | split | pack | price | join | above
     set: {N} picks {A} {T} in the garden.
     | {N} has a basket with {A} {T}.
     | On Monday {N} harvests {A} {T}.
@@ -168,15 +161,8 @@ HARVEST: Final = _theme(
     take_times: {S} uses {A} {T} for each of {B} cakes.
     | {S} sells {A} sacks with {B} {T} each.
     = {A} * {B} = {C} {T} are used. There remain {X} - {C} = {Y} {T}.
-    """,
-    ASK,
-    SPLIT,
-    PACK,
-    PRICE,
-    JOIN,
-    ABOVE,
-)
-MONEY: Final = _theme("""
+    """),
+    "money": _theme("""
     things: dollars
     set: {N} has ${A}.
     | There are ${A} in {N}'s purse.
@@ -212,8 +198,8 @@ MONEY: Final = _theme("""
     split: {S} shares the money equally among {A} children. How many dollars does each get?
     | {S} spends all of it on caps that cost ${A} each. How many caps does {N} get?
     = That makes {X} / {A} = {Y}.
-""")
-TRIP: Final = _theme("""
+    """),
+    "trip": _theme("""
     things: km
     set: {N} rides {A} km before lunch.
     | First {N} drives {A} km by car.
@@ -241,8 +227,8 @@ TRIP: Final = _theme("""
     split: {O} goes the same way in {A} equal days. How many km does {O} go each day?
     | {S} goes back the same way in {A} equal parts. How many km long is each part?
     = Each time it is {X} / {A} = {Y} km.
-""")
-BUS: Final = _theme("""
+    """),
+    "bus": _theme("""
     things: people passengers travellers
     set: A bus starts with {A} {T}.
     | There are {A} {T} on the train {N} drives.
@@ -268,8 +254,8 @@ BUS: Final = _theme("""
     = They pay {X} * {A} = {Y} dollars.
     split: At the end they go on in taxis, {A} {T} in each. How many taxis are full?
     = They fill {X} / {A} = {Y} taxis.
-""")
-HALL: Final = _theme("""
+    """),
+    "hall": _theme("""
     things: chairs desks benches lamps stools
     set_times: A school has {A} rows of {B} {T}.
     | The school has {A} classrooms with {B} {T} each.
@@ -296,8 +282,8 @@ HALL: Final = _theme("""
     = There are {A} - {X} = {Y} {T} too few.
     above: Only {A} {T} are needed. How many {T} are too many?
     = There are {X} - {A} = {Y} {T} too many.
-""")
-FARM: Final = _theme("""
+    """),
+    "farm": _theme("""
     things: sheep cows goats hens ducks pigs rabbits horses
     set: A farm has {A} {T}.
     | A farmer keeps {A} {T}.
@@ -324,8 +310,8 @@ FARM: Final = _theme("""
     = They eat {X} * {A} = {Y} kg.
     above: The farm next door has {A} {T}, which is fewer. How many fewer are they?
     = It has {X} - {A} = {Y} fewer.
-""")
-GAME: Final = _theme("""
+    """),
+    "game": _theme("""
     things: points
     set: {N} has {A} points in a game.
     | {N} begins a game with {A} points.
@@ -354,8 +340,8 @@ GAME: Final = _theme("""
     = The team has {X} + {A} = {Y} points.
     split: Every {A} points give a star. How many stars does {N} get?
     = {N} gets {X} / {A} = {Y} stars.
-""")
-BOOK: Final = _theme("""
+    """),
+    "book": _theme("""
     things: pages
     set: A book has {A} pages.
     | {N} must write {A} pages.
@@ -376,4 +362,5 @@ BOOK: Final = _theme("""
     = That makes {X} / {A} = {Y}.
     above: {O} has {A} pages of it left. How many pages more than {O} has {N} left?
     = {N} has {X} - {A} = {Y} more.
-""")
+    """),
+}

@@ -10,7 +10,7 @@ from typing import Final
 
 from moesaic.evals.tasks.common import Draw, evenly, pick, pick_two, randint, sample, scan, solved
 from moesaic.evals.tasks.problem import Problem
-from moesaic.evals.tasks.wordings import read_wordings
+from moesaic.evals.tasks.wordings import SEPARATOR, Part, read_parts, read_wordings
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,89 +35,51 @@ class TableSubject:
     factors: tuple[Column, Column]  # to be multiplied; the first has small numbers
 
 
-def _words(head: str, name: str, words: str) -> Column:
-    return Column(head, name, words=tuple(words.split()))
+def _column(text: str) -> Column:
+    head, name, values = text.split(", ")
+    low, dash, high = values.partition("-")
+    if dash:
+        return Column(head, name, int(low), int(high))
+    return Column(head, name, words=tuple(values.split()))
 
 
-SUBJECTS: Final = (
-    TableSubject(
-        "item",
-        "items",
-        tuple("Lamp Chair Clock Mirror Vase Rug Desk Shelf Kettle Fan Bowl Pillow".split()),
-        (
-            Column("Price", "price", 5, 300),
-            Column("Stock", "stock", 2, 99),
-            Column("Sold", "number sold", 2, 250),
-            _words("Colour", "colour", "red blue white black"),
-            _words("Hall", "hall", "north south east"),
-        ),
-        (Column("Price", "price", 2, 12), Column("Stock", "stock", 5, 80)),
-    ),
-    TableSubject(
-        "team",
-        "teams",
-        tuple("Lions Bears Hawks Sharks Wolves Tigers Eagles Bulls Foxes Owls Rams Colts".split()),
-        (
-            Column("Points", "number of points", 3, 120),
-            Column("Goals", "number of goals", 3, 95),
-            Column("Fans", "number of fans", 50, 990),
-            _words("League", "league", "A B C"),
-            _words("Shirt", "shirt", "green yellow purple grey"),
-        ),
-        (Column("Wins", "number of wins", 2, 12), Column("Bonus", "bonus", 3, 60)),
-    ),
-    TableSubject(
-        "plant",
-        "plants",
-        tuple("Fern Rose Tulip Daisy Ivy Maple Oak Basil Mint Cactus Lily Moss".split()),
-        (
-            Column("Height", "height", 4, 400),
-            Column("Leaves", "number of leaves", 3, 300),
-            Column("Age", "age", 2, 90),
-            _words("Light", "light", "sun shade half"),
-            _words("Soil", "soil", "sand clay peat"),
-        ),
-        (Column("Rows", "number of rows", 2, 12), Column("Per row", "number per row", 4, 70)),
-    ),
-    TableSubject(
-        "city",
-        "cities",
-        tuple("Arden Belmor Corvia Dunmar Elsin Farro Gilden Hestia Ivara Jorvik Kalmo".split()),
-        (
-            Column("Height", "height", 5, 900),
-            Column("Parks", "number of parks", 2, 90),
-            Column("Rainfall", "rainfall", 20, 300),
-            _words("Coast", "coast", "west east none"),
-            _words("Region", "region", "upper lower middle"),
-        ),
-        (Column("Lines", "number of lines", 2, 12), Column("Stops", "number of stops", 5, 70)),
-    ),
-    TableSubject(
-        "worker",
-        "workers",
-        tuple("Adams Baker Clark Davis Evans Foster Green Harris Jones King Lewis Moore".split()),
-        (
-            Column("Hours", "number of hours", 5, 60),
-            Column("Calls", "number of calls", 20, 499),
-            Column("Trips", "number of trips", 2, 80),
-            _words("Team", "team", "sales press legal"),
-            _words("Shift", "shift", "early late night"),
-        ),
-        (Column("Hours", "number of hours", 2, 12), Column("Wage", "wage", 12, 60)),
-    ),
-    TableSubject(
-        "planet",
-        "planets",
-        tuple("Zor Quell Nimba Tarvo Ysil Pholo Ruun Xanth Oberi Mekor Vesh Drax".split()),
-        (
-            Column("Moons", "number of moons", 2, 90),
-            Column("Size", "size", 10, 900),
-            Column("Bases", "number of bases", 2, 120),
-            _words("Air", "air", "thin thick none"),
-            _words("Owner", "owner", "crown guild nobody"),
-        ),
-        (Column("Mines", "number of mines", 2, 12), Column("Ore", "ore per mine", 5, 80)),
-    ),
+def _subject(part: Part) -> TableSubject:
+    rows, names, *columns = part.texts
+    p, q = part.work.split(SEPARATOR)
+    factors = _column(p), _column(q)
+    found = tuple(map(_column, columns))
+    return TableSubject(part.name, rows, tuple(names.split()), found, factors)
+
+
+# What a line is, and several; their names; head, name and values of columns; = two factors.
+SUBJECTS: Final = tuple(
+    _subject(part)
+    for part in read_parts("""
+    item: items | Lamp Chair Clock Mirror Vase Rug Desk Shelf Kettle Fan Bowl Pillow
+    | Price, price, 5-300 | Stock, stock, 2-99 | Sold, number sold, 2-250
+    | Colour, colour, red blue white black | Hall, hall, north south east
+    = Price, price, 2-12 | Stock, stock, 5-80
+    team: teams | Lions Bears Hawks Sharks Wolves Tigers Eagles Bulls Foxes Owls Rams Colts
+    | Points, number of points, 3-120 | Goals, number of goals, 3-95 | Fans, number of fans, 50-990
+    | League, league, A B C | Shirt, shirt, green yellow purple grey
+    = Wins, number of wins, 2-12 | Bonus, bonus, 3-60
+    plant: plants | Fern Rose Tulip Daisy Ivy Maple Oak Basil Mint Cactus Lily Moss
+    | Height, height, 4-400 | Leaves, number of leaves, 3-300 | Age, age, 2-90
+    | Light, light, sun shade half | Soil, soil, sand clay peat
+    = Rows, number of rows, 2-12 | Per row, number per row, 4-70
+    city: cities | Arden Belmor Corvia Dunmar Elsin Farro Gilden Hestia Ivara Jorvik Kalmo
+    | Height, height, 5-900 | Parks, number of parks, 2-90 | Rainfall, rainfall, 20-300
+    | Coast, coast, west east none | Region, region, upper lower middle
+    = Lines, number of lines, 2-12 | Stops, number of stops, 5-70
+    worker: workers | Adams Baker Clark Davis Evans Foster Green Harris Jones King Lewis Moore
+    | Hours, number of hours, 5-60 | Calls, number of calls, 20-499 | Trips, number of trips, 2-80
+    | Team, team, sales press legal | Shift, shift, early late night
+    = Hours, number of hours, 2-12 | Wage, wage, 12-60
+    planet: planets | Zor Quell Nimba Tarvo Ysil Pholo Ruun Xanth Oberi Mekor Vesh Drax
+    | Moons, number of moons, 2-90 | Size, size, 10-900 | Bases, number of bases, 2-120
+    | Air, air, thin thick none | Owner, owner, crown guild nobody
+    = Mines, number of mines, 2-12 | Ore, ore per mine, 5-80
+    """)
 )
 ASKS: Final = read_wordings("""
     cell: What is the {col} of {name}?

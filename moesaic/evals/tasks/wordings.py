@@ -4,14 +4,17 @@
     | {S} makes {A} fresh {T}.
     = With the new ones there are {X} + {A} = {Y} {T}.
 
-`name: wording` opens a part, `| wording` adds a wording of the same meaning, and `= steps` gives
-the worked steps of the solution."""
+`name: wording` opens a part, `| wording` adds a wording of the same meaning, also within a line,
+and `= steps` gives the worked steps of the solution, or the reply."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 from moesaic.evals.tasks.problem import plain
+
+SEPARATOR: Final = " | "
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +28,12 @@ def read_parts(text: str) -> list[Part]:
     parts: list[Part] = []
     for line in filter(None, map(plain, text.splitlines())):
         if line.startswith("| "):
-            parts[-1] = replace(parts[-1], texts=(*parts[-1].texts, line[2:]))
+            parts[-1] = replace(parts[-1], texts=(*parts[-1].texts, *line[2:].split(SEPARATOR)))
         elif line.startswith("= "):
             parts[-1] = replace(parts[-1], work=line[2:])
         else:
             name, _, wording = line.partition(": ")
-            parts.append(Part(name, (wording,)))
+            parts.append(Part(name, tuple(wording.split(SEPARATOR))))
     return parts
 
 

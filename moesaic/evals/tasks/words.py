@@ -8,17 +8,12 @@ from functools import partial
 from itertools import pairwise, product
 from typing import Final
 
-from moesaic.evals.tasks import stories
 from moesaic.evals.tasks.common import Draw, evenly, pick, pick_two, randint, sample, solved
 from moesaic.evals.tasks.problem import Problem
 from moesaic.evals.tasks.relations import CHAINS, GROUPS, ComparisonChain
-from moesaic.evals.tasks.stories import BOYS, GIRLS, Theme
+from moesaic.evals.tasks.stories import BOYS, GIRLS, THEMES, Theme
 from moesaic.evals.tasks.wordings import Part
 
-THEMES: Final[dict[str, Theme]] = {
-    name: getattr(stories, name.upper())
-    for name in "collection bakery harvest money trip bus hall farm game book".split()
-}
 NAMES: Final = BOYS + GIRLS
 PRONOUN: Final = dict.fromkeys(BOYS, "He") | dict.fromkeys(GIRLS, "She")
 STEPS: Final = (2, 2, 3, 3, 4)  # drawn from evenly
