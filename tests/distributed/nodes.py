@@ -53,7 +53,7 @@ def lonely_window(
     memory = mmap.mmap(-1, window_bytes(specs, len(nodes)))
     pairs = socket.socketpair()
     routes = [
-        NodeRoute(Outlet(pairs[0], Identity(rank, node), "nowhere"), node, (rank,))
+        NodeRoute(Outlet(pairs[0], str(Identity(rank, node))), node, (rank,))
         for rank, node in enumerate(nodes)
         if node
     ]

@@ -108,7 +108,7 @@ def introduce(connection: socket.socket, role: Role, own: Identity, secret: byte
 
 def identify(connection: socket.socket, own: Identity, secrets: Mapping[Role, bytes]) -> Session:
     """The listener's side, with the secret of each role that it serves; PermissionError if the
-    caller does not belong to this service. The caller then waits for `welcome`."""
+    caller does not belong to this service. The caller then waits for WELCOME."""
     deadline = time.monotonic() + PROOF_SECONDS
     hello = read_exactly(connection, len(GREETING) + 1, deadline)
     roles = [role for role in secrets if hello == GREETING + bytes([role])]
@@ -127,11 +127,6 @@ def identify(connection: socket.socket, own: Identity, secrets: Mapping[Role, by
         raise PermissionError("it does not know the secret")
     there = _unpack(hello[-IDENTITY.size :])
     return Session(roles[0], there, _proof(secret, b"session", hello + answer))
-
-
-def welcome(connection: socket.socket) -> None:
-    """Tells an authenticated caller that it is served."""
-    connection.sendall(WELCOME)
 
 
 def read_exactly(connection: socket.socket, length: int, deadline: float | None = None) -> bytes:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from moesaic.comm.network.handshake import Identity, Role, Session, identify, welcome
+from moesaic.comm.network.handshake import WELCOME, Identity, Role, Session, identify
 from moesaic.comm.network.quiet_log import QuietLog
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class Listener:
                     return
                 connection.settimeout(None)
                 tune(connection)
-                welcome(connection)
+                connection.sendall(WELCOME)
                 self._handlers[session.role].serve(connection, session, f"{session.peer} ({where})")
             except OSError as error:
                 if not self.closed:

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import msgspec
 
-from moesaic.comm.network.connect import Connector
+from moesaic.comm.network.connect import connect
 from moesaic.comm.network.handshake import Identity, Role, Session
 from moesaic.comm.network.listener import Listener, RoleHandler
 from moesaic.comm.network.message_stream import MessageStream
@@ -70,9 +70,10 @@ class StoreAddress:
 
     def connect(self, seconds: float, identity: Identity) -> StoreClient:
         """Raises OSError if the store is not there within `seconds` or has another secret."""
-        connector = Connector(self._open_socket, Role.STORE, identity, self.secret)
         try:
-            connection, session = connector.connect(seconds)
+            connection, session = connect(
+                self._open_socket, Role.STORE, identity, self.secret, seconds
+            )
         except PermissionError as error:
             raise PermissionError(f"the store at {self}: {error}") from error
         except OSError as error:

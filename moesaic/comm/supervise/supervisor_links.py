@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from moesaic.comm.network.connect import Connector
+from moesaic.comm.network.connect import connect
 from moesaic.comm.network.handshake import (
     NO_SECRET,
     Identity,
@@ -261,8 +261,7 @@ class LeadLink:
         dial = partial(socket.create_connection, self._address, CONNECT_SECONDS)
         own, secret = Identity(-1, self._node), own_secret()
         try:
-            connector = Connector(dial, Role.NODE, own, secret or NO_SECRET)
-            connection, session = connector.connect(seconds)
+            connection, session = connect(dial, Role.NODE, own, secret or NO_SECRET, seconds)
         except WrongSecret as error:
             reason = _secret_mismatch(bool(secret), error.keyed)
             self.inbox.put(0, Disconnected(reason, refused=True))

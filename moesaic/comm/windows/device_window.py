@@ -18,7 +18,8 @@ from torch import Tensor
 from moesaic.comm.collectives.group import Peers
 from moesaic.comm.errors import OutOfStep, PeerTimeout, WindowAborted
 from moesaic.comm.lifecycle import Membership
-from moesaic.comm.windows.window import PlaneSpec, layout_of, share_memory
+from moesaic.comm.windows.shared_memory import round_up
+from moesaic.comm.windows.window import PlaneSpec, check_names, layout_of, share_memory
 from moesaic.kernels.a2a import (
     COUNT_SHIFT,
     GENERATION_SHIFT,
@@ -34,8 +35,6 @@ from moesaic.kernels.a2a import (
 
 # Planes begin at multiples of this, so that 16 bytes can be copied at once.
 ALIGN: Final = 512
-# The mask of active ranks is one signed word.
-MAX_RANKS: Final = 63
 # Flags are signed words.
 MAX_GENERATION: Final = (1 << 63 - GENERATION_SHIFT) - 1
 UNREADABLE: Final = "unknown: the GPU can no longer be read"
@@ -245,15 +244,9 @@ def new_state(channels: int, active: Sequence[int], timeout: float) -> Tensor:
 
 def layout(specs: Sequence[PlaneSpec], channels: int, size: int) -> tuple[dict[str, int], int]:
     """The offset of each plane in a region, and the bytes of the region."""
-    names = [spec.name for spec in specs]
-    if len(set(names)) < len(names):
-        raise ValueError(f"planes {names}: give each a name of its own")
+    check_names(specs)
     offsets, end = {}, round_up(channels * size * 8, ALIGN)
     for spec in specs:
         offsets[spec.name] = end
         end += round_up(spec.nbytes, ALIGN)
     return offsets, end
-
-
-def round_up(nbytes: int, unit: int) -> int:
-    return -(-nbytes // unit) * unit

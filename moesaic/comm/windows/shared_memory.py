@@ -18,6 +18,10 @@ SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 DESCRIPTOR: Final = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 
 
+def round_up(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
+
+
 def create_memory(name: str, length: int) -> int:
     """The descriptor of zeroed memory of a fixed size."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -18,6 +18,7 @@ from typing import Final
 from moesaic.comm.errors import PeerLost, PeerTimeout, WindowAborted
 from moesaic.comm.supervise.control_page import RankStatus
 from moesaic.comm.windows import futex
+from moesaic.comm.windows.shared_memory import round_up
 from moesaic.core.rank_state import RankState
 
 WORD: Final = 8
@@ -79,7 +80,7 @@ class Signals:
         self._words = page.cast("q")
         self._words32 = page.cast("I")
         self._address = address
-        posts = _round_up(channels)
+        posts = round_up(channels, LINE)
         self._posted = [_base(peer, size, channels) for peer in range(size)]
         self._sleeper = [base + posts for base in self._posted]
         self._wake_line = [base + LINE for base in self._sleeper]
@@ -253,11 +254,7 @@ class Signals:
 def _base(rank: int, size: int, channels: int) -> int:
     """The first word of a rank's block: its posts, sleeper line, wake line and text."""
     head = LINE + TEXT_BYTES // WORD
-    return head + rank * (_round_up(channels) + 2 * LINE + TEXT_BYTES // WORD)
-
-
-def _round_up(words: int) -> int:
-    return -(-words // LINE) * LINE
+    return head + rank * (round_up(channels, LINE) + 2 * LINE + TEXT_BYTES // WORD)
 
 
 @lru_cache(maxsize=4096)

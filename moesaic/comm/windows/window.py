@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moesaic.comm.collectives.group import Peers
-from moesaic.comm.windows.shared_memory import create_memory, map_memory
+from moesaic.comm.windows.shared_memory import create_memory, map_memory, round_up
 from moesaic.comm.windows.signals import Signals, page_bytes
 
 MEMORY: Final = "moesaic-window"
@@ -54,6 +54,7 @@ class SharedWindow:
 
     spans_nodes: bool = False
     """Whether some ranks are on other nodes, so that touched data is sent."""
+    signals_type: type[Signals] = Signals
 
     def __init__(
         self,
@@ -74,7 +75,9 @@ class SharedWindow:
             self._stacked = _planes(data, specs, self.size, channels)
             self._own = {name: list(stack.unbind(0)) for name, stack in self._stacked.items()}
         page = memoryview(memory)[: page_bytes(self.size, channels + 1)]
-        self._signals = self._signals_over(page, data.data_ptr(), group)
+        self._signals = self.signals_type(
+            page, data.data_ptr(), self.rank, self.size, channels + 1, group.status
+        )
 
     def stacked(self, name: str) -> Tensor:
         """[size, *shape]: the planes of all ranks in one tensor."""
@@ -155,9 +158,6 @@ class SharedWindow:
             return source[index].clone()
         return source.index_select(0, index)
 
-    def _signals_over(self, page: memoryview, address: int, group: Peers) -> Signals:
-        return Signals(page, address, self.rank, self.size, self._channels + 1, group.status)
-
     def _known(self, name: str) -> str:
         if name not in self._own:
             raise ValueError(f"no plane {name!r}: this window has {sorted(self._own) or 'closed'}")
@@ -165,12 +165,19 @@ class SharedWindow:
 
 
 def window_bytes(specs: Sequence[PlaneSpec], size: int, channels: int = CHANNELS) -> int:
-    return control_bytes(size, channels) + sum(_page_up(size * spec.nbytes) for spec in specs)
+    planes = sum(round_up(size * spec.nbytes, PAGE) for spec in specs)
+    return control_bytes(size, channels) + planes
 
 
 def control_bytes(size: int, channels: int) -> int:
     """Bytes before the first plane."""
-    return _page_up(page_bytes(size, channels + 1))
+    return round_up(page_bytes(size, channels + 1), PAGE)
+
+
+def check_names(specs: Sequence[PlaneSpec]) -> None:
+    names = [spec.name for spec in specs]
+    if len(set(names)) < len(names):
+        raise ValueError(f"planes {names}: give each a name of its own")
 
 
 def layout_of(specs: Sequence[PlaneSpec], channels: int) -> str:
@@ -185,12 +192,8 @@ def _planes(
     for spec in specs:
         end = start + size * spec.nbytes
         planes[spec.name] = data[start:end].view(spec.dtype).view(size, *spec.shape)
-        start = _page_up(end)
+        start = round_up(end, PAGE)
     return planes
-
-
-def _page_up(count: int) -> int:
-    return -(-count // PAGE) * PAGE
 
 
 def share_memory(
