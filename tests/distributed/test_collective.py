@@ -21,6 +21,7 @@ from moesaic.comm.collectives.collective import (
     HEAD_BYTES,
     Collective,
     PartsDiffer,
+    SingleRank,
     WindowCollective,
 )
 from moesaic.comm.collectives.group import RankGroup
@@ -311,12 +312,13 @@ def test_parts_that_differ_are_refused(pools: Pools):
 
 
 def test_one_rank_is_alone():
+    alone, x_NH = SingleRank(), torch.randn(4, 8)
+    assert alone.all_reduce(x_NH, "sum").data_ptr() == x_NH.data_ptr()
+    assert alone.gather_rows(x_NH, [4], "rows") is x_NH
     comm = WindowCollective(RankGroup.alone(), LARGE, 1.0)
-    x_NH = torch.randn(4, 8)
-    assert torch.equal(comm.sum_rows(x_NH, slice(1, 3), "sum"), x_NH[1:3])
-    assert comm.all_reduce(x_NH, "sum").data_ptr() == x_NH.data_ptr()
-    assert comm.gather_rows(x_NH, [4], "rows") is x_NH
-    assert torch.equal(comm.gather_columns(x_NH, [8], slice(0, 2), "columns"), x_NH[:2])
+    for one in (alone, comm):
+        assert torch.equal(one.sum_rows(x_NH, slice(1, 3), "sum"), x_NH[1:3])
+        assert torch.equal(one.gather_columns(x_NH, [8], slice(0, 2), "columns"), x_NH[:2])
     assert WindowCollective.window_bytes(1, LARGE) == 0
     with pytest.raises(ValueError, match=r"rows of ranks \[3\]: .*, 4 for this one \(0\)"):
         comm.gather_rows(x_NH, [3], "rows")

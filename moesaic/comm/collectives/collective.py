@@ -21,6 +21,7 @@ from moesaic.comm.collectives.group import Peers
 from moesaic.comm.lifecycle import Membership, Participant
 from moesaic.comm.mesh import share
 from moesaic.comm.windows.factory import create_window
+from moesaic.comm.windows.shared_memory import round_up
 from moesaic.comm.windows.window import PlaneSpec, first_epoch, window_bytes
 
 HALVES: Final = 2
@@ -106,10 +107,8 @@ class WindowCollective(Collective):
         if nbytes < 1:
             raise ValueError(f"{nbytes} bytes for a rank's part: give 1 or more")
         self.rank, self.size = group.rank, group.size
-        self._capacity = _capacity(nbytes)
+        self._capacity = round_up(nbytes, HEAD_BYTES)
         self._round = 0
-        if self.size == 1:
-            return
         self._window = create_window(group, _planes(nbytes), timeout, channels=1)
         # Tensors created in inference mode cannot be written outside it.
         with torch.inference_mode(False):
@@ -125,8 +124,6 @@ class WindowCollective(Collective):
         return window_bytes(_planes(nbytes), size, channels=1) if size > 1 else 0
 
     def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
-        if self.size == 1:
-            return x_NH[rows]
         chosen, width = chosen_rows(rows, len(x_NH)), math.prod(x_NH.shape[1:])
         x_N = x_NH.detach().reshape(-1)
         needed = range(chosen.start * width, chosen.stop * width)
@@ -139,8 +136,6 @@ class WindowCollective(Collective):
 
     def gather_rows(self, x_TH: Tensor, counts: Sequence[int], operation: str) -> Tensor:
         check_counts(self, counts, len(x_TH), "rows")
-        if self.size == 1:
-            return x_TH
         width = math.prod(x_TH.shape[1:])
         x_N = x_TH.detach().reshape(-1)
         out = x_N.new_empty(sum(counts) * width)
@@ -157,8 +152,6 @@ class WindowCollective(Collective):
         self, x_RV: Tensor, widths: Sequence[int], rows: slice, operation: str
     ) -> Tensor:
         check_counts(self, widths, x_RV.shape[1], "columns")
-        if self.size == 1:
-            return x_RV[rows]
         x_RV = x_RV.detach()
         needed, spans = chosen_rows(rows, len(x_RV)), _spans(widths)
         out = x_RV.new_empty(len(needed), sum(widths))
@@ -175,15 +168,13 @@ class WindowCollective(Collective):
         return out
 
     def restart(self, membership: Membership) -> None:
-        if self.size > 1:
-            self._window.forget()
-            self._round = first_epoch(membership.generation)
+        self._window.forget()
+        self._round = first_epoch(membership.generation)
 
     def close(self) -> None:
         """Frees the memory. May be repeated."""
-        if self.size > 1:
-            self._own, self._bodies, self._heads = [], [], []
-            self._window.close()
+        self._own, self._bodies, self._heads = [], [], []
+        self._window.close()
 
     def _sum(self, x_N: Tensor, asked: range, out: Tensor, operation: str) -> None:
         """Writes elements `asked` of the sum to `out`."""
@@ -257,12 +248,8 @@ def check_counts(comm: Collective, counts: Sequence[int], own: int, what: str) -
         )
 
 
-def _capacity(nbytes: int) -> int:
-    return -(-nbytes // HEAD_BYTES) * HEAD_BYTES
-
-
 def _planes(nbytes: int) -> list[PlaneSpec]:
-    return [PlaneSpec("halves", (HALVES, HEAD_BYTES + _capacity(nbytes)), torch.uint8)]
+    return [PlaneSpec("halves", (HALVES, HEAD_BYTES + round_up(nbytes, HEAD_BYTES)), torch.uint8)]
 
 
 @lru_cache(maxsize=1024)

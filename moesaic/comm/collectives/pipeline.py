@@ -19,6 +19,7 @@ from moesaic.comm.collectives.group import Peers
 from moesaic.comm.errors import PeerLost, PeerTimeout
 from moesaic.comm.lifecycle import Membership, Participant
 from moesaic.comm.windows.factory import create_window
+from moesaic.comm.windows.shared_memory import round_up
 from moesaic.comm.windows.window import PlaneSpec, first_epoch, window_bytes
 
 # The header of a message in its slot, in words of PipeWord.
@@ -60,7 +61,7 @@ class PipeSpec:
 
     def planes(self) -> list[PlaneSpec]:
         rows = (self.depth, self.max_tokens, self.hidden_size)
-        length = -(-self.message_bytes // HEAD_BYTES) * HEAD_BYTES
+        length = round_up(self.message_bytes, HEAD_BYTES)
         return [
             PlaneSpec("texts", (self.depth, HEAD_BYTES + length), torch.uint8),
             PlaneSpec("tensors", rows, self.dtype),
