@@ -55,10 +55,6 @@ class OutOfStep(RuntimeError):
 class WindowAborted(RuntimeError):
     """A window or a collective was aborted: the step in progress is abandoned."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
 
 class RankFailed(RuntimeError):
     """A function run on local ranks raised, died or timed out on some of them.

@@ -190,7 +190,7 @@ def aborted(group: RankGroup) -> tuple[str, float]:
     try:
         window.wait(0, 1, "a step that never ends")
     except WindowAborted as error:
-        return error.reason, time.monotonic() - float(window.plane("t", 1)[0])
+        return str(error), time.monotonic() - float(window.plane("t", 1)[0])
     return "", 0.0
 
 

@@ -311,7 +311,7 @@ def aborted(group: RankGroup, nodes: tuple[int, ...]) -> str:
             window.wait(0, 1, "a step that never ends")
         except WindowAborted as error:
             group.barrier("all have heard")
-            return error.reason
+            return str(error)
     return ""
 
 

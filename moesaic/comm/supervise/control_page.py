@@ -38,22 +38,16 @@ class EpochChanged(RuntimeError):
     """The supervisor changed the membership: the step in progress is abandoned."""
 
     def __init__(self, epoch: int, reason: str) -> None:
-        super().__init__(epoch, reason)
-        self.epoch, self.reason = epoch, reason
-
-    def __str__(self) -> str:
-        return self.reason
+        super().__init__(reason)
+        self.epoch = epoch
 
 
 class StepRolledBack(RuntimeError):
     """A rank could not finish a step: its replica abandons it and enters the next generation."""
 
     def __init__(self, generation: int) -> None:
-        super().__init__(generation)
+        super().__init__(f"rolled back to generation {generation}")
         self.generation = generation
-
-    def __str__(self) -> str:
-        return f"rolled back to generation {self.generation}"
 
 
 class ControlPage:

@@ -24,7 +24,16 @@ from moesaic.comm.supervise.poll_loop import PollLoop, receive_some
 from moesaic.comm.supervise.process_watch import ProcessWatch, describe_exit
 from moesaic.comm.supervise.service_spec import RankSpec, ServiceSpec
 from moesaic.comm.supervise.spawner import Spawner, kill_children
-from moesaic.core.messages import AnyMessage, Message, NoMessage, RollbackStep, Stop, decode, encode
+from moesaic.core.messages import (
+    AnyMessage,
+    Fault,
+    Message,
+    NoMessage,
+    RollbackStep,
+    Stop,
+    decode,
+    encode,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +62,7 @@ class NodeSupervisor(ABC):
         self._senders = {route: rank for rank, route in self._routes.items()}
         target = spec.target.partition(":")[0]
         self._spawner = Spawner(["moesaic.comm.launch.rank_link", *spec.preload, target])
-        self.loop.add(self._spawner.wakeup_fd, self._on_spawned)
+        self.loop.add(self._spawner.started.wakeup_fd, self._on_spawned)
         self._endpoint = f"ipc://{folder}/ranks"
         self.sockets = context
         self._ranks = self.socket(zmq.ROUTER)
@@ -101,12 +110,21 @@ class NodeSupervisor(ABC):
         """Handles a message from the client."""
 
     @abstractmethod
-    def fail(self, message: str, ranks: Sequence[int]) -> None:
-        """Ends the service on all nodes; `ranks` are at fault."""
+    def tell_nodes(self, message: Message) -> None:
+        """Sends to the supervisors of other nodes that are connected to this one."""
 
     @abstractmethod
     def stop(self, reason: str) -> None:
         """Ends the service in order."""
+
+    def fail(self, message: str, ranks: Sequence[int], *, tell: bool = True) -> None:
+        """Ends the service, on all nodes if `tell`; `ranks` are at fault."""
+        if self.end(1, logging.ERROR, f"the service ends: {message}"):
+            fault = Fault(message, list(ranks))
+            if tell:
+                self.tell_nodes(fault)
+            self.fence(ranks, message)
+            self.send_client(fault)
 
     def tick(self, now: float) -> None:
         """Checks the processes of this node, at least ten times a second."""
@@ -176,7 +194,7 @@ class NodeSupervisor(ABC):
         self._kill_all()
 
     def stop_ranks(self) -> None:
-        """Asks all ranks to end, and kills those that do not."""
+        """Asks all ranks to end, kills those that do not, and reports the end to the client."""
         for rank in self._processes:
             self.send_local(rank, encode(Stop()))
         # Ends the waits of ranks whose peers have already ended.
@@ -186,6 +204,7 @@ class NodeSupervisor(ABC):
         for process in self._processes.values():
             process.join(max(0.0, deadline - time.monotonic()))
         self._kill_all()
+        self.send_client(Stop())
 
     def close(self) -> None:
         self._kill_all()
@@ -201,14 +220,13 @@ class NodeSupervisor(ABC):
             process.join(DRAIN_SECONDS)
 
     def _on_spawned(self) -> None:
-        started, error = self._spawner.collect()
-        for process in started:
-            rank = int(process.name.removeprefix("rank"))
-            self._processes[rank] = process
-            self.loop.add(process.sentinel, self._on_rank_end)
-        if error:
-            self.loop.remove(self._spawner.wakeup_fd)
-            self.fail(f"{error}; the fork server may have failed to load", [])
+        for started in self._spawner.started.drain():
+            if isinstance(started, Exception):
+                why = f"no process can be started: {started!r}"
+                self.fail(f"{why}; the fork server may have failed to load", [])
+            else:
+                self._processes[int(started.name.removeprefix("rank"))] = started
+                self.loop.add(started.sentinel, self._on_rank_end)
 
     def _on_rank_end(self) -> None:
         """A rank that raised has sent the reason, which may still be in flight."""
