@@ -77,7 +77,6 @@ class NodeSender:
     def post(
         self, channel: int, epoch: int, operation: str, seconds: float, status: RankStatus | None
     ) -> None:
-        """Sends the pieces, then the signal."""
         loaded, self._pieces = self._pieces, []
         for number, route in enumerate(self.routes):
             pieces = [(start, stop) for start, stop, mask in loaded if mask >> number & 1]
@@ -85,10 +84,6 @@ class NodeSender:
             head = frame(FrameKind.POST, self.window, channel, epoch, operation, table)
             data = [self._bytes[start:stop] for start, stop in pieces]
             route.outlet.send([head, *data], seconds, status)
-
-    def broadcast(self, kind: FrameKind, seconds: float, text: str = "") -> None:
-        for route in self.routes:
-            route.outlet.send([frame(kind, self.window, text=text)], seconds)
 
     def clear(self) -> None:
         self._pieces.clear()
@@ -118,10 +113,6 @@ class NodeSignals(Signals):
         self.sender.post(channel, epoch, operation, self.timeout, self._status)
         if any(route.outlet.broken for route in self.sender.routes):
             self.unreachable.update(self.sender.unreachable())
-
-    def abort(self, reason: str) -> None:
-        super().abort(reason)
-        self.sender.broadcast(FrameKind.ABORT, self.timeout, reason)
 
 
 class NodeWindow(SharedWindow):
@@ -170,7 +161,6 @@ def _retire(outlets: list[Outlet], window: int) -> None:
 def create_node_window(
     group: Peers, specs: Sequence[PlaneSpec], timeout: float, channels: int
 ) -> NodeWindow:
-    """All ranks of the group call it with the same planes."""
     links = group.links
     if links is None:
         raise ValueError(
@@ -199,7 +189,8 @@ def create_node_window(
         raise
     sender = found[0]
     # From here on the receivers notice when this rank ends.
-    sender.broadcast(FrameKind.OPEN, timeout)
+    for route in sender.routes:
+        route.outlet.send([frame(FrameKind.OPEN, window)], timeout)
     return NodeWindow(memory, specs, group, timeout, channels, sender)
 
 

@@ -1,7 +1,7 @@
 """The control page of a shared window: the signals, waits and operations of all ranks.
 
 Words are aligned int64, which a memoryview loads and stores atomically. Every word has one writer,
-except the wake lines and the abort line; no two ranks' words share a cache line. For a rank of
+except the wake lines and the first word; no two ranks' words share a cache line. For a rank of
 another node a rank of this node writes (node_window.py).
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
-from moesaic.comm.errors import PeerLost, PeerTimeout, WindowAborted
+from moesaic.comm.errors import PeerLost, PeerTimeout
 from moesaic.comm.supervise.control_page import RankStatus
 from moesaic.comm.windows import futex
 from moesaic.comm.windows.shared_memory import round_up
@@ -37,9 +37,8 @@ TICKET, CHANNEL, EPOCH, MASK = range(4)
 # A wake line has the futex word, the last woken ticket, and whether the rank is lost.
 WOKEN, LOST = 1, 2
 
-# Whether the window is aborted, and whether any rank is lost.
-ABORT, LOSSES = range(2)
-ABORT_TEXT: Final = LINE
+# The first word: whether any rank is lost.
+LOSSES: Final = 0
 
 _lock = threading.Lock()
 
@@ -60,7 +59,7 @@ def page_bytes(size: int, channels: int) -> int:
 
 
 class Signals:
-    """Post, wait and abort over a control page that all ranks map; one thread of each uses it."""
+    """Posts and waits over a control page that all ranks map; one thread of each uses it."""
 
     def __init__(
         self,
@@ -130,18 +129,6 @@ class Signals:
         """The last epoch that this rank has posted."""
         return self._words[self._posted[self._rank] + channel]
 
-    def abort(self, reason: str) -> None:
-        """Makes every wait, also those in progress, raise WindowAborted with the first reason."""
-        if self._words[ABORT]:
-            return
-        start = ABORT_TEXT * WORD
-        self._bytes[start : start + TEXT_BYTES] = _encode(reason)
-        fence()
-        self._words[ABORT] = 1
-        fence()
-        for peer in self._peers:
-            self._wake(peer)
-
     def lose(self, reason: str) -> None:
         """Makes every wait for this rank raise PeerLost."""
         seen = self._operation_of(self._rank)
@@ -162,8 +149,6 @@ class Signals:
         words = self._words
         while pending and words[pending[-1]] >= epoch:
             pending.pop()
-        if words[ABORT]:
-            raise WindowAborted(_decode(self._bytes, ABORT_TEXT * WORD))
         if self._status is not None and self._status.changed:
             self._status.check_epoch()
             # A complete wait returns: this rank's part of an abandoned step may be done.
@@ -253,8 +238,7 @@ class Signals:
 
 def _base(rank: int, size: int, channels: int) -> int:
     """The first word of a rank's block: its posts, sleeper line, wake line and text."""
-    head = LINE + TEXT_BYTES // WORD
-    return head + rank * (round_up(channels, LINE) + 2 * LINE + TEXT_BYTES // WORD)
+    return LINE + rank * (round_up(channels, LINE) + 2 * LINE + TEXT_BYTES // WORD)
 
 
 @lru_cache(maxsize=4096)

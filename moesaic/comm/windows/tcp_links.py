@@ -46,8 +46,7 @@ class FrameKind(IntEnum):
 
     OPEN = 0
     POST = 1
-    ABORT = 2
-    CLOSE = 3
+    CLOSE = 2
 
 
 class Malformed(Exception):
@@ -93,7 +92,6 @@ class Outlet:
     """A connection to a rank of another node, to send; once `broken`, frames are dropped."""
 
     def __init__(self, connection: socket.socket, name: str) -> None:
-        """`name`: the peer, for messages."""
         self.broken = ""
         self._name = name
         self._connection = connection
@@ -262,17 +260,14 @@ class TcpLinks:
         inlet = inlets.get(window)
         if inlet is None:
             raise Malformed(f"a frame of kind {kind} for window {window:x}, which it has not open")
-        text = rest[:text_bytes].decode(errors="replace")
         if kind == FrameKind.CLOSE:
             del inlets[window]
-        elif kind == FrameKind.ABORT:
-            inlet.signals.abort(text)
         elif kind == FrameKind.POST:
             _check_signal(inlet, channel, epoch)
             numbers = struct.unpack(f"<{2 * count}Q", rest[text_bytes:])
             pieces = zip(numbers[::2], numbers[1::2], strict=True)
             _receive(connection, [inlet.place(*piece) for piece in pieces], inside=True)
-            inlet.signals.post(channel, epoch, text)
+            inlet.signals.post(channel, epoch, rest[:text_bytes].decode(errors="replace"))
         else:
             raise Malformed(f"a frame of kind {kind}")
         return True

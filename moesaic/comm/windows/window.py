@@ -45,8 +45,8 @@ class PlaneSpec:
 class SharedWindow:
     """The planes of all ranks, and signals between them. One thread of a rank uses it at a time.
 
-    A signal is a growing number per rank and channel: data put before `signal(epoch)` is visible to
-    a rank whose `wait(epoch)` on that channel has returned.
+    A signal is a growing number per rank and channel: data written before `signal(epoch)` is
+    visible to a rank whose `wait(epoch)` on that channel has returned.
 
     The memory is an unnamed mapping that ends with the last rank: the control page and then, for
     each plane, the arrays of all ranks in order. The kernel allocates it at the first access.
@@ -120,43 +120,11 @@ class SharedWindow:
         self._signals.post(self._channels, self._barriers, operation)
         self._signals.wait(self._channels, self._barriers, operation, self._everyone, seconds)
 
-    def abort(self, reason: str) -> None:
-        """Makes every wait of every rank, now and later, raise WindowAborted."""
-        self._signals.abort(reason)
-
     def close(self) -> None:
         """Frees the memory once no tensor views it. May be repeated."""
-        # Tensors may still view the memory, so it is not unmapped here.
         self._stacked.clear()
         self._own.clear()
         self._signals.release()
-
-    def put(
-        self, name: str, peer: int, start: int, source: Tensor, index: Tensor | None = None
-    ) -> int:
-        """Copies rows of `source` (those of `index`) to a peer's plane; returns the bytes."""
-        target = self.plane(name, peer)
-        if source.shape[1:] != target.shape[1:] or source.dtype != target.dtype:
-            raise ValueError(
-                f"rows of {tuple(source.shape)} {source.dtype} do not fit plane {name!r} of "
-                f"{tuple(target.shape)} {target.dtype}"
-            )
-        rows = source.shape[0] if index is None else index.shape[0]
-        place = target.narrow(0, start, rows)
-        if index is None:
-            place.copy_(source)
-        else:
-            torch.index_select(source, 0, index, out=place)
-        if self.spans_nodes:
-            self.touch(place, (peer,))
-        return place.nbytes
-
-    def get(self, name: str, peer: int, index: Tensor | slice) -> Tensor:
-        """A copy of rows of a peer's plane."""
-        source = self.plane(name, peer)
-        if isinstance(index, slice):
-            return source[index].clone()
-        return source.index_select(0, index)
 
     def _known(self, name: str) -> str:
         if name not in self._own:
