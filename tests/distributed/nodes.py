@@ -103,5 +103,4 @@ def puts(group: RankGroup, nodes: tuple[int, ...], turns: int) -> list[str]:
                 if not torch.equal(window.plane("own", peer)[half], torch.arange(5) * turn + peer):
                     wrong.append(f"turn {turn}: plane of rank {peer}")
         window.barrier("end")
-        window.close()
     return wrong

@@ -171,11 +171,6 @@ class WindowCollective(Collective):
         self._window.forget()
         self._round = first_epoch(membership.generation)
 
-    def close(self) -> None:
-        """Frees the memory. May be repeated."""
-        self._own, self._bodies, self._heads = [], [], []
-        self._window.close()
-
     def _sum(self, x_N: Tensor, asked: range, out: Tensor, operation: str) -> None:
         """Writes elements `asked` of the sum to `out`."""
         head = _head("sum_rows", x_N.dtype, (len(x_N),))

@@ -114,12 +114,7 @@ class RankGroup(Peers):
 
     @classmethod
     def alone(cls, name: str = "alone", timeout: float = 0.0) -> RankGroup:
-        """A group of one rank, without store and sockets."""
         return cls(None, None, name, timeout)
-
-    def close(self) -> None:
-        self._gloo = None
-        self._store = None
 
     def collectives(self) -> RankGroup:
         return self
@@ -127,7 +122,7 @@ class RankGroup(Peers):
     @property
     def store(self) -> Store:
         if self._store is None:
-            raise RuntimeError(f"group {self.name} is closed, or has one rank: it has no store")
+            raise RuntimeError(f"group {self.name} has one rank: it has no store")
         return self._store
 
     def barrier(self, operation: str) -> None:
@@ -185,7 +180,7 @@ class RankGroup(Peers):
             return
         if self._gloo is None:
             raise RuntimeError(
-                f"{operation!r} on group {self.name}, which is closed or has failed: form another"
+                f"{operation!r} on group {self.name}, which has failed: form another"
             )
         self._sequence += 1
         started = time.monotonic()

@@ -119,12 +119,10 @@ class Pipe(Participant):
         return self._take("step", timeout)
 
     def reply(self, message: bytes) -> None:
-        """Sends from the last stage to the first."""
         assert self.is_last, f"stage {self.rank} of {self.size}: only the last one replies"
         self._put(message, None, "reply")
 
     def take_reply(self, timeout: float | None = None) -> bytes:
-        """On the first stage: the next reply of the last one."""
         assert self.is_first, f"stage {self.rank} of {self.size}: replies go to the first"
         return self._take("reply", timeout)[0]
 
@@ -133,13 +131,6 @@ class Pipe(Participant):
         self._start = self._sent = self._taken = first_epoch(membership.generation)
         self._pieces = []
         self._arrived.clear()
-
-    def close(self) -> None:
-        """Frees the memory. May be repeated."""
-        nothing = torch.empty(0)
-        self._texts = self._tensors = self._inbox_tensors = nothing
-        self._outbox = self._inbox = nothing.numpy()
-        self._window.close()
 
     def _put(self, message: bytes, x_TH: Tensor | None, what: str) -> None:
         """Writes a message to as many slots as it takes; the tensor goes with the last."""

@@ -88,10 +88,6 @@ class NodeSender:
     def clear(self) -> None:
         self._pieces.clear()
 
-    def release(self) -> None:
-        self._pieces.clear()
-        self._bytes.release()
-
     def unreachable(self) -> dict[int, str]:
         """The ranks that cannot be reached any more, and why."""
         return {
@@ -134,23 +130,14 @@ class NodeWindow(SharedWindow):
         super().__init__(memory, specs, group, timeout, channels)
         self._sender = self._signals.sender = sender
         self._signals.timeout = timeout
-        self._retire = weakref.finalize(
-            self, _retire, [route.outlet for route in sender.routes], sender.window
-        )
+        outlets = [route.outlet for route in sender.routes]
+        weakref.finalize(self, _retire, outlets, sender.window)
 
     def touch(self, view: Tensor, ranks: Sequence[int] | None = None) -> None:
         self._sender.add(view, ranks)
 
     def forget(self) -> None:
         self._sender.clear()
-
-    def close(self) -> None:
-        super().close()
-        if self._retire.alive:
-            self._retire()
-            for route in self._sender.routes:
-                route.outlet.send([], self.timeout)
-            self._sender.release()
 
 
 def _retire(outlets: list[Outlet], window: int) -> None:

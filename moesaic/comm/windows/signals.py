@@ -140,10 +140,6 @@ class Signals:
         for peer in self._peers:
             self._wake(peer)
 
-    def release(self) -> None:
-        for view in (self._words, self._words32, self._bytes):
-            view.release()
-
     def _arrived(self, pending: list[int], epoch: int) -> bool:
         """Removes the words that reached the epoch; returns whether none is left."""
         words = self._words

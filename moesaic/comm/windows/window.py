@@ -49,7 +49,8 @@ class SharedWindow:
     visible to a rank whose `wait(epoch)` on that channel has returned.
 
     The memory is an unnamed mapping that ends with the last rank: the control page and then, for
-    each plane, the arrays of all ranks in order. The kernel allocates it at the first access.
+    each plane, the arrays of all ranks in order. The kernel allocates it at the first access and
+    frees it with the last window and tensor that views it.
     """
 
     spans_nodes: bool = False
@@ -120,15 +121,9 @@ class SharedWindow:
         self._signals.post(self._channels, self._barriers, operation)
         self._signals.wait(self._channels, self._barriers, operation, self._everyone, seconds)
 
-    def close(self) -> None:
-        """Frees the memory once no tensor views it. May be repeated."""
-        self._stacked.clear()
-        self._own.clear()
-        self._signals.release()
-
     def _known(self, name: str) -> str:
         if name not in self._own:
-            raise ValueError(f"no plane {name!r}: this window has {sorted(self._own) or 'closed'}")
+            raise ValueError(f"no plane {name!r}: this window has {sorted(self._own)}")
         return name
 
 
