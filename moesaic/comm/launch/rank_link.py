@@ -159,11 +159,10 @@ class RankLink:
 
 
 def main(data: bytes) -> None:
-    """Runs a rank's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_fork_server()
     spec = msgspec.msgpack.decode(data, type=RankSpec)
-    name_process(process_name(spec.rank))
+    name_process(f"moesaic-rank-{spec.rank}" if spec.rank < 100 else f"moesaic-rk-{spec.rank}")
     _set_up(spec.rank, spec.service)
     link = RankLink(spec)
     code = _run(link, spec.service.target)
@@ -172,10 +171,6 @@ def main(data: bytes) -> None:
     sys.stderr.flush()
     # Threads and destructors of the target must not delay the exit.
     os._exit(code)
-
-
-def process_name(rank: int) -> str:
-    return f"moesaic-rank-{rank}" if rank < 100 else f"moesaic-rk-{rank}"
 
 
 def _run(link: RankLink, target: str) -> int:

@@ -12,24 +12,22 @@ import mmap
 import time
 from typing import Final
 
-from moesaic.comm.windows.shared_memory import create_memory, map_memory
+from moesaic.comm.windows.shared_memory import create_memory, decode_text, encode_text, map_memory
 from moesaic.core.rank_state import RankSnapshot, RankState
 from moesaic.observe.spans import SpanKind, Spans
 
 MEMORY: Final = "moesaic-control"
 WORD: Final = 8
-TEXT_BYTES: Final = 248
+TEXT_BYTES: Final = 256
 LINE_BYTES: Final = 64
-HEAD_BYTES: Final = LINE_BYTES + 256
-STATUS_BYTES: Final = LINE_BYTES + 256
+HEAD_BYTES: Final = LINE_BYTES + TEXT_BYTES
+STATUS_BYTES: Final = LINE_BYTES + TEXT_BYTES
 MAGIC: Final = 0x4D4F455341494331
 
 # Words of the header.
 MAGIC_WORD, EPOCH, LIVE, NUM_RANKS = range(4)
 # Words of a status.
 BEAT, STEP, STATE, SINCE, PROGRESS, COMPUTED, WAITED, GENERATION = range(8)
-
-
 # The words that sum up the time in a state.
 TOTALS: Final[dict[int, int]] = {RankState.COMPUTING: COMPUTED, RankState.WAITING: WAITED}
 
@@ -89,7 +87,7 @@ class ControlPage:
 
     @property
     def reason(self) -> str:
-        return self._text(LINE_BYTES)
+        return decode_text(self._bytes, LINE_BYTES, TEXT_BYTES)
 
     @property
     def num_ranks(self) -> int:
@@ -116,7 +114,7 @@ class ControlPage:
         return RankSnapshot(
             state=RankState(words[STATE]),
             step=words[STEP],
-            operation=self._text(base + LINE_BYTES),
+            operation=decode_text(self._bytes, base + LINE_BYTES, TEXT_BYTES),
             beat_age=(now - words[BEAT]) / 1e9,
             state_age=(now - words[SINCE]) / 1e9,
             progress=words[PROGRESS],
@@ -129,14 +127,7 @@ class ControlPage:
         return HEAD_BYTES + number * STATUS_BYTES
 
     def _write(self, start: int, text: str) -> None:
-        """Writes the length and the UTF-8 bytes, truncated to fit."""
-        data = text.encode(errors="replace")[: TEXT_BYTES - WORD]
-        self._bytes[start + WORD : start + WORD + len(data)] = data
-        self._words[start // WORD] = len(data)
-
-    def _text(self, start: int) -> str:
-        length = min(max(0, self._words[start // WORD]), TEXT_BYTES - WORD)
-        return bytes(self._bytes[start + WORD : start + WORD + length]).decode(errors="replace")
+        self._bytes[start : start + TEXT_BYTES] = encode_text(text, TEXT_BYTES)
 
 
 class RankStatus:

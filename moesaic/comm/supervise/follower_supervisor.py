@@ -79,7 +79,7 @@ class FollowerSupervisor(NodeSupervisor):
             logger.info("waiting for node 0 at %s", address)
 
     def _keep_alive(self, now: float) -> None:
-        if self.was_late:
+        if self.watch.was_late:
             self._lead.last_heard = now
         silence, times = now - self._lead.last_heard, self.spec.timeouts
         # Node 0 has a shorter limit, and knows which rank is late.

@@ -73,7 +73,6 @@ class LeadSupervisor(NodeSupervisor):
         return Replica(ranks, groups, StepRollbacks(number, ranks, leaders))
 
     def start(self) -> None:
-        """Starts the ranks of this node."""
         if self.mesh.nnodes == 1:
             self.start_ranks(LocalStore(self.folder).address)
             return
@@ -96,7 +95,7 @@ class LeadSupervisor(NodeSupervisor):
         if not self.is_serving:
             self._check_start(now)
             return
-        if not self.is_fair:
+        if not self.watch.is_fair:
             self._watchdog.pause()
             return
         hang = self._watchdog.look(self.snapshots(now), now)
@@ -215,7 +214,7 @@ class LeadSupervisor(NodeSupervisor):
     def _check_followers(self, now: float) -> None:
         if self._followers is None or self.exit_code is not None:
             return
-        if self.was_late:
+        if self.watch.was_late:
             self._followers.reset_silence(now)
         if now - self._last_beat >= BEAT_SECONDS:
             self._last_beat = now

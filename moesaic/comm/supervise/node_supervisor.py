@@ -55,7 +55,7 @@ class NodeSupervisor(ABC):
         self.exit_code: int | None = None
         self.page, descriptor = ControlPage.create(len(spec.ranks), spec.ranks.start)
         self._control = f"/proc/{os.getpid()}/fd/{descriptor}"
-        self._watch = ProcessWatch(self.page, spec.timeouts)
+        self.watch = ProcessWatch(self.page, spec.timeouts)
         self._processes: dict[int, BaseProcess] = {}
         self._dropped_log = QuietLog(logger)
         self._routes = {rank: new_route() for rank in spec.ranks}
@@ -77,10 +77,6 @@ class NodeSupervisor(ABC):
         self.policy: MembershipPolicy = EndService()
         self.reported: set[int] = set()
         """Ranks that have reported their own failure, which node 0 handles."""
-        self.was_late = False
-        """Whether this process was stalled, so that the silence of others proves nothing."""
-        self.is_fair = False
-        """Whether that was long enough ago to judge which rank makes no progress."""
         self.is_serving = False
         """Whether all ranks are ready."""
 
@@ -129,8 +125,7 @@ class NodeSupervisor(ABC):
     def tick(self, now: float) -> None:
         """Checks the processes of this node, at least ten times a second."""
         pids = {rank: process.pid or 0 for rank, process in self._processes.items()}
-        found = self._watch.look(pids, now, starting=not self.is_serving)
-        self.was_late, self.is_fair = self._watch.was_late, self._watch.is_fair
+        found = self.watch.look(pids, now, starting=not self.is_serving)
         if found is not None:
             rank, why = found
             self.lose_ranks([rank], self.describe_loss(rank, why))

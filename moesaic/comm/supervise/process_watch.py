@@ -50,10 +50,10 @@ class ProcessWatch:
         self._silent: dict[int, Silence] = {}
         self._looked = 0.0
         self.was_late = False
-        """Whether this check came long after the one before."""
+        """Whether this process was stalled, so that the silence of others proves nothing."""
         self._fair_from = 0.0
         self.is_fair = False
-        """Whether enough time has passed since then to judge a silence."""
+        """Whether that was long enough ago to judge a silence."""
 
     def look(
         self, pids: Mapping[int, int], now: float, *, starting: bool
@@ -145,7 +145,6 @@ def _stat(pid: int, field: int) -> str:
 
 
 def describe_exit(exit_code: int | None) -> str:
-    """Describes an exit code as multiprocessing reports it."""
     if exit_code is None:
         return "is gone"
     if exit_code == LOST:

@@ -12,13 +12,12 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Final
 
 from moesaic.comm.errors import PeerLost, PeerTimeout
 from moesaic.comm.supervise.control_page import RankStatus
 from moesaic.comm.windows import futex
-from moesaic.comm.windows.shared_memory import round_up
+from moesaic.comm.windows.shared_memory import decode_text, encode_text, round_up
 from moesaic.core.rank_state import RankState
 
 WORD: Final = 8
@@ -225,26 +224,13 @@ class Signals:
     def _note(self, operation: str) -> None:
         if operation != self._operation:
             start = self._text[self._rank]
-            self._bytes[start : start + TEXT_BYTES] = _encode(operation)
+            self._bytes[start : start + TEXT_BYTES] = encode_text(operation, TEXT_BYTES)
             self._operation = operation
 
     def _operation_of(self, rank: int) -> str:
-        return _decode(self._bytes, self._text[rank])
+        return decode_text(self._bytes, self._text[rank], TEXT_BYTES)
 
 
 def _base(rank: int, size: int, channels: int) -> int:
     """The first word of a rank's block: its posts, sleeper line, wake line and text."""
     return LINE + rank * (round_up(channels, LINE) + 2 * LINE + TEXT_BYTES // WORD)
-
-
-@lru_cache(maxsize=4096)
-def _encode(text: str) -> bytes:
-    """The length and the UTF-8 bytes, truncated to fit."""
-    data = text.encode()[: TEXT_BYTES - 1]
-    return (bytes([len(data)]) + data).ljust(TEXT_BYTES, b"\0")
-
-
-def _decode(page: memoryview, start: int) -> str:
-    """The text at `start`; a concurrent write may give a mixture, but no error."""
-    data = bytes(page[start : start + TEXT_BYTES])
-    return data[1 : 1 + data[0]].decode(errors="replace")
