@@ -112,7 +112,6 @@ class DeviceCollective(Collective):
     def create(
         cls, group: Peers, nbytes: int, timeout: float, device: torch.device, neighbours: int = 0
     ) -> DeviceCollective:
-        """All ranks of a group call it with the same arguments."""
         if nbytes < 1:
             raise ValueError(f"{nbytes} bytes for a rank's part: give 1 or more")
         lanes, lane_bytes = lanes_of(max(group.size, neighbours))
@@ -182,7 +181,6 @@ class DeviceCollective(Collective):
         self.window.restart(membership)
 
     def check(self) -> None:
-        """Raises the error of the first wait that failed so far."""
         failure = self.window.signals.failure
         if not failure[FailureWords.FAILURE]:
             return

@@ -72,11 +72,8 @@ class Peers(ABC):
 
 
 class RankGroup(Peers):
-    """Ranks that run the same collectives in the same order.
-
-    If a collective fails, PeerTimeout names the operation and the missing ranks, and the group is
-    unusable: form another under a new name.
-    """
+    """Ranks that run the same collectives in the same order. If one fails, PeerTimeout names the
+    operation and the missing ranks, and the group is unusable: form another under a new name."""
 
     def __init__(self, gloo: Any, store: Store | None, name: str, timeout: float) -> None:
         self.rank: int = gloo.rank() if gloo else 0
@@ -210,7 +207,7 @@ class RankGroup(Peers):
         return PeerTimeout(missing, operation, seconds, {rank: seen[rank][1] for rank in missing})
 
     def _exchange_reports(self, operation: str, seen: dict[int, tuple[int, str]]) -> None:
-        """Updates `seen` with the ranks' own reports."""
+        """Updates `seen`: the last operation of each rank, by its own report."""
         assert self._store is not None
         self._store.set(f"failed/{self.rank}", f"{self._sequence} {operation}")
         deadline = time.monotonic() + REPORT_SECONDS

@@ -41,11 +41,8 @@ LOOK_SECONDS: Final = 0.2
 
 
 class Service:
-    """The supervisor of this node, and through it all ranks.
-
-    One thread sends and receives; any thread may call `wake`. On node 0 `receive` returns the
-    outputs of the serving groups; on other nodes only Stop or Fault at the end.
-    """
+    """The supervisor of this node, and through it all ranks. One thread sends and receives.
+    `receive` returns the outputs of the serving groups; on nodes other than node 0 only the end."""
 
     def __init__(self, spec: ServiceSpec, environment: Mapping[str, str] | None = None) -> None:
         if spec.mesh.nnodes > 1:
@@ -94,7 +91,6 @@ class Service:
 
     @property
     def pid(self) -> int:
-        """The process of the supervisor."""
         return self._process.pid
 
     @property

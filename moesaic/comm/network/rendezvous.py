@@ -13,12 +13,9 @@ from moesaic.comm.network.torch_store import TorchStore
 
 
 class StoreGroup(Peers):
-    """Ranks that exchange bytes through a store, in the same order of operations.
-
-    Use a name once per store. A group of one needs no store. Like a wait on a window, a wait here
-    raises EpochChanged when the supervisor declares a new epoch. `timeout` covers ranks that load
-    for different times.
-    """
+    """Ranks that run the same exchanges in the same order. Use a name once per store; a group of
+    one needs none. Like a wait on a window, a wait here raises EpochChanged when the supervisor
+    declares a new epoch. `timeout` covers ranks that load for different times."""
 
     def __init__(
         self,

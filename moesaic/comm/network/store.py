@@ -103,7 +103,6 @@ class StoreTable:
         self._lock = threading.Lock()
 
     def serve(self, connection: socket.socket, session: Session, name: str) -> None:
-        """Answers one client until it disconnects."""
         stream = MessageStream(connection, session, calls=False)
         with suppress(OSError, ValueError):
             while True:
@@ -155,9 +154,7 @@ class StoreTable:
 
 class StoreClient:
     """A rank's connection to the store. Any thread may use it; no request waits for another rank.
-
-    OSError means that the store is gone.
-    """
+    OSError means that the store is gone."""
 
     def __init__(self, connection: socket.socket, session: Session) -> None:
         self._connection = connection

@@ -81,7 +81,6 @@ class NodeSupervisor(ABC):
         """Whether all ranks are ready."""
 
     def run(self) -> int:
-        """Returns the exit status of the supervisor."""
         # The client connects before anything can fail, so that it learns of every failure.
         while self.exit_code is None and not self.has_client:
             self.loop.once(TICK)

@@ -78,7 +78,6 @@ class Channel:
         self._sender.start()
 
     def send(self, message: Message) -> None:
-        """Queues the message."""
         self._outgoing.put(encode(message))
 
     def receive_all(self, node: int, inbox: Inbox) -> None:
@@ -161,7 +160,6 @@ class FollowerLinks:
             self.send(node, message)
 
     def receive(self, now: float) -> list[tuple[int, Event]]:
-        """The received messages, with the node that sent each."""
         events = self.inbox.drain()
         self._heard |= dict.fromkeys((node for node, _ in events), now)
         return events
@@ -185,7 +183,6 @@ class FollowerLinks:
         self._listener.close()
 
     def _serve(self, connection: socket.socket, session: Session, name: str) -> None:
-        """Serves the connection of another supervisor until it ends."""
         node = session.peer.node
         channel = Channel(connection, session, calls=False)
         refusal = self._claim(node, channel)

@@ -41,10 +41,8 @@ UNREADABLE: Final = "unknown: the GPU can no longer be read"
 
 
 class DeviceWindow(ABC):
-    """`signals` is what kernels use. One thread of a rank uses it at a time.
-
-    Kernels do not raise: a failed wait is recorded in host memory, and `check` raises it.
-    """
+    """`signals` is what kernels use. One thread of a rank uses it at a time. Kernels do not raise:
+    a failed wait is recorded in host memory, and `check` raises it."""
 
     def __init__(
         self,

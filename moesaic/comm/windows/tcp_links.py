@@ -147,10 +147,8 @@ class Outlet:
 
 class TcpLinks:
     """This process's connections between nodes: a listener on the node's own address, a thread for
-    each rank that sends here, and connections to send on, opened at first use.
-
-    `rank` and `node` are those of the service. All ranks have the same secret.
-    """
+    each rank that sends here, and connections to send on, opened at first use. `rank` and `node`
+    are those of the service. All ranks have the same secret."""
 
     def __init__(self, rank: int, node: int, address: str, secret: bytes) -> None:
         check_secret(secret)

@@ -167,10 +167,7 @@ def share_memory(
     join: Callable[[mmap.mmap, list[str]], str] | None = None,
 ) -> mmap.mmap:
     """A mapping that all ranks of a node share, one per node, or the same error on all ranks.
-
-    All ranks get the `note` of each; `join` gets the mapping and all notes before the mapping is
-    used, and returns an error, or an empty string.
-    """
+    `join` gets the mapping and the notes of all ranks before it is used, and returns an error."""
     nodes = group.nodes or (0,) * group.size
     first = nodes.index(nodes[group.rank])
     own, error = _new_file(length) if group.rank == first else (-1, "")
