@@ -96,9 +96,7 @@ class RankGroup(Peers):
         *,
         host: str = LOOPBACK,
     ) -> RankGroup:
-        """Forms the group; `host` is the address that gloo binds. Use a name once per store."""
-        if size == 1:
-            return cls.alone(name, timeout)
+        """A group of several ranks. `host`: what gloo binds. Use a name once per store."""
         own = TorchStore(store, name, timeout)
         operation = f"form group {name}"
         started = time.monotonic()

@@ -85,6 +85,7 @@ class Pipe(Participant):
         if group.size < 2:
             raise ValueError(f"a pipe of {group.size} stage: nothing travels, so make none")
         self.spec, self.rank, self.size = spec, group.rank, group.size
+        self.is_first, self.is_last = self.rank == 0, self.rank == self.size - 1
         self._next, self._previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         self._window = create_window(group, spec.planes(), timeout, len(PipeSignal))
         self._texts = self._window.plane("texts")
@@ -97,14 +98,6 @@ class Pipe(Participant):
         self._pieces: list[bytes] = []
         self._arrived: deque[tuple[bytes, Tensor | None]] = deque()
         group.register(self)
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.rank == self.size - 1
 
     def send(self, message: bytes, x_TH: Tensor | None = None) -> None:
         """Sends to the next stage; waits for a free slot."""

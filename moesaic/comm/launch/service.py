@@ -94,10 +94,6 @@ class Service:
         return self._process.pid
 
     @property
-    def alive(self) -> bool:
-        return self._fault is None and self._process.poll() is None
-
-    @property
     def exit_code(self) -> int | None:
         """The exit code of the supervisor: 0 after an orderly end, None while it runs."""
         return self._process.poll()

@@ -25,7 +25,7 @@ STATUS_BYTES: Final = LINE_BYTES + TEXT_BYTES
 MAGIC: Final = 0x4D4F455341494331
 
 # Words of the header.
-MAGIC_WORD, EPOCH, LIVE, NUM_RANKS = range(4)
+MAGIC_WORD, EPOCH, LIVE = range(3)
 # Words of a status.
 BEAT, STEP, STATE, SINCE, PROGRESS, COMPUTED, WAITED, GENERATION = range(8)
 # The words that sum up the time in a state.
@@ -56,6 +56,7 @@ class ControlPage:
         self._bytes = memoryview(memory)
         self._words = self._bytes.cast("q")
         self.first_rank = first_rank
+        self.num_ranks = (len(memory) - HEAD_BYTES) // STATUS_BYTES
 
     @classmethod
     def create(cls, num_ranks: int, first_rank: int = 0) -> tuple[ControlPage, int]:
@@ -65,7 +66,6 @@ class ControlPage:
         page = cls(mmap.mmap(descriptor, length), first_rank)
         page._words[EPOCH] = 1
         page._words[LIVE] = (1 << num_ranks) - 1
-        page._words[NUM_RANKS] = num_ranks
         page._words[MAGIC_WORD] = MAGIC
         return page, descriptor
 
@@ -88,10 +88,6 @@ class ControlPage:
     @property
     def reason(self) -> str:
         return decode_text(self._bytes, LINE_BYTES, TEXT_BYTES)
-
-    @property
-    def num_ranks(self) -> int:
-        return self._words[NUM_RANKS]
 
     def change(self, live: int, reason: str) -> int:
         """Declares a new epoch: every wait of every rank raises EpochChanged. Supervisor only."""

@@ -35,11 +35,6 @@ class Silence:
     delays: Mapping[str, float]
     is_logged: bool = False
 
-    def starved_for(self, pid: int) -> float:
-        """The longest that a thread has waited for a core since then."""
-        now = run_delays(pid)
-        return max((now[t] - self.delays.get(t, 0.0) for t in now), default=0.0)
-
 
 class ProcessWatch:
     """Checks all ranks of the node, about every 0.1 s."""
@@ -98,7 +93,8 @@ class ProcessWatch:
 
     def _is_starved(self, rank: int, pid: int, silence: Silence, now: float) -> bool:
         """Whether the machine, and not the rank, delays the heartbeat."""
-        waited, seconds = silence.starved_for(pid), now - silence.since
+        delays, seconds = run_delays(pid), now - silence.since
+        waited = max((delays[t] - silence.delays.get(t, 0.0) for t in delays), default=0.0)
         if waited < STARVED_SHARE * seconds:
             return False
         if not silence.is_logged:

@@ -54,7 +54,8 @@ class DeviceWindow(ABC):
         near: bool = False,
     ) -> None:
         """`near`: all regions are on one GPU."""
-        size, device = len(regions), regions[0].device
+        self.rank, self.size = group_rank, len(regions)
+        size, device = self.size, regions[0].device
         state = new_state(channels, range(size), timeout).to(device)
         bases = torch.tensor([region.data_ptr() for region in regions], device=device)
         pinned = device.type == "cuda"  # kernels write it as they run
@@ -69,14 +70,6 @@ class DeviceWindow(ABC):
         self._operations: dict[int, str] = {}
         self._reason = ""
         self.generation = 0
-
-    @property
-    def rank(self) -> int:
-        return self.signals.rank
-
-    @property
-    def size(self) -> int:
-        return self.signals.size
 
     def offset(self, name: str) -> int:
         """The offset of a plane in a region, in bytes."""
@@ -151,16 +144,13 @@ class DeviceWindow(ABC):
         """Frees the memory; no kernel of this rank may use it any more. May be repeated."""
 
     def _failure(self, failure: Sequence[int]) -> Exception:
-        expected, seen, channel = (
-            failure[FailureWords.WANTED],
-            failure[FailureWords.SEEN],
-            failure[FailureWords.CHANNEL],
-        )
-        peers = tuple(rank for rank in range(self.size) if failure[FailureWords.PEERS] >> rank & 1)
+        word = FailureWords
+        expected, seen, channel = failure[word.WANTED], failure[word.SEEN], failure[word.CHANNEL]
+        peers = tuple(rank for rank in range(self.size) if failure[word.PEERS] >> rank & 1)
         operation = self._operation(channel, expected)
-        if failure[FailureWords.FAILURE] == Failure.ABORTED:
+        if failure[word.FAILURE] == Failure.ABORTED:
             return WindowAborted(self._reason)
-        if failure[FailureWords.FAILURE] == Failure.TIMEOUT:
+        if failure[word.FAILURE] == Failure.TIMEOUT:
             last_seen = dict.fromkeys(peers, UNREADABLE)
             for rank, flag in self.flags_seen(failure).items():
                 if rank in last_seen:
@@ -172,9 +162,8 @@ class DeviceWindow(ABC):
         """The flag of each rank on the channel of the failed wait. After a CUDA error only host
         memory can be read, which has the flag of the first missing rank."""
         try:
-            return dict(
-                enumerate(self.signals.flag(self.rank, failure[FailureWords.CHANNEL]).tolist())
-            )
+            flags = self.signals.flag(self.rank, failure[FailureWords.CHANNEL])
+            return dict(enumerate(flags.tolist()))
         except RuntimeError:
             peers = failure[FailureWords.PEERS]
             return {(peers & -peers).bit_length() - 1: failure[FailureWords.SEEN]}

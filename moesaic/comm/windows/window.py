@@ -114,12 +114,12 @@ class SharedWindow:
         chosen = self._everyone if ranks is None else ranks
         self._signals.wait(channel, epoch, operation, chosen, seconds)
 
-    def barrier(self, operation: str, timeout: float | None = None) -> None:
+    def barrier(self, operation: str) -> None:
         """Waits until all ranks have called it; their earlier writes are then visible."""
         self._barriers += 1
-        seconds = self.timeout if timeout is None else timeout
-        self._signals.post(self._channels, self._barriers, operation)
-        self._signals.wait(self._channels, self._barriers, operation, self._everyone, seconds)
+        channel, number = self._channels, self._barriers
+        self._signals.post(channel, number, operation)
+        self._signals.wait(channel, number, operation, self._everyone, self.timeout)
 
     def _known(self, name: str) -> str:
         if name not in self._own:
