@@ -56,20 +56,12 @@ class LocalRanks:
     for those that died.
     """
 
-    def __init__(
-        self,
-        size: int,
-        timeout: float = 60.0,
-        *,
-        peer_timeout: float = 20.0,
-        threads: int = 1,
-    ) -> None:
+    def __init__(self, size: int, timeout: float = 60.0, *, peer_timeout: float = 20.0) -> None:
         if size < 1:
             raise ValueError(f"{size} ranks: give 1 or more")
         self.size = size
         self.timeout = timeout
         self._peer_timeout = peer_timeout
-        self._threads = threads
         self._groups = 0
         self._folder = RunFolder.create()
         self._store = LocalStore(self._folder.path)
@@ -126,7 +118,7 @@ class LocalRanks:
         ours, theirs = self._context.Pipe()
         join = partial(_join, self._store.address, rank, self.size, self._peer_timeout)
         process = self._context.Process(
-            target=_serve, args=(theirs, join, self._threads), name=f"rank{rank}", daemon=True
+            target=_serve, args=(theirs, join), name=f"rank{rank}", daemon=True
         )
         process.start()
         theirs.close()
@@ -173,11 +165,11 @@ def _args_of(rank: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(arg.values[rank] if isinstance(arg, PerRank) else arg for arg in args)
 
 
-def _serve(pipe: Connection, join: Callable[[str], RankGroup], threads: int) -> None:
+def _serve(pipe: Connection, join: Callable[[str], RankGroup]) -> None:
     """Runs the tasks that arrive through the pipe until it closes."""
     die_with_fork_server()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     keep_freed_memory()
     group: RankGroup | None = None
     with contextlib.suppress(EOFError, OSError):

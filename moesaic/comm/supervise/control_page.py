@@ -143,9 +143,9 @@ class RankStatus:
     def beat(self) -> None:
         self._words[self._first + BEAT] = time.monotonic_ns()
 
-    def begin_step(self, step: int, operation: str = "begin a step") -> None:
+    def begin_step(self, step: int) -> None:
         self._words[self._first + STEP] = step
-        self.enter(RankState.COMPUTING, operation)
+        self.enter(RankState.COMPUTING, "begin a step")
 
     def enter(self, state: RankState, operation: str | None = None) -> None:
         words, first = self._words, self._first

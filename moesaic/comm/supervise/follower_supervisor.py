@@ -103,10 +103,6 @@ class FollowerSupervisor(NodeSupervisor):
             self.reported.add(rank)
         self._lead.send(messages.Relay(rank, data))
 
-    def on_client(self, message: AnyMessage) -> None:
-        if isinstance(message, messages.Stop):
-            self.stop(message.reason)
-
     def tell_nodes(self, message: Message) -> None:
         self._lead.send(message)
 

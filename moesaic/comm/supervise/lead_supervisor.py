@@ -128,8 +128,8 @@ class LeadSupervisor(NodeSupervisor):
                     self.send_rank(self.mesh.leader(entry.group), encode(message))
             case messages.Query():
                 self._ask(message)
-            case messages.Stop(reason):
-                self.stop(reason)
+            case _:
+                super().on_client(message)
 
     def on_rank(self, rank: int, message: AnyMessage, data: bytes) -> None:
         """Outputs and replies are passed on without being encoded again."""

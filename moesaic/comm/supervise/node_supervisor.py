@@ -100,9 +100,10 @@ class NodeSupervisor(ABC):
     def on_rank(self, rank: int, message: AnyMessage, data: bytes) -> None:
         """Handles a message from a rank of this node; `data` is the same message, encoded."""
 
-    @abstractmethod
     def on_client(self, message: AnyMessage) -> None:
         """Handles a message from the client."""
+        if isinstance(message, Stop):
+            self.stop(message.reason)
 
     @abstractmethod
     def tell_nodes(self, message: Message) -> None:
