@@ -18,7 +18,7 @@ from moesaic.comm.network.handshake import Identity
 from moesaic.comm.windows.factory import create_window
 from moesaic.comm.windows.node_window import NodeRoute, NodeSender, NodeWindow
 from moesaic.comm.windows.tcp_links import Outlet, TcpLinks
-from moesaic.comm.windows.window import CHANNELS, PlaneSpec, SharedWindow, window_bytes
+from moesaic.comm.windows.window import CHANNELS, PlaneSpec, window_bytes
 
 SECRET = b"of all nodes of these tests"
 TWO, FOUR = (0, 0, 1, 1), (0, 1, 2, 3)
@@ -70,12 +70,6 @@ def rows_of(rank: int, peer: int, turn: int) -> Tensor:
     return torch.randn(count, 129, generator=torch.Generator().manual_seed(seed))
 
 
-def put(window: SharedWindow, name: str, peer: int, start: int, rows: Tensor) -> None:
-    """Writes rows to a peer's plane."""
-    place = window.plane(name, peer)[start : start + len(rows)]
-    window.touch(place.copy_(rows), (peer,))
-
-
 def puts(group: RankGroup, nodes: tuple[int, ...], turns: int) -> list[str]:
     """Everyone puts rows to everyone and writes a row of its own for all; two halves in turn and no
     barrier, so that what is overwritten too early shows."""
@@ -91,7 +85,8 @@ def puts(group: RankGroup, nodes: tuple[int, ...], turns: int) -> list[str]:
         for turn in range(1, turns + 1):
             half = turn % 2
             for peer in range(size):
-                put(window, "x", peer, (half * size + me) * 700, rows_of(me, peer, turn))
+                rows = rows_of(me, peer, turn)
+                window.put("x", peer, (half * size + me) * 700, rows, torch.arange(len(rows)))
             window.plane("own")[half] = torch.arange(5) * turn + me
             window.touch(window.plane("own")[half])
             window.signal(3, turn, f"turn {turn}")

@@ -21,7 +21,6 @@ from moesaic.comm.network.handshake import Identity
 from moesaic.comm.network.store import LocalStore
 from moesaic.comm.windows.factory import create_window
 from moesaic.comm.windows.window import PlaneSpec, window_bytes
-from tests.distributed.nodes import put
 
 ROWS, WIDTH = 24, 32
 FLOAT8 = torch.float8_e4m3fn
@@ -70,9 +69,9 @@ def roundtrip(group: RankGroup) -> int:
     window = create_window(group, specs, timeout=10)
     for dtype in DTYPES:
         for peer in range(size):
-            sent = values(me, peer, dtype)[choice(me, peer)]
-            put(window, str(dtype), peer, me * ROWS, sent)
-            assert sent.nbytes == len(choice(me, peer)) * WIDTH * dtype.itemsize
+            sent = values(me, peer, dtype)
+            window.put(str(dtype), peer, me * ROWS, sent, choice(me, peer))
+            assert sent.nbytes == ROWS * WIDTH * dtype.itemsize
     window.signal(3, 1, "put")
     window.wait(3, 1, "put")
     for dtype in DTYPES:
@@ -109,7 +108,8 @@ def ping(group: RankGroup, epochs: int) -> int:
     for epoch in range(1, epochs + 1):
         lane = epoch % 2 * size
         for peer in range(size):
-            put(window, "x", peer, lane + me, torch.full((1, 512), epoch * 100 + me))
+            row = torch.full((1, 512), epoch * 100 + me)
+            window.put("x", peer, lane + me, row, torch.arange(1))
         window.signal(0, epoch, "ping")
         if nap.random() < 0.3:
             time.sleep(nap.random() * 0.002)
@@ -201,6 +201,19 @@ def test_views_outlive_the_window():
     gc.collect()
     view += 7
     assert view.tolist() == [7, 7, 7, 7]
+
+
+def test_rows_that_do_not_fit_are_refused():
+    window = create_window(RankGroup.alone(), [PlaneSpec("x", (4, 8), torch.float32)], timeout=1)
+    window.plane("x").fill_(1)
+    two = torch.arange(2)
+    with pytest.raises(ValueError, match=r"rows of \(2, 9\)"):
+        window.put("x", 0, 0, torch.zeros(2, 9), two)
+    with pytest.raises(ValueError, match="bfloat16"):
+        window.put("x", 0, 0, torch.zeros(2, 8).bfloat16(), two)
+    with pytest.raises(RuntimeError):
+        window.put("x", 0, 3, torch.zeros(2, 8), two)
+    assert window.plane("x").sum() == 32
 
 
 def different_planes(group: RankGroup) -> str:

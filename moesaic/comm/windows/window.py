@@ -121,6 +121,19 @@ class SharedWindow:
         self._signals.post(channel, number, operation)
         self._signals.wait(channel, number, operation, self._everyone, self.timeout)
 
+    def put(self, name: str, peer: int, start: int, source: Tensor, index: Tensor) -> None:
+        """Copies rows `index` of `source` to a peer's plane, to `start` and the rows after it."""
+        target = self.plane(name, peer)
+        if source.shape[1:] != target.shape[1:] or source.dtype != target.dtype:
+            raise ValueError(
+                f"rows of {tuple(source.shape)} {source.dtype} do not fit plane {name!r} of "
+                f"{tuple(target.shape)} {target.dtype}"
+            )
+        place = target.narrow(0, start, len(index))
+        torch.index_select(source, 0, index, out=place)
+        if self.spans_nodes:
+            self.touch(place, (peer,))
+
     def _known(self, name: str) -> str:
         if name not in self._own:
             raise ValueError(f"no plane {name!r}: this window has {sorted(self._own)}")
