@@ -165,8 +165,7 @@ class StoreClient:
         self._ask(StoreRequest("set", [key], value))
 
     def get_now(self, keys: Sequence[str]) -> list[bytes | None]:
-        found: list[bytes | None] = self._ask(StoreRequest("get", list(keys)))
-        return found
+        return self._ask(StoreRequest("get", list(keys)))
 
     def has(self, keys: Sequence[str]) -> bool:
         return bool(self._ask(StoreRequest("has", list(keys))))

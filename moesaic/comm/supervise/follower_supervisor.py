@@ -150,7 +150,6 @@ class FollowerSupervisor(NodeSupervisor):
                     self.stop_ranks()
 
     def _on_disconnected(self, reason: str, refused: bool) -> None:
-        what = (
-            "refuses" if refused else "is lost" if self._lead.connected_at else "cannot be reached"
-        )
+        gone = "is lost" if self._lead.connected_at else "cannot be reached"
+        what = "refuses" if refused else gone
         self.fail(f"node 0 ({self.spec.dist_init_addr}) {what}: {reason}", [])

@@ -177,15 +177,12 @@ class NodeSupervisor(ABC):
             self._spawner.start(f"rank{rank}", "moesaic.comm.launch.rank_link:main", data)
 
     def fence(self, ranks: Sequence[int], reason: str) -> None:
-        """Declares an epoch without these ranks and kills them, then all others."""
-        lost = [rank for rank in ranks if rank in self.spec.ranks]
+        """Declares an epoch without these ranks, and kills all ranks of this node."""
         live = self.page.live
-        for rank in lost:
-            live &= ~(1 << (rank - self.page.first_rank))
+        for rank in ranks:
+            if rank in self.spec.ranks:
+                live &= ~(1 << (rank - self.page.first_rank))
         self.page.change(live, reason)
-        for rank in lost:
-            if rank in self._processes:
-                self._processes[rank].kill()
         self._kill_all()
 
     def stop_ranks(self) -> None:
