@@ -128,7 +128,7 @@ class WindowCollective(Collective):
         x_N = x_NH.detach().reshape(-1)
         needed = range(chosen.start * width, chosen.stop * width)
         out = x_N.new_empty(len(needed))
-        for piece in self._pieces(len(x_N), x_N.dtype):
+        for piece in cut_into(len(x_N), self._capacity // x_N.itemsize):
             here = _common(needed, piece)
             asked = range(here.start - piece.start, here.stop - piece.start)
             self._sum(x_N[piece.start : piece.stop], asked, out[_within(needed, here)], operation)
@@ -141,7 +141,7 @@ class WindowCollective(Collective):
         out = x_N.new_empty(sum(counts) * width)
         spans = _spans([count * width for count in counts])
         head = _head("gather_rows", x_N.dtype, (*counts, width))
-        for piece in self._pieces(max(map(len, spans)), x_N.dtype):
+        for piece in cut_into(max(map(len, spans)), self._capacity // x_N.itemsize):
             parts_PN = self._exchange(x_N[piece.start : piece.stop], head, operation)
             for part_N, span in zip(parts_PN, spans, strict=True):
                 here = span[piece.start : piece.stop]
@@ -223,10 +223,6 @@ class WindowCollective(Collective):
                 bodies[dtype] = bodies[torch.uint8].view(dtype)
         return bodies[dtype]
 
-    def _pieces(self, count: int, dtype: torch.dtype) -> Iterator[range]:
-        """Elements 0..count in pieces that fit a half."""
-        return cut_into(count, self._capacity // dtype.itemsize)
-
     def _tiles(self, rows: int, width: int, dtype: torch.dtype) -> Iterator[tuple[range, range]]:
         """As many whole rows as fit a half, or parts of one row."""
         most = self._capacity // dtype.itemsize
@@ -273,6 +269,7 @@ def _add(parts_PN: Tensor, out: Tensor) -> None:
 
 
 def cut_into(count: int, most: int) -> Iterator[range]:
+    """Elements 0..count in pieces of at most `most`."""
     for start in range(0, count, most):
         yield range(start, min(count, start + most))
 
