@@ -300,7 +300,7 @@ def test_collective_names_the_late_rank(three: LocalRanks):
         assert "(last seen: 'a first step')" in str(error)
     assert second.missing == () and "a peer gave up earlier" in str(second)
     # The group is broken for good; a pool that has seen it fail makes another.
-    with pytest.raises(RankFailed, match="group 0, which is closed or has failed"):
+    with pytest.raises(RankFailed, match="group 0, which has failed: form another"):
         three.run(collectives)
     assert three.run(collectives) == [None] * 3
 

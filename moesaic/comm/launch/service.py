@@ -236,9 +236,9 @@ def host_ranks(service: Service) -> int:
     """Runs a node other than node 0 until the service or this node ends; the exit status."""
     node = service.spec.node_rank
     with handling_signals(partial(_leave, service)):
-        service.connect()
-        logger.info("node %d is ready", node)
         try:
+            service.connect()
+            logger.info("node %d is ready", node)
             while not isinstance(message := service.receive(None), Stop | Fault):
                 pass
         finally:
