@@ -7,11 +7,8 @@ from typing import Any
 
 
 class PeerTimeout(RuntimeError):
-    """Some ranks did not take part in an operation.
-
-    `missing` is empty if every rank took part and the connection broke anyway; the cause then says
-    more.
-    """
+    """Some ranks did not take part in an operation. `missing` is empty if every rank took part and
+    the connection broke anyway; the cause then says more."""
 
     def __init__(
         self,
@@ -55,17 +52,10 @@ class OutOfStep(RuntimeError):
 class WindowAborted(RuntimeError):
     """A window or a collective was aborted: the step in progress is abandoned."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
 
 class RankFailed(RuntimeError):
-    """A function run on local ranks raised, died or timed out on some of them.
-
-    `failures` has the reason for each such rank, in the order of detection: the first is most
-    likely the cause of the others. `results` has what the other ranks returned.
-    """
+    """A function raised, died or timed out on some local ranks. `failures`: the reasons in
+    the order of detection, the likely cause first. `results`: what the other ranks returned."""
 
     def __init__(self, failures: Mapping[int, str], results: Mapping[int, Any]) -> None:
         super().__init__("\n".join(f"rank {rank}: {why}" for rank, why in failures.items()))

@@ -94,7 +94,6 @@ class Mesh:
         return range(first, first + self.pp * self.tp)
 
     def stage_ranks(self, place: RankPlace) -> Sequence[int]:
-        """The tensor-parallel ranks of the same stage."""
         first = self.rank(place.replica, place.stage, 0)
         return range(first, first + self.tp)
 

@@ -53,7 +53,7 @@ def lonely_window(
     memory = mmap.mmap(-1, window_bytes(specs, len(nodes)))
     pairs = socket.socketpair()
     routes = [
-        NodeRoute(Outlet(pairs[0], Identity(rank, node), "nowhere"), node, (rank,))
+        NodeRoute(Outlet(pairs[0], str(Identity(rank, node))), node, (rank,))
         for rank, node in enumerate(nodes)
         if node
     ]
@@ -85,7 +85,8 @@ def puts(group: RankGroup, nodes: tuple[int, ...], turns: int) -> list[str]:
         for turn in range(1, turns + 1):
             half = turn % 2
             for peer in range(size):
-                window.put("x", peer, (half * size + me) * 700, rows_of(me, peer, turn))
+                rows = rows_of(me, peer, turn)
+                window.put("x", peer, (half * size + me) * 700, rows, torch.arange(len(rows)))
             window.plane("own")[half] = torch.arange(5) * turn + me
             window.touch(window.plane("own")[half])
             window.signal(3, turn, f"turn {turn}")
@@ -97,5 +98,4 @@ def puts(group: RankGroup, nodes: tuple[int, ...], turns: int) -> list[str]:
                 if not torch.equal(window.plane("own", peer)[half], torch.arange(5) * turn + peer):
                     wrong.append(f"turn {turn}: plane of rank {peer}")
         window.barrier("end")
-        window.close()
     return wrong

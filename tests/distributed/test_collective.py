@@ -21,6 +21,7 @@ from moesaic.comm.collectives.collective import (
     HEAD_BYTES,
     Collective,
     PartsDiffer,
+    SingleRank,
     WindowCollective,
 )
 from moesaic.comm.collectives.group import RankGroup
@@ -96,10 +97,7 @@ def check_columns(
 
 def every_operation(group: RankGroup, nbytes: int) -> int:
     comm = WindowCollective(group, nbytes, SECONDS)
-    count = run_every_operation(comm, nbytes)
-    comm.close()
-    comm.close()
-    return count
+    return run_every_operation(comm, nbytes)
 
 
 def run_every_operation(comm: Collective, nbytes: int) -> int:
@@ -293,7 +291,6 @@ def long_run(group: RankGroup) -> list[float]:
         comm.restart(Membership(generation, tuple(range(comm.size))))
         group.barrier("all have restarted")
     found.append(float(comm.all_reduce(torch.ones(1, 2), "sum")[0, 0]))
-    comm.close()
     return found
 
 
@@ -311,18 +308,18 @@ def test_parts_that_differ_are_refused(pools: Pools):
 
 
 def test_one_rank_is_alone():
+    alone, x_NH = SingleRank(), torch.randn(4, 8)
+    assert alone.all_reduce(x_NH, "sum").data_ptr() == x_NH.data_ptr()
+    assert alone.gather_rows(x_NH, [4], "rows") is x_NH
     comm = WindowCollective(RankGroup.alone(), LARGE, 1.0)
-    x_NH = torch.randn(4, 8)
-    assert torch.equal(comm.sum_rows(x_NH, slice(1, 3), "sum"), x_NH[1:3])
-    assert comm.all_reduce(x_NH, "sum").data_ptr() == x_NH.data_ptr()
-    assert comm.gather_rows(x_NH, [4], "rows") is x_NH
-    assert torch.equal(comm.gather_columns(x_NH, [8], slice(0, 2), "columns"), x_NH[:2])
+    for one in (alone, comm):
+        assert torch.equal(one.sum_rows(x_NH, slice(1, 3), "sum"), x_NH[1:3])
+        assert torch.equal(one.gather_columns(x_NH, [8], slice(0, 2), "columns"), x_NH[:2])
     assert WindowCollective.window_bytes(1, LARGE) == 0
     with pytest.raises(ValueError, match=r"rows of ranks \[3\]: .*, 4 for this one \(0\)"):
         comm.gather_rows(x_NH, [3], "rows")
     with pytest.raises(ValueError, match=r"columns of ranks \[8, 8\]: .* each of 1 ranks, 8"):
         comm.gather_columns(x_NH, [8, 8], slice(0, 2), "columns")
-    comm.close()
 
 
 def mapped(group: RankGroup, nbytes: int) -> int:
@@ -336,7 +333,8 @@ def mapped(group: RankGroup, nbytes: int) -> int:
     before = count()
     comm = WindowCollective(group, nbytes, SECONDS)
     grown = count() - before
-    comm.close()
+    del comm
+    assert count() == before
     return grown
 
 

@@ -172,7 +172,7 @@ def waiting(first: ServiceSpec) -> Iterator[tuple[Service, list[str]]]:
     try:
         yield node, ends
     finally:
-        if node.alive:
+        if node.exit_code is None:
             os.kill(node.pid, signal.SIGTERM)
         thread.join(60)
     assert not thread.is_alive()
@@ -193,7 +193,7 @@ def test_wrong_secret(capfd: pytest.CaptureFixture[str]):
             with pytest.raises(RuntimeError, match=told) as caught:
                 Service.start(spec(1, port), {"MOESAIC_SECRET": secret})
             assert f"node 1: node 0 (127.0.0.1:{port}) refuses: " in str(caught.value)
-        assert first.alive
+        assert first.exit_code is None
     assert ends == ["the service was stopped while it started"]
     log = capfd.readouterr().err
     assert "it does not accept this node's proof: it has no or another secret" in log
@@ -205,7 +205,7 @@ def test_the_same_node_twice():
         again = spec(1, int((first.spec.dist_init_addr or "").rpartition(":")[2]))
         with pytest.raises(RuntimeError, match="another node came with --node-rank 1 before"):
             Service.start(again, SECRET)
-        assert first.alive and second.alive
+        assert first.exit_code is None and second.exit_code is None
 
 
 def test_node_that_never_comes(capfd: pytest.CaptureFixture[str]):

@@ -148,8 +148,6 @@ def at_a_store(group: RankGroup, address: StoreAddress) -> bytes:
         answer, x_TH = pipe.receive()
         assert x_TH is not None and x_TH.unique().tolist() == [float(column)]
         pipe.reply(b"from %d" % column)
-    pipe.close()
-    pipe.close()
     return answer
 
 

@@ -16,13 +16,13 @@ import pytest
 from moesaic.comm.network import quiet_log
 from moesaic.comm.network.handshake import (
     GREETING,
+    WELCOME,
     Identity,
     Role,
     Session,
     WrongSecret,
     identify,
     introduce,
-    welcome,
 )
 from moesaic.comm.network.listener import MOST_UNPROVED, Listener, RoleHandler
 from moesaic.comm.network.message_stream import HEAD, MAC_BYTES, MessageStream, Tampered
@@ -101,7 +101,7 @@ def pair(secret: bytes = SECRET) -> Iterator[tuple[socket.socket, Session, socke
 
     def listen() -> None:
         found.append(identify(theirs, Identity(-1, 7), {Role.STORE: secret}))
-        welcome(theirs)
+        theirs.sendall(WELCOME)
 
     thread = threading.Thread(target=listen)
     thread.start()

@@ -133,9 +133,9 @@ def test_serves_and_stops():
             process.send_signal(signal.SIGINT)
             process.send_signal(signal.SIGTERM)
         check_ask(service)
-        assert service.alive
+        assert service.exit_code is None
     assert service.exit_code == 0
-    assert not service.alive
+    assert isinstance(service.receive(), Fault)
     service.close()
     service.wake()
     service.send(Query(6, "info"))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moesaic.comm.collectives.group import RankGroup
-from moesaic.comm.errors import PeerLost, PeerTimeout, RankFailed, WindowAborted
+from moesaic.comm.errors import PeerLost, PeerTimeout, RankFailed
 from moesaic.comm.launch.local_ranks import LocalRanks, PerRank
 from moesaic.comm.network.handshake import GREETING, Role, introduce
 from moesaic.comm.supervise.control_page import ControlPage, EpochChanged
@@ -24,7 +24,6 @@ from moesaic.comm.windows.tcp_links import HEAD, MARK, FrameKind, TcpLinks, fram
 from moesaic.comm.windows.window import CHANNELS, PlaneSpec, control_bytes
 from moesaic.core.rank_state import RankState
 from tests.distributed.nodes import (
-    LAYOUTS,
     SECRET,
     TWO,
     lonely_window,
@@ -162,7 +161,7 @@ LIES = {
     "control": frame(FrameKind.POST, 0, 0, 9, "x", [(0, 64)]) + b"\xff" * 64,
     "channel": frame(FrameKind.POST, 0, 17, 9, "x"),
     "epoch": frame(FrameKind.POST, 0, 0, -1, "x"),
-    "kind": frame(FrameKind.ABORT, 0)[:4] + b"\x09" + frame(FrameKind.ABORT, 0)[5:],
+    "kind": frame(FrameKind.CLOSE, 0)[:4] + b"\x09" + frame(FrameKind.CLOSE, 0)[5:],
     "window": frame(FrameKind.POST, 12345, 0, 9, "x"),
     "again": frame(FrameKind.OPEN, 0),
     "mark": b"\0" * 200,
@@ -299,25 +298,6 @@ def test_who_takes_nothing_is_given_up():
     with pytest.raises(PeerLost, match=r"it has taken nothing for 1\.0 s"):
         window.wait(0, 1, "a step", ranks=[1])
     silent.close()
-
-
-def aborted(group: RankGroup, nodes: tuple[int, ...]) -> str:
-    with on_nodes(group, nodes):
-        window = create_window(group, [], timeout=20)
-        if group.rank == 1:
-            time.sleep(0.2)
-            window.abort("rank 3 left (épreuve)")
-        try:
-            window.wait(0, 1, "a step that never ends")
-        except WindowAborted as error:
-            group.barrier("all have heard")
-            return error.reason
-    return ""
-
-
-@pytest.mark.parametrize("nodes", LAYOUTS)
-def test_abort(nodes: tuple[int, ...], pools: Callable[[int], LocalRanks]):
-    assert pools(4).run(aborted, nodes) == ["rank 3 left (épreuve)"] * 4
 
 
 def new_epoch(group: RankGroup, nodes: tuple[int, ...]) -> tuple[str, int, float, list[str]]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.comm.windows.device_window import round_up
+from moesaic.comm.windows.shared_memory import round_up
 from moesaic.kernels import experts as contract
 from moesaic.kernels.a2a import SignalPlanes
 from moesaic.kernels.experts import Groups, RemoteRows, Rows

@@ -21,6 +21,7 @@ from moesaic.comm.collectives.group import Peers
 from moesaic.comm.lifecycle import Membership, Participant
 from moesaic.comm.mesh import share
 from moesaic.comm.windows.factory import create_window
+from moesaic.comm.windows.shared_memory import round_up
 from moesaic.comm.windows.window import PlaneSpec, first_epoch, window_bytes
 
 HALVES: Final = 2
@@ -106,10 +107,8 @@ class WindowCollective(Collective):
         if nbytes < 1:
             raise ValueError(f"{nbytes} bytes for a rank's part: give 1 or more")
         self.rank, self.size = group.rank, group.size
-        self._capacity = _capacity(nbytes)
+        self._capacity = round_up(nbytes, HEAD_BYTES)
         self._round = 0
-        if self.size == 1:
-            return
         self._window = create_window(group, _planes(nbytes), timeout, channels=1)
         # Tensors created in inference mode cannot be written outside it.
         with torch.inference_mode(False):
@@ -125,13 +124,11 @@ class WindowCollective(Collective):
         return window_bytes(_planes(nbytes), size, channels=1) if size > 1 else 0
 
     def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
-        if self.size == 1:
-            return x_NH[rows]
         chosen, width = chosen_rows(rows, len(x_NH)), math.prod(x_NH.shape[1:])
         x_N = x_NH.detach().reshape(-1)
         needed = range(chosen.start * width, chosen.stop * width)
         out = x_N.new_empty(len(needed))
-        for piece in self._pieces(len(x_N), x_N.dtype):
+        for piece in cut_into(len(x_N), self._capacity // x_N.itemsize):
             here = _common(needed, piece)
             asked = range(here.start - piece.start, here.stop - piece.start)
             self._sum(x_N[piece.start : piece.stop], asked, out[_within(needed, here)], operation)
@@ -139,14 +136,12 @@ class WindowCollective(Collective):
 
     def gather_rows(self, x_TH: Tensor, counts: Sequence[int], operation: str) -> Tensor:
         check_counts(self, counts, len(x_TH), "rows")
-        if self.size == 1:
-            return x_TH
         width = math.prod(x_TH.shape[1:])
         x_N = x_TH.detach().reshape(-1)
         out = x_N.new_empty(sum(counts) * width)
         spans = _spans([count * width for count in counts])
         head = _head("gather_rows", x_N.dtype, (*counts, width))
-        for piece in self._pieces(max(map(len, spans)), x_N.dtype):
+        for piece in cut_into(max(map(len, spans)), self._capacity // x_N.itemsize):
             parts_PN = self._exchange(x_N[piece.start : piece.stop], head, operation)
             for part_N, span in zip(parts_PN, spans, strict=True):
                 here = span[piece.start : piece.stop]
@@ -157,8 +152,6 @@ class WindowCollective(Collective):
         self, x_RV: Tensor, widths: Sequence[int], rows: slice, operation: str
     ) -> Tensor:
         check_counts(self, widths, x_RV.shape[1], "columns")
-        if self.size == 1:
-            return x_RV[rows]
         x_RV = x_RV.detach()
         needed, spans = chosen_rows(rows, len(x_RV)), _spans(widths)
         out = x_RV.new_empty(len(needed), sum(widths))
@@ -175,15 +168,8 @@ class WindowCollective(Collective):
         return out
 
     def restart(self, membership: Membership) -> None:
-        if self.size > 1:
-            self._window.forget()
-            self._round = first_epoch(membership.generation)
-
-    def close(self) -> None:
-        """Frees the memory. May be repeated."""
-        if self.size > 1:
-            self._own, self._bodies, self._heads = [], [], []
-            self._window.close()
+        self._window.forget()
+        self._round = first_epoch(membership.generation)
 
     def _sum(self, x_N: Tensor, asked: range, out: Tensor, operation: str) -> None:
         """Writes elements `asked` of the sum to `out`."""
@@ -237,10 +223,6 @@ class WindowCollective(Collective):
                 bodies[dtype] = bodies[torch.uint8].view(dtype)
         return bodies[dtype]
 
-    def _pieces(self, count: int, dtype: torch.dtype) -> Iterator[range]:
-        """Elements 0..count in pieces that fit a half."""
-        return cut_into(count, self._capacity // dtype.itemsize)
-
     def _tiles(self, rows: int, width: int, dtype: torch.dtype) -> Iterator[tuple[range, range]]:
         """As many whole rows as fit a half, or parts of one row."""
         most = self._capacity // dtype.itemsize
@@ -257,12 +239,8 @@ def check_counts(comm: Collective, counts: Sequence[int], own: int, what: str) -
         )
 
 
-def _capacity(nbytes: int) -> int:
-    return -(-nbytes // HEAD_BYTES) * HEAD_BYTES
-
-
 def _planes(nbytes: int) -> list[PlaneSpec]:
-    return [PlaneSpec("halves", (HALVES, HEAD_BYTES + _capacity(nbytes)), torch.uint8)]
+    return [PlaneSpec("halves", (HALVES, HEAD_BYTES + round_up(nbytes, HEAD_BYTES)), torch.uint8)]
 
 
 @lru_cache(maxsize=1024)
@@ -291,6 +269,7 @@ def _add(parts_PN: Tensor, out: Tensor) -> None:
 
 
 def cut_into(count: int, most: int) -> Iterator[range]:
+    """Elements 0..count in pieces of at most `most`."""
     for start in range(0, count, most):
         yield range(start, min(count, start + most))
 

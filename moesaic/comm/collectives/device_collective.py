@@ -33,6 +33,7 @@ from moesaic.comm.errors import WindowAborted
 from moesaic.comm.lifecycle import Membership
 from moesaic.comm.windows.device_window import DeviceWindow
 from moesaic.comm.windows.factory import create_device_window, device_window_bytes
+from moesaic.comm.windows.shared_memory import round_up
 from moesaic.comm.windows.window import PlaneSpec
 from moesaic.config.gpus import processor_percent
 from moesaic.kernels.a2a import COUNT_SHIFT, MAX_TAG, ChannelCall, FailureWords
@@ -102,7 +103,8 @@ class DeviceCollective(Collective):
         self.rank, self.size = window.rank, window.size
         self.window = window
         pushed, posted = (window.offset(name) for name in ("pushed", "posted"))
-        self._planes = CollectivePlanes(pushed, posted, lanes, lane_bytes, _capacity(nbytes))
+        capacity = round_up(nbytes, HEAD_BYTES)
+        self._planes = CollectivePlanes(pushed, posted, lanes, lane_bytes, capacity)
         self._device = window.signals.state.device.type
         self._parts: dict[int, tuple[str, str]] = {}
 
@@ -110,7 +112,6 @@ class DeviceCollective(Collective):
     def create(
         cls, group: Peers, nbytes: int, timeout: float, device: torch.device, neighbours: int = 0
     ) -> DeviceCollective:
-        """All ranks of a group call it with the same arguments."""
         if nbytes < 1:
             raise ValueError(f"{nbytes} bytes for a rank's part: give 1 or more")
         lanes, lane_bytes = lanes_of(max(group.size, neighbours))
@@ -125,7 +126,7 @@ class DeviceCollective(Collective):
         pushed = (lanes, HALVES, size, HEAD_BYTES + lane_bytes)
         return [
             PlaneSpec("pushed", pushed, torch.uint8),
-            PlaneSpec("posted", (HALVES, HEAD_BYTES + _capacity(nbytes)), torch.uint8),
+            PlaneSpec("posted", (HALVES, HEAD_BYTES + round_up(nbytes, HEAD_BYTES)), torch.uint8),
         ]
 
     @staticmethod
@@ -180,7 +181,6 @@ class DeviceCollective(Collective):
         self.window.restart(membership)
 
     def check(self) -> None:
-        """Raises the error of the first wait that failed so far."""
         failure = self.window.signals.failure
         if not failure[FailureWords.FAILURE]:
             return
@@ -400,8 +400,3 @@ def lanes_of(size: int) -> tuple[int, int]:
     while lanes > 1 and (size - 1) * lanes > most:
         lanes //= 2
     return lanes, min(PUSH_BYTES // lanes, MOST_LANE_BYTES)
-
-
-def _capacity(nbytes: int) -> int:
-    """The size of a part, rounded so that the next begins at a whole block."""
-    return -(-nbytes // HEAD_BYTES) * HEAD_BYTES

@@ -72,11 +72,8 @@ class Peers(ABC):
 
 
 class RankGroup(Peers):
-    """Ranks that run the same collectives in the same order.
-
-    If a collective fails, PeerTimeout names the operation and the missing ranks, and the group is
-    unusable: form another under a new name.
-    """
+    """Ranks that run the same collectives in the same order. If one fails, PeerTimeout names the
+    operation and the missing ranks, and the group is unusable: form another under a new name."""
 
     def __init__(self, gloo: Any, store: Store | None, name: str, timeout: float) -> None:
         self.rank: int = gloo.rank() if gloo else 0
@@ -99,9 +96,7 @@ class RankGroup(Peers):
         *,
         host: str = LOOPBACK,
     ) -> RankGroup:
-        """Forms the group; `host` is the address that gloo binds. Use a name once per store."""
-        if size == 1:
-            return cls.alone(name, timeout)
+        """A group of several ranks. `host`: what gloo binds. Use a name once per store."""
         own = TorchStore(store, name, timeout)
         operation = f"form group {name}"
         started = time.monotonic()
@@ -114,12 +109,7 @@ class RankGroup(Peers):
 
     @classmethod
     def alone(cls, name: str = "alone", timeout: float = 0.0) -> RankGroup:
-        """A group of one rank, without store and sockets."""
         return cls(None, None, name, timeout)
-
-    def close(self) -> None:
-        self._gloo = None
-        self._store = None
 
     def collectives(self) -> RankGroup:
         return self
@@ -127,7 +117,7 @@ class RankGroup(Peers):
     @property
     def store(self) -> Store:
         if self._store is None:
-            raise RuntimeError(f"group {self.name} is closed, or has one rank: it has no store")
+            raise RuntimeError(f"group {self.name} has one rank: it has no store")
         return self._store
 
     def barrier(self, operation: str) -> None:
@@ -185,7 +175,7 @@ class RankGroup(Peers):
             return
         if self._gloo is None:
             raise RuntimeError(
-                f"{operation!r} on group {self.name}, which is closed or has failed: form another"
+                f"{operation!r} on group {self.name}, which has failed: form another"
             )
         self._sequence += 1
         started = time.monotonic()
@@ -215,7 +205,7 @@ class RankGroup(Peers):
         return PeerTimeout(missing, operation, seconds, {rank: seen[rank][1] for rank in missing})
 
     def _exchange_reports(self, operation: str, seen: dict[int, tuple[int, str]]) -> None:
-        """Updates `seen` with the ranks' own reports."""
+        """Updates `seen`: the last operation of each rank, by its own report."""
         assert self._store is not None
         self._store.set(f"failed/{self.rank}", f"{self._sequence} {operation}")
         deadline = time.monotonic() + REPORT_SECONDS

@@ -19,6 +19,7 @@ from moesaic.comm.collectives.group import Peers
 from moesaic.comm.errors import PeerLost, PeerTimeout
 from moesaic.comm.lifecycle import Membership, Participant
 from moesaic.comm.windows.factory import create_window
+from moesaic.comm.windows.shared_memory import round_up
 from moesaic.comm.windows.window import PlaneSpec, first_epoch, window_bytes
 
 # The header of a message in its slot, in words of PipeWord.
@@ -60,7 +61,7 @@ class PipeSpec:
 
     def planes(self) -> list[PlaneSpec]:
         rows = (self.depth, self.max_tokens, self.hidden_size)
-        length = -(-self.message_bytes // HEAD_BYTES) * HEAD_BYTES
+        length = round_up(self.message_bytes, HEAD_BYTES)
         return [
             PlaneSpec("texts", (self.depth, HEAD_BYTES + length), torch.uint8),
             PlaneSpec("tensors", rows, self.dtype),
@@ -84,6 +85,7 @@ class Pipe(Participant):
         if group.size < 2:
             raise ValueError(f"a pipe of {group.size} stage: nothing travels, so make none")
         self.spec, self.rank, self.size = spec, group.rank, group.size
+        self.is_first, self.is_last = self.rank == 0, self.rank == self.size - 1
         self._next, self._previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         self._window = create_window(group, spec.planes(), timeout, len(PipeSignal))
         self._texts = self._window.plane("texts")
@@ -96,14 +98,6 @@ class Pipe(Participant):
         self._pieces: list[bytes] = []
         self._arrived: deque[tuple[bytes, Tensor | None]] = deque()
         group.register(self)
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.rank == self.size - 1
 
     def send(self, message: bytes, x_TH: Tensor | None = None) -> None:
         """Sends to the next stage; waits for a free slot."""
@@ -118,12 +112,10 @@ class Pipe(Participant):
         return self._take("step", timeout)
 
     def reply(self, message: bytes) -> None:
-        """Sends from the last stage to the first."""
         assert self.is_last, f"stage {self.rank} of {self.size}: only the last one replies"
         self._put(message, None, "reply")
 
     def take_reply(self, timeout: float | None = None) -> bytes:
-        """On the first stage: the next reply of the last one."""
         assert self.is_first, f"stage {self.rank} of {self.size}: replies go to the first"
         return self._take("reply", timeout)[0]
 
@@ -132,13 +124,6 @@ class Pipe(Participant):
         self._start = self._sent = self._taken = first_epoch(membership.generation)
         self._pieces = []
         self._arrived.clear()
-
-    def close(self) -> None:
-        """Frees the memory. May be repeated."""
-        nothing = torch.empty(0)
-        self._texts = self._tensors = self._inbox_tensors = nothing
-        self._outbox = self._inbox = nothing.numpy()
-        self._window.close()
 
     def _put(self, message: bytes, x_TH: Tensor | None, what: str) -> None:
         """Writes a message to as many slots as it takes; the tensor goes with the last."""

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Final
@@ -35,16 +36,6 @@ class PerRank:
     values: Sequence[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class _RankSetup:
-    """What a rank needs to join its group."""
-
-    store: StoreAddress
-    rank: int
-    size: int
-    timeout: float
-
-
 @dataclass(slots=True)
 class _Worker:
     process: BaseProcess
@@ -65,20 +56,12 @@ class LocalRanks:
     for those that died.
     """
 
-    def __init__(
-        self,
-        size: int,
-        timeout: float = 60.0,
-        *,
-        peer_timeout: float = 20.0,
-        threads: int = 1,
-    ) -> None:
+    def __init__(self, size: int, timeout: float = 60.0, *, peer_timeout: float = 20.0) -> None:
         if size < 1:
             raise ValueError(f"{size} ranks: give 1 or more")
         self.size = size
         self.timeout = timeout
         self._peer_timeout = peer_timeout
-        self._threads = threads
         self._groups = 0
         self._folder = RunFolder.create()
         self._store = LocalStore(self._folder.path)
@@ -133,9 +116,9 @@ class LocalRanks:
 
     def _start(self, rank: int) -> _Worker:
         ours, theirs = self._context.Pipe()
-        setup = _RankSetup(self._store.address, rank, self.size, self._peer_timeout)
+        join = partial(_join, self._store.address, rank, self.size, self._peer_timeout)
         process = self._context.Process(
-            target=_serve, args=(theirs, setup, self._threads), name=f"rank{rank}", daemon=True
+            target=_serve, args=(theirs, join), name=f"rank{rank}", daemon=True
         )
         process.start()
         theirs.close()
@@ -182,11 +165,11 @@ def _args_of(rank: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(arg.values[rank] if isinstance(arg, PerRank) else arg for arg in args)
 
 
-def _serve(pipe: Connection, setup: _RankSetup, threads: int) -> None:
+def _serve(pipe: Connection, join: Callable[[str], RankGroup]) -> None:
     """Runs the tasks that arrive through the pipe until it closes."""
     die_with_fork_server()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     keep_freed_memory()
     group: RankGroup | None = None
     with contextlib.suppress(EOFError, OSError):
@@ -195,7 +178,7 @@ def _serve(pipe: Connection, setup: _RankSetup, threads: int) -> None:
             task = pipe.recv_bytes()
             try:
                 if group is None or group.name != name:
-                    group = _join(setup, name)
+                    group = join(name)
                 # A task must not restart what an earlier one left behind.
                 group.lifecycle = Lifecycle(Membership(0, group.members))
                 function, args = pickle.loads(task)
@@ -205,8 +188,8 @@ def _serve(pipe: Connection, setup: _RankSetup, threads: int) -> None:
             pipe.send_bytes(answer)
 
 
-def _join(setup: _RankSetup, name: str) -> RankGroup:
-    if setup.size == 1:
-        return RankGroup.alone(name, setup.timeout)
-    store = setup.store.connect(setup.timeout, Identity(setup.rank, 0))
-    return RankGroup.form(store, name, setup.rank, setup.size, setup.timeout)
+def _join(address: StoreAddress, rank: int, size: int, timeout: float, name: str) -> RankGroup:
+    if size == 1:
+        return RankGroup.alone(name, timeout)
+    store = address.connect(timeout, Identity(rank, 0))
+    return RankGroup.form(store, name, rank, size, timeout)

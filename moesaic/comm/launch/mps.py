@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from moesaic.comm.launch import mps_owner as mps_watch
+from moesaic.comm.launch import mps_owner
 from moesaic.comm.launch.mps_owner import LOGS, PIPES, READY
 from moesaic.config.devices import VISIBLE
 from moesaic.config.gpus import MAX_MPS_CLIENTS, PERCENT, processor_percent
@@ -143,7 +143,7 @@ def start_mps() -> Mps:
 def describe_daemon() -> str:
     """The daemon that a server here would use for ranks that share a GPU."""
     program, named = shutil.which(PROGRAM), os.environ.get(PIPES)
-    others = any(mps_watch.mps_processes())
+    others = any(mps_owner.mps_processes())
     if program is None:
         return f"{'one runs, but ' if others else ''}{PROGRAM} is not on PATH"
     if named and _answers_in(named, program):
@@ -157,7 +157,7 @@ def describe_daemon() -> str:
 
 def _answers_in(pipes: str, program: str) -> bool:
     """`pipes`: the folder that this environment names."""
-    return Path(pipes, "control").exists() and mps_watch.answers(program)
+    return Path(pipes, "control").exists() and mps_owner.answers(program)
 
 
 def _few_queues() -> dict[str, str]:
@@ -181,7 +181,7 @@ def _start_own(program: str) -> Mps:
     # A daemon that sees only some GPUs renumbers them, but ranks use the original numbers.
     inherited = {name: value for name, value in child_environment().items() if name != VISIBLE}
     watch = subprocess.Popen(
-        [sys.executable, "-I", mps_watch.__file__, program, folder],
+        [sys.executable, "-I", mps_owner.__file__, program, folder],
         env={**inherited, **environment},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -74,7 +74,6 @@ def start(program: str) -> str:
 
 
 def answers(program: str) -> bool:
-    """Whether the daemon of this environment answers."""
     return _tell(program, "get_server_list", ANSWER_SECONDS)
 
 

@@ -51,14 +51,12 @@ class RankLink:
         self.place: RankPlace = self.mesh.place(self.rank)
         self.timeout = service.timeouts.collective
         """Seconds after which an operation between ranks fails."""
-        self._start_timeout = service.timeouts.start
         self.is_ready = False
         self._spec = spec
         here = self.mesh.ranks_of_node(self.node)
         self._page = ControlPage.open(spec.control, len(here), here.start)
         self.status: RankStatus = self._page.status(spec.rank)
         self.lifecycle = Lifecycle(self._membership())
-        """What this rank restarts when a step is rolled back."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(0)
@@ -75,13 +73,11 @@ class RankLink:
 
     @cached_property
     def store(self) -> StoreClient:
-        """The store of the service; connected at first use."""
         own = Identity(self.rank, self.node)
-        return self._spec.store.connect(self._start_timeout, own)
+        return self._spec.store.connect(self._spec.service.timeouts.start, own)
 
     @cached_property
     def links(self) -> TcpLinks:
-        """This rank's connections to other nodes; opened at first use."""
         spec = self._spec
         return TcpLinks(self.rank, self.node, spec.host, spec.store.secret)
 
@@ -95,7 +91,7 @@ class RankLink:
             name,
             list(ranks).index(self.rank),
             len(ranks),
-            self._start_timeout,
+            self._spec.service.timeouts.start,
             nodes if across else (),
         )
         group.status, group.collective_timeout = self.status, self.timeout
@@ -159,11 +155,10 @@ class RankLink:
 
 
 def main(data: bytes) -> None:
-    """Runs a rank's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_fork_server()
     spec = msgspec.msgpack.decode(data, type=RankSpec)
-    name_process(process_name(spec.rank))
+    name_process(f"moesaic-rank-{spec.rank}" if spec.rank < 100 else f"moesaic-rk-{spec.rank}")
     _set_up(spec.rank, spec.service)
     link = RankLink(spec)
     code = _run(link, spec.service.target)
@@ -172,10 +167,6 @@ def main(data: bytes) -> None:
     sys.stderr.flush()
     # Threads and destructors of the target must not delay the exit.
     os._exit(code)
-
-
-def process_name(rank: int) -> str:
-    return f"moesaic-rank-{rank}" if rank < 100 else f"moesaic-rk-{rank}"
 
 
 def _run(link: RankLink, target: str) -> int:

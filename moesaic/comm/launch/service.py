@@ -41,11 +41,8 @@ LOOK_SECONDS: Final = 0.2
 
 
 class Service:
-    """The supervisor of this node, and through it all ranks.
-
-    One thread sends and receives; any thread may call `wake`. On node 0 `receive` returns the
-    outputs of the serving groups; on other nodes only Stop or Fault at the end.
-    """
+    """The supervisor of this node, and through it all ranks. One thread sends and receives.
+    `receive` returns the outputs of the serving groups; on nodes other than node 0 only the end."""
 
     def __init__(self, spec: ServiceSpec, environment: Mapping[str, str] | None = None) -> None:
         if spec.mesh.nnodes > 1:
@@ -94,12 +91,7 @@ class Service:
 
     @property
     def pid(self) -> int:
-        """The process of the supervisor."""
         return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._fault is None and self._process.poll() is None
 
     @property
     def exit_code(self) -> int | None:
@@ -244,9 +236,9 @@ def host_ranks(service: Service) -> int:
     """Runs a node other than node 0 until the service or this node ends; the exit status."""
     node = service.spec.node_rank
     with handling_signals(partial(_leave, service)):
-        service.connect()
-        logger.info("node %d is ready", node)
         try:
+            service.connect()
+            logger.info("node %d is ready", node)
             while not isinstance(message := service.receive(None), Stop | Fault):
                 pass
         finally:

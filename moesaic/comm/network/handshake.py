@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 from moesaic.core.process import NODE_SECRET
 
@@ -47,8 +47,7 @@ class Role(IntEnum):
     """Messages between the supervisors of two nodes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(NamedTuple):
     """A rank of the service (-1: a supervisor) and its node."""
 
     rank: int
@@ -93,7 +92,7 @@ def own_secret(environment: Mapping[str, str] = os.environ) -> bytes:
 def introduce(connection: socket.socket, role: Role, own: Identity, secret: bytes) -> Session:
     """The caller's side; PermissionError if the listener does not belong to this service."""
     deadline = time.monotonic() + PROOF_SECONDS
-    hello = GREETING + bytes([role]) + os.urandom(NONCE_BYTES) + _pack(own)
+    hello = GREETING + bytes([role]) + os.urandom(NONCE_BYTES) + IDENTITY.pack(*own)
     connection.sendall(hello)
     answer = read_exactly(connection, NONCE_BYTES + IDENTITY.size + 1, deadline)
     proof = read_exactly(connection, PROOF_BYTES, deadline)
@@ -102,13 +101,13 @@ def introduce(connection: socket.socket, role: Role, own: Identity, secret: byte
     connection.sendall(_proof(secret, b"caller", hello + answer))
     if read_exactly(connection, len(WELCOME), deadline) != WELCOME:
         raise PermissionError("it does not welcome this node")
-    there = _unpack(answer[NONCE_BYTES:-1])
+    there = Identity(*IDENTITY.unpack(answer[NONCE_BYTES:-1]))
     return Session(role, there, _proof(secret, b"session", hello + answer))
 
 
 def identify(connection: socket.socket, own: Identity, secrets: Mapping[Role, bytes]) -> Session:
     """The listener's side, with the secret of each role that it serves; PermissionError if the
-    caller does not belong to this service. The caller then waits for `welcome`."""
+    caller does not belong to this service. The caller then waits for WELCOME."""
     deadline = time.monotonic() + PROOF_SECONDS
     hello = read_exactly(connection, len(GREETING) + 1, deadline)
     roles = [role for role in secrets if hello == GREETING + bytes([role])]
@@ -116,7 +115,7 @@ def identify(connection: socket.socket, own: Identity, secrets: Mapping[Role, by
         raise PermissionError("it does not speak this protocol")
     secret = secrets[roles[0]]
     hello += read_exactly(connection, NONCE_BYTES + IDENTITY.size, deadline)
-    answer = os.urandom(NONCE_BYTES) + _pack(own) + bytes([secret != NO_SECRET])
+    answer = os.urandom(NONCE_BYTES) + IDENTITY.pack(*own) + bytes([secret != NO_SECRET])
     connection.sendall(answer + _proof(secret, b"listener", hello + answer))
     try:
         proof = read_exactly(connection, PROOF_BYTES, deadline)
@@ -125,17 +124,11 @@ def identify(connection: socket.socket, own: Identity, secrets: Mapping[Role, by
         raise PermissionError(text) from error
     if not hmac.compare_digest(proof, _proof(secret, b"caller", hello + answer)):
         raise PermissionError("it does not know the secret")
-    there = _unpack(hello[-IDENTITY.size :])
+    there = Identity(*IDENTITY.unpack(hello[-IDENTITY.size :]))
     return Session(roles[0], there, _proof(secret, b"session", hello + answer))
 
 
-def welcome(connection: socket.socket) -> None:
-    """Tells an authenticated caller that it is served."""
-    connection.sendall(WELCOME)
-
-
 def read_exactly(connection: socket.socket, length: int, deadline: float | None = None) -> bytes:
-    """Reads `length` bytes before the deadline."""
     data = bytearray()
     while len(data) < length:
         if deadline is not None:
@@ -149,11 +142,3 @@ def read_exactly(connection: socket.socket, length: int, deadline: float | None 
 
 def _proof(secret: bytes, what: bytes, said: bytes) -> bytes:
     return hmac.digest(secret, what + said, "sha256")
-
-
-def _pack(identity: Identity) -> bytes:
-    return IDENTITY.pack(identity.rank, identity.node)
-
-
-def _unpack(data: bytes) -> Identity:
-    return Identity(*IDENTITY.unpack(data))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from moesaic.comm.network.handshake import Identity, Role, Session, identify, welcome
+from moesaic.comm.network.handshake import WELCOME, Identity, Role, Session, identify
 from moesaic.comm.network.quiet_log import QuietLog
 
 logger = logging.getLogger(__name__)
@@ -34,11 +34,9 @@ class RoleHandler:
 
 
 class Listener:
-    """Accepts connections, each in its own thread.
-
-    Beyond MOST_UNPROVED unauthenticated connections, the address with most of them loses its
-    oldest: a flood from one machine does not keep out callers from another.
-    """
+    """Accepts connections, each in its own thread. Beyond MOST_UNPROVED unauthenticated ones, the
+    address with most of them loses its oldest: a flood from one machine does not keep out callers
+    from another."""
 
     def __init__(
         self, listening: socket.socket, identity: Identity, handlers: Mapping[Role, RoleHandler]
@@ -103,7 +101,6 @@ class Listener:
             return was_waiting and not self.closed
 
     def _serve(self, connection: socket.socket, where: str) -> None:
-        """Serves one connection until it ends."""
         with connection:
             try:
                 session = identify(connection, self._identity, self._secrets)
@@ -112,7 +109,7 @@ class Listener:
                     return
                 connection.settimeout(None)
                 tune(connection)
-                welcome(connection)
+                connection.sendall(WELCOME)
                 self._handlers[session.role].serve(connection, session, f"{session.peer} ({where})")
             except OSError as error:
                 if not self.closed:

@@ -19,11 +19,9 @@ class Tampered(ConnectionError):
 
 
 class MessageStream:
-    """One thread may send while another receives.
-
-    Every message carries a MAC over its direction, its number and its bytes, under the key of the
-    connection: a changed, repeated, dropped or reflected message ends the stream.
-    """
+    """One thread may send while another receives. Every message carries a MAC over its direction,
+    number and bytes, under the key of the connection: a changed, repeated, dropped or reflected
+    message ends the stream."""
 
     def __init__(self, connection: socket.socket, session: Session, *, calls: bool) -> None:
         self.peer = session.peer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import cached_property
 
 from moesaic.comm.collectives.group import LOOPBACK, Peers, RankGroup
 from moesaic.comm.errors import PeerTimeout
@@ -12,12 +13,9 @@ from moesaic.comm.network.torch_store import TorchStore
 
 
 class StoreGroup(Peers):
-    """Ranks that exchange bytes through a store, in the same order of operations.
-
-    Use a name once per store. A group of one needs no store. Like a wait on a window, a wait here
-    raises EpochChanged when the supervisor declares a new epoch. `timeout` covers ranks that load
-    for different times.
-    """
+    """Ranks that run the same exchanges in the same order. Use a name once per store; a group of
+    one needs none. Like a wait on a window, a wait here raises EpochChanged when the supervisor
+    declares a new epoch. `timeout` covers ranks that load for different times."""
 
     def __init__(
         self,
@@ -42,32 +40,24 @@ class StoreGroup(Peers):
         self.host = LOOPBACK
         """The address that gloo binds, if collectives are requested."""
         self.collective_timeout = timeout
-        self._collectives: RankGroup | None = None
-        self._torch_store: TorchStore | None = None
 
-    @property
+    @cached_property
     def store(self) -> TorchStore:
-        if self._torch_store is None:
-            if self._store is None:
-                raise RuntimeError(f"group {self.name} has one rank: it has no store")
-            self._torch_store = TorchStore(self._store, f"{self.name}/torch", self.timeout)
-        return self._torch_store
+        if self._store is None:
+            raise RuntimeError(f"group {self.name} has one rank: it has no store")
+        return TorchStore(self._store, f"{self.name}/torch", self.timeout)
 
     def collectives(self) -> RankGroup:
-        if self._collectives is None:
-            if self._store is None:
-                self._collectives = RankGroup.alone(self.name, self.collective_timeout)
-            else:
-                self.barrier("form a group")
-                self._collectives = RankGroup.form(
-                    self._store,
-                    f"{self.name}/gloo",
-                    self.rank,
-                    self.size,
-                    self.collective_timeout,
-                    host=self.host,
-                )
         return self._collectives
+
+    @cached_property
+    def _collectives(self) -> RankGroup:
+        seconds = self.collective_timeout
+        if self._store is None:
+            return RankGroup.alone(self.name, seconds)
+        self.barrier("form a group")
+        name = f"{self.name}/gloo"
+        return RankGroup.form(self._store, name, self.rank, self.size, seconds, host=self.host)
 
     def all_gather_bytes(self, data: bytes, operation: str) -> list[bytes]:
         if self._store is None:

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import msgspec
 
-from moesaic.comm.network.connect import Connector
+from moesaic.comm.network.connect import connect
 from moesaic.comm.network.handshake import Identity, Role, Session
 from moesaic.comm.network.listener import Listener, RoleHandler
 from moesaic.comm.network.message_stream import MessageStream
@@ -70,9 +70,10 @@ class StoreAddress:
 
     def connect(self, seconds: float, identity: Identity) -> StoreClient:
         """Raises OSError if the store is not there within `seconds` or has another secret."""
-        connector = Connector(self._open_socket, Role.STORE, identity, self.secret)
         try:
-            connection, session = connector.connect(seconds)
+            connection, session = connect(
+                self._open_socket, Role.STORE, identity, self.secret, seconds
+            )
         except PermissionError as error:
             raise PermissionError(f"the store at {self}: {error}") from error
         except OSError as error:
@@ -102,7 +103,6 @@ class StoreTable:
         self._lock = threading.Lock()
 
     def serve(self, connection: socket.socket, session: Session, name: str) -> None:
-        """Answers one client until it disconnects."""
         stream = MessageStream(connection, session, calls=False)
         with suppress(OSError, ValueError):
             while True:
@@ -154,9 +154,7 @@ class StoreTable:
 
 class StoreClient:
     """A rank's connection to the store. Any thread may use it; no request waits for another rank.
-
-    OSError means that the store is gone.
-    """
+    OSError means that the store is gone."""
 
     def __init__(self, connection: socket.socket, session: Session) -> None:
         self._connection = connection
@@ -167,8 +165,7 @@ class StoreClient:
         self._ask(StoreRequest("set", [key], value))
 
     def get_now(self, keys: Sequence[str]) -> list[bytes | None]:
-        found: list[bytes | None] = self._ask(StoreRequest("get", list(keys)))
-        return found
+        return self._ask(StoreRequest("get", list(keys)))
 
     def has(self, keys: Sequence[str]) -> bool:
         return bool(self._ask(StoreRequest("has", list(keys))))

@@ -18,10 +18,8 @@ T = TypeVar("T")
 
 
 class TorchStore(Store):
-    """torch calls these from C++: keep this object as long as what uses it.
-
-    `get` and `wait` raise if a key is missing after `seconds` or the store is gone.
-    """
+    """torch calls these from C++: keep this object as long as what uses it. `get` and `wait` raise
+    if a key is missing after `seconds` or the store is gone."""
 
     def __init__(self, client: StoreClient, prefix: str, seconds: float) -> None:
         super().__init__()

@@ -43,16 +43,13 @@ def differences(first: Mapping[str, Any], other: Mapping[str, Any], node: int) -
         (first.get("flags", {}), other.get("flags", {})),
         (first.get("mesh", {}), other.get("mesh", {})),
     ):
+        names = dict.fromkeys([*mine, *its])
+        pairs = [(name, mine.get(name, MISSING), its.get(name, MISSING)) for name in names]
         found = [
             f"{shown.get(name, name)} is {here} on node 0 and {there} on node {node}"
-            for name, here, there in _differing(mine, its)
+            for name, here, there in pairs
+            if here != there
         ]
         if found:
             return "; ".join(found)
     return ""
-
-
-def _differing(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    names = dict.fromkeys([*first, *other])
-    pairs = [(name, first.get(name, MISSING), other.get(name, MISSING)) for name in names]
-    return [pair for pair in pairs if pair[1] != pair[2]]

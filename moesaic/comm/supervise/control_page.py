@@ -12,24 +12,22 @@ import mmap
 import time
 from typing import Final
 
-from moesaic.comm.windows.shared_memory import create_memory, map_memory
+from moesaic.comm.windows.shared_memory import create_memory, decode_text, encode_text, map_memory
 from moesaic.core.rank_state import RankSnapshot, RankState
 from moesaic.observe.spans import SpanKind, Spans
 
 MEMORY: Final = "moesaic-control"
 WORD: Final = 8
-TEXT_BYTES: Final = 248
+TEXT_BYTES: Final = 256
 LINE_BYTES: Final = 64
-HEAD_BYTES: Final = LINE_BYTES + 256
-STATUS_BYTES: Final = LINE_BYTES + 256
+HEAD_BYTES: Final = LINE_BYTES + TEXT_BYTES
+STATUS_BYTES: Final = LINE_BYTES + TEXT_BYTES
 MAGIC: Final = 0x4D4F455341494331
 
 # Words of the header.
-MAGIC_WORD, EPOCH, LIVE, NUM_RANKS = range(4)
+MAGIC_WORD, EPOCH, LIVE = range(3)
 # Words of a status.
 BEAT, STEP, STATE, SINCE, PROGRESS, COMPUTED, WAITED, GENERATION = range(8)
-
-
 # The words that sum up the time in a state.
 TOTALS: Final[dict[int, int]] = {RankState.COMPUTING: COMPUTED, RankState.WAITING: WAITED}
 
@@ -38,22 +36,16 @@ class EpochChanged(RuntimeError):
     """The supervisor changed the membership: the step in progress is abandoned."""
 
     def __init__(self, epoch: int, reason: str) -> None:
-        super().__init__(epoch, reason)
-        self.epoch, self.reason = epoch, reason
-
-    def __str__(self) -> str:
-        return self.reason
+        super().__init__(reason)
+        self.epoch = epoch
 
 
 class StepRolledBack(RuntimeError):
     """A rank could not finish a step: its replica abandons it and enters the next generation."""
 
     def __init__(self, generation: int) -> None:
-        super().__init__(generation)
+        super().__init__(f"rolled back to generation {generation}")
         self.generation = generation
-
-    def __str__(self) -> str:
-        return f"rolled back to generation {self.generation}"
 
 
 class ControlPage:
@@ -64,6 +56,7 @@ class ControlPage:
         self._bytes = memoryview(memory)
         self._words = self._bytes.cast("q")
         self.first_rank = first_rank
+        self.num_ranks = (len(memory) - HEAD_BYTES) // STATUS_BYTES
 
     @classmethod
     def create(cls, num_ranks: int, first_rank: int = 0) -> tuple[ControlPage, int]:
@@ -73,7 +66,6 @@ class ControlPage:
         page = cls(mmap.mmap(descriptor, length), first_rank)
         page._words[EPOCH] = 1
         page._words[LIVE] = (1 << num_ranks) - 1
-        page._words[NUM_RANKS] = num_ranks
         page._words[MAGIC_WORD] = MAGIC
         return page, descriptor
 
@@ -95,11 +87,7 @@ class ControlPage:
 
     @property
     def reason(self) -> str:
-        return self._text(LINE_BYTES)
-
-    @property
-    def num_ranks(self) -> int:
-        return self._words[NUM_RANKS]
+        return decode_text(self._bytes, LINE_BYTES, TEXT_BYTES)
 
     def change(self, live: int, reason: str) -> int:
         """Declares a new epoch: every wait of every rank raises EpochChanged. Supervisor only."""
@@ -122,7 +110,7 @@ class ControlPage:
         return RankSnapshot(
             state=RankState(words[STATE]),
             step=words[STEP],
-            operation=self._text(base + LINE_BYTES),
+            operation=decode_text(self._bytes, base + LINE_BYTES, TEXT_BYTES),
             beat_age=(now - words[BEAT]) / 1e9,
             state_age=(now - words[SINCE]) / 1e9,
             progress=words[PROGRESS],
@@ -135,14 +123,7 @@ class ControlPage:
         return HEAD_BYTES + number * STATUS_BYTES
 
     def _write(self, start: int, text: str) -> None:
-        """Writes the length and the UTF-8 bytes, truncated to fit."""
-        data = text.encode(errors="replace")[: TEXT_BYTES - WORD]
-        self._bytes[start + WORD : start + WORD + len(data)] = data
-        self._words[start // WORD] = len(data)
-
-    def _text(self, start: int) -> str:
-        length = min(max(0, self._words[start // WORD]), TEXT_BYTES - WORD)
-        return bytes(self._bytes[start + WORD : start + WORD + length]).decode(errors="replace")
+        self._bytes[start : start + TEXT_BYTES] = encode_text(text, TEXT_BYTES)
 
 
 class RankStatus:
@@ -162,9 +143,9 @@ class RankStatus:
     def beat(self) -> None:
         self._words[self._first + BEAT] = time.monotonic_ns()
 
-    def begin_step(self, step: int, operation: str = "begin a step") -> None:
+    def begin_step(self, step: int) -> None:
         self._words[self._first + STEP] = step
-        self.enter(RankState.COMPUTING, operation)
+        self.enter(RankState.COMPUTING, "begin a step")
 
     def enter(self, state: RankState, operation: str | None = None) -> None:
         words, first = self._words, self._first

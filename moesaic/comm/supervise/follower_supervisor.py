@@ -26,7 +26,7 @@ from moesaic.comm.supervise.supervisor_links import (
     LeadLink,
 )
 from moesaic.core import messages
-from moesaic.core.messages import AnyMessage
+from moesaic.core.messages import AnyMessage, Message
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +42,8 @@ class FollowerSupervisor(NodeSupervisor):
     ) -> None:
         super().__init__(spec, folder, context)
         host, port = split_address(spec.dist_init_addr or "")
-        self._address = (numeric(host), port)
-        self._host = spec.host or address_towards(*self._address)
-        self._lead: LeadLink | None = None
+        self._lead = LeadLink(spec.node_rank, (numeric(host), port))
+        self._host = spec.host or address_towards(*self._lead.address)
         self._joined = False
         """Whether node 0 has admitted this node."""
         self._last_beat = 0.0
@@ -52,19 +51,17 @@ class FollowerSupervisor(NodeSupervisor):
         self._last_logged = -math.inf
 
     def start(self) -> None:
-        times = self.spec.timeouts
-        self._lead = LeadLink(self.spec.node_rank, self._address, times.start)
+        self._lead.start(self.spec.timeouts.start)
         self.loop.add(self._lead.inbox.wakeup_fd, self._on_lead)
 
     def tick(self, now: float) -> None:
         super().tick(now)
         if self.exit_code is not None:
             return
-        assert self._lead is not None
         if not self._lead.connected_at:
             self._await_lead(now)
         elif self._joined:
-            self._keep_alive(self._lead, now)
+            self._keep_alive(now)
         elif now - self._lead.connected_at > ANSWER_SECONDS:
             address = self.spec.dist_init_addr
             self.fail(f"node 0 ({address}) gives no answer within {ANSWER_SECONDS:.0f} s", [])
@@ -81,10 +78,10 @@ class FollowerSupervisor(NodeSupervisor):
             self._last_logged = now
             logger.info("waiting for node 0 at %s", address)
 
-    def _keep_alive(self, lead: LeadLink, now: float) -> None:
-        if self.was_late:
-            lead.last_heard = now
-        silence, times = now - lead.last_heard, self.spec.timeouts
+    def _keep_alive(self, now: float) -> None:
+        if self.watch.was_late:
+            self._lead.last_heard = now
+        silence, times = now - self._lead.last_heard, self.spec.timeouts
         # Node 0 has a shorter limit, and knows which rank is late.
         if not self.is_serving and now - self._started > times.start + times.node:
             self.fail(f"not ready within {times.start:.0f} s, although node 0 is connected", [])
@@ -95,10 +92,9 @@ class FollowerSupervisor(NodeSupervisor):
         elif now - self._last_beat >= BEAT_SECONDS:
             self._last_beat = now
             ranks = {rank: self.page.snapshot(rank) for rank in self.spec.ranks}
-            lead.send(messages.Beat(self.spec.node_rank, ranks))
+            self._lead.send(messages.Beat(self.spec.node_rank, ranks))
 
     def on_rank(self, rank: int, message: AnyMessage, data: bytes) -> None:
-        assert self._lead is not None
         if isinstance(message, messages.Failed):
             if not message.waited:
                 self.lose_ranks([rank], self.describe_loss(rank, f"failed: {message.error}"))
@@ -107,34 +103,21 @@ class FollowerSupervisor(NodeSupervisor):
             self.reported.add(rank)
         self._lead.send(messages.Relay(rank, data))
 
-    def on_client(self, message: AnyMessage) -> None:
-        if isinstance(message, messages.Stop):
-            self.stop(message.reason)
+    def tell_nodes(self, message: Message) -> None:
+        self._lead.send(message)
 
-    def fail(self, message: str, ranks: Sequence[int]) -> None:
-        self._end(f"node {self.spec.node_rank}: {message}", ranks, tell=True)
+    def fail(self, message: str, ranks: Sequence[int], *, tell: bool = True) -> None:
+        super().fail(f"node {self.spec.node_rank}: {message}", ranks, tell=tell)
 
     def stop(self, reason: str) -> None:
         """For the other nodes it is a fault: they cannot go on without this one."""
-        if not self.end(0, logging.INFO, f"node {self.spec.node_rank} leaves: {reason}"):
-            return
-        if self._lead is not None:
-            self._lead.send(messages.Fault(f"node {self.spec.node_rank} has left: {reason}"))
-        self.stop_ranks()
-        self.send_client(messages.Stop())
+        if self.end(0, logging.INFO, f"node {self.spec.node_rank} leaves: {reason}"):
+            self.tell_nodes(messages.Fault(f"node {self.spec.node_rank} has left: {reason}"))
+            self.stop_ranks()
 
     def close(self) -> None:
-        if self._lead is not None:
-            self._lead.close()
+        self._lead.close()
         super().close()
-
-    def _end(self, message: str, ranks: Sequence[int], *, tell: bool) -> None:
-        if not self.end(1, logging.ERROR, f"the service ends: {message}"):
-            return
-        if tell and self._lead is not None:
-            self._lead.send(messages.Fault(message, list(ranks)))
-        self.fence(ranks, message)
-        self.send_client(messages.Fault(message, list(ranks)))
 
     def _join(self, made_secret: bytes) -> None:
         """Starts the ranks, now that node 0 has admitted this node."""
@@ -142,11 +125,10 @@ class FollowerSupervisor(NodeSupervisor):
         ranks = self.spec.ranks
         names = f"ranks {ranks.start} to {ranks.stop - 1} are" if len(ranks) > 1 else "its rank is"
         logger.info("joined node 0 at %s; %s here", self.spec.dist_init_addr, names)
-        store = StoreAddress(*self._address, own_secret() or made_secret)
+        store = StoreAddress(*self._lead.address, own_secret() or made_secret)
         self.start_ranks(store, self._host)
 
     def _on_lead(self) -> None:
-        assert self._lead is not None
         for event in self._lead.receive(time.monotonic()):
             match event:
                 case Connected():
@@ -163,14 +145,11 @@ class FollowerSupervisor(NodeSupervisor):
                     self.is_serving = True
                     self.send_client(event)
                 case messages.Fault(text, ranks):
-                    self._end(text, ranks, tell=False)
+                    super().fail(text, ranks, tell=False)
                 case messages.Stop() if self.end(0, logging.INFO, "node 0 has ended the service"):
                     self.stop_ranks()
-                    self.send_client(messages.Stop())
 
     def _on_disconnected(self, reason: str, refused: bool) -> None:
-        assert self._lead is not None
-        what = (
-            "refuses" if refused else "is lost" if self._lead.connected_at else "cannot be reached"
-        )
+        gone = "is lost" if self._lead.connected_at else "cannot be reached"
+        what = "refuses" if refused else gone
         self.fail(f"node 0 ({self.spec.dist_init_addr}) {what}: {reason}", [])

@@ -27,7 +27,6 @@ from moesaic.comm.supervise.supervisor_links import (
     WAIT_SECONDS,
     Disconnected,
     FollowerLinks,
-    RemoteRanks,
 )
 from moesaic.core import messages
 from moesaic.core.messages import AnyMessage, Message, decode, encode
@@ -62,7 +61,8 @@ class LeadSupervisor(NodeSupervisor):
         self._last_logged = -math.inf
         """When the missing nodes were last logged."""
         self._followers: FollowerLinks | None = None
-        self._remote = RemoteRanks()
+        self._remote: dict[int, tuple[float, RankSnapshot]] = {}
+        """The last snapshot of each rank on other nodes, and when it was received."""
         self._last_beat = 0.0
 
     def _replica(self, number: int) -> Replica:
@@ -73,7 +73,6 @@ class LeadSupervisor(NodeSupervisor):
         return Replica(ranks, groups, StepRollbacks(number, ranks, leaders))
 
     def start(self) -> None:
-        """Starts the ranks of this node."""
         if self.mesh.nnodes == 1:
             self.start_ranks(LocalStore(self.folder).address)
             return
@@ -96,7 +95,7 @@ class LeadSupervisor(NodeSupervisor):
         if not self.is_serving:
             self._check_start(now)
             return
-        if not self.is_fair:
+        if not self.watch.is_fair:
             self._watchdog.pause()
             return
         hang = self._watchdog.look(self.snapshots(now), now)
@@ -106,23 +105,18 @@ class LeadSupervisor(NodeSupervisor):
     def snapshots(self, now: float) -> dict[int, RankSnapshot]:
         """What each rank of the service was last seen doing."""
         here = {rank: self.page.snapshot(rank) for rank in self.spec.ranks}
-        return here | self._remote.at(now)
+        return here | {rank: one.later(now - then) for rank, (then, one) in self._remote.items()}
 
-    def fail(self, message: str, ranks: Sequence[int]) -> None:
-        if not self.end(1, logging.ERROR, f"the service ends: {message}"):
-            return
-        self._tell_followers(messages.Fault(message, list(ranks)))
-        self.fence(ranks, message)
-        self.send_client(messages.Fault(message, list(ranks)))
+    def tell_nodes(self, message: Message) -> None:
+        if self._followers is not None:
+            self._followers.broadcast(message)
 
     def stop(self, reason: str) -> None:
-        if not self.end(0, logging.INFO, f"the service stops: {reason}"):
-            return
-        for answer in self.journal.end_all(f"the service stops: {reason}"):
-            self.send_client(answer)
-        self._tell_followers(messages.Stop())
-        self.stop_ranks()
-        self.send_client(messages.Stop())
+        if self.end(0, logging.INFO, f"the service stops: {reason}"):
+            for answer in self.journal.end_all(f"the service stops: {reason}"):
+                self.send_client(answer)
+            self.tell_nodes(messages.Stop())
+            self.stop_ranks()
 
     def on_client(self, message: AnyMessage) -> None:
         match message:
@@ -134,8 +128,8 @@ class LeadSupervisor(NodeSupervisor):
                     self.send_rank(self.mesh.leader(entry.group), encode(message))
             case messages.Query():
                 self._ask(message)
-            case messages.Stop(reason):
-                self.stop(reason)
+            case _:
+                super().on_client(message)
 
     def on_rank(self, rank: int, message: AnyMessage, data: bytes) -> None:
         """Outputs and replies are passed on without being encoded again."""
@@ -174,10 +168,6 @@ class LeadSupervisor(NodeSupervisor):
             self._followers.close()
         super().close()
 
-    def _tell_followers(self, message: Message) -> None:
-        if self._followers is not None:
-            self._followers.broadcast(message)
-
     def _on_followers(self) -> None:
         assert self._followers is not None
         now = time.monotonic()
@@ -185,8 +175,8 @@ class LeadSupervisor(NodeSupervisor):
             match message:
                 case messages.Relay(rank, data) if rank in self.mesh.ranks_of_node(node):
                     self.on_rank(rank, decode(data), data)
-                case messages.Beat():
-                    self._remote.update(message, now)
+                case messages.Beat(ranks=seen):
+                    self._remote |= {rank: (now, snapshot) for rank, snapshot in seen.items()}
                 case messages.Fault(text, ranks):
                     self.fail(text, ranks)
                 case messages.Hello(facts=facts):
@@ -224,7 +214,7 @@ class LeadSupervisor(NodeSupervisor):
     def _check_followers(self, now: float) -> None:
         if self._followers is None or self.exit_code is not None:
             return
-        if self.was_late:
+        if self.watch.was_late:
             self._followers.reset_silence(now)
         if now - self._last_beat >= BEAT_SECONDS:
             self._last_beat = now
@@ -297,7 +287,7 @@ class LeadSupervisor(NodeSupervisor):
         rollback.error = f"{self.mesh.describe(failed.rank)}: {failed.error}"
         logger.warning("a step is abandoned: %s", rollback.error)
         replica.awake = True
-        self._tell_followers(rollback)
+        self.tell_nodes(rollback)
         self.roll_back(rollback)
 
     def _on_abandoned(self, abandoned: messages.StepAbandoned) -> None:
@@ -319,7 +309,7 @@ class LeadSupervisor(NodeSupervisor):
             self.is_serving = True
             ranks = [self._facts[rank] for rank in range(self.mesh.world)]
             ready = messages.Ready(0, {**ranks[0], "ranks": ranks})
-            self._tell_followers(ready)
+            self.tell_nodes(ready)
             self.send_client(ready)
 
     def _check_start(self, now: float) -> None:

@@ -110,7 +110,7 @@ def _watch_signals(node: NodeSupervisor) -> None:
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(writer)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _ignore)
+        signal.signal(number, lambda *_: None)  # the wakeup descriptor delivers the number
 
     def caught() -> None:
         for number in os.read(reader, 16):
@@ -118,10 +118,6 @@ def _watch_signals(node: NodeSupervisor) -> None:
                 node.stop(f"the supervisor got {signal.Signals(number).name}")
 
     node.loop.add(reader, caught)
-
-
-def _ignore(number: int, frame: object) -> None:
-    """The wakeup descriptor delivers the number."""
 
 
 def _leave(code: int) -> None:

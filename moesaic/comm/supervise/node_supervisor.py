@@ -24,7 +24,16 @@ from moesaic.comm.supervise.poll_loop import PollLoop, receive_some
 from moesaic.comm.supervise.process_watch import ProcessWatch, describe_exit
 from moesaic.comm.supervise.service_spec import RankSpec, ServiceSpec
 from moesaic.comm.supervise.spawner import Spawner, kill_children
-from moesaic.core.messages import AnyMessage, Message, NoMessage, RollbackStep, Stop, decode, encode
+from moesaic.core.messages import (
+    AnyMessage,
+    Fault,
+    Message,
+    NoMessage,
+    RollbackStep,
+    Stop,
+    decode,
+    encode,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +55,14 @@ class NodeSupervisor(ABC):
         self.exit_code: int | None = None
         self.page, descriptor = ControlPage.create(len(spec.ranks), spec.ranks.start)
         self._control = f"/proc/{os.getpid()}/fd/{descriptor}"
-        self._watch = ProcessWatch(self.page, spec.timeouts)
+        self.watch = ProcessWatch(self.page, spec.timeouts)
         self._processes: dict[int, BaseProcess] = {}
         self._dropped_log = QuietLog(logger)
         self._routes = {rank: new_route() for rank in spec.ranks}
         self._senders = {route: rank for rank, route in self._routes.items()}
         target = spec.target.partition(":")[0]
         self._spawner = Spawner(["moesaic.comm.launch.rank_link", *spec.preload, target])
-        self.loop.add(self._spawner.wakeup_fd, self._on_spawned)
+        self.loop.add(self._spawner.started.wakeup_fd, self._on_spawned)
         self._endpoint = f"ipc://{folder}/ranks"
         self.sockets = context
         self._ranks = self.socket(zmq.ROUTER)
@@ -68,15 +77,10 @@ class NodeSupervisor(ABC):
         self.policy: MembershipPolicy = EndService()
         self.reported: set[int] = set()
         """Ranks that have reported their own failure, which node 0 handles."""
-        self.was_late = False
-        """Whether this process was stalled, so that the silence of others proves nothing."""
-        self.is_fair = False
-        """Whether that was long enough ago to judge which rank makes no progress."""
         self.is_serving = False
         """Whether all ranks are ready."""
 
     def run(self) -> int:
-        """Returns the exit status of the supervisor."""
         # The client connects before anything can fail, so that it learns of every failure.
         while self.exit_code is None and not self.has_client:
             self.loop.once(TICK)
@@ -96,23 +100,32 @@ class NodeSupervisor(ABC):
     def on_rank(self, rank: int, message: AnyMessage, data: bytes) -> None:
         """Handles a message from a rank of this node; `data` is the same message, encoded."""
 
-    @abstractmethod
     def on_client(self, message: AnyMessage) -> None:
         """Handles a message from the client."""
+        if isinstance(message, Stop):
+            self.stop(message.reason)
 
     @abstractmethod
-    def fail(self, message: str, ranks: Sequence[int]) -> None:
-        """Ends the service on all nodes; `ranks` are at fault."""
+    def tell_nodes(self, message: Message) -> None:
+        """Sends to the supervisors of other nodes that are connected to this one."""
 
     @abstractmethod
     def stop(self, reason: str) -> None:
         """Ends the service in order."""
 
+    def fail(self, message: str, ranks: Sequence[int], *, tell: bool = True) -> None:
+        """Ends the service, on all nodes if `tell`; `ranks` are at fault."""
+        if self.end(1, logging.ERROR, f"the service ends: {message}"):
+            fault = Fault(message, list(ranks))
+            if tell:
+                self.tell_nodes(fault)
+            self.fence(ranks, message)
+            self.send_client(fault)
+
     def tick(self, now: float) -> None:
         """Checks the processes of this node, at least ten times a second."""
         pids = {rank: process.pid or 0 for rank, process in self._processes.items()}
-        found = self._watch.look(pids, now, starting=not self.is_serving)
-        self.was_late, self.is_fair = self._watch.was_late, self._watch.is_fair
+        found = self.watch.look(pids, now, starting=not self.is_serving)
         if found is not None:
             rank, why = found
             self.lose_ranks([rank], self.describe_loss(rank, why))
@@ -164,19 +177,16 @@ class NodeSupervisor(ABC):
             self._spawner.start(f"rank{rank}", "moesaic.comm.launch.rank_link:main", data)
 
     def fence(self, ranks: Sequence[int], reason: str) -> None:
-        """Declares an epoch without these ranks and kills them, then all others."""
-        lost = [rank for rank in ranks if rank in self.spec.ranks]
+        """Declares an epoch without these ranks, and kills all ranks of this node."""
         live = self.page.live
-        for rank in lost:
-            live &= ~(1 << (rank - self.page.first_rank))
+        for rank in ranks:
+            if rank in self.spec.ranks:
+                live &= ~(1 << (rank - self.page.first_rank))
         self.page.change(live, reason)
-        for rank in lost:
-            if rank in self._processes:
-                self._processes[rank].kill()
         self._kill_all()
 
     def stop_ranks(self) -> None:
-        """Asks all ranks to end, and kills those that do not."""
+        """Asks all ranks to end, kills those that do not, and reports the end to the client."""
         for rank in self._processes:
             self.send_local(rank, encode(Stop()))
         # Ends the waits of ranks whose peers have already ended.
@@ -186,6 +196,7 @@ class NodeSupervisor(ABC):
         for process in self._processes.values():
             process.join(max(0.0, deadline - time.monotonic()))
         self._kill_all()
+        self.send_client(Stop())
 
     def close(self) -> None:
         self._kill_all()
@@ -201,14 +212,13 @@ class NodeSupervisor(ABC):
             process.join(DRAIN_SECONDS)
 
     def _on_spawned(self) -> None:
-        started, error = self._spawner.collect()
-        for process in started:
-            rank = int(process.name.removeprefix("rank"))
-            self._processes[rank] = process
-            self.loop.add(process.sentinel, self._on_rank_end)
-        if error:
-            self.loop.remove(self._spawner.wakeup_fd)
-            self.fail(f"{error}; the fork server may have failed to load", [])
+        for started in self._spawner.started.drain():
+            if isinstance(started, Exception):
+                why = f"no process can be started: {started!r}"
+                self.fail(f"{why}; the fork server may have failed to load", [])
+            else:
+                self._processes[int(started.name.removeprefix("rank"))] = started
+                self.loop.add(started.sentinel, self._on_rank_end)
 
     def _on_rank_end(self) -> None:
         """A rank that raised has sent the reason, which may still be in flight."""

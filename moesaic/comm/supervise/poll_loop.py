@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import queue
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import zmq
 
 MOST_AT_ONCE: Final = 256
+MOST_ITEMS: Final = 64
+T = TypeVar("T")
 
 Source = zmq.Socket[bytes] | int
 
@@ -34,6 +38,30 @@ class PollLoop:
             handler = self._handlers.get(source)
             if handler is not None:
                 handler()
+
+
+class WakingQueue(Generic[T]):
+    """Items that other threads pass to a loop. `put` blocks while `room` items are queued."""
+
+    def __init__(self, room: int = 0) -> None:
+        self.wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        """Readable when there are items."""
+        self._items: queue.Queue[T] = queue.Queue(room)
+
+    def put(self, item: T) -> None:
+        self._items.put(item)
+        os.eventfd_write(self.wakeup_fd, 1)
+
+    def drain(self) -> list[T]:
+        """Up to MOST_ITEMS of the items, so that the loop can handle its other sources."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.wakeup_fd)
+        taken: list[T] = []
+        with suppress(queue.Empty):
+            while len(taken) < MOST_ITEMS:
+                taken.append(self._items.get_nowait())
+            os.eventfd_write(self.wakeup_fd, 1)
+        return taken
 
 
 def receive_some(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:

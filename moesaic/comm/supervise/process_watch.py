@@ -35,11 +35,6 @@ class Silence:
     delays: Mapping[str, float]
     is_logged: bool = False
 
-    def starved_for(self, pid: int) -> float:
-        """The longest that a thread has waited for a core since then."""
-        now = run_delays(pid)
-        return max((now[t] - self.delays.get(t, 0.0) for t in now), default=0.0)
-
 
 class ProcessWatch:
     """Checks all ranks of the node, about every 0.1 s."""
@@ -50,10 +45,10 @@ class ProcessWatch:
         self._silent: dict[int, Silence] = {}
         self._looked = 0.0
         self.was_late = False
-        """Whether this check came long after the one before."""
+        """Whether this process was stalled, so that the silence of others proves nothing."""
         self._fair_from = 0.0
         self.is_fair = False
-        """Whether enough time has passed since then to judge a silence."""
+        """Whether that was long enough ago to judge a silence."""
 
     def look(
         self, pids: Mapping[int, int], now: float, *, starting: bool
@@ -98,7 +93,8 @@ class ProcessWatch:
 
     def _is_starved(self, rank: int, pid: int, silence: Silence, now: float) -> bool:
         """Whether the machine, and not the rank, delays the heartbeat."""
-        waited, seconds = silence.starved_for(pid), now - silence.since
+        delays, seconds = run_delays(pid), now - silence.since
+        waited = max((delays[t] - silence.delays.get(t, 0.0) for t in delays), default=0.0)
         if waited < STARVED_SHARE * seconds:
             return False
         if not silence.is_logged:
@@ -145,7 +141,6 @@ def _stat(pid: int, field: int) -> str:
 
 
 def describe_exit(exit_code: int | None) -> str:
-    """Describes an exit code as multiprocessing reports it."""
     if exit_code is None:
         return "is gone"
     if exit_code == LOST:

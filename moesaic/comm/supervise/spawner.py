@@ -8,7 +8,6 @@ import multiprocessing.forkserver
 import os
 import signal
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
@@ -17,6 +16,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from moesaic.comm.supervise import fork_server
+from moesaic.comm.supervise.poll_loop import WakingQueue
 from moesaic.core.process import without_secrets_in_environment
 
 
@@ -29,10 +29,8 @@ class Spawner:
         self._context.set_forkserver_preload([fork_server.__name__, *preload])
         with without_secrets_in_environment():  # ranks need none of them
             multiprocessing.forkserver.ensure_running()
-        self.wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        """Readable when a process has started, or none can be."""
-        self._started: deque[BaseProcess] = deque()
-        self._error = ""
+        self.started: WakingQueue[BaseProcess | Exception] = WakingQueue()
+        """The started processes, and the error after which no more can be started."""
         self._queue: SimpleQueue[BaseProcess] = SimpleQueue()
         threading.Thread(target=self._start, daemon=True, name="spawner").start()
 
@@ -40,27 +38,15 @@ class Spawner:
         """Queues a process that calls "package.module:function" with the arguments."""
         self._queue.put(self._context.Process(target=call, args=(target, *args), name=name))
 
-    def collect(self) -> tuple[list[BaseProcess], str]:
-        """The processes started since the last call, and the error if no more can be started."""
-        with suppress(BlockingIOError):
-            os.eventfd_read(self.wakeup_fd)
-        started = []
-        with suppress(IndexError):
-            while True:
-                started.append(self._started.popleft())
-        return started, self._error
-
     def _start(self) -> None:
         # The first start waits, for seconds, until the fork server has loaded torch.
         try:
             while True:
                 process = self._queue.get()
                 process.start()
-                self._started.append(process)
-                os.eventfd_write(self.wakeup_fd, 1)
+                self.started.put(process)
         except Exception as error:
-            self._error = f"no process can be started: {error!r}"
-            os.eventfd_write(self.wakeup_fd, 1)
+            self.started.put(error)
 
 
 def call(target: str, *args: Any) -> None:

@@ -31,35 +31,13 @@ class Suspicion:
     text: str
 
 
-class StepTimes:
-    """How long a step of each replica usually takes, measured by its step numbers."""
-
-    def __init__(self) -> None:
-        self._usual: dict[int, float] = {}
-        self._last: dict[int, tuple[int, float]] = {}
-
-    def record(self, replica: int, step: int, stepping: bool, now: float) -> None:
-        last_step, last_time = self._last.get(replica, (step, now))
-        if step > last_step and stepping:
-            seconds = (now - last_time) / (step - last_step)
-            usual = self._usual.get(replica, seconds)
-            self._usual[replica] = 0.8 * usual + 0.2 * seconds
-        if step != last_step or not stepping:
-            last_time = now
-        self._last[replica] = (step, last_time)
-
-    def forget(self) -> None:
-        """Called after a pause in which no step was observed."""
-        self._last.clear()
-
-    def usual(self, replica: int) -> float:
-        return self._usual.get(replica, 0.0)
-
-
 class StepWatchdog:
     def __init__(self, mesh: Mesh, patience: float, hang: float) -> None:
         self._mesh, self._patience, self._hang = mesh, patience, hang
-        self._times = StepTimes()
+        self._usual: dict[int, float] = {}
+        """How many seconds a step of each replica usually takes."""
+        self._last: dict[int, tuple[int, float]] = {}
+        """The last step of each replica, and when it was first seen."""
         self._logged: dict[int, tuple[object, ...]] = {}
         self._begins: dict[int, dict[int, dict[int, float]]] = {}
         """What the ranks of each replica had computed by the last steps. Several steps are kept, as
@@ -73,7 +51,7 @@ class StepWatchdog:
             if len(here) < 2:
                 continue
             leader = here[min(here)]
-            self._times.record(replica, leader.step, leader.state != RankState.IDLE, now)
+            self._time_steps(replica, leader.step, leader.state != RankState.IDLE, now)
             self._note_begin(replica, leader.step, here)
             hung = self._judge(replica, here)
             if hung is not None:
@@ -82,7 +60,7 @@ class StepWatchdog:
 
     def pause(self) -> None:
         """Replaces `look` while the supervisor cannot judge."""
-        self._times.forget()
+        self._last.clear()
 
     def explain_slow(self, slow: SlowStep, seen: Mapping[int, RankSnapshot]) -> str:
         """Describes which rank computed longest in a step that has just ended."""
@@ -96,6 +74,16 @@ class StepWatchdog:
             f"{text}: {self._mesh.describe(longest)} computed longest, for {spent[longest]:.1f} s, "
             f"the others for at most {sorted([0.0, *spent.values()])[-2]:.1f} s"
         )
+
+    def _time_steps(self, replica: int, step: int, stepping: bool, now: float) -> None:
+        last_step, last_time = self._last.get(replica, (step, now))
+        if step > last_step and stepping:
+            seconds = (now - last_time) / (step - last_step)
+            usual = self._usual.get(replica, seconds)
+            self._usual[replica] = 0.8 * usual + 0.2 * seconds
+        if step != last_step or not stepping:
+            last_time = now
+        self._last[replica] = (step, last_time)
 
     def _note_begin(self, replica: int, step: int, seen: Mapping[int, RankSnapshot]) -> None:
         """Records what was computed when a step is seen for the first time."""
@@ -116,7 +104,7 @@ class StepWatchdog:
         return Suspicion(tuple(odd), seconds, self._describe(odd, waiting))
 
     def _judge(self, replica: int, seen: Mapping[int, RankSnapshot]) -> Suspicion | None:
-        usual = self._times.usual(replica)
+        usual = self._usual.get(replica, 0.0)
         found = self.suspect(seen, max(self._patience, SLOW_STEPS * usual))
         if found is None:
             self._logged.pop(replica, None)

@@ -8,7 +8,6 @@ waits for another machine.
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import secrets
 import socket
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from moesaic.comm.network.connect import Connector
+from moesaic.comm.network.connect import connect
 from moesaic.comm.network.handshake import (
     NO_SECRET,
     Identity,
@@ -31,11 +30,11 @@ from moesaic.comm.network.handshake import (
 from moesaic.comm.network.listener import Listener, RoleHandler
 from moesaic.comm.network.message_stream import MessageStream
 from moesaic.comm.network.store import StoreAddress, StoreTable
+from moesaic.comm.supervise.poll_loop import WakingQueue
 from moesaic.comm.supervise.service_spec import ServiceSpec
 from moesaic.core import messages
 from moesaic.core.messages import AnyMessage, Message, decode, encode
 from moesaic.core.process import NODE_SECRET
-from moesaic.core.rank_state import RankSnapshot
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +46,6 @@ CONNECT_SECONDS: Final = 5.0
 LINGER_SECONDS: Final = 2.0
 # Received messages that are not handled yet; beyond this, connections are not read.
 MOST_RECEIVED: Final = 1024
-# Messages that are handled before the loop checks its other sources.
-MOST_AT_ONCE: Final = 64
 MADE_SECRET: Final = "secret"
 
 
@@ -66,30 +63,8 @@ class Disconnected:
 
 
 Event = AnyMessage | Connected | Disconnected
-
-
-class ReceivedMessages:
-    """Messages received by the threads of connections, with the node that sent them."""
-
-    def __init__(self) -> None:
-        self.wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        """Readable when there are messages."""
-        self._events: queue.Queue[tuple[int, Event]] = queue.Queue(MOST_RECEIVED)
-
-    def put(self, node: int, event: Event) -> None:
-        """Blocks while too many messages are queued, and thereby the sender."""
-        self._events.put((node, event))
-        os.eventfd_write(self.wakeup_fd, 1)
-
-    def drain(self) -> list[tuple[int, Event]]:
-        with suppress(BlockingIOError):
-            os.eventfd_read(self.wakeup_fd)
-        taken: list[tuple[int, Event]] = []
-        with suppress(queue.Empty):
-            while len(taken) < MOST_AT_ONCE:
-                taken.append(self._events.get_nowait())
-            os.eventfd_write(self.wakeup_fd, 1)
-        return taken
+# What the threads of connections receive, with the node that sent it.
+Inbox = WakingQueue[tuple[int, Event]]
 
 
 class Channel:
@@ -103,18 +78,17 @@ class Channel:
         self._sender.start()
 
     def send(self, message: Message) -> None:
-        """Queues the message."""
         self._outgoing.put(encode(message))
 
-    def receive_all(self, node: int, inbox: ReceivedMessages) -> None:
+    def receive_all(self, node: int, inbox: Inbox) -> None:
         """Runs in the thread of the connection until that ends."""
         try:
             while True:
-                inbox.put(node, decode(self._stream.receive()))
+                inbox.put((node, decode(self._stream.receive())))
         except OSError as error:
-            inbox.put(node, Disconnected(str(error)))
+            inbox.put((node, Disconnected(str(error))))
         except messages.NoMessage as error:
-            inbox.put(node, Disconnected(f"it sent an invalid message: {error}"))
+            inbox.put((node, Disconnected(f"it sent an invalid message: {error}")))
 
     def close(self, seconds: float = LINGER_SECONDS) -> None:
         """Closes it once all queued messages have left, or after `seconds`."""
@@ -152,7 +126,7 @@ class FollowerLinks:
         secret = given or secrets.token_bytes(32)
         self.store = StoreAddress(host, port, secret)
         self._welcome = messages.Hello(facts={} if given else {MADE_SECRET: secret})
-        self.inbox = ReceivedMessages()
+        self.inbox = Inbox(MOST_RECEIVED)
         self._lock = threading.Lock()
         self._channels: dict[int, Channel] = {}
         self._heard: dict[int, float] = {}
@@ -186,7 +160,6 @@ class FollowerLinks:
             self.send(node, message)
 
     def receive(self, now: float) -> list[tuple[int, Event]]:
-        """The received messages, with the node that sent each."""
         events = self.inbox.drain()
         self._heard |= dict.fromkeys((node for node, _ in events), now)
         return events
@@ -210,7 +183,6 @@ class FollowerLinks:
         self._listener.close()
 
     def _serve(self, connection: socket.socket, session: Session, name: str) -> None:
-        """Serves the connection of another supervisor until it ends."""
         node = session.peer.node
         channel = Channel(connection, session, calls=False)
         refusal = self._claim(node, channel)
@@ -234,11 +206,14 @@ class FollowerLinks:
 class LeadLink:
     """On other nodes: the connection to node 0; the first event is Connected or Disconnected."""
 
-    def __init__(self, node: int, address: tuple[str, int], seconds: float) -> None:
-        self._node, self._address = node, address
-        self.inbox = ReceivedMessages()
+    def __init__(self, node: int, address: tuple[str, int]) -> None:
+        self.node, self.address = node, address
+        self.inbox = Inbox(MOST_RECEIVED)
         self.connected_at = self.last_heard = 0.0
         self._channel: Channel | None = None
+
+    def start(self, seconds: float) -> None:
+        """Connects in a thread; nodes start in any order, so it retries until node 0 listens."""
         threading.Thread(target=self._run, args=(seconds,), name="to node 0", daemon=True).start()
 
     def send(self, message: Message) -> None:
@@ -257,20 +232,18 @@ class LeadLink:
             self._channel.close()
 
     def _run(self, seconds: float) -> None:
-        """Nodes start in any order, so it retries until node 0 listens."""
-        dial = partial(socket.create_connection, self._address, CONNECT_SECONDS)
-        own, secret = Identity(-1, self._node), own_secret()
+        dial = partial(socket.create_connection, self.address, CONNECT_SECONDS)
+        own, secret = Identity(-1, self.node), own_secret()
         try:
-            connector = Connector(dial, Role.NODE, own, secret or NO_SECRET)
-            connection, session = connector.connect(seconds)
+            connection, session = connect(dial, Role.NODE, own, secret or NO_SECRET, seconds)
         except WrongSecret as error:
             reason = _secret_mismatch(bool(secret), error.keyed)
-            self.inbox.put(0, Disconnected(reason, refused=True))
+            self.inbox.put((0, Disconnected(reason, refused=True)))
         except OSError as error:
-            self.inbox.put(0, Disconnected(str(error)))
+            self.inbox.put((0, Disconnected(str(error))))
         else:
             self._channel = Channel(connection, session, calls=True)
-            self.inbox.put(0, Connected())
+            self.inbox.put((0, Connected()))
             self._channel.receive_all(0, self.inbox)
 
 
@@ -280,16 +253,3 @@ def _secret_mismatch(given: bool, keyed: bool) -> str:
         return f"{NODE_SECRET} here is not that of node 0: give all nodes the same"
     here, there = ("here", "on node 0") if given else ("on node 0", "here")
     return f"{NODE_SECRET} is set {here} but not {there}: set it on all nodes"
-
-
-class RemoteRanks:
-    """The last snapshots of ranks on other nodes."""
-
-    def __init__(self) -> None:
-        self._received: dict[int, tuple[float, RankSnapshot]] = {}
-
-    def update(self, beat: messages.Beat, now: float) -> None:
-        self._received |= {rank: (now, snapshot) for rank, snapshot in beat.ranks.items()}
-
-    def at(self, now: float) -> dict[int, RankSnapshot]:
-        return {rank: seen.later(now - then) for rank, (then, seen) in self._received.items()}

@@ -18,7 +18,8 @@ from torch import Tensor
 from moesaic.comm.collectives.group import Peers
 from moesaic.comm.errors import OutOfStep, PeerTimeout, WindowAborted
 from moesaic.comm.lifecycle import Membership
-from moesaic.comm.windows.window import PlaneSpec, layout_of, share_memory
+from moesaic.comm.windows.shared_memory import round_up
+from moesaic.comm.windows.window import PlaneSpec, check_names, layout_of, share_memory
 from moesaic.kernels.a2a import (
     COUNT_SHIFT,
     GENERATION_SHIFT,
@@ -34,18 +35,14 @@ from moesaic.kernels.a2a import (
 
 # Planes begin at multiples of this, so that 16 bytes can be copied at once.
 ALIGN: Final = 512
-# The mask of active ranks is one signed word.
-MAX_RANKS: Final = 63
 # Flags are signed words.
 MAX_GENERATION: Final = (1 << 63 - GENERATION_SHIFT) - 1
 UNREADABLE: Final = "unknown: the GPU can no longer be read"
 
 
 class DeviceWindow(ABC):
-    """`signals` is what kernels use. One thread of a rank uses it at a time.
-
-    Kernels do not raise: a failed wait is recorded in host memory, and `check` raises it.
-    """
+    """`signals` is what kernels use. One thread of a rank uses it at a time. Kernels do not raise:
+    a failed wait is recorded in host memory, and `check` raises it."""
 
     def __init__(
         self,
@@ -57,7 +54,8 @@ class DeviceWindow(ABC):
         near: bool = False,
     ) -> None:
         """`near`: all regions are on one GPU."""
-        size, device = len(regions), regions[0].device
+        self.rank, self.size = group_rank, len(regions)
+        size, device = self.size, regions[0].device
         state = new_state(channels, range(size), timeout).to(device)
         bases = torch.tensor([region.data_ptr() for region in regions], device=device)
         pinned = device.type == "cuda"  # kernels write it as they run
@@ -72,14 +70,6 @@ class DeviceWindow(ABC):
         self._operations: dict[int, str] = {}
         self._reason = ""
         self.generation = 0
-
-    @property
-    def rank(self) -> int:
-        return self.signals.rank
-
-    @property
-    def size(self) -> int:
-        return self.signals.size
 
     def offset(self, name: str) -> int:
         """The offset of a plane in a region, in bytes."""
@@ -154,16 +144,13 @@ class DeviceWindow(ABC):
         """Frees the memory; no kernel of this rank may use it any more. May be repeated."""
 
     def _failure(self, failure: Sequence[int]) -> Exception:
-        expected, seen, channel = (
-            failure[FailureWords.WANTED],
-            failure[FailureWords.SEEN],
-            failure[FailureWords.CHANNEL],
-        )
-        peers = tuple(rank for rank in range(self.size) if failure[FailureWords.PEERS] >> rank & 1)
+        word = FailureWords
+        expected, seen, channel = failure[word.WANTED], failure[word.SEEN], failure[word.CHANNEL]
+        peers = tuple(rank for rank in range(self.size) if failure[word.PEERS] >> rank & 1)
         operation = self._operation(channel, expected)
-        if failure[FailureWords.FAILURE] == Failure.ABORTED:
+        if failure[word.FAILURE] == Failure.ABORTED:
             return WindowAborted(self._reason)
-        if failure[FailureWords.FAILURE] == Failure.TIMEOUT:
+        if failure[word.FAILURE] == Failure.TIMEOUT:
             last_seen = dict.fromkeys(peers, UNREADABLE)
             for rank, flag in self.flags_seen(failure).items():
                 if rank in last_seen:
@@ -175,9 +162,8 @@ class DeviceWindow(ABC):
         """The flag of each rank on the channel of the failed wait. After a CUDA error only host
         memory can be read, which has the flag of the first missing rank."""
         try:
-            return dict(
-                enumerate(self.signals.flag(self.rank, failure[FailureWords.CHANNEL]).tolist())
-            )
+            flags = self.signals.flag(self.rank, failure[FailureWords.CHANNEL])
+            return dict(enumerate(flags.tolist()))
         except RuntimeError:
             peers = failure[FailureWords.PEERS]
             return {(peers & -peers).bit_length() - 1: failure[FailureWords.SEEN]}
@@ -245,15 +231,9 @@ def new_state(channels: int, active: Sequence[int], timeout: float) -> Tensor:
 
 def layout(specs: Sequence[PlaneSpec], channels: int, size: int) -> tuple[dict[str, int], int]:
     """The offset of each plane in a region, and the bytes of the region."""
-    names = [spec.name for spec in specs]
-    if len(set(names)) < len(names):
-        raise ValueError(f"planes {names}: give each a name of its own")
+    check_names(specs)
     offsets, end = {}, round_up(channels * size * 8, ALIGN)
     for spec in specs:
         offsets[spec.name] = end
         end += round_up(spec.nbytes, ALIGN)
     return offsets, end
-
-
-def round_up(nbytes: int, unit: int) -> int:
-    return -(-nbytes // unit) * unit

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 
 from moesaic.comm.collectives.group import Peers
-from moesaic.comm.windows import device_window
 from moesaic.comm.windows.device_window import DeviceWindow, HostWindow, layout
 from moesaic.comm.windows.node_window import create_node_window
 from moesaic.comm.windows.signals import MAX_RANKS
@@ -16,6 +15,7 @@ from moesaic.comm.windows.window import (
     CHANNELS,
     PlaneSpec,
     SharedWindow,
+    check_names,
     layout_of,
     share_memory,
     window_bytes,
@@ -26,9 +26,7 @@ def create_window(
     group: Peers, specs: Sequence[PlaneSpec], timeout: float, channels: int = CHANNELS
 ) -> SharedWindow:
     """All ranks of the group call it with the same planes."""
-    names = [spec.name for spec in specs]
-    if len(set(names)) < len(names):
-        raise ValueError(f"planes {names}: give each a name of its own")
+    check_names(specs)
     if group.size > MAX_RANKS:
         raise ValueError(f"a shared window holds {MAX_RANKS} ranks, not {group.size}")
     if len(set(group.nodes)) > 1:
@@ -45,8 +43,8 @@ def create_device_window(
     group: Peers, specs: Sequence[PlaneSpec], timeout: float, channels: int, device: torch.device
 ) -> DeviceWindow:
     """All ranks of a node call it with the same planes. `timeout`: of a wait in a kernel."""
-    if not 1 <= group.size <= device_window.MAX_RANKS:
-        raise ValueError(f"a window holds 1..{device_window.MAX_RANKS} ranks, not {group.size}")
+    if not 1 <= group.size <= MAX_RANKS:
+        raise ValueError(f"a window holds 1..{MAX_RANKS} ranks, not {group.size}")
     if len(set(group.nodes)) > 1:
         raise ValueError(
             f"ranks on nodes {sorted(set(group.nodes))}: kernels reach memory of one node only; "

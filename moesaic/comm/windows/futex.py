@@ -32,10 +32,8 @@ _syscall.argtypes = (
 
 
 def wait(address: int, expected: int, seconds: float) -> None:
-    """Sleeps while the 32-bit word holds `expected`, until woken or for `seconds`.
-
-    It may return early: check the condition again. ctypes releases the GIL.
-    """
+    """Sleeps while the 32-bit word holds `expected`, until woken or for `seconds`. It may return
+    early: check the condition again. ctypes releases the GIL."""
     if _NUMBER is None:
         time.sleep(min(seconds, _NAP))
         return

@@ -18,6 +18,7 @@ import mmap
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from moesaic.comm.collectives.group import Peers
 from moesaic.comm.network.handshake import Identity
 from moesaic.comm.supervise.control_page import RankStatus
 from moesaic.comm.windows.signals import Signals, page_bytes
-from moesaic.comm.windows.tcp_links import MOST_PIECES, FrameKind, Inlet, Outlet, TcpLinks, frame
+from moesaic.comm.windows.tcp_links import FrameKind, Inlet, Outlet, TcpLinks, frame
 from moesaic.comm.windows.window import (
     PlaneSpec,
     SharedWindow,
@@ -44,25 +45,6 @@ class NodeRoute:
     outlet: Outlet
     node: int
     ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class NodeGroups:
-    """The group's ranks on each node."""
-
-    ranks_of: dict[int, tuple[int, ...]]
-
-    @classmethod
-    def of(cls, nodes: Sequence[int]) -> NodeGroups:
-        return cls(
-            {n: tuple(r for r, m in enumerate(nodes) if m == n) for n in dict.fromkeys(nodes)}
-        )
-
-    def receiver(self, sender: int, node: int) -> int:
-        """The rank of `node` that receives from `sender`: the ranks of a node share the work."""
-        home = next(ranks for ranks in self.ranks_of.values() if sender in ranks)
-        there = self.ranks_of[node]
-        return there[home.index(sender) % len(there)]
 
 
 class NodeSender:
@@ -95,26 +77,16 @@ class NodeSender:
     def post(
         self, channel: int, epoch: int, operation: str, seconds: float, status: RankStatus | None
     ) -> None:
-        """Sends the pieces, then the signal."""
         loaded, self._pieces = self._pieces, []
         for number, route in enumerate(self.routes):
             pieces = [(start, stop) for start, stop, mask in loaded if mask >> number & 1]
-            assert len(pieces) <= MOST_PIECES, f"{len(pieces)} pieces between two signals"
             table = [(start, stop - start) for start, stop in pieces]
             head = frame(FrameKind.POST, self.window, channel, epoch, operation, table)
             data = [self._bytes[start:stop] for start, stop in pieces]
             route.outlet.send([head, *data], seconds, status)
 
-    def broadcast(self, kind: FrameKind, seconds: float, text: str = "") -> None:
-        for route in self.routes:
-            route.outlet.send([frame(kind, self.window, text=text)], seconds)
-
     def clear(self) -> None:
         self._pieces.clear()
-
-    def release(self) -> None:
-        self._pieces.clear()
-        self._bytes.release()
 
     def unreachable(self) -> dict[int, str]:
         """The ranks that cannot be reached any more, and why."""
@@ -129,33 +101,22 @@ class NodeSender:
 class NodeSignals(Signals):
     """Also sends signals to other nodes."""
 
-    def __init__(
-        self,
-        page: memoryview,
-        address: int,
-        group: Peers,
-        channels: int,
-        sender: NodeSender,
-        timeout: float,
-    ) -> None:
-        super().__init__(page, address, group.rank, group.size, channels, group.status)
-        self._sender, self._timeout = sender, timeout
+    sender: NodeSender
+    timeout: float
 
     def post(self, channel: int, epoch: int, operation: str) -> None:
         super().post(channel, epoch, operation)
-        self._sender.post(channel, epoch, operation, self._timeout, self._status)
-        if any(route.outlet.broken for route in self._sender.routes):
-            self.unreachable.update(self._sender.unreachable())
-
-    def abort(self, reason: str) -> None:
-        super().abort(reason)
-        self._sender.broadcast(FrameKind.ABORT, self._timeout, reason)
+        self.sender.post(channel, epoch, operation, self.timeout, self._status)
+        if any(route.outlet.broken for route in self.sender.routes):
+            self.unreachable.update(self.sender.unreachable())
 
 
 class NodeWindow(SharedWindow):
     """`signal` returns when the kernel has accepted the touched data."""
 
     spans_nodes = True
+    signals_type = NodeSignals
+    _signals: NodeSignals
 
     def __init__(
         self,
@@ -166,28 +127,17 @@ class NodeWindow(SharedWindow):
         channels: int,
         sender: NodeSender,
     ) -> None:
-        self._sender = sender
         super().__init__(memory, specs, group, timeout, channels)
-        self._retire = weakref.finalize(
-            self, _retire, [route.outlet for route in sender.routes], sender.window
-        )
+        self._sender = self._signals.sender = sender
+        self._signals.timeout = timeout
+        outlets = [route.outlet for route in sender.routes]
+        weakref.finalize(self, _retire, outlets, sender.window)
 
     def touch(self, view: Tensor, ranks: Sequence[int] | None = None) -> None:
         self._sender.add(view, ranks)
 
     def forget(self) -> None:
         self._sender.clear()
-
-    def close(self) -> None:
-        super().close()
-        if self._retire.alive:
-            self._retire()
-            for route in self._sender.routes:
-                route.outlet.send([], self.timeout)
-            self._sender.release()
-
-    def _signals_over(self, page: memoryview, address: int, group: Peers) -> Signals:
-        return NodeSignals(page, address, group, self._channels + 1, self._sender, self.timeout)
 
 
 def _retire(outlets: list[Outlet], window: int) -> None:
@@ -198,7 +148,6 @@ def _retire(outlets: list[Outlet], window: int) -> None:
 def create_node_window(
     group: Peers, specs: Sequence[PlaneSpec], timeout: float, channels: int
 ) -> NodeWindow:
-    """All ranks of the group call it with the same planes."""
     links = group.links
     if links is None:
         raise ValueError(
@@ -219,8 +168,7 @@ def create_node_window(
 
     length = window_bytes(specs, group.size, channels)
     layout = f"{name}: {layout_of(specs, channels)}"
-    me = links.identity
-    note = json.dumps((me.rank, me.node, links.address, links.port))
+    note = json.dumps(_Peer(links.identity.rank, links.identity.node, links.address, links.port))
     try:
         memory = share_memory(group, length, layout, note, join)
     except BaseException:
@@ -228,22 +176,28 @@ def create_node_window(
         raise
     sender = found[0]
     # From here on the receivers notice when this rank ends.
-    sender.broadcast(FrameKind.OPEN, timeout)
+    for route in sender.routes:
+        route.outlet.send([frame(FrameKind.OPEN, window)], timeout)
     return NodeWindow(memory, specs, group, timeout, channels, sender)
 
 
-@dataclass(frozen=True, slots=True)
-class _Peer:
+def receiver(nodes: Sequence[int], sender: int, node: int) -> int:
+    """The rank of `node` that receives from `sender`: the ranks of a node share the work."""
+    there = _ranks_of(nodes, node)
+    return there[_ranks_of(nodes, nodes[sender]).index(sender) % len(there)]
+
+
+def _ranks_of(nodes: Sequence[int], node: int) -> tuple[int, ...]:
+    return tuple(rank for rank, other in enumerate(nodes) if other == node)
+
+
+class _Peer(NamedTuple):
     """A member of the group, as it describes itself."""
 
     rank: int
     node: int
     address: str
     port: int
-
-    @property
-    def identity(self) -> Identity:
-        return Identity(self.rank, self.node)
 
 
 def _expect(
@@ -255,10 +209,10 @@ def _expect(
     window: int,
 ) -> None:
     """Prepares to receive from the senders that this rank serves."""
-    plan, here = NodeGroups.of(group.nodes), group.nodes[group.rank]
+    here = group.nodes[group.rank]
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     for sender, node in enumerate(group.nodes):
-        if node == here or plan.receiver(sender, here) != group.rank:
+        if node == here or receiver(group.nodes, sender, here) != group.rank:
             continue
         page = memoryview(memory)[: page_bytes(group.size, channels + 1)]
         signals = Signals(page, address, sender, group.size, channels + 1)
@@ -268,11 +222,11 @@ def _expect(
 
 
 def _routes(links: TcpLinks, group: Peers, peers: Sequence[_Peer]) -> list[NodeRoute]:
-    plan, here = NodeGroups.of(group.nodes), group.nodes[group.rank]
+    nodes = group.nodes
     routes = []
-    for node, ranks in plan.ranks_of.items():
-        if node != here:
-            peer = peers[plan.receiver(group.rank, node)]
-            outlet = links.connect(peer.address, peer.port, peer.identity)
-            routes.append(NodeRoute(outlet, node, ranks))
+    for node in dict.fromkeys(nodes):
+        if node != nodes[group.rank]:
+            peer = peers[receiver(nodes, group.rank, node)]
+            outlet = links.connect(peer.address, peer.port, Identity(peer.rank, peer.node))
+            routes.append(NodeRoute(outlet, node, _ranks_of(nodes, node)))
     return routes

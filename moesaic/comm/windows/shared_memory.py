@@ -12,10 +12,28 @@ import fcntl
 import mmap
 import os
 import re
+from functools import lru_cache
 from typing import Final
 
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 DESCRIPTOR: Final = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
+
+
+def round_up(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
+
+
+@lru_cache(maxsize=4096)
+def encode_text(text: str, room: int) -> bytes:
+    """`room` bytes, 256 at most: the length and the UTF-8 bytes, truncated to fit."""
+    data = text.encode(errors="replace")[: room - 1]
+    return (bytes([len(data)]) + data).ljust(room, b"\0")
+
+
+def decode_text(page: memoryview, start: int, room: int) -> str:
+    """The text at `start`; a concurrent write may give a mixture, but no error."""
+    data = bytes(page[start : start + room])
+    return data[1 : 1 + data[0]].decode(errors="replace")
 
 
 def create_memory(name: str, length: int) -> int:

@@ -1,7 +1,7 @@
 """The control page of a shared window: the signals, waits and operations of all ranks.
 
 Words are aligned int64, which a memoryview loads and stores atomically. Every word has one writer,
-except the wake lines and the abort line; no two ranks' words share a cache line. For a rank of
+except the wake lines and the first word; no two ranks' words share a cache line. For a rank of
 another node a rank of this node writes (node_window.py).
 """
 
@@ -12,12 +12,12 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Final
 
-from moesaic.comm.errors import PeerLost, PeerTimeout, WindowAborted
+from moesaic.comm.errors import PeerLost, PeerTimeout
 from moesaic.comm.supervise.control_page import RankStatus
 from moesaic.comm.windows import futex
+from moesaic.comm.windows.shared_memory import decode_text, encode_text, round_up
 from moesaic.core.rank_state import RankState
 
 WORD: Final = 8
@@ -36,9 +36,8 @@ TICKET, CHANNEL, EPOCH, MASK = range(4)
 # A wake line has the futex word, the last woken ticket, and whether the rank is lost.
 WOKEN, LOST = 1, 2
 
-# Whether the window is aborted, and whether any rank is lost.
-ABORT, LOSSES = range(2)
-ABORT_TEXT: Final = LINE
+# The first word: whether any rank is lost.
+LOSSES: Final = 0
 
 _lock = threading.Lock()
 
@@ -59,7 +58,7 @@ def page_bytes(size: int, channels: int) -> int:
 
 
 class Signals:
-    """Post, wait and abort over a control page that all ranks map; one thread of each uses it."""
+    """Posts and waits over a control page that all ranks map; one thread of each uses it."""
 
     def __init__(
         self,
@@ -79,7 +78,7 @@ class Signals:
         self._words = page.cast("q")
         self._words32 = page.cast("I")
         self._address = address
-        posts = _round_up(channels)
+        posts = round_up(channels, LINE)
         self._posted = [_base(peer, size, channels) for peer in range(size)]
         self._sleeper = [base + posts for base in self._posted]
         self._wake_line = [base + LINE for base in self._sleeper]
@@ -129,18 +128,6 @@ class Signals:
         """The last epoch that this rank has posted."""
         return self._words[self._posted[self._rank] + channel]
 
-    def abort(self, reason: str) -> None:
-        """Makes every wait, also those in progress, raise WindowAborted with the first reason."""
-        if self._words[ABORT]:
-            return
-        start = ABORT_TEXT * WORD
-        self._bytes[start : start + TEXT_BYTES] = _encode(reason)
-        fence()
-        self._words[ABORT] = 1
-        fence()
-        for peer in self._peers:
-            self._wake(peer)
-
     def lose(self, reason: str) -> None:
         """Makes every wait for this rank raise PeerLost."""
         seen = self._operation_of(self._rank)
@@ -152,17 +139,11 @@ class Signals:
         for peer in self._peers:
             self._wake(peer)
 
-    def release(self) -> None:
-        for view in (self._words, self._words32, self._bytes):
-            view.release()
-
     def _arrived(self, pending: list[int], epoch: int) -> bool:
         """Removes the words that reached the epoch; returns whether none is left."""
         words = self._words
         while pending and words[pending[-1]] >= epoch:
             pending.pop()
-        if words[ABORT]:
-            raise WindowAborted(_decode(self._bytes, ABORT_TEXT * WORD))
         if self._status is not None and self._status.changed:
             self._status.check_epoch()
             # A complete wait returns: this rank's part of an abandoned step may be done.
@@ -243,31 +224,13 @@ class Signals:
     def _note(self, operation: str) -> None:
         if operation != self._operation:
             start = self._text[self._rank]
-            self._bytes[start : start + TEXT_BYTES] = _encode(operation)
+            self._bytes[start : start + TEXT_BYTES] = encode_text(operation, TEXT_BYTES)
             self._operation = operation
 
     def _operation_of(self, rank: int) -> str:
-        return _decode(self._bytes, self._text[rank])
+        return decode_text(self._bytes, self._text[rank], TEXT_BYTES)
 
 
 def _base(rank: int, size: int, channels: int) -> int:
     """The first word of a rank's block: its posts, sleeper line, wake line and text."""
-    head = LINE + TEXT_BYTES // WORD
-    return head + rank * (_round_up(channels) + 2 * LINE + TEXT_BYTES // WORD)
-
-
-def _round_up(words: int) -> int:
-    return -(-words // LINE) * LINE
-
-
-@lru_cache(maxsize=4096)
-def _encode(text: str) -> bytes:
-    """The length and the UTF-8 bytes, truncated to fit."""
-    data = text.encode()[: TEXT_BYTES - 1]
-    return (bytes([len(data)]) + data).ljust(TEXT_BYTES, b"\0")
-
-
-def _decode(page: memoryview, start: int) -> str:
-    """The text at `start`; a concurrent write may give a mixture, but no error."""
-    data = bytes(page[start : start + TEXT_BYTES])
-    return data[1 : 1 + data[0]].decode(errors="replace")
+    return LINE + rank * (round_up(channels, LINE) + 2 * LINE + TEXT_BYTES // WORD)

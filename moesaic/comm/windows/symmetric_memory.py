@@ -29,7 +29,8 @@ from torch._C._distributed_c10d import (
 
 from moesaic.comm.collectives.group import Peers
 from moesaic.comm.lifecycle import Membership
-from moesaic.comm.windows.device_window import DeviceWindow, layout, round_up
+from moesaic.comm.windows.device_window import DeviceWindow, layout
+from moesaic.comm.windows.shared_memory import round_up
 from moesaic.comm.windows.window import PlaneSpec, layout_of
 
 logger = logging.getLogger(__name__)

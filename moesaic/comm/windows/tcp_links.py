@@ -20,7 +20,7 @@ from enum import IntEnum
 from functools import partial
 from typing import Final
 
-from moesaic.comm.network.connect import Connector, Unreachable
+from moesaic.comm.network.connect import Unreachable, connect
 from moesaic.comm.network.handshake import Identity, Role, Session, check_secret, read_exactly
 from moesaic.comm.network.listener import Listener, RoleHandler
 from moesaic.comm.supervise.control_page import EpochChanged, RankStatus
@@ -46,8 +46,7 @@ class FrameKind(IntEnum):
 
     OPEN = 0
     POST = 1
-    ABORT = 2
-    CLOSE = 3
+    CLOSE = 2
 
 
 class Malformed(Exception):
@@ -92,9 +91,9 @@ def frame(
 class Outlet:
     """A connection to a rank of another node, to send; once `broken`, frames are dropped."""
 
-    def __init__(self, connection: socket.socket, peer: Identity, address: str) -> None:
-        self.peer, self.address = peer, address
+    def __init__(self, connection: socket.socket, name: str) -> None:
         self.broken = ""
+        self._name = name
         self._connection = connection
         self._lock = threading.Lock()
         self._closed_windows: deque[int] = deque()
@@ -111,10 +110,10 @@ class Outlet:
                     self._send_all([last], seconds, status)
                 self._send_all(buffers, seconds, status)
             except OSError as error:
-                self._break(f"{self.peer} ({self.address}) cannot be reached: {error}")
+                self._break(f"{self._name} cannot be reached: {error}")
             except EpochChanged:
                 # Part of a frame may have been sent: nothing can follow it.
-                self._break(f"a frame to {self.peer} ({self.address}) was given up")
+                self._break(f"a frame to {self._name} was given up")
                 raise
 
     def retire(self, window: int) -> None:
@@ -148,10 +147,8 @@ class Outlet:
 
 class TcpLinks:
     """This process's connections between nodes: a listener on the node's own address, a thread for
-    each rank that sends here, and connections to send on, opened at first use.
-
-    `rank` and `node` are those of the service. All ranks have the same secret.
-    """
+    each rank that sends here, and connections to send on, opened at first use. `rank` and `node`
+    are those of the service. All ranks have the same secret."""
 
     def __init__(self, rank: int, node: int, address: str, secret: bytes) -> None:
         check_secret(secret)
@@ -194,19 +191,19 @@ class TcpLinks:
             known = self._outlets.get((host, port))
             if known is not None and not known.broken:
                 return known
-            connection = self._call(host, port, peer)
+            name = f"{peer} ({host}:{port})"
+            connection = self._call((host, port), peer, name)
             # A blocked sender checks its rank's status this often.
             connection.settimeout(SLICE)
-            outlet = Outlet(connection, peer, f"{host}:{port}")
-            self._outlets[host, port] = outlet
+            outlet = self._outlets[host, port] = Outlet(connection, name)
             return outlet
 
-    def _call(self, host: str, port: int, peer: Identity) -> socket.socket:
-        name, source = f"{peer} ({host}:{port})", (self.address, 0)
-        dial = partial(socket.create_connection, (host, port), CONNECT_SECONDS, source)
-        connector = Connector(dial, Role.LINK, self.identity, self._secret)
+    def _call(self, address: tuple[str, int], peer: Identity, name: str) -> socket.socket:
+        dial = partial(socket.create_connection, address, CONNECT_SECONDS, (self.address, 0))
         try:
-            connection, session = connector.connect(CONNECT_SECONDS, waits=False)
+            connection, session = connect(
+                dial, Role.LINK, self.identity, self._secret, CONNECT_SECONDS, waits=False
+            )
         except Unreachable as error:
             raise OSError(f"{name} cannot be reached: {error}") from error
         except OSError as error:
@@ -261,17 +258,14 @@ class TcpLinks:
         inlet = inlets.get(window)
         if inlet is None:
             raise Malformed(f"a frame of kind {kind} for window {window:x}, which it has not open")
-        text = rest[:text_bytes].decode(errors="replace")
         if kind == FrameKind.CLOSE:
             del inlets[window]
-        elif kind == FrameKind.ABORT:
-            inlet.signals.abort(text)
         elif kind == FrameKind.POST:
             _check_signal(inlet, channel, epoch)
             numbers = struct.unpack(f"<{2 * count}Q", rest[text_bytes:])
             pieces = zip(numbers[::2], numbers[1::2], strict=True)
             _receive(connection, [inlet.place(*piece) for piece in pieces], inside=True)
-            inlet.signals.post(channel, epoch, text)
+            inlet.signals.post(channel, epoch, rest[:text_bytes].decode(errors="replace"))
         else:
             raise Malformed(f"a frame of kind {kind}")
         return True

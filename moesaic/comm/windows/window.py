@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moesaic.comm.collectives.group import Peers
-from moesaic.comm.windows.shared_memory import create_memory, map_memory
+from moesaic.comm.windows.shared_memory import create_memory, map_memory, round_up
 from moesaic.comm.windows.signals import Signals, page_bytes
 
 MEMORY: Final = "moesaic-window"
@@ -45,15 +45,17 @@ class PlaneSpec:
 class SharedWindow:
     """The planes of all ranks, and signals between them. One thread of a rank uses it at a time.
 
-    A signal is a growing number per rank and channel: data put before `signal(epoch)` is visible to
-    a rank whose `wait(epoch)` on that channel has returned.
+    A signal is a growing number per rank and channel: data written before `signal(epoch)` is
+    visible to a rank whose `wait(epoch)` on that channel has returned.
 
     The memory is an unnamed mapping that ends with the last rank: the control page and then, for
-    each plane, the arrays of all ranks in order. The kernel allocates it at the first access.
+    each plane, the arrays of all ranks in order. The kernel allocates it at the first access and
+    frees it with the last window and tensor that views it.
     """
 
     spans_nodes: bool = False
     """Whether some ranks are on other nodes, so that touched data is sent."""
+    signals_type: type[Signals] = Signals
 
     def __init__(
         self,
@@ -74,7 +76,9 @@ class SharedWindow:
             self._stacked = _planes(data, specs, self.size, channels)
             self._own = {name: list(stack.unbind(0)) for name, stack in self._stacked.items()}
         page = memoryview(memory)[: page_bytes(self.size, channels + 1)]
-        self._signals = self._signals_over(page, data.data_ptr(), group)
+        self._signals = self.signals_type(
+            page, data.data_ptr(), self.rank, self.size, channels + 1, group.status
+        )
 
     def stacked(self, name: str) -> Tensor:
         """[size, *shape]: the planes of all ranks in one tensor."""
@@ -110,67 +114,46 @@ class SharedWindow:
         chosen = self._everyone if ranks is None else ranks
         self._signals.wait(channel, epoch, operation, chosen, seconds)
 
-    def barrier(self, operation: str, timeout: float | None = None) -> None:
+    def barrier(self, operation: str) -> None:
         """Waits until all ranks have called it; their earlier writes are then visible."""
         self._barriers += 1
-        seconds = self.timeout if timeout is None else timeout
-        self._signals.post(self._channels, self._barriers, operation)
-        self._signals.wait(self._channels, self._barriers, operation, self._everyone, seconds)
+        channel, number = self._channels, self._barriers
+        self._signals.post(channel, number, operation)
+        self._signals.wait(channel, number, operation, self._everyone, self.timeout)
 
-    def abort(self, reason: str) -> None:
-        """Makes every wait of every rank, now and later, raise WindowAborted."""
-        self._signals.abort(reason)
-
-    def close(self) -> None:
-        """Frees the memory once no tensor views it. May be repeated."""
-        # Tensors may still view the memory, so it is not unmapped here.
-        self._stacked.clear()
-        self._own.clear()
-        self._signals.release()
-
-    def put(
-        self, name: str, peer: int, start: int, source: Tensor, index: Tensor | None = None
-    ) -> int:
-        """Copies rows of `source` (those of `index`) to a peer's plane; returns the bytes."""
+    def put(self, name: str, peer: int, start: int, source: Tensor, index: Tensor) -> None:
+        """Copies rows `index` of `source` to a peer's plane, to `start` and the rows after it."""
         target = self.plane(name, peer)
         if source.shape[1:] != target.shape[1:] or source.dtype != target.dtype:
             raise ValueError(
                 f"rows of {tuple(source.shape)} {source.dtype} do not fit plane {name!r} of "
                 f"{tuple(target.shape)} {target.dtype}"
             )
-        rows = source.shape[0] if index is None else index.shape[0]
-        place = target.narrow(0, start, rows)
-        if index is None:
-            place.copy_(source)
-        else:
-            torch.index_select(source, 0, index, out=place)
+        place = target.narrow(0, start, len(index))
+        torch.index_select(source, 0, index, out=place)
         if self.spans_nodes:
             self.touch(place, (peer,))
-        return place.nbytes
-
-    def get(self, name: str, peer: int, index: Tensor | slice) -> Tensor:
-        """A copy of rows of a peer's plane."""
-        source = self.plane(name, peer)
-        if isinstance(index, slice):
-            return source[index].clone()
-        return source.index_select(0, index)
-
-    def _signals_over(self, page: memoryview, address: int, group: Peers) -> Signals:
-        return Signals(page, address, self.rank, self.size, self._channels + 1, group.status)
 
     def _known(self, name: str) -> str:
         if name not in self._own:
-            raise ValueError(f"no plane {name!r}: this window has {sorted(self._own) or 'closed'}")
+            raise ValueError(f"no plane {name!r}: this window has {sorted(self._own)}")
         return name
 
 
 def window_bytes(specs: Sequence[PlaneSpec], size: int, channels: int = CHANNELS) -> int:
-    return control_bytes(size, channels) + sum(_page_up(size * spec.nbytes) for spec in specs)
+    planes = sum(round_up(size * spec.nbytes, PAGE) for spec in specs)
+    return control_bytes(size, channels) + planes
 
 
 def control_bytes(size: int, channels: int) -> int:
     """Bytes before the first plane."""
-    return _page_up(page_bytes(size, channels + 1))
+    return round_up(page_bytes(size, channels + 1), PAGE)
+
+
+def check_names(specs: Sequence[PlaneSpec]) -> None:
+    names = [spec.name for spec in specs]
+    if len(set(names)) < len(names):
+        raise ValueError(f"planes {names}: give each a name of its own")
 
 
 def layout_of(specs: Sequence[PlaneSpec], channels: int) -> str:
@@ -185,12 +168,8 @@ def _planes(
     for spec in specs:
         end = start + size * spec.nbytes
         planes[spec.name] = data[start:end].view(spec.dtype).view(size, *spec.shape)
-        start = _page_up(end)
+        start = round_up(end, PAGE)
     return planes
-
-
-def _page_up(count: int) -> int:
-    return -(-count // PAGE) * PAGE
 
 
 def share_memory(
@@ -201,10 +180,7 @@ def share_memory(
     join: Callable[[mmap.mmap, list[str]], str] | None = None,
 ) -> mmap.mmap:
     """A mapping that all ranks of a node share, one per node, or the same error on all ranks.
-
-    All ranks get the `note` of each; `join` gets the mapping and all notes before the mapping is
-    used, and returns an error, or an empty string.
-    """
+    `join` gets the mapping and the notes of all ranks before it is used, and returns an error."""
     nodes = group.nodes or (0,) * group.size
     first = nodes.index(nodes[group.rank])
     own, error = _new_file(length) if group.rank == first else (-1, "")
