@@ -81,9 +81,14 @@ def _sharegpt(draw: DatasetSpec) -> list[BenchPrompt]:
 
 
 def _first_turns(entry: Any) -> tuple[str, str] | None:
-    turns = entry.get("conversations") or entry.get("conversation") or []
-    texts = [turn.get("value", turn.get("content")) for turn in turns[:2]]
-    return (texts[0], texts[1]) if len(texts) == 2 and all(texts) else None
+    """The first question and its answer; None for an entry without two texts."""
+    try:
+        turns = entry.get("conversations") or entry.get("conversation")
+        question, answer = (turn.get("value", turn.get("content")) for turn in turns[:2])
+    except (AttributeError, TypeError, ValueError):  # not objects, or fewer than two
+        return None
+    texts = isinstance(question, str) and isinstance(answer, str) and question and answer
+    return (question, answer) if texts else None
 
 
 def _fitting(draw: DatasetSpec, pairs: list[tuple[str, str]]) -> Iterator[BenchPrompt]:

@@ -16,9 +16,9 @@ import aiohttp
 
 from moesaic.loadgen import picture, report
 from moesaic.loadgen.args import Load, ServeBenchArgs
-from moesaic.loadgen.client import Client, session
+from moesaic.loadgen.client import Client, reason, session
 from moesaic.loadgen.datasets import DatasetSpec, draw_prompts
-from moesaic.loadgen.endpoints import ENDPOINTS, RequestOptions, error_text, parse_extra_body
+from moesaic.loadgen.endpoints import ENDPOINTS, RequestOptions, parse_extra_body
 from moesaic.loadgen.metrics import measure, parse_goodput
 from moesaic.loadgen.outcome import BenchPrompt
 from moesaic.loadgen.texts import TINY, Texts, TokenTexts, WordTexts, load_tokenizer
@@ -192,8 +192,8 @@ class _Bench:
         """Call an administrative route, which must succeed for the figures to be valid."""
         async with self.session.post(self.url + path, json={}) as response:
             if response.status != 200:
-                reason = (await response.text())[:200]
-                raise RuntimeError(f"{path}: status {response.status}: {error_text(reason)}")
+                text = reason(await response.read())
+                raise RuntimeError(f"{path}: status {response.status}: {text}")
 
 
 @dataclass(frozen=True)

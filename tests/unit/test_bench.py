@@ -282,9 +282,9 @@ def test_shared_prefixes(merging: Path):
 def test_sharegpt(tmp_path: Path, merging: Path):
     turns = [["a question of some length", "an answer, too"], ["alone"], ["", "x"], ["ab cd", "e"]]
     path = tmp_path / "share.json"
-    path.write_text(
-        json.dumps([{"conversations": [{"from": "x", "value": t} for t in pair]} for pair in turns])
-    )
+    conversations = [{"conversations": [{"from": "x", "value": t} for t in pair]} for pair in turns]
+    broken = ["text", 7, {"conversations": 7}, {"conversations": ["a", "b"]}, {"conversations": {}}]
+    path.write_text(json.dumps([*conversations, *broken]))
     args = DatasetArgs(dataset_name="sharegpt", dataset_path=str(path), num_prompts=2)
     texts = TokenTexts(load_tokenizer(str(merging)), chat=False)
     outside = tokenizers.Tokenizer.from_file(str(merging / "tokenizer.json"))

@@ -114,7 +114,7 @@ class GrammarWriter:
     def _call(self, number: int, tool: Tool, syntax: ForcedSyntax, without: str) -> str:
         before, after = syntax.call.removeprefix(without).split("{arguments}")
         parts = [self._literal(_named(piece, tool.name)) for piece in before.split("{index}")]
-        if self.tools == "qwen3_coder":
+        if syntax.xml:
             arguments = self._xml(tool, number)
         else:  # without `strict`, unsupported keywords are ignored instead of refused
             schema = {"type": "object", **tool.parameters}

@@ -24,6 +24,8 @@ class ForcedSyntax:
     between: str = ""
     close: str = ""
     several: bool = True
+    xml: bool = False
+    """Arguments are XML, not JSON."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,9 @@ QWEN3_CODER: Final = CallSyntax(
     begin="<function=",
     shapes={"": CallShape.XML},
     forced=ForcedSyntax(
-        "<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>", between="\n"
+        "<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>",
+        between="\n",
+        xml=True,
     ),
 )
 MISTRAL: Final = CallSyntax(
