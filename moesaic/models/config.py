@@ -10,7 +10,9 @@ from typing import Any, Final, TypeVar
 import torch
 
 from moesaic.layers.attention import AttentionConfig
+from moesaic.layers.embedding import Embedding, LMHead
 from moesaic.layers.linear import LinearConfig
+from moesaic.layers.norm import RMSNorm
 from moesaic.layers.parallel import Parallel
 from moesaic.layers.rotary import ROPE_TYPES, RopeConfig
 from moesaic.models.dense import DenseWeights
@@ -174,6 +176,15 @@ class ModelConfig:
         """A projection of hidden states."""
         deterministic = self.parallel.deterministic
         return LinearConfig(self.hidden_size, outputs, self.dtype, bias, deterministic)
+
+    def norm(self) -> RMSNorm:
+        return RMSNorm(self.hidden_size, self.rms_norm_eps, self.dtype)
+
+    def embedding(self) -> Embedding:
+        return Embedding(self.vocab_size, self.hidden_size, self.dtype, self.parallel)
+
+    def head(self, tied: Embedding | None = None) -> LMHead:
+        return LMHead(self.vocab_size, self.hidden_size, self.dtype, self.parallel, tied)
 
 
 @dataclass(frozen=True, slots=True)

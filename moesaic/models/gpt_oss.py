@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
-from moesaic.layers.attention import Attention
-from moesaic.layers.rotary import RotaryTable
-from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock, kv_cache
+from moesaic.models.blocks import CausalLM, Router, SparseBlock, grouped_query_model, moe_config
 from moesaic.models.config import (
     BuildContext,
     RawConfig,
@@ -17,7 +15,7 @@ from moesaic.models.config import (
     slides,
 )
 from moesaic.moe.activations import clamped_swiglu
-from moesaic.moe.layer import MoeConfig, StackedMoE
+from moesaic.moe.layer import StackedMoE
 from moesaic.moe.topk import TopK, TopKConfig
 
 # The family's defaults for a config.json without rope settings.
@@ -43,26 +41,15 @@ def build(raw: RawConfig, context: BuildContext) -> CausalLM:
     bias = raw.flag("attention_bias", True)
     options = {"qkv_bias": bias, "output_bias": bias, "sinks": True}
     attention = attention_config(raw, config, kv_heads=8, head_dim=64, **options)
-    moe = MoeConfig(
-        num_experts=raw.integer("num_local_experts"),
-        hidden_size=config.hidden_size,
-        intermediate_size=raw.integer("intermediate_size"),
-        top_k=raw.integer("num_experts_per_tok"),
-        bias=True,
-        activation=clamped_swiglu(
-            raw.number("swiglu_alpha", 1.702), raw.number("swiglu_limit", 7.0)
-        ),
-    )
+    swiglu = clamped_swiglu(raw.number("swiglu_alpha", 1.702), raw.number("swiglu_limit", 7.0))
+    inner, options = "intermediate_size", {"bias": True, "activation": swiglu}
+    moe = moe_config(raw, config, "num_local_experts", inner, **options)
     # A softmax over the chosen logits equals a softmax over all of them, renormalised.
     topk = TopK(TopKConfig(moe.top_k, renormalize=True))
-    rotary = rope_config(raw, attention.head_dim, theta=150000.0, default=DEFAULT_ROPE)
-    rope = RotaryTable(rotary, context.positions)
+    rope = rope_config(raw, attention.head_dim, theta=150000.0, default=DEFAULT_ROPE)
 
-    def make_layer(layer: int) -> DecoderLayer:
-        gate = Router.of(config, moe.num_experts, bias=True)
-        spec = replace(attention, window=_window(raw, layer))
-        block = GptOssBlock(gate, topk, StackedMoE(moe, config.moe, layer), config.parallel)
-        attend = Attention(spec, layer, rope, config.dtype, config.parallel)
-        return DecoderLayer(config, attend, block)
+    def make_mlp(layer: int) -> GptOssBlock:
+        gate = Router(config.linear(moe.num_experts, bias=True))
+        return GptOssBlock(gate, topk, StackedMoE(moe, config.moe, layer), config.parallel)
 
-    return CausalLM(config, kv_cache(config, attention), rope, make_layer)
+    return grouped_query_model(config, attention, rope, make_mlp, partial(_window, raw))

@@ -20,12 +20,10 @@ from torch import Tensor
 
 from moesaic.core.step import PREFILL, Step
 from moesaic.kernels.experts import finished
-from moesaic.layers.attention import LatentAttention
 from moesaic.layers.context import AttentionStep, ForwardContext
 from moesaic.layers.embedding import Embedding, LMHead
-from moesaic.layers.linear import Linear, LinearConfig
+from moesaic.layers.linear import Linear
 from moesaic.layers.module import MatrixSlot, Module, ModuleList, TensorSlot
-from moesaic.layers.norm import RMSNorm
 from moesaic.models.blocks import CausalLM, DecoderLayer
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.config import ModelConfig, RawConfig
@@ -62,33 +60,21 @@ class SharedHead(Module):
 
     def __init__(self, config: ModelConfig, own_head: bool) -> None:
         super().__init__()
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
-        self.head = None
-        if own_head:
-            sizes = (config.vocab_size, config.hidden_size)
-            self.head = LMHead(*sizes, config.dtype, config.parallel)
+        self.norm = config.norm()
+        self.head = config.head() if own_head else None
 
 
 class NextNLayer(DecoderLayer):
     """A decoder layer with a projection that joins its two inputs, and a head."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        attention: LatentAttention,
-        mlp: Module,
-        own_embedding: bool,
-        own_head: bool,
-    ) -> None:
-        super().__init__(config, attention, mlp)
-        size, eps, dtype = config.hidden_size, config.rms_norm_eps, config.dtype
-        self.enorm, self.hnorm = RMSNorm(size, eps, dtype), RMSNorm(size, eps, dtype)
-        joined = LinearConfig(2 * size, size, dtype, deterministic=config.parallel.deterministic)
-        self.eh_proj = Linear(joined)
-        self.embed_tokens = None
-        if own_embedding:
-            self.embed_tokens = Embedding(config.vocab_size, size, dtype, config.parallel)
-        self.shared_head = SharedHead(config, own_head)
+    def __init__(self, parts: LayerParts, layer: int, own: OwnWeights) -> None:
+        config = parts.config
+        super().__init__(config, parts.attention(layer), parts.mlp(layer))
+        self.enorm, self.hnorm = config.norm(), config.norm()
+        size = config.hidden_size
+        self.eh_proj = Linear(replace(config.linear(size), inputs=2 * size))
+        self.embed_tokens = config.embedding() if layer in own.embeddings else None
+        self.shared_head = SharedHead(config, layer in own.heads)
 
     def join(self, embedded_TH: Tensor, hidden_TH: Tensor) -> Tensor:
         return self.eh_proj(torch.cat((self.enorm(embedded_TH), self.hnorm(hidden_TH)), dim=-1))
@@ -112,18 +98,8 @@ class NextN(Module):
         self.config, self._main = config, main
         self.embed_tokens = None
         if main.embedding is None and not own.embeddings.issuperset(config.layers):
-            sizes = (config.vocab_size, config.hidden_size)
-            self.embed_tokens = Embedding(*sizes, config.dtype, config.parallel)
-        self.layers = ModuleList(
-            NextNLayer(
-                config,
-                parts.attention(layer),
-                parts.mlp(layer),
-                layer in own.embeddings,
-                layer in own.heads,
-            )
-            for layer in config.layers
-        )
+            self.embed_tokens = config.embedding()
+        self.layers = ModuleList(NextNLayer(parts, layer, own) for layer in config.layers)
         self.layers.renamed = {str(i): str(layer) for i, layer in enumerate(config.layers)}
 
     def forward(

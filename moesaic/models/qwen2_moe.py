@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
-from moesaic.layers.attention import Attention
 from moesaic.layers.linear import Linear
 from moesaic.layers.module import Module
-from moesaic.layers.rotary import RotaryTable
-from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock, dense_mlp, kv_cache
+from moesaic.models.blocks import (
+    CausalLM,
+    Router,
+    SparseBlock,
+    dense_mlp,
+    grouped_query_model,
+    moe_config,
+)
 from moesaic.models.config import (
     BuildContext,
     ModelConfig,
@@ -27,10 +32,10 @@ class Qwen2SparseBlock(SparseBlock):
     renamed = MappingProxyType({"shared_experts": "shared_expert"})
 
     def __init__(self, raw: RawConfig, config: ModelConfig, layer: int) -> None:
-        moe = moe_config(raw, config)
+        moe = expert_config(raw, config)
         inner = raw.integer("shared_expert_intermediate_size")
         super().__init__(
-            Router.of(config, moe.num_experts),
+            Router(config.linear(moe.num_experts)),
             topk_of(raw),
             FusedMoE(moe, config.moe, layer),
             config.parallel,
@@ -39,14 +44,9 @@ class Qwen2SparseBlock(SparseBlock):
         )
 
 
-def moe_config(raw: RawConfig, config: ModelConfig) -> MoeConfig:
-    experts = raw.integer("num_experts" if raw.has("num_experts") else "num_local_experts")
-    return MoeConfig(
-        num_experts=experts,
-        hidden_size=config.hidden_size,
-        intermediate_size=raw.integer("moe_intermediate_size"),
-        top_k=raw.integer("num_experts_per_tok"),
-    )
+def expert_config(raw: RawConfig, config: ModelConfig) -> MoeConfig:
+    experts = "num_experts" if raw.has("num_experts") else "num_local_experts"
+    return moe_config(raw, config, experts, "moe_intermediate_size")
 
 
 def topk_of(raw: RawConfig) -> TopK:
@@ -70,16 +70,11 @@ def _window(raw: RawConfig, layer: int) -> int | None:
 def build(raw: RawConfig, context: BuildContext) -> CausalLM:
     config = common_config(raw, context, eps=1e-6)
     attention = attention_config(raw, config, qkv_bias=raw.flag("qkv_bias", True))
-    rope = RotaryTable(rope_config(raw, attention.head_dim), context.positions)
+    rope = rope_config(raw, attention.head_dim)
 
-    def make_layer(layer: int) -> DecoderLayer:
-        mlp: Module = (
-            Qwen2SparseBlock(raw, config, layer)
-            if is_sparse(raw, layer)
-            else dense_mlp(config, layer, raw.integer("intermediate_size"))
-        )
-        spec = replace(attention, window=_window(raw, layer))
-        attend = Attention(spec, layer, rope, config.dtype, config.parallel)
-        return DecoderLayer(config, attend, mlp)
+    def make_mlp(layer: int) -> Module:
+        if is_sparse(raw, layer):
+            return Qwen2SparseBlock(raw, config, layer)
+        return dense_mlp(config, layer, raw.integer("intermediate_size"))
 
-    return CausalLM(config, kv_cache(config, attention), rope, make_layer)
+    return grouped_query_model(config, attention, rope, make_mlp, partial(_window, raw))

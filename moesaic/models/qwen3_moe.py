@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from moesaic.layers.attention import Attention
 from moesaic.layers.module import Module
-from moesaic.layers.rotary import RotaryTable
-from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock, dense_mlp, kv_cache
+from moesaic.models.blocks import CausalLM, Router, SparseBlock, dense_mlp, grouped_query_model
 from moesaic.models.config import (
     BuildContext,
     RawConfig,
@@ -13,7 +11,7 @@ from moesaic.models.config import (
     common_config,
     rope_config,
 )
-from moesaic.models.qwen2_moe import is_sparse, moe_config, topk_of
+from moesaic.models.qwen2_moe import expert_config, is_sparse, topk_of
 from moesaic.moe.layer import FusedMoE
 
 
@@ -31,17 +29,13 @@ def build(raw: RawConfig, context: BuildContext) -> CausalLM:
         qk_norm_eps=config.rms_norm_eps,
         window=window,
     )
-    moe, topk = moe_config(raw, config), topk_of(raw)
-    rope = RotaryTable(rope_config(raw, attention.head_dim), context.positions)
+    moe, topk = expert_config(raw, config), topk_of(raw)
 
-    def make_layer(layer: int) -> DecoderLayer:
-        mlp: Module
-        if is_sparse(raw, layer):
-            gate, experts = Router.of(config, moe.num_experts), FusedMoE(moe, config.moe, layer)
-            mlp = SparseBlock(gate, topk, experts, config.parallel)
-        else:
-            mlp = dense_mlp(config, layer, raw.integer("intermediate_size"))
-        attend = Attention(attention, layer, rope, config.dtype, config.parallel)
-        return DecoderLayer(config, attend, mlp)
+    def make_mlp(layer: int) -> Module:
+        if not is_sparse(raw, layer):
+            return dense_mlp(config, layer, raw.integer("intermediate_size"))
+        gate, experts = Router(config.linear(moe.num_experts)), FusedMoE(moe, config.moe, layer)
+        return SparseBlock(gate, topk, experts, config.parallel)
 
-    return CausalLM(config, kv_cache(config, attention), rope, make_layer)
+    rope = rope_config(raw, attention.head_dim)
+    return grouped_query_model(config, attention, rope, make_mlp)

@@ -275,7 +275,7 @@ def test_deterministic_products(inputs: int) -> None:
     layers = [
         Linear(config),
         MergedLinear(config, merged),
-        Router(inputs, 40, torch.float32, float32=True, deterministic=True),
+        Router(replace(config, bias=False), float32=True),
     ]
     x_TI = torch.randn(77, inputs)
     for layer in layers:
