@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.kernels.cpu import widened
-from moesaic.layers.context import AttentionSpec, LatentProjections
+from moesaic.layers.context import AttentionSpec, LatentSpec
 from moesaic.layers.invariant import in_pieces, sigmoid
 from moesaic.layers.paged_cache import PagedCache, SequenceSpan
 from moesaic.layers.torch_attention import CpuAttention, causal_mask, with_sinks
@@ -77,13 +77,11 @@ class DeterministicAttention(CpuAttention):
     def attend(self, spec: AttentionSpec, q_TND: Tensor, k_TMD: Tensor, v_TMD: Tensor) -> Tensor:
         return self._attend(spec, q_TND, *self.store(spec.layer, k_TMD, v_TMD))
 
-    def attend_latent(
-        self, spec: AttentionSpec, q_TND: Tensor, latents_TC: Tensor, projections: LatentProjections
-    ) -> Tensor:
+    def attend_latent(self, spec: LatentSpec, q_TND: Tensor, latents_TC: Tensor) -> Tensor:
         """Always in the absorbed form: the two forms round differently."""
         latents, _ = self.store(spec.layer, latents_TC.unsqueeze(1))
-        q_TNC = in_pieces(projections.absorb, q_TND)
-        return in_pieces(projections.up_project, self._attend(spec, q_TNC, latents, None))
+        q_TNC = in_pieces(spec.projections.absorb, q_TND)
+        return in_pieces(spec.projections.up_project, self._attend(spec, q_TNC, latents, None))
 
     def _attend(
         self, spec: AttentionSpec, q_TND: Tensor, keys: Tensor, values: Tensor | None

@@ -229,7 +229,7 @@ class GpuAttention(AttentionStep):
         pages = self._latent_pages(spec.layer, spec.rope_dim)
         plain, rope = q_TND.split([q_TND.shape[-1] - spec.rope_dim, spec.rope_dim], dim=-1)
         rope = enter_latent(rope, latents_TC, entry, pages, self.slots_T)
-        return self._attend_latent_rows(spec, Queries(plain, rope), pages, spec.projections)
+        return self._attend_latent_rows(spec, Queries(plain, rope), pages)
 
     def _head_angles(self, angles: Angles) -> Angles:
         """Drops the dimension of heads; cached for all layers."""
@@ -264,10 +264,9 @@ class GpuAttention(AttentionStep):
             self._prefill_kernel(q, pages, self.prefill.rows, softmax, out_TNV)
         return out_TNV
 
-    def _attend_latent_rows(
-        self, spec: AttentionSpec, q: Queries, pages: LayerPages, projections: LatentProjections
-    ) -> Tensor:
+    def _attend_latent_rows(self, spec: LatentSpec, q: Queries, pages: LayerPages) -> Tensor:
         """Absorbs the queries of all rows, unless the latents of every sequence are expanded."""
+        projections = spec.projections
         absorbing, expansions = self._latent_batches(projections)
         softmax, mixed_TNV = _softmax(spec), None
         if self.decode is not None or absorbing is not None:

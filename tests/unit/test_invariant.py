@@ -18,7 +18,7 @@ from torch import Tensor
 from moesaic.kernels.cpu import linear as kernel
 from moesaic.layers import invariant
 from moesaic.layers.attention import LatentAttention, LatentAttentionConfig
-from moesaic.layers.context import AttentionSpec, AttentionStep, CacheSpec
+from moesaic.layers.context import AttentionSpec, AttentionStep, CacheSpec, LatentSpec
 from moesaic.layers.deterministic_attention import DeterministicAttention
 from moesaic.layers.paged_cache import PagedCache, SequenceSpan
 from moesaic.layers.parallel import Parallel
@@ -254,12 +254,11 @@ class Case:
     q: Tensor
     k: Tensor
     v: Tensor
-    maps: LatentAttention | None = None
 
     def attend(self, step: AttentionStep, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.maps is None:
-            return step.attend(self.spec, q, k, v)
-        return step.attend_latent(self.spec, q, k.squeeze(1), self.maps)
+        if isinstance(self.spec, LatentSpec):
+            return step.attend_latent(self.spec, q, k.squeeze(1))
+        return step.attend(self.spec, q, k, v)
 
 
 def grouped(
@@ -276,7 +275,7 @@ def latent(heads: int, dtype: torch.dtype, deterministic: bool) -> Case:
     maps = LatentAttention(config, 1, RotaryTable(RopeConfig(8), 1), dtype, parallel)
     maps.kv_b_proj.weight.normal_(std=32**-0.5)
     q, k = torch.randn(LENGTH, heads, 32).to(dtype), torch.randn(LENGTH, 1, 40).to(dtype)
-    return Case(AttentionSpec(1, 32**-0.5), q, k, k[..., :0], maps)
+    return Case(maps.spec, q, k, k[..., :0])
 
 
 def cases(dtype: torch.dtype) -> dict[str, Case]:

@@ -40,18 +40,14 @@ class QuantizationConfig:
     @property
     def row_group(self) -> int:
         """A group size that divides the rows of all experts, to keep whole-row scales in."""
-        return whole_row_group(self.model)
+        keys = ("hidden_size", "moe_intermediate_size", "intermediate_size")
+        return gcd(128, *(self.model.integer(key) for key in keys if self.model.has(key)))
 
     def has_tensor(self, suffix: str, dims: int | None = None) -> bool:
         if self.checkpoint is None:
             return False
         names = (name for name in self.checkpoint.location if name.endswith(suffix))
         return any(dims is None or len(self.checkpoint.shape(name)) == dims for name in names)
-
-
-def whole_row_group(model: RawConfig) -> int:
-    keys = ("hidden_size", "moe_intermediate_size", "intermediate_size")
-    return gcd(128, *(model.integer(key) for key in keys if model.has(key)))
 
 
 def detect_scheme(raw: RawConfig, folder: Path) -> Scheme:
@@ -108,14 +104,14 @@ def _expert_format(
     if declared.checkpoint is None:
         return storage.format, ""
     layers = declared.model.integer("num_hidden_layers")
-    suffix = _quantised_suffix(storage)
     names = [
         name
         for name in declared.checkpoint.location
         if (found := EXPERT.match(name)) and int(found[1]) < layers
     ]
+    suffix = _quantised_suffix(storage)
     matrices = {_stem(name, suffix) for name in names if not name.endswith("bias")}
-    quantised = sum(1 for name in names if name.endswith(suffix))
+    quantised = sum(name.endswith(suffix) for name in names)
     if not quantised:
         return None, ""
     note = (
@@ -197,20 +193,12 @@ def _modelopt(declared: QuantizationConfig) -> Storage:
     return StoredNvfp4Matrix()
 
 
-def _mxfp4(declared: QuantizationConfig) -> Storage:
-    return Mxfp4Stack()
-
-
-def _compressed(declared: QuantizationConfig) -> Storage:
-    return compressed_tensors(declared.config, declared.row_group)
-
-
 METHODS: dict[str, Callable[[QuantizationConfig], Storage]] = {
     "fp8": _fp8,
-    "compressed-tensors": _compressed,
+    "compressed-tensors": lambda given: compressed_tensors(given.config, given.row_group),
     "awq": _awq,
     "gptq": _gptq,
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,
-    "mxfp4": _mxfp4,
+    "mxfp4": lambda _: Mxfp4Stack(),
 }
