@@ -112,7 +112,6 @@ class AttentionStep(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    cos: Tensor
-    sin: Tensor
+    angles: Angles
     attention: AttentionStep
     step: Step = PREFILL

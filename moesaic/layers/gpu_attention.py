@@ -14,7 +14,7 @@ latent channels that are not rotated · L tokens of sequences · X tiles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache as cached
 from itertools import chain
@@ -129,16 +129,16 @@ def processors(device: torch.device) -> int:
 class Prefill:
     """Sequences of a mixed step for the prefill kernel."""
 
-    def __init__(self, host: Sequences, arrays: Sequence[Tensor], pages: Tensor) -> None:
+    def __init__(
+        self, host: Sequences, pages: Tensor, arrays: Sequence[Tensor] | None = None
+    ) -> None:
+        """`arrays`: those of `host` on the device, if they are there."""
         self.host, self.pages = host, pages
         self._tiles: dict[int, Tensor] = {}
+        if arrays is None:
+            arrays = to_device(np.stack(host.arrays()), pages.device).unbind()
         starts_B, lengths_B, kv_lens_B, first_B = arrays
         self.rows = PrefillRows(starts_B, lengths_B, kv_lens_B, first_B, pages, self.tiles)
-
-    @classmethod
-    def of(cls, host: Sequences, pages: Tensor) -> Prefill:
-        arrays = to_device(np.stack(host.arrays()), pages.device)
-        return cls(host, list(arrays), pages)
 
     def tiles(self, size: int) -> Tensor:
         if size not in self._tiles:
@@ -170,6 +170,7 @@ class GpuAttention(AttentionStep):
         self.cache, self.slots_T, self.positions_T = cache, slots_T, positions_T
         self.decode, self.prefill = decode, prefill
         self.deterministic = deterministic
+        self._prefill_kernel = invariant_attention if deterministic else prefill_attention
         self.fused = True
         """Whether one kernel may store and attend: no row reads what another row stores."""
         self._latent_groups: tuple[Prefill | None, list[Expansion]] | None = None
@@ -196,7 +197,7 @@ class GpuAttention(AttentionStep):
         if len(decoding):
             longest = int(decoding.kv_lens_B.max())
             decode = _decode_rows(cache, rows_B, kv_lens_B, first_B, pages_on_device, longest)
-        prefill = Prefill(chunks, parts[:4], pages_on_device) if len(chunks) else None
+        prefill = Prefill(chunks, pages_on_device, parts[:4]) if len(chunks) else None
         return cls(cache, slots_T, positions_T, decode, prefill, deterministic)
 
     def attend_heads(self, spec: HeadSpec, qkv_TX: Tensor, angles: Angles) -> Tensor | Rows:
@@ -211,7 +212,9 @@ class GpuAttention(AttentionStep):
             None if k_norm is None else k_norm.weight,
             0.0 if q_norm is None else q_norm.eps,
         )
-        pages, softmax = self._pages(spec.layer), _softmax(spec)
+        keys, values = self.cache.layers[spec.layer]
+        scales = self.cache.k_scale, self.cache.v_scale
+        pages, softmax = LayerPages(keys, values, values.shape[-1], *scales), _softmax(spec)
         rows = (qkv_TX, entry, pages, self.slots_T)
         if self.decode is None or self.prefill is not None:
             return self._attend_rows(softmax, Queries(enter_heads(*rows)), pages)
@@ -226,7 +229,8 @@ class GpuAttention(AttentionStep):
         cos, sin = self._head_angles(angles)
         norm, interleaved = spec.norm, spec.rope.interleaved
         entry = LatentEntry(cos, sin, interleaved, norm.weight, norm.eps)
-        pages = self._latent_pages(spec.layer, spec.rope_dim)
+        keys, _ = self.cache.layers[spec.layer]
+        pages = LayerPages(keys, None, keys.shape[-1] - spec.rope_dim, self.cache.k_scale)
         plain, rope = q_TND.split([q_TND.shape[-1] - spec.rope_dim, spec.rope_dim], dim=-1)
         rope = enter_latent(rope, latents_TC, entry, pages, self.slots_T)
         return self._attend_latent_rows(spec, Queries(plain, rope), pages)
@@ -237,15 +241,6 @@ class GpuAttention(AttentionStep):
             cos, sin = angles
             self._angles = angles, (cos.squeeze(1), sin.squeeze(1))
         return self._angles[1]
-
-    def _pages(self, layer: int) -> LayerPages:
-        cache = self.cache
-        keys, values = cache.layers[layer]
-        return LayerPages(keys, values, values.shape[-1], cache.k_scale, cache.v_scale)
-
-    def _latent_pages(self, layer: int, rope_dim: int) -> LayerPages:
-        keys = self.cache.layers[layer][0]
-        return LayerPages(keys, None, keys.shape[-1] - rope_dim, self.cache.k_scale)
 
     def _output(self, spec: HeadSpec, qkv_TX: Tensor, pages: LayerPages) -> Tensor | Rows:
         """Float8 rows if the output projection multiplies these: only the decode kernel quantises
@@ -284,10 +279,6 @@ class GpuAttention(AttentionStep):
             prefill_attention(q, expanded, expansion.prefill.rows, softmax, mixed_TNV)
         assert mixed_TNV is not None, "a step without rows"
         return mixed_TNV
-
-    @property
-    def _prefill_kernel(self) -> Callable[..., Tensor]:
-        return invariant_attention if self.deterministic else prefill_attention
 
     def _latent_batches(
         self, projections: LatentProjections
@@ -343,7 +334,7 @@ def _latent_groups(
         return prefill, []
     absorbing = None
     if absorbed.any():
-        absorbing = Prefill.of(host.select(np.flatnonzero(absorbed)), prefill.pages)
+        absorbing = Prefill(host.select(np.flatnonzero(absorbed)), prefill.pages)
     pieces: list[list[int]] = []
     room = 0
     for number in np.flatnonzero(~absorbed):
@@ -366,9 +357,7 @@ def _expansion(host: Sequences, prefill: Prefill, page_size: int) -> Expansion:
     device = prefill.pages.device
     sources = to_device(own + np.repeat(host.first_B - behind, counts), device)
     moved = Sequences(host.starts_B, host.lengths_B, host.kv_lens_B, behind)
-    return Expansion(
-        Prefill.of(moved, to_device(own, device)), prefill.pages.index_select(0, sources)
-    )
+    return Expansion(Prefill(moved, to_device(own, device)), prefill.pages.index_select(0, sources))
 
 
 def _expand(
@@ -449,7 +438,7 @@ def _single_queries(kv_lens_B: Tensor, first_B: Tensor, pages: Tensor) -> Prefil
     rows, ones = np.arange(len(kv_lens_B), dtype=np.int32), np.ones(len(kv_lens_B), np.int32)
     starts_B, lengths_B = to_device(np.stack((rows, ones)), pages.device)
     host = Sequences(rows, ones, ones, 0 * rows)
-    return Prefill(host, (starts_B, lengths_B, kv_lens_B, first_B), pages)
+    return Prefill(host, pages, (starts_B, lengths_B, kv_lens_B, first_B))
 
 
 def _pinned(array: Ints, device: torch.device) -> Tensor:

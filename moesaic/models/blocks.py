@@ -331,8 +331,7 @@ class CausalLM(Module):
     ) -> Tensor:
         """`x_TH`: the hidden states of the previous stage; the first stage has none. The last stage
         returns normed hidden states."""
-        cos, sin = self.rope.at(positions_T)
-        return self.model(ids_T, ForwardContext(cos, sin, attention, step), x_TH)
+        return self.model(ids_T, ForwardContext(self.rope.at(positions_T), attention, step), x_TH)
 
     def logits(self, x_RH: Tensor, rows: Sequence[int] = ()) -> Tensor:
         """`rows`: the number of rows of each attention group, if there are several; then all ranks

@@ -101,9 +101,10 @@ class Checkpoint:
         """Checks shape and type without reading the tensor."""
         shape, dtype = self.shape(name), self.dtype(name)
         if shape not in spec.shapes:
+            asked = " or ".join(str(list(known)) for known in spec.shapes)
             raise ValueError(
                 f"tensor {name} in {self.folder} has shape {list(shape)} where config.json "
-                f"asks for {_either(spec.shapes)}"
+                f"asks for {asked}"
             )
         if dtype not in spec.dtypes:
             raise ValueError(
@@ -160,7 +161,3 @@ def _weight_map(folder: Path) -> dict[str, str]:
                 "file of the folder: fix the file"
             )
     return found
-
-
-def _either(shapes: Iterable[tuple[int, ...]]) -> str:
-    return " or ".join(str(list(shape)) for shape in shapes)

@@ -9,7 +9,7 @@ from moesaic.layers.context import CacheSpec
 from moesaic.layers.module import Module
 from moesaic.layers.rotary import RopeConfig, RotaryTable, yarn_mscale
 from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock, dense_mlp, moe_config
-from moesaic.models.config import BuildContext, ModelConfig, RawConfig, common_config, rope_config
+from moesaic.models.config import BuildContext, ModelConfig, RawConfig, common_config
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.topk import TopK, TopKConfig
 
@@ -98,6 +98,6 @@ def _topk(raw: RawConfig) -> TopKConfig:
 
 
 def build(raw: RawConfig, context: BuildContext) -> CausalLM:
-    rope = rope_config(raw, raw.integer("qk_rope_head_dim"), interleaved=True)
+    rope = raw.rope(raw.integer("qk_rope_head_dim"), interleaved=True)
     variant = Variant(_topk(raw), False, rope, raw.flag("mlp_bias", False))
     return build_variant(raw, common_config(raw, context, eps=1e-6), variant)

@@ -6,14 +6,7 @@ from functools import partial
 from types import MappingProxyType
 
 from moesaic.models.blocks import CausalLM, Router, SparseBlock, grouped_query_model, moe_config
-from moesaic.models.config import (
-    BuildContext,
-    RawConfig,
-    attention_config,
-    common_config,
-    rope_config,
-    slides,
-)
+from moesaic.models.config import BuildContext, RawConfig, common_config
 from moesaic.moe.activations import clamped_swiglu
 from moesaic.moe.layer import StackedMoE
 from moesaic.moe.topk import TopK, TopKConfig
@@ -32,7 +25,7 @@ class GptOssBlock(SparseBlock):
 
 
 def _window(raw: RawConfig, layer: int) -> int | None:
-    sliding = slides(raw, layer, default=layer % 2 == 0)
+    sliding = raw.slides(layer, default=layer % 2 == 0)
     return raw.integer("sliding_window", 128) if sliding else None
 
 
@@ -40,13 +33,13 @@ def build(raw: RawConfig, context: BuildContext) -> CausalLM:
     config = common_config(raw, context, eps=1e-5)
     bias = raw.flag("attention_bias", True)
     options = {"qkv_bias": bias, "output_bias": bias, "sinks": True}
-    attention = attention_config(raw, config, kv_heads=8, head_dim=64, **options)
+    attention = config.attention(raw, kv_heads=8, head_dim=64, **options)
     swiglu = clamped_swiglu(raw.number("swiglu_alpha", 1.702), raw.number("swiglu_limit", 7.0))
-    inner, options = "intermediate_size", {"bias": True, "activation": swiglu}
-    moe = moe_config(raw, config, "num_local_experts", inner, **options)
+    keys = ("num_local_experts", "intermediate_size")
+    moe = moe_config(raw, config, *keys, bias=True, activation=swiglu)
     # A softmax over the chosen logits equals a softmax over all of them, renormalised.
     topk = TopK(TopKConfig(moe.top_k, renormalize=True))
-    rope = rope_config(raw, attention.head_dim, theta=150000.0, default=DEFAULT_ROPE)
+    rope = raw.rope(attention.head_dim, theta=150000.0, default=DEFAULT_ROPE)
 
     def make_mlp(layer: int) -> GptOssBlock:
         gate = Router(config.linear(moe.num_experts, bias=True))

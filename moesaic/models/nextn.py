@@ -80,24 +80,21 @@ class NextNLayer(DecoderLayer):
         return self.eh_proj(torch.cat((self.enorm(embedded_TH), self.hnorm(hidden_TH)), dim=-1))
 
 
-@dataclass(frozen=True, slots=True)
-class MainModules:
-    """The main model's modules. Not a module itself: their weights are already loaded."""
-
-    embedding: Embedding | None
-    head: LMHead
-
-
 class NextN(Module):
     """All MTP layers of a model, or a rank's part of them; they belong to the last stage. `cache`
     describes their KV cache, which is separate from the main model's."""
 
-    def __init__(self, parts: LayerParts, main: MainModules, own: OwnWeights) -> None:
+    def __init__(
+        self, parts: LayerParts, embedding: Embedding | None, head: LMHead, own: OwnWeights
+    ) -> None:
+        """`embedding`, `head`: those of the main model."""
         super().__init__()
         config, self.rope, self.cache = parts.config, parts.rope, parts.cache()
-        self.config, self._main = config, main
+        self.config = config
+        # In a tuple, torch does not take them for modules of this one: they are already loaded.
+        self._main = embedding, head
         self.embed_tokens = None
-        if main.embedding is None and not own.embeddings.issuperset(config.layers):
+        if embedding is None and not own.embeddings.issuperset(config.layers):
             self.embed_tokens = config.embedding()
         self.layers = ModuleList(NextNLayer(parts, layer, own) for layer in config.layers)
         self.layers.renamed = {str(i): str(layer) for i, layer in enumerate(config.layers)}
@@ -114,17 +111,17 @@ class NextN(Module):
         """`next_ids_T`: the token after that of each row, at the row's position. `hidden_TH`: the
         main model's output, or at a greater `depth` that of the MTP layer before."""
         layer = self._layer(depth)
-        embedding = layer.embed_tokens or self._main.embedding or self.embed_tokens
+        embedding = layer.embed_tokens or self._main[0] or self.embed_tokens
         assert embedding is not None, "NextN makes one if the main model has none"
-        cos, sin = self.rope.at(positions_T)
         x_TH = layer.join(embedding(next_ids_T), hidden_TH)
-        x_TH, residual_TH = layer(x_TH, ForwardContext(cos, sin, attention, step))
+        ctx = ForwardContext(self.rope.at(positions_T), attention, step)
+        x_TH, residual_TH = layer(x_TH, ctx)
         return residual_TH + finished(x_TH)
 
     def logits(self, x_RH: Tensor, rows: Sequence[int] = (), depth: int = 0) -> Tensor:
         """Logits of the token after the next; `rows` as in the main model's `logits`."""
         shared = self._layer(depth).shared_head
-        return (shared.head or self._main.head)(shared.norm(x_RH), rows)
+        return (shared.head or self._main[1])(shared.norm(x_RH), rows)
 
     def _layer(self, depth: int) -> NextNLayer:
         layer = self.layers[depth]
@@ -145,7 +142,7 @@ def build_nextn(raw: RawConfig, main: CausalLM, own: OwnWeights) -> NextN:
     assert main.lm_head is not None, "only the last stage predicts"
     config = replace(main.config, parallel=replace(main.config.parallel, layers=_layers(raw)))
     parts = LayerParts(raw, config, variant_of(raw), main.rope)
-    return NextN(parts, MainModules(main.model.embed_tokens, main.lm_head), own).eval()
+    return NextN(parts, main.model.embed_tokens, main.lm_head, own).eval()
 
 
 def load_nextn(main: CausalLM, folder: Path, scheme: Scheme | None = None) -> NextN:

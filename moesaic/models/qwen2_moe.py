@@ -15,15 +15,7 @@ from moesaic.models.blocks import (
     grouped_query_model,
     moe_config,
 )
-from moesaic.models.config import (
-    BuildContext,
-    ModelConfig,
-    RawConfig,
-    attention_config,
-    common_config,
-    rope_config,
-    slides,
-)
+from moesaic.models.config import BuildContext, ModelConfig, RawConfig, common_config
 from moesaic.moe.layer import FusedMoE, MoeConfig
 from moesaic.moe.topk import TopK, TopKConfig
 
@@ -64,13 +56,13 @@ def _window(raw: RawConfig, layer: int) -> int | None:
     if not raw.flag("use_sliding_window", False):
         return None
     default = layer % 2 == 0 and layer < raw.integer("max_window_layers", 28, minimum=0)
-    return raw.integer("sliding_window", 4096) if slides(raw, layer, default) else None
+    return raw.integer("sliding_window", 4096) if raw.slides(layer, default) else None
 
 
 def build(raw: RawConfig, context: BuildContext) -> CausalLM:
     config = common_config(raw, context, eps=1e-6)
-    attention = attention_config(raw, config, qkv_bias=raw.flag("qkv_bias", True))
-    rope = rope_config(raw, attention.head_dim)
+    attention = config.attention(raw, qkv_bias=raw.flag("qkv_bias", True))
+    rope = raw.rope(attention.head_dim)
 
     def make_mlp(layer: int) -> Module:
         if is_sparse(raw, layer):

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from moesaic.layers.module import Module
 from moesaic.models.blocks import CausalLM, Router, SparseBlock, dense_mlp, grouped_query_model
-from moesaic.models.config import (
-    BuildContext,
-    RawConfig,
-    attention_config,
-    common_config,
-    rope_config,
-)
+from moesaic.models.config import BuildContext, RawConfig, common_config
 from moesaic.models.qwen2_moe import expert_config, is_sparse, topk_of
 from moesaic.moe.layer import FusedMoE
 
@@ -20,9 +14,8 @@ def build(raw: RawConfig, context: BuildContext) -> CausalLM:
     bias = raw.flag("attention_bias", False)
     slides = raw.flag("use_sliding_window", False)
     window = raw.integer("sliding_window", 4096) if slides else None
-    attention = attention_config(
+    attention = config.attention(
         raw,
-        config,
         kv_heads=4,
         qkv_bias=bias,
         output_bias=bias,
@@ -37,5 +30,5 @@ def build(raw: RawConfig, context: BuildContext) -> CausalLM:
         gate, experts = Router(config.linear(moe.num_experts)), FusedMoE(moe, config.moe, layer)
         return SparseBlock(gate, topk, experts, config.parallel)
 
-    rope = rope_config(raw, attention.head_dim)
+    rope = raw.rope(attention.head_dim)
     return grouped_query_model(config, attention, rope, make_mlp)

@@ -165,16 +165,12 @@ def materialise(model_path: str) -> str:
     family, changes = parse_model_name(model_path, PREFIX, "tiny:mixtral,num_hidden_layers=4")
     if not family.isidentifier():
         raise ValueError(f"{model_path!r} is not tiny:FAMILY: give a family, as in tiny:qwen3_moe")
-    folder = _cached(family, changes)
-    logger.info("%s has random weights, so its text is noise (%s)", model_path, folder)
-    return str(folder)
-
-
-def _cached(family: str, changes: dict[str, int]) -> Path:
-    # The key covers this file, so a changed generator never finds an old checkpoint.
-    made_of = Path(__file__).read_bytes() + repr(sorted(changes.items())).encode()
 
     def make(folder: Path) -> Path:
         return make_tiny_checkpoint(family, folder, changes=changes)
 
-    return cached_folder(f"tiny-{family}", made_of, make)
+    # The key covers this file, so a changed generator never finds an old checkpoint.
+    made_of = Path(__file__).read_bytes() + repr(sorted(changes.items())).encode()
+    folder = cached_folder(f"tiny-{family}", made_of, make)
+    logger.info("%s has random weights, so its text is noise (%s)", model_path, folder)
+    return str(folder)

@@ -195,29 +195,27 @@ def fill_randomly(model: CausalLM, seed: int, *, direct: bool | None = None) -> 
     if direct is None:
         direct = any(_device(slot).type == "cuda" for slot in slots)
     for slot in tqdm(slots, desc="Making weights", unit="tensor", disable=None, leave=False):
-        if direct:
+        if isinstance(slot, TensorSlot) and slot.into.dim() == 1:
+            slot.into.fill_(0.0 if "bias" in slot.name else 1.0)
+        elif direct:
             _fill_directly(slot, seed)
         else:
             _fill_whole(slot, seed)
 
 
 def _fill_whole(slot: Slot, seed: int) -> None:
-    if isinstance(slot, MatrixSlot):
-        assert isinstance(slot.format, WeightFormat)
-        planes = slot.format.encode(_random(slot, slot.shape, seed))
-        _copy(slot.format.slice(planes, slot.rows, slot.cols), slot)
-    elif slot.into.dim() == 1:
-        slot.into.fill_(_constant(slot))
-    else:
-        slot.into.copy_(_random(slot, slot.shape, seed)[slot.cut])
+    noise = Generator().manual_seed(_key(slot, seed))
+    whole = torch.empty(slot.shape).normal_(0.0, slot.shape[-1] ** -0.5, generator=noise)
+    if isinstance(slot, TensorSlot):
+        slot.into.copy_(whole[slot.cut])
+        return
+    assert isinstance(slot.format, WeightFormat)
+    _copy(slot.format.slice(slot.format.encode(whole), slot.rows, slot.cols), slot)
 
 
 def _fill_directly(slot: Slot, seed: int) -> None:
     """Embeddings are as large as the layers' outputs, so tokens stay distinct and are routed
     differently through any number of layers."""
-    if isinstance(slot, TensorSlot) and slot.into.dim() == 1:
-        slot.into.fill_(_constant(slot))
-        return
     noise = Generator(_device(slot)).manual_seed(_key(slot, seed))
     spread = 1.0 if slot.name.endswith(EMBEDDING) else slot.shape[-1] ** -0.5
     if isinstance(slot, TensorSlot):
@@ -229,15 +227,6 @@ def _fill_directly(slot: Slot, seed: int) -> None:
 
 def _device(slot: Slot) -> torch.device:
     return slot.into.device if isinstance(slot, TensorSlot) else slot.into["values"].device
-
-
-def _constant(slot: TensorSlot) -> float:
-    return 0.0 if "bias" in slot.name else 1.0
-
-
-def _random(slot: Slot, shape: tuple[int, ...], seed: int) -> Tensor:
-    generator = Generator().manual_seed(_key(slot, seed))
-    return torch.empty(shape).normal_(0.0, shape[-1] ** -0.5, generator=generator)
 
 
 def _key(slot: Slot, seed: int) -> int:

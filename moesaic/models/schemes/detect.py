@@ -12,7 +12,7 @@ from math import gcd
 from pathlib import Path
 
 from moesaic.models.checkpoint import Checkpoint
-from moesaic.models.config import RawConfig
+from moesaic.models.config import INNER_SIZES, RawConfig
 from moesaic.models.folder import brief, read_object
 from moesaic.models.schemes.compressed import compressed_tensors, unmet_activation
 from moesaic.models.schemes.floats import BLOCK, Mxfp4Stack, StoredFp8Matrix, StoredNvfp4Matrix
@@ -40,8 +40,8 @@ class QuantizationConfig:
     @property
     def row_group(self) -> int:
         """A group size that divides the rows of all experts, to keep whole-row scales in."""
-        keys = ("hidden_size", "moe_intermediate_size", "intermediate_size")
-        return gcd(128, *(self.model.integer(key) for key in keys if self.model.has(key)))
+        sizes = ("hidden_size", *INNER_SIZES)
+        return gcd(128, *(self.model.integer(size) for size in sizes if self.model.has(size)))
 
     def has_tensor(self, suffix: str, dims: int | None = None) -> bool:
         if self.checkpoint is None:

@@ -77,7 +77,7 @@ class IntegerMatrix(Storage):
     def read(self, source: Source, rows: range, cols: range) -> Planes:
         values, scales, zeros = self.parts(source, rows, cols)
         if self.bits == 8:
-            return {"values": _signed(values), "scales": scales}
+            return {"values": (values ^ 0x80).view(torch.int8), "scales": scales}
         repeats = (len(cols) if self.group is None else self.group) // self.kept_group
         return {
             "values": values,
@@ -341,10 +341,6 @@ def _words(values: Tensor) -> Tensor:
 
 def _unsigned(values: Tensor) -> Tensor:
     return values.view(torch.uint8) ^ 0x80
-
-
-def _signed(values: Tensor) -> Tensor:
-    return (values ^ 0x80).view(torch.int8)
 
 
 def _unshuffled(words: Tensor) -> Tensor:

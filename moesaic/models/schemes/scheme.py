@@ -49,14 +49,12 @@ class Scheme:
 
         Encodes the whole matrix, so a rank's part does not depend on the sharding.
         """
-        source, storage = Source(checkpoint, matrix), self.storage_of(checkpoint, matrix)
-        cut_N, cut_K = (
-            range(size)[cut] for size, cut in zip(matrix.shape, (rows, cols), strict=True)
-        )
+        storage, (size_N, size_K) = self.storage_of(checkpoint, matrix), matrix.shape
         if storage.format is not None and storage.format.codec.planes == format.codec.planes:
-            return storage.planes(source, cut_N, cut_K)
+            source = Source(checkpoint, matrix)
+            return storage.planes(source, range(size_N)[rows], range(size_K)[cols])
         if not format.quantised:
-            return {"values": storage.dense(source, cut_N, cut_K)}
+            return {"values": self.dense(checkpoint, matrix, rows, cols)}
         planes = format.encode(self.dense(checkpoint, matrix))
         return format.slice(planes, rows, cols)
 
