@@ -21,8 +21,7 @@ from moesaic.layers.rotary import RotaryTable
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """The cached keys and values of one token. With `value_dim` 0 the keys serve as values too (MLA
-    latents)."""
+    """The cache of one token. With `value_dim` 0 the keys serve as values too (MLA latents)."""
 
     num_layers: int
     num_heads: int

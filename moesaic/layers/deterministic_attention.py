@@ -178,8 +178,7 @@ def _group(blocks: list[Block], positions: int, units_BU: Tensor) -> BlockBatch:
 def _attend(
     group: BlockBatch, spec: AttentionSpec, q_BQND: Tensor, k_BMLD: Tensor, v_BMLD: Tensor
 ) -> Tensor:
-    """[B, Q, N, D]. All queries and heads that share keys are rows of one product, or of several
-    with ROWS rows each."""
+    """[B, Q, N, D]. Queries and heads that share keys are rows of products with ROWS rows each."""
     blocks, positions, _, dim = q_BQND.shape
     heads, length = k_BMLD.shape[1:3]
     q_BQMGD = q_BQND.unflatten(2, (heads, -1))

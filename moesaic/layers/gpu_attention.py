@@ -65,8 +65,7 @@ MAX_EXPANDED = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Sequences on the host: first row, new tokens, all tokens, and first entry in the page
-    list."""
+    """Sequences on the host: first row, new tokens, all tokens, first entry in the page list."""
 
     starts_B: Ints
     lengths_B: Ints
@@ -283,8 +282,7 @@ class GpuAttention(AttentionStep):
     def _latent_batches(
         self, projections: LatentProjections
     ) -> tuple[Prefill | None, list[Expansion]]:
-        """Chunks whose queries are absorbed, and those whose latents are expanded; cached for all
-        layers."""
+        """Chunks with absorbed queries, and those with expanded latents; cached for all layers."""
         if self.prefill is None:
             return None, []
         if self._latent_groups is None:

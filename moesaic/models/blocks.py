@@ -1,7 +1,4 @@
-"""The parts of all families: decoder layers, sparse blocks and the language model.
-
-T tokens · H hidden · E experts · V vocabulary · R rows with logits.
-"""
+"""The parts of all families. T tokens · H hidden · R rows with logits."""
 
 from __future__ import annotations
 
@@ -67,8 +64,7 @@ class Router(Module):
         return self.product(x_TH, self.weight, self.bias)
 
     def fused(self, x_TH: Tensor) -> RouterWeights | None:
-        """The input of the kernel that multiplies and chooses at once; None unless that is faster:
-        for a few rows on a GPU."""
+        """The input of the fused kernel, which is faster for a few rows on a GPU; else None."""
         if not x_TH.is_cuda or len(x_TH) > MAX_ROWS or self.deterministic:
             return None
         if self._counter_1.device != x_TH.device:
@@ -96,9 +92,8 @@ class SparseBlock(Module):
         self._plain_ops = self._in_plain_order()
 
     def ops(self) -> tuple[Operation, ...]:
-        """The block as operations on a `LayerState`. Two states with different lanes may be in
-        flight at once; a schedule switches between them where an operation is a `YieldOperation`.
-        """
+        """The block as operations on a `LayerState`. A schedule may switch between two states with
+        different lanes at each `YieldOperation`."""
         return (
             self._route,
             self._dispatch_a,
@@ -261,8 +256,7 @@ class DecoderLayer(Module):
     def forward(
         self, x_TH: Tensor | PairSum, ctx: ForwardContext, residual_TH: Tensor | None = None
     ) -> tuple[Tensor | PairSum, Tensor]:
-        """Takes and returns (x, residual), whose sum is the hidden state: the next norm adds
-        them."""
+        """Takes and returns (x, residual): the next norm adds them to the hidden state."""
         begin = self._spans.clock()
         attention, norm = self.self_attn, self.input_layernorm
         rows_TX, residual_TH = attention.norm_and_project(norm, x_TH, residual_TH)
@@ -300,8 +294,7 @@ class Backbone(Module):
 
 
 class CausalLM(Module):
-    """A language model, or a rank's part of it: `forward` returns hidden states, `logits` the
-    logits of chosen rows."""
+    """A language model, or a rank's part of it; `forward` returns hidden states."""
 
     def __init__(
         self,
@@ -329,8 +322,7 @@ class CausalLM(Module):
         step: Step = PREFILL,
         x_TH: Tensor | None = None,
     ) -> Tensor:
-        """`x_TH`: the hidden states of the previous stage; the first stage has none. The last stage
-        returns normed hidden states."""
+        """`x_TH`: the hidden states of the previous stage, if any. The last stage norms its own."""
         return self.model(ids_T, ForwardContext(self.rope.at(positions_T), attention, step), x_TH)
 
     def logits(self, x_RH: Tensor, rows: Sequence[int] = ()) -> Tensor:
@@ -352,8 +344,7 @@ class CausalLM(Module):
         return self.slots("")
 
     def is_optional(self, name: str) -> bool:
-        """Whether the model ignores this tensor: a tied head, computed buffers, layers past the
-        last one (multi-token prediction)."""
+        """Whether the model ignores this tensor: a tied head, a computed buffer, an MTP layer."""
         if name.endswith("rotary_emb.inv_freq"):
             return True
         if name == "lm_head.weight":

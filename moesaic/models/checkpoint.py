@@ -31,8 +31,7 @@ class TensorSpec:
 
 
 class Checkpoint:
-    """The tensors of a folder by name; files are opened on first use. `upload` moves what is read
-    to another device than the host."""
+    """The tensors of a folder by name. `upload` copies what is read to another device."""
 
     def __init__(self, folder: Path, upload: Callable[[Tensor], Tensor] | None = None) -> None:
         self.folder, self._upload = folder, upload
@@ -50,8 +49,7 @@ class Checkpoint:
         return name in self.location
 
     def _locate(self) -> dict[str, str]:
-        """The file of each tensor, from the files themselves: some producers change tensors and do
-        not update the index."""
+        """The file of each tensor, from the files: some producers do not update the index."""
         if (self.folder / INDEX).is_file():
             files = sorted(set(_weight_map(self.folder).values()))
         else:
@@ -140,8 +138,7 @@ def check_folder(path: str, has_tensors: bool) -> None:
 
 
 def _tensor_names(folder: Path) -> Iterable[str]:
-    """From the index if there is one: it is a single file, and its layer and expert numbers are
-    right even if tensors were renamed."""
+    """From the index if there is one: its layers and experts are right even for renamed tensors."""
     if (folder / INDEX).is_file():
         return _weight_map(folder)
     with Checkpoint(folder) as checkpoint:

@@ -46,8 +46,7 @@ MAX_NUMBER: Final = 1e12
 
 
 class RawConfig:
-    """config.json with typed access; errors name a key that is missing, mistyped or out of
-    range."""
+    """config.json with typed access; errors name the key, the value and what is allowed."""
 
     def __init__(self, data: dict[str, Any], source: str) -> None:
         self.data, self.source = data, source

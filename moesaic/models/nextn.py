@@ -37,8 +37,7 @@ ARCHITECTURE = "DeepseekV3ForCausalLM"
 
 @dataclass(frozen=True, slots=True)
 class OwnWeights:
-    """The layers, by number, that have their own embedding or head in the checkpoint; the others
-    use those of the main model."""
+    """The layers with an own embedding or head in the checkpoint; others use the main model's."""
 
     embeddings: frozenset[int] = frozenset()
     heads: frozenset[int] = frozenset()

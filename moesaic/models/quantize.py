@@ -1,7 +1,4 @@
-"""Writes a checkpoint with quantised matrices, a shard at a time.
-
-N rows · K columns · E experts.
-"""
+"""Writes a checkpoint with quantised matrices. N rows · K columns · E experts."""
 
 from __future__ import annotations
 

@@ -45,8 +45,7 @@ class Loader:
     scheme: Scheme
 
     def matrix(self, slot: Slot) -> Matrix | None:
-        """The slot's matrix if it may be quantised: experts, and other matrices that are whole
-        tensors."""
+        """The slot's matrix if it may be quantised: an expert, or a whole tensor."""
         if isinstance(slot, MatrixSlot):
             experts = self.scheme.num_experts
             return Matrix(slot.name, slot.shape, slot.index, slot.interleaved, experts)
@@ -184,12 +183,11 @@ def _copy(planes: dict[str, Tensor], slot: MatrixSlot) -> None:
 
 
 def fill_randomly(model: CausalLM, seed: int, *, direct: bool | None = None) -> None:
-    """`--load-format dummy`: random weights of a realistic magnitude, to measure without a
-    checkpoint.
+    """`--load-format dummy`: random weights of a realistic magnitude.
 
-    They depend on the seed and the name only, so ranks agree. `direct` draws numbers on the
-    weights' device and in their format, which is the default on a GPU and takes seconds for a large
-    model; otherwise whole tensors are drawn and encoded.
+    They depend on the seed and the name only, so ranks agree. `direct`, the default on a GPU, draws
+    numbers on the weights' device and in their format, which takes seconds for a large model;
+    otherwise whole tensors are drawn and encoded.
     """
     slots = list(model.checkpoint_slots())
     if direct is None:
@@ -214,8 +212,7 @@ def _fill_whole(slot: Slot, seed: int) -> None:
 
 
 def _fill_directly(slot: Slot, seed: int) -> None:
-    """Embeddings are as large as the layers' outputs, so tokens stay distinct and are routed
-    differently through any number of layers."""
+    """Embeddings are as large as the layers' outputs: tokens stay distinct through all layers."""
     noise = Generator(_device(slot)).manual_seed(_key(slot, seed))
     spread = 1.0 if slot.name.endswith(EMBEDDING) else slot.shape[-1] ** -0.5
     if isinstance(slot, TensorSlot):

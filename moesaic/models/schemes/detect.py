@@ -1,7 +1,4 @@
-"""Detects how a checkpoint stores its matrices, from its config and its tensors.
-
-Errors name an unsupported quantisation and the supported ones.
-"""
+"""Detects how a checkpoint stores its matrices, from its config and its tensors."""
 
 from __future__ import annotations
 

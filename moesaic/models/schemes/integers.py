@@ -108,8 +108,7 @@ class IntegerMatrix(Storage):
 
 @dataclass(frozen=True)
 class CompressedInts(IntegerMatrix):
-    """compressed-tensors: X.weight in int8 for any number of bits, or X.weight_packed along K with
-    X.weight_shape."""
+    """compressed-tensors: X.weight in int8, or X.weight_packed along K with X.weight_shape."""
 
     packed: bool = True
     per_tensor: bool = False

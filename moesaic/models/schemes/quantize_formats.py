@@ -25,8 +25,7 @@ NO_GROUP = 0
 
 @dataclass(frozen=True)
 class QuantizeFormat:
-    """`storage` takes a group size, `config` also the modules that stay unquantised. `stacked`:
-    experts are stored in stacks."""
+    """`storage` takes a group size, `config` also the modules that stay unquantised."""
 
     storage: Callable[[int], Storage]
     config: Callable[[int, Sequence[str]], Config]

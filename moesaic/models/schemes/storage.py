@@ -1,7 +1,4 @@
-"""How a matrix is stored in a checkpoint.
-
-N rows (outputs) · K columns (inputs) · E experts · G groups of columns with a scale each.
-"""
+"""How a matrix is stored in a checkpoint. N rows (outputs) · K columns (inputs) · E experts."""
 
 from __future__ import annotations
 
@@ -93,8 +90,7 @@ class Storage(ABC):
         return self.format.decode(self.read(source, rows, cols), out)
 
     def write(self, w_NK: Tensor, amax: Tensor) -> dict[str, Tensor]:
-        """The tensors of a matrix by suffix; `amax`: the largest magnitude in all matrices that
-        share its scale."""
+        """The tensors by suffix; `amax`: the largest magnitude in matrices that share a scale."""
         raise NotImplementedError(f"{type(self).__name__} is not written")
 
     @property
