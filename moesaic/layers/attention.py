@@ -103,7 +103,7 @@ class Attention(Module):
         parallel: Parallel,
     ) -> None:
         super().__init__()
-        self.config, self.rope, self.layer = config, rope, layer
+        self.config, self.layer = config, layer
         hidden, dim, same = config.hidden_size, config.head_dim, parallel.deterministic
         queries, kv = config.num_heads * dim, config.num_kv_heads * dim
         group = parallel.attention
@@ -181,7 +181,7 @@ class LatentAttention(Module):
         parallel: Parallel,
     ) -> None:
         super().__init__()
-        self.config, self.rope, self.layer = config, rope, layer
+        self.config, self.layer = config, layer
         hidden, rank, count = config.hidden_size, config.kv_rank, config.num_heads
         query_dim, up_dim = config.nope_dim + config.rope_dim, config.nope_dim + config.value_dim
         self.deterministic, group = parallel.deterministic, parallel.attention

@@ -23,18 +23,6 @@ from moesaic.moe.topk import TopK, TopKConfig
 class Qwen2SparseBlock(SparseBlock):
     renamed = MappingProxyType({"shared_experts": "shared_expert"})
 
-    def __init__(self, raw: RawConfig, config: ModelConfig, layer: int) -> None:
-        moe = expert_config(raw, config)
-        inner = raw.integer("shared_expert_intermediate_size")
-        super().__init__(
-            Router(config.linear(moe.num_experts)),
-            topk_of(raw),
-            FusedMoE(moe, config.moe, layer),
-            config.parallel,
-            dense_mlp(config, layer, inner, name="shared expert"),
-            Linear(config.linear(1)),
-        )
-
 
 def expert_config(raw: RawConfig, config: ModelConfig) -> MoeConfig:
     experts = "num_experts" if raw.has("num_experts") else "num_local_experts"
@@ -62,11 +50,15 @@ def _window(raw: RawConfig, layer: int) -> int | None:
 def build(raw: RawConfig, context: BuildContext) -> CausalLM:
     config = common_config(raw, context, eps=1e-6)
     attention = config.attention(raw, qkv_bias=raw.flag("qkv_bias", True))
-    rope = raw.rope(attention.head_dim)
+    rope, moe, topk = raw.rope(attention.head_dim), expert_config(raw, config), topk_of(raw)
 
     def make_mlp(layer: int) -> Module:
-        if is_sparse(raw, layer):
-            return Qwen2SparseBlock(raw, config, layer)
-        return dense_mlp(config, layer, raw.integer("intermediate_size"))
+        if not is_sparse(raw, layer):
+            return dense_mlp(config, layer, raw.integer("intermediate_size"))
+        gate, experts = Router(config.linear(moe.num_experts)), FusedMoE(moe, config.moe, layer)
+        inner = raw.integer("shared_expert_intermediate_size")
+        shared = dense_mlp(config, layer, inner, name="shared expert")
+        shared_gate = Linear(config.linear(1))
+        return Qwen2SparseBlock(gate, topk, experts, config.parallel, shared, shared_gate)
 
     return grouped_query_model(config, attention, rope, make_mlp, partial(_window, raw))

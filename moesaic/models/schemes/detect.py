@@ -50,16 +50,15 @@ class QuantizationConfig:
 def detect_scheme(raw: RawConfig, folder: Path) -> Scheme:
     """Reads the headers of the checkpoint's files, if any (not with `--load-format dummy`)."""
     config = _declaration(raw, folder)
-    num_experts = raw.num_experts()
     if config is None:
-        return Scheme(num_experts=num_experts)
+        return Scheme(num_experts=raw.num_experts())
     if not any(folder.glob("*.safetensors")):
-        return _scheme(QuantizationConfig(config, raw, None), num_experts)
+        return _scheme(QuantizationConfig(config, raw, None))
     with Checkpoint(folder) as checkpoint:
-        return _scheme(QuantizationConfig(config, raw, checkpoint), num_experts)
+        return _scheme(QuantizationConfig(config, raw, checkpoint))
 
 
-def _scheme(declared: QuantizationConfig, num_experts: int) -> Scheme:
+def _scheme(declared: QuantizationConfig) -> Scheme:
     method = str(declared.config.data.get("quant_method", "?")).lower()
     if method not in METHODS:
         raise ValueError(
@@ -69,7 +68,7 @@ def _scheme(declared: QuantizationConfig, num_experts: int) -> Scheme:
     storage = METHODS[method](declared)
     format, note = _expert_format(declared, storage)
     notes = "; ".join(filter(None, (note, unmet_activation(declared.config, storage))))
-    return Scheme(method, storage, format, num_experts, notes)
+    return Scheme(method, storage, format, declared.model.num_experts(), notes)
 
 
 def _declaration(raw: RawConfig, folder: Path) -> RawConfig | None:
@@ -134,9 +133,9 @@ def _stem(name: str, suffix: str) -> str:
 
 
 def _fp8(declared: QuantizationConfig) -> Storage:
-    declared.config.one_of("fmt", ("e4m3", None), None)
     config = declared.config
-    declared.config.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
+    config.one_of("fmt", ("e4m3", None), None)
+    config.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
     block = config.data.get("weight_block_size")
     if "weight_block_size" not in config.data and declared.has_tensor(".weight_scale_inv", dims=2):
         block = [BLOCK, BLOCK]  # the default in transformers
