@@ -216,7 +216,7 @@ class GpuAttention(AttentionStep):
         pages, softmax = LayerPages(keys, values, values.shape[-1], *scales), _softmax(spec)
         rows = (qkv_TX, entry, pages, self.slots_T)
         if self.decode is None or self.prefill is not None:
-            return self._attend_rows(softmax, Queries(enter_heads(*rows)), pages)
+            return self._attend_rows(softmax, Queries(enter_heads(*rows)), pages, self.prefill)
         out = self._output(spec, qkv_TX, pages)
         if self.fused:
             return enter_and_decode(*rows, self.decode, softmax, out)
@@ -250,12 +250,14 @@ class GpuAttention(AttentionStep):
                 return rows
         return qkv_TX.new_empty(len(qkv_TX), spec.num_heads, pages.value_dim)
 
-    def _attend_rows(self, softmax: Softmax, q: Queries, pages: LayerPages) -> Tensor:
+    def _attend_rows(
+        self, softmax: Softmax, q: Queries, pages: LayerPages, prefill: Prefill | None
+    ) -> Tensor:
         out_TNV = q.values.new_empty(*q.values.shape[:2], pages.value_dim)
         if self.decode is not None:
             decode_attention(q, pages, self.decode, softmax, out_TNV)
-        if self.prefill is not None:
-            self._prefill_kernel(q, pages, self.prefill.rows, softmax, out_TNV)
+        if prefill is not None:
+            self._prefill_kernel(q, pages, prefill.rows, softmax, out_TNV)
         return out_TNV
 
     def _attend_latent_rows(self, spec: LatentSpec, q: Queries, pages: LayerPages) -> Tensor:
@@ -265,11 +267,7 @@ class GpuAttention(AttentionStep):
         softmax, mixed_TNV = _softmax(spec), None
         if self.decode is not None or absorbing is not None:
             absorbed = Queries(projections.absorb_nope(q.values), q.rest)
-            mixed_TNR = absorbed.values.new_empty(*q.values.shape[:2], pages.value_dim)
-            if self.decode is not None:
-                decode_attention(absorbed, pages, self.decode, softmax, mixed_TNR)
-            if absorbing is not None:
-                self._prefill_kernel(absorbed, pages, absorbing.rows, softmax, mixed_TNR)
+            mixed_TNR = self._attend_rows(softmax, absorbed, pages, absorbing)
             mixed_TNV = projections.up_project(mixed_TNR)
         for expansion in expansions:
             expanded = _expand(pages, expansion.pages, projections, q.values.dtype)

@@ -89,7 +89,10 @@ class SparseBlock(Module):
         self.gate, self.topk, self.experts = gate, topk, experts
         self.shared_experts, self.shared_expert_gate = shared_experts, shared_expert_gate
         self.parallel = parallel or Parallel()
-        self._plain_ops = self._in_plain_order()
+        shared: Operation = self._run_shared
+        # One micro-batch has nothing to overlap with: shared experts run last.
+        plain = [op for op in self.ops() if op != shared and op is not YIELD]
+        self._plain_ops = plain if shared_experts is None else [*plain, shared]
 
     def ops(self) -> tuple[Operation, ...]:
         """The block as operations on a `LayerState`. A schedule may switch between two states with
@@ -105,12 +108,6 @@ class SparseBlock(Module):
             YIELD,
             self._combine_b,
         )
-
-    def _in_plain_order(self) -> tuple[Operation, ...]:
-        """For one micro-batch: shared experts run last, since there is nothing to overlap."""
-        shared: Operation = self._run_shared
-        plain = tuple(op for op in self.ops() if op != shared and op is not YIELD)
-        return plain if self.shared_experts is None else (*plain, shared)
 
     def forward(
         self, x_TH: Tensor, step: Step, chosen: TopKOutput | None = None

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -150,13 +149,9 @@ def load_nextn(main: CausalLM, folder: Path, scheme: Scheme | None = None) -> Ne
     with Checkpoint(folder) as checkpoint:
         own = OwnWeights.of(checkpoint, _layers(raw))
     model = build_nextn(raw, main, own)
-    load_weights(model, folder, scheme, partial(_build_whole, own=own))
+    load_weights(model, folder, scheme, lambda raw: build_nextn(raw, build_whole(raw), own))
     sync_input_scales(model, folder)
     return model
-
-
-def _build_whole(raw: RawConfig, own: OwnWeights) -> NextN:
-    return build_nextn(raw, build_whole(raw), own)
 
 
 def _layers(raw: RawConfig) -> range:

@@ -62,11 +62,9 @@ class Loader:
     def fill(self, slot: Slot) -> None:
         if isinstance(slot, MatrixSlot):
             self._fill_planes(slot)
-            return
-        if not slot.into.numel():  # more ranks than rows
-            return
-        tensor = self._read(slot)
-        slot.into.copy_(tensor if slot.arrange is None else slot.arrange(tensor))
+        elif slot.into.numel():  # none if there are more ranks than rows
+            tensor = self._read(slot)
+            slot.into.copy_(tensor if slot.arrange is None else slot.arrange(tensor))
 
     def _read(self, slot: TensorSlot) -> Tensor:
         matrix = self.matrix(slot)

@@ -114,10 +114,9 @@ class Storage(ABC):
         return self.decode(source, wide_N, wide_K)[within(rows, wide_N), within(cols, wide_K)]
 
     def _widened(self, matrix: Matrix, rows: range, cols: range) -> tuple[range, range]:
-        row_multiple, col_multiple = self.multiple
-        return widen(rows, row_multiple, matrix.shape[0]), widen(
-            cols, col_multiple, matrix.shape[1]
-        )
+        cuts = zip((rows, cols), self.multiple, matrix.shape, strict=True)
+        wide_N, wide_K = (widen(cut, multiple, size) for cut, multiple, size in cuts)
+        return wide_N, wide_K
 
     def _check_cut(self, matrix: Matrix, rows: range, cols: range) -> None:
         assert self.format is not None
