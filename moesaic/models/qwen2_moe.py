@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from types import MappingProxyType
 
@@ -16,28 +17,34 @@ from moesaic.models.blocks import (
     moe_config,
 )
 from moesaic.models.config import BuildContext, ModelConfig, RawConfig, common_config
-from moesaic.moe.layer import FusedMoE, MoeConfig
+from moesaic.moe.layer import FusedMoE
 from moesaic.moe.topk import TopK, TopKConfig
 
 
-class Qwen2SparseBlock(SparseBlock):
+class QwenSparseBlock(SparseBlock):
     renamed = MappingProxyType({"shared_experts": "shared_expert"})
 
 
-def expert_config(raw: RawConfig, config: ModelConfig) -> MoeConfig:
-    experts = "num_experts" if raw.has("num_experts") else "num_local_experts"
-    return moe_config(raw, config, experts, "moe_intermediate_size")
+def mlp_maker(raw: RawConfig, config: ModelConfig, shared: bool) -> Callable[[int], Module]:
+    """Makes the MLP of a layer by its number. Layers are dense if they are listed or if the step
+    skips them; `shared`: sparse ones have a shared expert."""
+    step, dense = raw.integer("decoder_sparse_step", 1), raw.list_of("mlp_only_layers", int)
+    count = "num_experts" if raw.has("num_experts") else "num_local_experts"
+    moe = moe_config(raw, config, count, "moe_intermediate_size")
+    topk = TopK(TopKConfig(moe.top_k, renormalize=raw.flag("norm_topk_prob", False)))
 
+    def make(layer: int) -> Module:
+        if layer in dense or (layer + 1) % step:
+            return dense_mlp(config, layer, raw.integer("intermediate_size"))
+        gate, experts = Router(config.linear(moe.num_experts)), FusedMoE(moe, config.moe, layer)
+        if not shared:
+            return QwenSparseBlock(gate, topk, experts, config.parallel)
+        inner = raw.integer("shared_expert_intermediate_size")
+        expert = dense_mlp(config, layer, inner, name="shared expert")
+        expert_gate = Linear(config.linear(1))
+        return QwenSparseBlock(gate, topk, experts, config.parallel, expert, expert_gate)
 
-def topk_of(raw: RawConfig) -> TopK:
-    renormalize = raw.flag("norm_topk_prob", False)
-    return TopK(TopKConfig(raw.integer("num_experts_per_tok"), renormalize=renormalize))
-
-
-def is_sparse(raw: RawConfig, layer: int) -> bool:
-    """Layers are dense if they are listed or if the step skips them."""
-    step = raw.integer("decoder_sparse_step", 1)
-    return layer not in raw.list_of("mlp_only_layers", int) and (layer + 1) % step == 0
+    return make
 
 
 def _window(raw: RawConfig, layer: int) -> int | None:
@@ -50,15 +57,5 @@ def _window(raw: RawConfig, layer: int) -> int | None:
 def build(raw: RawConfig, context: BuildContext) -> CausalLM:
     config = common_config(raw, context, eps=1e-6)
     attention = config.attention(raw, qkv_bias=raw.flag("qkv_bias", True))
-    rope, moe, topk = raw.rope(attention.head_dim), expert_config(raw, config), topk_of(raw)
-
-    def make_mlp(layer: int) -> Module:
-        if not is_sparse(raw, layer):
-            return dense_mlp(config, layer, raw.integer("intermediate_size"))
-        gate, experts = Router(config.linear(moe.num_experts)), FusedMoE(moe, config.moe, layer)
-        inner = raw.integer("shared_expert_intermediate_size")
-        shared = dense_mlp(config, layer, inner, name="shared expert")
-        shared_gate = Linear(config.linear(1))
-        return Qwen2SparseBlock(gate, topk, experts, config.parallel, shared, shared_gate)
-
-    return grouped_query_model(config, attention, rope, make_mlp, partial(_window, raw))
+    make_mlp, window = mlp_maker(raw, config, shared=True), partial(_window, raw)
+    return grouped_query_model(config, attention, raw.rope(attention.head_dim), make_mlp, window)
