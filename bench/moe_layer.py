@@ -29,6 +29,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from bench import moe_layer_gpu
 from bench.common import device_option, machine, parse_on_cpu, print_table, write_json
 from moesaic.core.step import DECODE
+from moesaic.layers.linear import LinearConfig
 from moesaic.models.blocks import Router, SparseBlock
 from moesaic.moe.context import MoeContext
 from moesaic.moe.layer import FusedMoE, MoeConfig
@@ -78,7 +79,7 @@ def make_block(shape: Shape, context: MoeContext, weights: dict[str, Tensor]) ->
     config = MoeConfig(shape.experts, shape.hidden, shape.inner, shape.top_k)
     layer = FusedMoE(config, context)
     layer.weights.w13_eJH.plain, layer.weights.w2_eHI.plain = weights["w13"], weights["w2"]
-    gate = Router(shape.hidden, shape.experts, torch.bfloat16)
+    gate = Router(LinearConfig(shape.hidden, shape.experts, torch.bfloat16))
     gate.weight.data = weights["gate"]
     return SparseBlock(gate, TopK(TopKConfig(shape.top_k, renormalize=True)), layer)
 

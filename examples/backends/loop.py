@@ -96,8 +96,8 @@ def pre_permute(rows: StandardDispatchOutput, context: RunContext) -> LoopInput:
 def post_permute(
     outputs: RunnerOutput, inputs: LoopInput, rows: StandardDispatchOutput, context: RunContext
 ) -> RowsCombineInput:
-    """One weighted row for each received row. In deterministic mode the pairs are sent back unsummed:
-    the rank that owns the token adds them in the order of k."""
+    """One weighted row for each received row. In deterministic mode pairs return unsummed: the rank
+    that owns the token adds them in the order of k."""
     if context.config.deterministic:
         return RowsCombineInput(rows.handle, outputs.y, pairs=True)
     places_N = torch.arange(len(outputs.y))

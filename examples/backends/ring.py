@@ -120,8 +120,8 @@ class GlooDispatcher(BaseDispatcher):
 
 
 class RingDispatcher(GlooDispatcher):
-    """P rounds: in round d each rank sends to the rank d places further on, so that no rank receives
-    from two at once."""
+    """P rounds: in round d each rank sends to the rank d places further on, so no rank receives from
+    two at once."""
 
     name = "ring"
 

@@ -103,7 +103,7 @@ class Attention(Module):
         parallel: Parallel,
     ) -> None:
         super().__init__()
-        self.config, self.rope, self.layer = config, rope, layer
+        self.config, self.layer = config, layer
         hidden, dim, same = config.hidden_size, config.head_dim, parallel.deterministic
         queries, kv = config.num_heads * dim, config.num_kv_heads * dim
         group = parallel.attention
@@ -146,7 +146,7 @@ class Attention(Module):
     def forward(self, qkv_TX: Tensor, ctx: ForwardContext) -> Tensor:
         if not len(qkv_TX):
             return qkv_TX.new_empty(0, self.config.hidden_size)
-        mixed = ctx.attention.attend_heads(self.spec, qkv_TX, (ctx.cos, ctx.sin))
+        mixed = ctx.attention.attend_heads(self.spec, qkv_TX, ctx.angles)
         return self.o_proj(mixed if isinstance(mixed, Rows) else mixed.flatten(1))
 
 
@@ -181,7 +181,7 @@ class LatentAttention(Module):
         parallel: Parallel,
     ) -> None:
         super().__init__()
-        self.config, self.rope, self.layer = config, rope, layer
+        self.config, self.layer = config, layer
         hidden, rank, count = config.hidden_size, config.kv_rank, config.num_heads
         query_dim, up_dim = config.nope_dim + config.rope_dim, config.nope_dim + config.value_dim
         self.deterministic, group = parallel.deterministic, parallel.attention
@@ -227,8 +227,7 @@ class LatentAttention(Module):
         if not len(x_TH):
             return x_TH
         q_TND, latents_TC = self._queries(x_TH), self.kv_a_proj_with_mqa(x_TH)
-        angles = ctx.cos, ctx.sin
-        values_TNV = ctx.attention.attend_latents(self.spec, q_TND, latents_TC, angles)
+        values_TNV = ctx.attention.attend_latents(self.spec, q_TND, latents_TC, ctx.angles)
         return self.o_proj(values_TNV.flatten(1))
 
     def prefers_absorbed(self, queries: int, kv_len: int) -> bool:

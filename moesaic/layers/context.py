@@ -21,8 +21,7 @@ from moesaic.layers.rotary import RotaryTable
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """The cached keys and values of one token. With `value_dim` 0 the keys serve as values too (MLA
-    latents)."""
+    """The cache of one token. With `value_dim` 0 the keys serve as values too (MLA latents)."""
 
     num_layers: int
     num_heads: int
@@ -112,7 +111,6 @@ class AttentionStep(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    cos: Tensor
-    sin: Tensor
+    angles: Angles
     attention: AttentionStep
     step: Step = PREFILL

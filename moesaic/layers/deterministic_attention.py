@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.kernels.cpu import widened
-from moesaic.layers.context import AttentionSpec, LatentProjections
+from moesaic.layers.context import AttentionSpec, LatentSpec
 from moesaic.layers.invariant import in_pieces, sigmoid
 from moesaic.layers.paged_cache import PagedCache, SequenceSpan
 from moesaic.layers.torch_attention import CpuAttention, causal_mask, with_sinks
@@ -77,13 +77,11 @@ class DeterministicAttention(CpuAttention):
     def attend(self, spec: AttentionSpec, q_TND: Tensor, k_TMD: Tensor, v_TMD: Tensor) -> Tensor:
         return self._attend(spec, q_TND, *self.store(spec.layer, k_TMD, v_TMD))
 
-    def attend_latent(
-        self, spec: AttentionSpec, q_TND: Tensor, latents_TC: Tensor, projections: LatentProjections
-    ) -> Tensor:
+    def attend_latent(self, spec: LatentSpec, q_TND: Tensor, latents_TC: Tensor) -> Tensor:
         """Always in the absorbed form: the two forms round differently."""
         latents, _ = self.store(spec.layer, latents_TC.unsqueeze(1))
-        q_TNC = in_pieces(projections.absorb, q_TND)
-        return in_pieces(projections.up_project, self._attend(spec, q_TNC, latents, None))
+        q_TNC = in_pieces(spec.projections.absorb, q_TND)
+        return in_pieces(spec.projections.up_project, self._attend(spec, q_TNC, latents, None))
 
     def _attend(
         self, spec: AttentionSpec, q_TND: Tensor, keys: Tensor, values: Tensor | None
@@ -180,8 +178,7 @@ def _group(blocks: list[Block], positions: int, units_BU: Tensor) -> BlockBatch:
 def _attend(
     group: BlockBatch, spec: AttentionSpec, q_BQND: Tensor, k_BMLD: Tensor, v_BMLD: Tensor
 ) -> Tensor:
-    """[B, Q, N, D]. All queries and heads that share keys are rows of one product, or of several
-    with ROWS rows each."""
+    """[B, Q, N, D]. Queries and heads that share keys are rows of products with ROWS rows each."""
     blocks, positions, _, dim = q_BQND.shape
     heads, length = k_BMLD.shape[1:3]
     q_BQMGD = q_BQND.unflatten(2, (heads, -1))

@@ -1,7 +1,4 @@
-"""Token embedding, and the head that computes logits.
-
-T tokens · H hidden · R rows with logits · V vocabulary, or this rank's part of it.
-"""
+"""Token embedding and logits. T tokens · H hidden · R rows with logits · V vocabulary or a part."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ latent channels that are not rotated · L tokens of sequences · X tiles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache as cached
 from itertools import chain
@@ -65,8 +65,7 @@ MAX_EXPANDED = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Sequences on the host: first row, new tokens, all tokens, and first entry in the page
-    list."""
+    """Sequences on the host: first row, new tokens, all tokens, first entry in the page list."""
 
     starts_B: Ints
     lengths_B: Ints
@@ -129,16 +128,16 @@ def processors(device: torch.device) -> int:
 class Prefill:
     """Sequences of a mixed step for the prefill kernel."""
 
-    def __init__(self, host: Sequences, arrays: Sequence[Tensor], pages: Tensor) -> None:
+    def __init__(
+        self, host: Sequences, pages: Tensor, arrays: Sequence[Tensor] | None = None
+    ) -> None:
+        """`arrays`: those of `host` on the device, if they are there."""
         self.host, self.pages = host, pages
         self._tiles: dict[int, Tensor] = {}
+        if arrays is None:
+            arrays = to_device(np.stack(host.arrays()), pages.device).unbind()
         starts_B, lengths_B, kv_lens_B, first_B = arrays
         self.rows = PrefillRows(starts_B, lengths_B, kv_lens_B, first_B, pages, self.tiles)
-
-    @classmethod
-    def of(cls, host: Sequences, pages: Tensor) -> Prefill:
-        arrays = to_device(np.stack(host.arrays()), pages.device)
-        return cls(host, list(arrays), pages)
 
     def tiles(self, size: int) -> Tensor:
         if size not in self._tiles:
@@ -170,6 +169,7 @@ class GpuAttention(AttentionStep):
         self.cache, self.slots_T, self.positions_T = cache, slots_T, positions_T
         self.decode, self.prefill = decode, prefill
         self.deterministic = deterministic
+        self._prefill_kernel = invariant_attention if deterministic else prefill_attention
         self.fused = True
         """Whether one kernel may store and attend: no row reads what another row stores."""
         self._latent_groups: tuple[Prefill | None, list[Expansion]] | None = None
@@ -196,7 +196,7 @@ class GpuAttention(AttentionStep):
         if len(decoding):
             longest = int(decoding.kv_lens_B.max())
             decode = _decode_rows(cache, rows_B, kv_lens_B, first_B, pages_on_device, longest)
-        prefill = Prefill(chunks, parts[:4], pages_on_device) if len(chunks) else None
+        prefill = Prefill(chunks, pages_on_device, parts[:4]) if len(chunks) else None
         return cls(cache, slots_T, positions_T, decode, prefill, deterministic)
 
     def attend_heads(self, spec: HeadSpec, qkv_TX: Tensor, angles: Angles) -> Tensor | Rows:
@@ -211,10 +211,12 @@ class GpuAttention(AttentionStep):
             None if k_norm is None else k_norm.weight,
             0.0 if q_norm is None else q_norm.eps,
         )
-        pages, softmax = self._pages(spec.layer), _softmax(spec)
+        keys, values = self.cache.layers[spec.layer]
+        scales = self.cache.k_scale, self.cache.v_scale
+        pages, softmax = LayerPages(keys, values, values.shape[-1], *scales), _softmax(spec)
         rows = (qkv_TX, entry, pages, self.slots_T)
         if self.decode is None or self.prefill is not None:
-            return self._attend_rows(softmax, Queries(enter_heads(*rows)), pages)
+            return self._attend_rows(softmax, Queries(enter_heads(*rows)), pages, self.prefill)
         out = self._output(spec, qkv_TX, pages)
         if self.fused:
             return enter_and_decode(*rows, self.decode, softmax, out)
@@ -226,10 +228,11 @@ class GpuAttention(AttentionStep):
         cos, sin = self._head_angles(angles)
         norm, interleaved = spec.norm, spec.rope.interleaved
         entry = LatentEntry(cos, sin, interleaved, norm.weight, norm.eps)
-        pages = self._latent_pages(spec.layer, spec.rope_dim)
+        keys, _ = self.cache.layers[spec.layer]
+        pages = LayerPages(keys, None, keys.shape[-1] - spec.rope_dim, self.cache.k_scale)
         plain, rope = q_TND.split([q_TND.shape[-1] - spec.rope_dim, spec.rope_dim], dim=-1)
         rope = enter_latent(rope, latents_TC, entry, pages, self.slots_T)
-        return self._attend_latent_rows(spec, Queries(plain, rope), pages, spec.projections)
+        return self._attend_latent_rows(spec, Queries(plain, rope), pages)
 
     def _head_angles(self, angles: Angles) -> Angles:
         """Drops the dimension of heads; cached for all layers."""
@@ -237,15 +240,6 @@ class GpuAttention(AttentionStep):
             cos, sin = angles
             self._angles = angles, (cos.squeeze(1), sin.squeeze(1))
         return self._angles[1]
-
-    def _pages(self, layer: int) -> LayerPages:
-        cache = self.cache
-        keys, values = cache.layers[layer]
-        return LayerPages(keys, values, values.shape[-1], cache.k_scale, cache.v_scale)
-
-    def _latent_pages(self, layer: int, rope_dim: int) -> LayerPages:
-        keys = self.cache.layers[layer][0]
-        return LayerPages(keys, None, keys.shape[-1] - rope_dim, self.cache.k_scale)
 
     def _output(self, spec: HeadSpec, qkv_TX: Tensor, pages: LayerPages) -> Tensor | Rows:
         """Float8 rows if the output projection multiplies these: only the decode kernel quantises
@@ -256,27 +250,24 @@ class GpuAttention(AttentionStep):
                 return rows
         return qkv_TX.new_empty(len(qkv_TX), spec.num_heads, pages.value_dim)
 
-    def _attend_rows(self, softmax: Softmax, q: Queries, pages: LayerPages) -> Tensor:
+    def _attend_rows(
+        self, softmax: Softmax, q: Queries, pages: LayerPages, prefill: Prefill | None
+    ) -> Tensor:
         out_TNV = q.values.new_empty(*q.values.shape[:2], pages.value_dim)
         if self.decode is not None:
             decode_attention(q, pages, self.decode, softmax, out_TNV)
-        if self.prefill is not None:
-            self._prefill_kernel(q, pages, self.prefill.rows, softmax, out_TNV)
+        if prefill is not None:
+            self._prefill_kernel(q, pages, prefill.rows, softmax, out_TNV)
         return out_TNV
 
-    def _attend_latent_rows(
-        self, spec: AttentionSpec, q: Queries, pages: LayerPages, projections: LatentProjections
-    ) -> Tensor:
+    def _attend_latent_rows(self, spec: LatentSpec, q: Queries, pages: LayerPages) -> Tensor:
         """Absorbs the queries of all rows, unless the latents of every sequence are expanded."""
+        projections = spec.projections
         absorbing, expansions = self._latent_batches(projections)
         softmax, mixed_TNV = _softmax(spec), None
         if self.decode is not None or absorbing is not None:
             absorbed = Queries(projections.absorb_nope(q.values), q.rest)
-            mixed_TNR = absorbed.values.new_empty(*q.values.shape[:2], pages.value_dim)
-            if self.decode is not None:
-                decode_attention(absorbed, pages, self.decode, softmax, mixed_TNR)
-            if absorbing is not None:
-                self._prefill_kernel(absorbed, pages, absorbing.rows, softmax, mixed_TNR)
+            mixed_TNR = self._attend_rows(softmax, absorbed, pages, absorbing)
             mixed_TNV = projections.up_project(mixed_TNR)
         for expansion in expansions:
             expanded = _expand(pages, expansion.pages, projections, q.values.dtype)
@@ -286,15 +277,10 @@ class GpuAttention(AttentionStep):
         assert mixed_TNV is not None, "a step without rows"
         return mixed_TNV
 
-    @property
-    def _prefill_kernel(self) -> Callable[..., Tensor]:
-        return invariant_attention if self.deterministic else prefill_attention
-
     def _latent_batches(
         self, projections: LatentProjections
     ) -> tuple[Prefill | None, list[Expansion]]:
-        """Chunks whose queries are absorbed, and those whose latents are expanded; cached for all
-        layers."""
+        """Chunks with absorbed queries, and those with expanded latents; cached for all layers."""
         if self.prefill is None:
             return None, []
         if self._latent_groups is None:
@@ -344,7 +330,7 @@ def _latent_groups(
         return prefill, []
     absorbing = None
     if absorbed.any():
-        absorbing = Prefill.of(host.select(np.flatnonzero(absorbed)), prefill.pages)
+        absorbing = Prefill(host.select(np.flatnonzero(absorbed)), prefill.pages)
     pieces: list[list[int]] = []
     room = 0
     for number in np.flatnonzero(~absorbed):
@@ -367,9 +353,7 @@ def _expansion(host: Sequences, prefill: Prefill, page_size: int) -> Expansion:
     device = prefill.pages.device
     sources = to_device(own + np.repeat(host.first_B - behind, counts), device)
     moved = Sequences(host.starts_B, host.lengths_B, host.kv_lens_B, behind)
-    return Expansion(
-        Prefill.of(moved, to_device(own, device)), prefill.pages.index_select(0, sources)
-    )
+    return Expansion(Prefill(moved, to_device(own, device)), prefill.pages.index_select(0, sources))
 
 
 def _expand(
@@ -450,7 +434,7 @@ def _single_queries(kv_lens_B: Tensor, first_B: Tensor, pages: Tensor) -> Prefil
     rows, ones = np.arange(len(kv_lens_B), dtype=np.int32), np.ones(len(kv_lens_B), np.int32)
     starts_B, lengths_B = to_device(np.stack((rows, ones)), pages.device)
     host = Sequences(rows, ones, ones, 0 * rows)
-    return Prefill(host, (starts_B, lengths_B, kv_lens_B, first_B), pages)
+    return Prefill(host, pages, (starts_B, lengths_B, kv_lens_B, first_B))
 
 
 def _pinned(array: Ints, device: torch.device) -> Tensor:

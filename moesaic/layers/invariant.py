@@ -47,8 +47,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
 
 
 def in_pieces(function: Callable[[Tensor], Tensor], x_T: Tensor) -> Tensor:
-    """Applies `function` to pieces of PIECE_ROWS rows, the last padded with zeros, so it sees one
-    shape."""
+    """Applies `function` to pieces of PIECE_ROWS rows, the last padded: it sees one shape."""
     tokens = len(x_T)
     missing = -tokens % PIECE_ROWS if tokens else PIECE_ROWS
     # Always a copy: some kernels choose by the alignment of memory.

@@ -238,8 +238,7 @@ class OutputPart:
 
 
 class MergedLinear(Linear):
-    """Several projections of one input as one matrix product. `parts` maps the checkpoint name of
-    each to its outputs."""
+    """Several projections of one input as one product; `parts` are by checkpoint name."""
 
     def __init__(self, config: LinearConfig, parts: Mapping[str, OutputPart]) -> None:
         assert config.outputs == sum(part.outputs for part in parts.values())

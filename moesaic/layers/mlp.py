@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from moesaic.comm.mesh import share
@@ -20,15 +22,11 @@ class GatedMLP(Module):
         super().__init__()
         self.parallel, self.operation = parallel, operation
         group, rank, size = parallel.shard_group(parallel.dense_tp)
-        hidden, inner = config.inputs, config.outputs
+        inner = config.outputs
         parts = [share(inner, part, size) for part in range(size)]
-        held = parts[rank]
-        dtype, bias, same = config.dtype, config.bias, config.deterministic
-        self.gate_up_proj = MergedLinear(
-            LinearConfig(hidden, 2 * inner, dtype, bias, same),
-            {"gate_proj": OutputPart(inner, held), "up_proj": OutputPart(inner, held)},
-        )
-        down = LinearConfig(inner, hidden, dtype, bias, same)
+        merged = dict.fromkeys(("gate_proj", "up_proj"), OutputPart(inner, parts[rank]))
+        self.gate_up_proj = MergedLinear(replace(config, outputs=2 * inner), merged)
+        down = replace(config, inputs=inner, outputs=config.inputs)
         self.down_proj = RowLinear(down, parts, group, operation)
 
     def forward(self, x_TH: Tensor, step: Step = PREFILL) -> Tensor:

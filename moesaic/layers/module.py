@@ -45,18 +45,11 @@ class MatrixFormat(Protocol):
     """How a matrix is stored as named planes."""
 
     @property
-    def name(self) -> str: ...
-
-    @property
     def block(self) -> tuple[int, int]:
         """Rows and columns of a block, which cannot be split."""
 
     def planes(self, rows: int, cols: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and type of each plane."""
-
-    def encode(self, w_NK: Tensor) -> dict[str, Tensor]: ...
-
-    def decode(self, planes: Mapping[str, Tensor], out: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from moesaic.layers.context import AttentionSpec, LatentProjections
+from moesaic.layers.context import AttentionSpec, LatentSpec
 from moesaic.layers.paged_cache import PagedCache, SequenceSpan
 from moesaic.layers.torch_attention import TorchAttention
 
@@ -34,13 +34,11 @@ class PaddedAttention(TorchAttention):
             out_TND[:rows] = super().attend(spec, q_TND[:rows], k_TMD[:rows], v_TMD[:rows])
         return out_TND
 
-    def attend_latent(
-        self, spec: AttentionSpec, q_TND: Tensor, latents_TC: Tensor, projections: LatentProjections
-    ) -> Tensor:
+    def attend_latent(self, spec: LatentSpec, q_TND: Tensor, latents_TC: Tensor) -> Tensor:
         rows = len(self.slots_T)
         if not rows:
-            return projections.up_project(projections.absorb(q_TND)) * 0
-        mixed_RNV = super().attend_latent(spec, q_TND[:rows], latents_TC[:rows], projections)
+            return spec.projections.up_project(spec.projections.absorb(q_TND)) * 0
+        mixed_RNV = super().attend_latent(spec, q_TND[:rows], latents_TC[:rows])
         out_TNV = mixed_RNV.new_zeros(len(q_TND), *mixed_RNV.shape[1:])
         out_TNV[:rows] = mixed_RNV
         return out_TNV

@@ -51,9 +51,8 @@ class PagedCache:
         self.clear([0])
 
     def clear(self, pages: Sequence[int]) -> None:
-        """Zeroes pages before use: tokens behind the end of a sequence are masked, but NaN or
-        infinity there would still reach the result. GPU kernels never read them, so there this does
-        nothing."""
+        """Zeroes pages before use: NaN or infinity behind the end of a sequence would reach the
+        result in spite of masks. Does nothing on a GPU, whose kernels never read them."""
         if self.keys.is_cuda:
             return
         index = torch.tensor(pages)

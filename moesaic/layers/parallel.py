@@ -34,8 +34,7 @@ class Parallel:
         return self.stage.rank // self.attention.size
 
     def shard_group(self, size: int) -> tuple[Collective, int, int]:
-        """The group that splits a layer over `size` ranks, this rank's part, and the number of
-        parts."""
+        """The group that splits a layer over `size` ranks, this rank's part, and all parts."""
         if size == self.attention.size:
             return self.attention, self.attention.rank, size
         if size == self.stage.size:

@@ -99,8 +99,7 @@ class RotaryTable:
         return self.cos.nbytes + self.sin.nbytes
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of each token, with a dimension of one for the heads. Moves the table to the
-        device of `positions_T`."""
+        """cos and sin [T, 1, dim / 2] of each token; moves the table to their device."""
         if self.cos.device != positions_T.device:
             self.cos, self.sin = (x.to(positions_T.device) for x in (self.cos, self.sin))
         return self.cos[positions_T].unsqueeze(1), self.sin[positions_T].unsqueeze(1)

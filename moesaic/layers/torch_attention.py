@@ -10,20 +10,14 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.kernels.cpu import widened
-from moesaic.layers.context import (
-    Angles,
-    AttentionSpec,
-    AttentionStep,
-    HeadSpec,
-    LatentProjections,
-    LatentSpec,
-)
+from moesaic.layers.context import Angles, AttentionSpec, AttentionStep, HeadSpec, LatentSpec
 from moesaic.layers.paged_cache import PagedCache, SequenceSpan
 
 # Largest share of padding in a batch of gathered sequences.
@@ -55,9 +49,7 @@ class CpuAttention(AttentionStep):
         """Stores the new keys and values, then returns the mixed values [T, N, D]."""
 
     @abstractmethod
-    def attend_latent(
-        self, spec: AttentionSpec, q_TND: Tensor, latents_TC: Tensor, projections: LatentProjections
-    ) -> Tensor:
+    def attend_latent(self, spec: LatentSpec, q_TND: Tensor, latents_TC: Tensor) -> Tensor:
         """Stores the new latents, then returns the mixed values [T, N, V]."""
 
     def attend_heads(self, spec: HeadSpec, qkv_TX: Tensor, angles: Angles) -> Tensor:
@@ -78,7 +70,7 @@ class CpuAttention(AttentionStep):
         latent, k_rope = latents_TC.split([plain, spec.rope_dim], dim=-1)
         k_rope = spec.rope.rotate(k_rope.unsqueeze(1), *angles).squeeze(1)
         latents_TC = torch.cat((spec.norm(latent), k_rope), dim=-1)
-        return self.attend_latent(spec, q_TND, latents_TC, spec.projections)
+        return self.attend_latent(spec, q_TND, latents_TC)
 
     def store(
         self, layer: int, k_TMD: Tensor, v_TMD: Tensor | None = None
@@ -104,11 +96,9 @@ class TorchAttention(CpuAttention):
             out_TND[group.rows] = _attend(group, spec, q_TND[group.rows], k_BLMD, v_BLMD)
         return out_TND
 
-    def attend_latent(
-        self, spec: AttentionSpec, q_TND: Tensor, latents_TC: Tensor, projections: LatentProjections
-    ) -> Tensor:
+    def attend_latent(self, spec: LatentSpec, q_TND: Tensor, latents_TC: Tensor) -> Tensor:
         latents, _ = self.store(spec.layer, latents_TC.unsqueeze(1))
-        outputs: list[Tensor] = []
+        projections, outputs = spec.projections, list[Tensor]()
         for group in self.groups(spec.window):
             gathered_BL1C, q_RND = _gather(latents, group), q_TND[group.rows]
             if group.queries == 1 or projections.prefers_absorbed(group.queries, group.kv_len):
@@ -131,34 +121,26 @@ class TorchAttention(CpuAttention):
 
     def _make_groups(self, window: int | None) -> Iterator[AttentionBatch]:
         views = [_visible(span, window, self.cache.page_size) for span in self.spans]
-        decoding = sorted((v for v in views if v.span.length == 1), key=lambda v: v.kv_len)
+        decoding = sorted((view for view in views if view.length == 1), key=attrgetter("kv_len"))
         for view in views:
-            if view.span.length > 1:
+            if view.length > 1:
                 yield _prefill_group(view, window, self.cache.keys.dtype)
         for batch in _batches(decoding):
             yield _decode_group(batch, window, self.cache.keys.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class _Visible:
-    """A span without the pages before its window; `kv_len` counts from the first page kept."""
-
-    span: SequenceSpan
-    pages: Sequence[int]
-    kv_len: int
-
-
-def _visible(span: SequenceSpan, window: int | None, page_size: int) -> _Visible:
+def _visible(span: SequenceSpan, window: int | None, page_size: int) -> SequenceSpan:
+    """The span without the pages before its window; `kv_len` counts from the first page kept."""
     first = 0
     if window is not None:
         first = max(0, span.kv_len - span.length - window + 1) // page_size
     last = -(-span.kv_len // page_size)
-    return _Visible(span, span.pages[first:last], span.kv_len - first * page_size)
+    return span._replace(pages=span.pages[first:last], kv_len=span.kv_len - first * page_size)
 
 
-def _batches(views: list[_Visible]) -> Iterator[list[_Visible]]:
+def _batches(views: list[SequenceSpan]) -> Iterator[list[SequenceSpan]]:
     """Splits sequences sorted by length into batches with little padding."""
-    batch: list[_Visible] = []
+    batch: list[SequenceSpan] = []
     used = 0
     for view in views:
         if batch and used + view.kv_len < (1 - MAX_PADDING) * view.kv_len * (len(batch) + 1):
@@ -170,23 +152,25 @@ def _batches(views: list[_Visible]) -> Iterator[list[_Visible]]:
         yield batch
 
 
-def _decode_group(batch: list[_Visible], window: int | None, dtype: torch.dtype) -> AttentionBatch:
+def _decode_group(
+    batch: list[SequenceSpan], window: int | None, dtype: torch.dtype
+) -> AttentionBatch:
     width, longest = len(batch[-1].pages), batch[-1].kv_len
     table_BP = torch.tensor([[*v.pages, *[0] * (width - len(v.pages))] for v in batch])
-    rows = torch.tensor([v.span.start for v in batch])
+    rows = torch.tensor([v.start for v in batch])
     last_B1 = torch.tensor([[v.kv_len - 1] for v in batch])
     mask = causal_mask(last_B1, longest, window, dtype).unsqueeze(1)
     return AttentionBatch(rows, 1, longest, table_BP, mask)
 
 
-def _prefill_group(view: _Visible, window: int | None, dtype: torch.dtype) -> AttentionBatch:
-    span, table_BP = view.span, torch.tensor([list(view.pages)])
-    rows = slice(span.start, span.start + span.length)
-    if view.kv_len == span.length and (window is None or window >= span.length):
-        return AttentionBatch(rows, span.length, view.kv_len, table_BP, None, causal=True)
-    last_1Q = torch.arange(view.kv_len - span.length, view.kv_len).unsqueeze(0)
-    mask = causal_mask(last_1Q, view.kv_len, window, dtype).unsqueeze(1)
-    return AttentionBatch(rows, span.length, view.kv_len, table_BP, mask)
+def _prefill_group(span: SequenceSpan, window: int | None, dtype: torch.dtype) -> AttentionBatch:
+    length, kv_len, table_BP = span.length, span.kv_len, torch.tensor([list(span.pages)])
+    rows = slice(span.start, span.start + length)
+    if kv_len == length and (window is None or window >= length):
+        return AttentionBatch(rows, length, kv_len, table_BP, None, causal=True)
+    last_1Q = torch.arange(kv_len - length, kv_len).unsqueeze(0)
+    mask = causal_mask(last_1Q, kv_len, window, dtype).unsqueeze(1)
+    return AttentionBatch(rows, length, kv_len, table_BP, mask)
 
 
 def causal_mask(last_BQ: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:

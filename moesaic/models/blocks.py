@@ -1,12 +1,10 @@
-"""The parts of all families: decoder layers, sparse blocks and the language model.
-
-T tokens · H hidden · E experts · V vocabulary · R rows with logits.
-"""
+"""The parts of all families. T tokens · H hidden · R rows with logits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,17 +22,16 @@ from moesaic.kernels.routing import (
 )
 from moesaic.layers.attention import Attention, AttentionConfig, Heads, LatentAttention
 from moesaic.layers.context import AttentionStep, CacheSpec, ForwardContext
-from moesaic.layers.embedding import Embedding, LMHead
 from moesaic.layers.invariant import sigmoid
-from moesaic.layers.linear import Linear, product
+from moesaic.layers.linear import Linear, LinearConfig, product
 from moesaic.layers.mlp import GatedMLP
 from moesaic.layers.module import MatrixSlot, Module, ModuleList, TensorSlot, parameter
 from moesaic.layers.norm import RMSNorm
 from moesaic.layers.parallel import Parallel
-from moesaic.layers.rotary import RotaryTable
-from moesaic.models.config import ModelConfig
+from moesaic.layers.rotary import RopeConfig, RotaryTable
+from moesaic.models.config import ModelConfig, RawConfig
 from moesaic.moe.formats import TopKOutput
-from moesaic.moe.layer import FusedMoE
+from moesaic.moe.layer import FusedMoE, MoeConfig
 from moesaic.moe.operations import YIELD, LayerState, Operation
 from moesaic.moe.topk import TopK
 from moesaic.observe.spans import SpanKind
@@ -44,33 +41,20 @@ class Router(Module):
     """Logits of the experts, computed in float32 or in the model's own type."""
 
     def __init__(
-        self,
-        hidden_size: int,
-        num_experts: int,
-        dtype: torch.dtype,
-        bias: bool = False,
-        float32: bool = False,
-        correction_bias: bool = False,
-        deterministic: bool = False,
+        self, config: LinearConfig, float32: bool = False, correction_bias: bool = False
     ) -> None:
+        """`config.outputs`: the number of experts."""
         super().__init__()
-        self.weight = parameter(num_experts, hidden_size, dtype=dtype)
-        self.bias = parameter(num_experts, dtype=dtype) if bias else None
+        experts, dtype = config.outputs, config.dtype
+        self.weight = parameter(experts, config.inputs, dtype=dtype)
+        self.bias = parameter(experts, dtype=dtype) if config.bias else None
         self.e_score_correction_bias = (
-            parameter(num_experts, dtype=torch.float32) if correction_bias else None
+            parameter(experts, dtype=torch.float32) if correction_bias else None
         )
-        self.float32, self.deterministic = float32, deterministic
-        self.product = product(deterministic)
+        self.float32, self.deterministic = float32, config.deterministic
+        self.product = product(config.deterministic)
         # Allocated here: the first use may be inside of a graph capture.
         self._counter_1 = torch.zeros(1, dtype=torch.int32)
-
-    @classmethod
-    def of(cls, config: ModelConfig, num_experts: int, **options: bool) -> Router:
-        """`options` are flags of the constructor."""
-        deterministic = config.parallel.deterministic
-        return cls(
-            config.hidden_size, num_experts, config.dtype, deterministic=deterministic, **options
-        )
 
     def forward(self, x_TH: Tensor) -> Tensor:
         if self.float32 and self.deterministic:
@@ -80,8 +64,7 @@ class Router(Module):
         return self.product(x_TH, self.weight, self.bias)
 
     def fused(self, x_TH: Tensor) -> RouterWeights | None:
-        """The input of the kernel that multiplies and chooses at once; None unless that is faster:
-        for a few rows on a GPU."""
+        """The input of the fused kernel, which is faster for a few rows on a GPU; else None."""
         if not x_TH.is_cuda or len(x_TH) > MAX_ROWS or self.deterministic:
             return None
         if self._counter_1.device != x_TH.device:
@@ -106,12 +89,14 @@ class SparseBlock(Module):
         self.gate, self.topk, self.experts = gate, topk, experts
         self.shared_experts, self.shared_expert_gate = shared_experts, shared_expert_gate
         self.parallel = parallel or Parallel()
-        self._plain_ops = self._in_plain_order()
+        shared: Operation = self._run_shared
+        # One micro-batch has nothing to overlap with: shared experts run last.
+        plain = [op for op in self.ops() if op != shared and op is not YIELD]
+        self._plain_ops = plain if shared_experts is None else [*plain, shared]
 
     def ops(self) -> tuple[Operation, ...]:
-        """The block as operations on a `LayerState`. Two states with different lanes may be in
-        flight at once; a schedule switches between them where an operation is a `YieldOperation`.
-        """
+        """The block as operations on a `LayerState`. A schedule may switch between two states with
+        different lanes at each `YieldOperation`."""
         return (
             self._route,
             self._dispatch_a,
@@ -123,12 +108,6 @@ class SparseBlock(Module):
             YIELD,
             self._combine_b,
         )
-
-    def _in_plain_order(self) -> tuple[Operation, ...]:
-        """For one micro-batch: shared experts run last, since there is nothing to overlap."""
-        shared: Operation = self._run_shared
-        plain = tuple(op for op in self.ops() if op != shared and op is not YIELD)
-        return plain if self.shared_experts is None else (*plain, shared)
 
     def forward(
         self, x_TH: Tensor, step: Step, chosen: TopKOutput | None = None
@@ -242,12 +221,17 @@ def dense_mlp(
     return GatedMLP(config.linear(inner, bias), config.parallel, f"{name} of layer {layer}")
 
 
-def kv_cache(config: ModelConfig, attention: AttentionConfig) -> CacheSpec:
-    """The cache of this rank's heads in this stage's layers."""
-    group = config.parallel.attention
-    heads = Heads.of(attention, group.rank, group.size)
-    dim = attention.head_dim
-    return CacheSpec(len(config.layers), len(heads.kv), dim, dim)
+def moe_config(
+    raw: RawConfig, config: ModelConfig, experts: str, inner: str, **options: Any
+) -> MoeConfig:
+    """`experts`, `inner`: the family's keys for the number of experts and their inner size."""
+    return MoeConfig(
+        num_experts=raw.integer(experts),
+        hidden_size=config.hidden_size,
+        intermediate_size=raw.integer(inner),
+        top_k=raw.integer("num_experts_per_tok"),
+        **options,
+    )
 
 
 class DecoderLayer(Module):
@@ -259,10 +243,9 @@ class DecoderLayer(Module):
         mlp_name: str = "mlp",
     ) -> None:
         super().__init__()
-        size, eps, dtype = config.hidden_size, config.rms_norm_eps, config.dtype
-        self.input_layernorm = RMSNorm(size, eps, dtype)
+        self.input_layernorm = config.norm()
         self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(size, eps, dtype)
+        self.post_attention_layernorm = config.norm()
         self.mlp = mlp
         self._spans = config.moe.comm.spans
         self.renamed = {"mlp": mlp_name}
@@ -270,8 +253,7 @@ class DecoderLayer(Module):
     def forward(
         self, x_TH: Tensor | PairSum, ctx: ForwardContext, residual_TH: Tensor | None = None
     ) -> tuple[Tensor | PairSum, Tensor]:
-        """Takes and returns (x, residual), whose sum is the hidden state: the next norm adds
-        them."""
+        """Takes and returns (x, residual): the next norm adds them to the hidden state."""
         begin = self._spans.clock()
         attention, norm = self.self_attn, self.input_layernorm
         rows_TX, residual_TH = attention.norm_and_project(norm, x_TH, residual_TH)
@@ -291,14 +273,10 @@ class Backbone(Module):
 
     def __init__(self, config: ModelConfig, make_layer: Callable[[int], DecoderLayer]) -> None:
         super().__init__()
-        size, parallel = config.hidden_size, config.parallel
-        self.embed_tokens = self.norm = None
-        if parallel.is_first:
-            self.embed_tokens = Embedding(config.vocab_size, size, config.dtype, parallel)
+        self.embed_tokens = config.embedding() if config.parallel.is_first else None
         self.layers = ModuleList(map(make_layer, config.layers))
         self.layers.renamed = {str(i): str(layer) for i, layer in enumerate(config.layers)}
-        if parallel.is_last:
-            self.norm = RMSNorm(size, config.rms_norm_eps, config.dtype)
+        self.norm = config.norm() if config.parallel.is_last else None
 
     def forward(self, ids_T: Tensor, ctx: ForwardContext, x_TH: Tensor | None) -> Tensor:
         if self.embed_tokens is not None:
@@ -313,8 +291,7 @@ class Backbone(Module):
 
 
 class CausalLM(Module):
-    """A language model, or a rank's part of it: `forward` returns hidden states, `logits` the
-    logits of chosen rows."""
+    """A language model, or a rank's part of it; `forward` returns hidden states."""
 
     def __init__(
         self,
@@ -328,9 +305,9 @@ class CausalLM(Module):
         self.model = Backbone(config, make_layer)
         self.lm_head = None
         if config.parallel.is_last:
-            tied = self.model.embed_tokens if config.tie_word_embeddings else None
-            sizes = (config.vocab_size, config.hidden_size)
-            self.lm_head = LMHead(*sizes, config.dtype, config.parallel, tied)
+            self.lm_head = config.head(
+                self.model.embed_tokens if config.tie_word_embeddings else None
+            )
         if config.tie_word_embeddings:
             self.renamed = {"lm_head": "model.embed_tokens"}
 
@@ -342,10 +319,8 @@ class CausalLM(Module):
         step: Step = PREFILL,
         x_TH: Tensor | None = None,
     ) -> Tensor:
-        """`x_TH`: the hidden states of the previous stage; the first stage has none. The last stage
-        returns normed hidden states."""
-        cos, sin = self.rope.at(positions_T)
-        return self.model(ids_T, ForwardContext(cos, sin, attention, step), x_TH)
+        """`x_TH`: the hidden states of the previous stage, if any. The last stage norms its own."""
+        return self.model(ids_T, ForwardContext(self.rope.at(positions_T), attention, step), x_TH)
 
     def logits(self, x_RH: Tensor, rows: Sequence[int] = ()) -> Tensor:
         """`rows`: the number of rows of each attention group, if there are several; then all ranks
@@ -366,8 +341,7 @@ class CausalLM(Module):
         return self.slots("")
 
     def is_optional(self, name: str) -> bool:
-        """Whether the model ignores this tensor: a tied head, computed buffers, layers past the
-        last one (multi-token prediction)."""
+        """Whether the model ignores this tensor: a tied head, a computed buffer, an MTP layer."""
         if name.endswith("rotary_emb.inv_freq"):
             return True
         if name == "lm_head.weight":
@@ -375,3 +349,24 @@ class CausalLM(Module):
         first = self.config.num_layers
         behind = range(first, first + self.config.num_nextn_layers)
         return any(name.startswith(f"model.layers.{layer}.") for layer in behind)
+
+
+def grouped_query_model(
+    config: ModelConfig,
+    attention: AttentionConfig,
+    rope: RopeConfig,
+    make_mlp: Callable[[int], Module],
+    window: Callable[[int], int | None] | None = None,
+    mlp_name: str = "mlp",
+) -> CausalLM:
+    """`window`: the sliding window of each layer, if layers differ."""
+    table, group = RotaryTable(rope, config.positions), config.parallel.attention
+    heads, dim = Heads.of(attention, group.rank, group.size), attention.head_dim
+    cache = CacheSpec(len(config.layers), len(heads.kv), dim, dim)
+
+    def make_layer(layer: int) -> DecoderLayer:
+        spec = attention if window is None else replace(attention, window=window(layer))
+        attend = Attention(spec, layer, table, config.dtype, config.parallel)
+        return DecoderLayer(config, attend, make_mlp(layer), mlp_name)
+
+    return CausalLM(config, cache, table, make_layer)

@@ -31,8 +31,7 @@ class TensorSpec:
 
 
 class Checkpoint:
-    """The tensors of a folder by name; files are opened on first use. `upload` moves what is read
-    to another device than the host."""
+    """The tensors of a folder by name. `upload` copies what is read to another device."""
 
     def __init__(self, folder: Path, upload: Callable[[Tensor], Tensor] | None = None) -> None:
         self.folder, self._upload = folder, upload
@@ -50,8 +49,7 @@ class Checkpoint:
         return name in self.location
 
     def _locate(self) -> dict[str, str]:
-        """The file of each tensor, from the files themselves: some producers change tensors and do
-        not update the index."""
+        """The file of each tensor, from the files: some producers do not update the index."""
         if (self.folder / INDEX).is_file():
             files = sorted(set(_weight_map(self.folder).values()))
         else:
@@ -101,9 +99,10 @@ class Checkpoint:
         """Checks shape and type without reading the tensor."""
         shape, dtype = self.shape(name), self.dtype(name)
         if shape not in spec.shapes:
+            asked = " or ".join(str(list(known)) for known in spec.shapes)
             raise ValueError(
                 f"tensor {name} in {self.folder} has shape {list(shape)} where config.json "
-                f"asks for {_either(spec.shapes)}"
+                f"asks for {asked}"
             )
         if dtype not in spec.dtypes:
             raise ValueError(
@@ -139,8 +138,7 @@ def check_folder(path: str, has_tensors: bool) -> None:
 
 
 def _tensor_names(folder: Path) -> Iterable[str]:
-    """From the index if there is one: it is a single file, and its layer and expert numbers are
-    right even if tensors were renamed."""
+    """From the index if there is one: its layers and experts are right even for renamed tensors."""
     if (folder / INDEX).is_file():
         return _weight_map(folder)
     with Checkpoint(folder) as checkpoint:
@@ -160,7 +158,3 @@ def _weight_map(folder: Path) -> dict[str, str]:
                 "file of the folder: fix the file"
             )
     return found
-
-
-def _either(shapes: Iterable[tuple[int, ...]]) -> str:
-    return " or ".join(str(list(shape)) for shape in shapes)

@@ -10,7 +10,9 @@ from typing import Any, Final, TypeVar
 import torch
 
 from moesaic.layers.attention import AttentionConfig
+from moesaic.layers.embedding import Embedding, LMHead
 from moesaic.layers.linear import LinearConfig
+from moesaic.layers.norm import RMSNorm
 from moesaic.layers.parallel import Parallel
 from moesaic.layers.rotary import ROPE_TYPES, RopeConfig
 from moesaic.models.dense import DenseWeights
@@ -21,43 +23,30 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 Item = TypeVar("Item")
 
+EXPERT_COUNTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
+INNER_SIZES: Final = ("intermediate_size", "moe_intermediate_size")
+HEAD_SIZES: Final = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Upper limits: a larger value is an error, or an attempt to exhaust memory. Published models have
 # up to 126 layers, 512 experts, a vocabulary of 262,208 and 10,485,760 positions; float32, in which
 # positions are rotated, is exact up to 2^24.
 MAX_VALUES: Final = {
     "num_hidden_layers": 1024,
     "num_nextn_predict_layers": 64,
-    "num_experts": 4096,
-    "num_local_experts": 4096,
-    "n_routed_experts": 4096,
-    "n_shared_experts": 4096,
-    "num_experts_per_tok": 4096,
+    **dict.fromkeys((*EXPERT_COUNTS, "n_shared_experts", "num_experts_per_tok"), 4096),
+    **dict.fromkeys(("hidden_size", "q_lora_rank", "kv_lora_rank"), 1 << 18),
+    **dict.fromkeys((*INNER_SIZES, "shared_expert_intermediate_size"), 1 << 22),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", *HEAD_SIZES), 1 << 14),
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), 1 << 24),
     "vocab_size": 1 << 24,
-    "hidden_size": 1 << 18,
-    "intermediate_size": 1 << 22,
-    "moe_intermediate_size": 1 << 22,
-    "shared_expert_intermediate_size": 1 << 22,
-    "num_attention_heads": 1 << 14,
-    "num_key_value_heads": 1 << 14,
-    "head_dim": 1 << 14,
-    "qk_nope_head_dim": 1 << 14,
-    "qk_rope_head_dim": 1 << 14,
-    "v_head_dim": 1 << 14,
-    "q_lora_rank": 1 << 18,
-    "kv_lora_rank": 1 << 18,
-    "max_position_embeddings": 1 << 24,
-    "original_max_position_embeddings": 1 << 24,
 }
 # In all layers together: each expert's name is looked up.
 MAX_EXPERTS: Final = 1 << 16
-EXPERT_COUNTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 MAX_INTEGER: Final = 2**31 - 1
 MAX_NUMBER: Final = 1e12
 
 
 class RawConfig:
-    """config.json with typed access; errors name a key that is missing, mistyped or out of
-    range."""
+    """config.json with typed access; errors name the key, the value and what is allowed."""
 
     def __init__(self, data: dict[str, Any], source: str) -> None:
         self.data, self.source = data, source
@@ -81,13 +70,11 @@ class RawConfig:
             raise self._invalid(key, f"an integer from {minimum} to {most}", value)
         return value
 
-    def number(
-        self, key: str, default: float | None = None, least: float = 0.0, most: float = MAX_NUMBER
-    ) -> float:
+    def number(self, key: str, default: float | None = None, least: float = 0.0) -> float:
         value = self._get(key, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not least <= value <= most:
-            raise self._invalid(key, f"a number from {least:g} to {most:g}", value)
+        if not is_number or not least <= value <= MAX_NUMBER:
+            raise self._invalid(key, f"a number from {least:g} to {MAX_NUMBER:g}", value)
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -135,6 +122,55 @@ class RawConfig:
     def optional_int(self, key: str) -> int | None:
         return self.integer(key) if self.has(key) else None
 
+    def slides(self, layer: int, default: bool) -> bool:
+        """Whether a layer attends to a sliding window; `default`: without `layer_types`."""
+        types = self.list_of("layer_types", str, self.integer("num_hidden_layers"))
+        return types[layer] == "sliding_attention" if types else default
+
+    def rope(
+        self,
+        dim: int,
+        theta: float = 10000.0,
+        interleaved: bool = False,
+        default: Mapping[str, Any] | None = None,
+    ) -> RopeConfig:
+        """Both generations: `rope_parameters`, or `rope_theta` with `rope_scaling`."""
+        given = self.mapping("rope_scaling") or self.mapping("rope_parameters")
+        given = given or dict(default or {})
+        rope = RawConfig(given, f"{self.source}: rope")
+        kind = str(given.get("rope_type") or given.get("type") or "default")
+        # Dynamic scaling changes nothing up to max_position_embeddings, the longest served context.
+        kind = "default" if kind == "dynamic" else kind
+        if kind not in ROPE_TYPES:
+            raise ValueError(
+                f"{self.source}: rope type {brief(kind)} is not supported, only "
+                f"{', '.join(ROPE_TYPES)}, dynamic"
+            )
+        max_positions = self.integer("max_position_embeddings")
+        original = self.optional_int("original_max_position_embeddings") or rope.integer(
+            "original_max_position_embeddings", max_positions
+        )
+        factor = 1.0 if kind == "default" else rope.number("factor", max_positions / original, 1e-6)
+        keys = (
+            "mscale",
+            "mscale_all_dim",
+            "attention_factor",
+            "low_freq_factor",
+            "high_freq_factor",
+        )
+        betas = {key: rope.number(key, 0.0) for key in ("beta_fast", "beta_slow")}
+        return RopeConfig(
+            dim=dim,
+            theta=rope.number("rope_theta", self.number("rope_theta", theta, 2.0), 2.0),
+            type=kind,
+            factor=factor,
+            original_max_positions=original,
+            truncate=rope.flag("truncate", True),
+            interleaved=interleaved,
+            **{key: beta for key, beta in betas.items() if beta},  # 0 stands for the default
+            **{key: rope.number(key) for key in keys if rope.has(key)},
+        )
+
     def _invalid(self, key: str, needed: str, value: Any) -> ValueError:
         return ValueError(f"{self.source}: {key} must be {needed}, not {brief(value)}")
 
@@ -174,6 +210,32 @@ class ModelConfig:
         """A projection of hidden states."""
         deterministic = self.parallel.deterministic
         return LinearConfig(self.hidden_size, outputs, self.dtype, bias, deterministic)
+
+    def attention(
+        self,
+        raw: RawConfig,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        **options: Any,
+    ) -> AttentionConfig:
+        """`kv_heads`, `head_dim`: the family's defaults, if they do not follow from the heads."""
+        heads = raw.integer("num_attention_heads")
+        return AttentionConfig(
+            hidden_size=self.hidden_size,
+            num_heads=heads,
+            num_kv_heads=raw.integer("num_key_value_heads", kv_heads or heads),
+            head_dim=raw.integer("head_dim", head_dim or self.hidden_size // heads),
+            **options,
+        )
+
+    def norm(self) -> RMSNorm:
+        return RMSNorm(self.hidden_size, self.rms_norm_eps, self.dtype)
+
+    def embedding(self) -> Embedding:
+        return Embedding(self.vocab_size, self.hidden_size, self.dtype, self.parallel)
+
+    def head(self, tied: Embedding | None = None) -> LMHead:
+        return LMHead(self.vocab_size, self.hidden_size, self.dtype, self.parallel, tied)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,69 +279,4 @@ def common_config(raw: RawConfig, context: BuildContext, eps: float) -> ModelCon
         positions=context.positions,
         moe=context.moe,
         parallel=context.parallel,
-    )
-
-
-def attention_config(
-    raw: RawConfig,
-    config: ModelConfig,
-    kv_heads: int | None = None,
-    head_dim: int | None = None,
-    **options: Any,
-) -> AttentionConfig:
-    """`kv_heads`, `head_dim`: the family's defaults, if they do not follow from the query heads."""
-    heads = raw.integer("num_attention_heads")
-    return AttentionConfig(
-        hidden_size=config.hidden_size,
-        num_heads=heads,
-        num_kv_heads=raw.integer("num_key_value_heads", kv_heads or heads),
-        head_dim=raw.integer("head_dim", head_dim or config.hidden_size // heads),
-        **options,
-    )
-
-
-def slides(raw: RawConfig, layer: int, default: bool) -> bool:
-    """Whether a layer attends to a sliding window; `default`: without `layer_types`."""
-    types = raw.list_of("layer_types", str, raw.integer("num_hidden_layers"))
-    return types[layer] == "sliding_attention" if types else default
-
-
-def rope_config(
-    raw: RawConfig,
-    dim: int,
-    theta: float = 10000.0,
-    interleaved: bool = False,
-    default: Mapping[str, Any] | None = None,
-) -> RopeConfig:
-    """Both generations: `rope_parameters`, or `rope_theta` with `rope_scaling`."""
-    given = raw.mapping("rope_scaling") or raw.mapping("rope_parameters") or dict(default or {})
-    rope = RawConfig(given, f"{raw.source}: rope")
-    kind = str(given.get("rope_type") or given.get("type") or "default")
-    # Dynamic scaling changes nothing up to max_position_embeddings, the longest context we serve.
-    kind = "default" if kind == "dynamic" else kind
-    if kind not in ROPE_TYPES:
-        raise ValueError(
-            f"{raw.source}: rope type {brief(kind)} is not supported, only "
-            f"{', '.join(ROPE_TYPES)}, dynamic"
-        )
-    max_positions = raw.integer("max_position_embeddings")
-    original = raw.optional_int("original_max_position_embeddings") or rope.integer(
-        "original_max_position_embeddings", max_positions
-    )
-    factor = 1.0 if kind == "default" else rope.number("factor", max_positions / original, 1e-6)
-    return RopeConfig(
-        dim=dim,
-        theta=rope.number("rope_theta", raw.number("rope_theta", theta, 2.0), 2.0),
-        type=kind,
-        factor=factor,
-        original_max_positions=original,
-        beta_fast=rope.number("beta_fast", 32.0) or 32.0,
-        beta_slow=rope.number("beta_slow", 1.0) or 1.0,
-        mscale=rope.number("mscale", 0.0),
-        mscale_all_dim=rope.number("mscale_all_dim", 0.0),
-        attention_factor=rope.number("attention_factor") if rope.has("attention_factor") else None,
-        low_freq_factor=rope.number("low_freq_factor", 1.0),
-        high_freq_factor=rope.number("high_freq_factor", 4.0),
-        truncate=rope.flag("truncate", True),
-        interleaved=interleaved,
     )

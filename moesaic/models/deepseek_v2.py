@@ -8,9 +8,9 @@ from moesaic.layers.attention import LatentAttention, LatentAttentionConfig
 from moesaic.layers.context import CacheSpec
 from moesaic.layers.module import Module
 from moesaic.layers.rotary import RopeConfig, RotaryTable, yarn_mscale
-from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock, dense_mlp
-from moesaic.models.config import BuildContext, ModelConfig, RawConfig, common_config, rope_config
-from moesaic.moe.layer import FusedMoE, MoeConfig
+from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock, dense_mlp, moe_config
+from moesaic.models.config import BuildContext, ModelConfig, RawConfig, common_config
+from moesaic.moe.layer import FusedMoE
 from moesaic.moe.topk import TopK, TopKConfig
 
 
@@ -24,40 +24,6 @@ class Variant:
     mlp_bias: bool
 
 
-def sparse_block(raw: RawConfig, config: ModelConfig, variant: Variant, layer: int) -> SparseBlock:
-    inner = raw.integer("moe_intermediate_size")
-    moe = MoeConfig(
-        num_experts=raw.integer("n_routed_experts"),
-        hidden_size=config.hidden_size,
-        intermediate_size=inner,
-        top_k=variant.topk.top_k,
-    )
-    bias, count = variant.correction_bias, raw.integer("n_shared_experts", 0, minimum=0)
-    gate = Router.of(config, moe.num_experts, float32=True, correction_bias=bias)
-    experts, shared = FusedMoE(moe, config.moe, layer), None
-    if count:
-        shared = dense_mlp(config, layer, inner * count, variant.mlp_bias, "shared experts")
-    return SparseBlock(gate, TopK(variant.topk), experts, config.parallel, shared)
-
-
-def _attention_config(raw: RawConfig, rope: RopeConfig) -> LatentAttentionConfig:
-    nope_dim = raw.integer("qk_nope_head_dim")
-    scale = (nope_dim + rope.dim) ** -0.5
-    if rope.type != "default" and rope.mscale_all_dim:
-        scale *= yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2
-    return LatentAttentionConfig(
-        hidden_size=raw.integer("hidden_size"),
-        num_heads=raw.integer("num_attention_heads"),
-        q_rank=raw.optional_int("q_lora_rank"),
-        kv_rank=raw.integer("kv_lora_rank"),
-        nope_dim=nope_dim,
-        rope_dim=rope.dim,
-        value_dim=raw.integer("v_head_dim"),
-        scale=scale,
-        bias=raw.flag("attention_bias", False),
-    )
-
-
 @dataclass(frozen=True)
 class LayerParts:
     """Makes the parts of a decoder layer by its number."""
@@ -68,16 +34,41 @@ class LayerParts:
     rope: RotaryTable
 
     def attention(self, layer: int) -> LatentAttention:
-        attend = _attention_config(self.raw, self.variant.rope)
-        return LatentAttention(attend, layer, self.rope, self.config.dtype, self.config.parallel)
+        raw, rope, nope_dim = self.raw, self.variant.rope, self.raw.integer("qk_nope_head_dim")
+        scale = (nope_dim + rope.dim) ** -0.5
+        if rope.type != "default" and rope.mscale_all_dim:
+            scale *= yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2
+        config = LatentAttentionConfig(
+            hidden_size=self.config.hidden_size,
+            num_heads=raw.integer("num_attention_heads"),
+            q_rank=raw.optional_int("q_lora_rank"),
+            kv_rank=raw.integer("kv_lora_rank"),
+            nope_dim=nope_dim,
+            rope_dim=rope.dim,
+            value_dim=raw.integer("v_head_dim"),
+            scale=scale,
+            bias=raw.flag("attention_bias", False),
+        )
+        return LatentAttention(config, layer, self.rope, self.config.dtype, self.config.parallel)
 
     def mlp(self, layer: int) -> Module:
         """Behind the first dense layers, every `moe_layer_freq`-th layer has experts."""
         first = self.raw.integer("first_k_dense_replace", 0, minimum=0)
         if layer >= first and layer % self.raw.integer("moe_layer_freq", 1) == 0:
-            return sparse_block(self.raw, self.config, self.variant, layer)
+            return self._sparse_block(layer)
         inner = self.raw.integer("intermediate_size")
         return dense_mlp(self.config, layer, inner, self.variant.mlp_bias)
+
+    def _sparse_block(self, layer: int) -> SparseBlock:
+        config, variant, shared = self.config, self.variant, None
+        bias = variant.correction_bias
+        moe = moe_config(self.raw, config, "n_routed_experts", "moe_intermediate_size")
+        gate = Router(config.linear(moe.num_experts), float32=True, correction_bias=bias)
+        if count := self.raw.integer("n_shared_experts", 0, minimum=0):
+            inner = moe.intermediate_size * count
+            shared = dense_mlp(config, layer, inner, variant.mlp_bias, "shared experts")
+        experts = FusedMoE(moe, config.moe, layer)
+        return SparseBlock(gate, TopK(variant.topk), experts, config.parallel, shared)
 
     def cache(self) -> CacheSpec:
         latent = self.raw.integer("kv_lora_rank") + self.variant.rope.dim
@@ -107,6 +98,6 @@ def _topk(raw: RawConfig) -> TopKConfig:
 
 
 def build(raw: RawConfig, context: BuildContext) -> CausalLM:
-    rope = rope_config(raw, raw.integer("qk_rope_head_dim"), interleaved=True)
+    rope = raw.rope(raw.integer("qk_rope_head_dim"), interleaved=True)
     variant = Variant(_topk(raw), False, rope, raw.flag("mlp_bias", False))
     return build_variant(raw, common_config(raw, context, eps=1e-6), variant)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moesaic.models.blocks import CausalLM
-from moesaic.models.config import BuildContext, RawConfig, common_config, rope_config
+from moesaic.models.config import BuildContext, RawConfig, common_config
 from moesaic.models.deepseek_v2 import Variant, build_variant
 from moesaic.moe.topk import TopKConfig
 
@@ -21,7 +21,7 @@ def variant_of(raw: RawConfig) -> Variant:
         group_score="top2",
     )
     interleaved = raw.flag("rope_interleave", True)
-    rope = rope_config(raw, raw.integer("qk_rope_head_dim"), interleaved=interleaved)
+    rope = raw.rope(raw.integer("qk_rope_head_dim"), interleaved=interleaved)
     return Variant(topk, True, rope, mlp_bias=False)
 
 

@@ -1,7 +1,4 @@
-"""Which projections of a model stay in float8.
-
-Embedding, head, routers and norms never do: they are not `Linear`.
-"""
+"""Which projections of a model stay in float8. Embedding, head, routers and norms never do."""
 
 from __future__ import annotations
 
@@ -29,8 +26,7 @@ class DenseWeights:
     names: frozenset[str] | None = None
 
     def apply(self, model: Module) -> None:
-        """Call it before weights are loaded. Other projections stay in the model's type and are
-        decoded at load."""
+        """Call it before weights are loaded: other projections are decoded at load."""
         stay: Counter[tuple[str, str]] = Counter()
         kept = 0
         for prefix, linear in linears(model):
@@ -47,8 +43,7 @@ class DenseWeights:
             logger.info("dense: %d of %s stay unquantised: %s", count, name, reason)
 
     def _reason(self, prefix: str, linear: Linear) -> str | None:
-        """Why a projection does not stay in the format: None if it does, empty if that is
-        expected."""
+        """Why a projection does not stay in the format: None if it does, empty if expected."""
         names = linear.matrix_names(prefix)
         if any(map(NEVER_QUANTISED.search, names)):
             return ""

@@ -73,8 +73,7 @@ class EosTokens(msgspec.Struct, frozen=True):
 
 
 class ModelEosTokens(EosTokens, frozen=True):
-    """The end tokens of config.json; multimodal models keep those of their text model
-    separately."""
+    """The end tokens of config.json; multimodal models have those of their text model."""
 
     text_config: EosTokens | None = None
 

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
-from moesaic.layers.attention import Attention
-from moesaic.layers.rotary import RotaryTable
-from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock, kv_cache
-from moesaic.models.config import (
-    BuildContext,
-    RawConfig,
-    attention_config,
-    common_config,
-    rope_config,
-    slides,
-)
+from moesaic.models.blocks import CausalLM, Router, SparseBlock, grouped_query_model, moe_config
+from moesaic.models.config import BuildContext, RawConfig, common_config
 from moesaic.moe.activations import Swiglu
-from moesaic.moe.layer import MoeConfig, StackedMoE
+from moesaic.moe.layer import StackedMoE
 from moesaic.moe.topk import TopK, TopKConfig
 
 # The family's defaults for a config.json without rope settings.
@@ -34,7 +25,7 @@ class GptOssBlock(SparseBlock):
 
 
 def _window(raw: RawConfig, layer: int) -> int | None:
-    sliding = slides(raw, layer, default=layer % 2 == 0)
+    sliding = raw.slides(layer, default=layer % 2 == 0)
     return raw.integer("sliding_window", 128) if sliding else None
 
 
@@ -42,25 +33,16 @@ def build(raw: RawConfig, context: BuildContext) -> CausalLM:
     config = common_config(raw, context, eps=1e-5)
     bias = raw.flag("attention_bias", True)
     options = {"qkv_bias": bias, "output_bias": bias, "sinks": True}
-    attention = attention_config(raw, config, kv_heads=8, head_dim=64, **options)
-    moe = MoeConfig(
-        num_experts=raw.integer("num_local_experts"),
-        hidden_size=config.hidden_size,
-        intermediate_size=raw.integer("intermediate_size"),
-        top_k=raw.integer("num_experts_per_tok"),
-        bias=True,
-        activation=Swiglu(raw.number("swiglu_alpha", 1.702), raw.number("swiglu_limit", 7.0)),
-    )
+    attention = config.attention(raw, kv_heads=8, head_dim=64, **options)
+    swiglu = Swiglu(raw.number("swiglu_alpha", 1.702), raw.number("swiglu_limit", 7.0))
+    keys = ("num_local_experts", "intermediate_size")
+    moe = moe_config(raw, config, *keys, bias=True, activation=swiglu)
     # A softmax over the chosen logits equals a softmax over all of them, renormalised.
     topk = TopK(TopKConfig(moe.top_k, renormalize=True))
-    rotary = rope_config(raw, attention.head_dim, theta=150000.0, default=DEFAULT_ROPE)
-    rope = RotaryTable(rotary, context.positions)
+    rope = raw.rope(attention.head_dim, theta=150000.0, default=DEFAULT_ROPE)
 
-    def make_layer(layer: int) -> DecoderLayer:
-        gate = Router.of(config, moe.num_experts, bias=True)
-        spec = replace(attention, window=_window(raw, layer))
-        block = GptOssBlock(gate, topk, StackedMoE(moe, config.moe, layer), config.parallel)
-        attend = Attention(spec, layer, rope, config.dtype, config.parallel)
-        return DecoderLayer(config, attend, block)
+    def make_mlp(layer: int) -> GptOssBlock:
+        gate = Router(config.linear(moe.num_experts, bias=True))
+        return GptOssBlock(gate, topk, StackedMoE(moe, config.moe, layer), config.parallel)
 
-    return CausalLM(config, kv_cache(config, attention), rope, make_layer)
+    return grouped_query_model(config, attention, rope, make_mlp, partial(_window, raw))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,12 +19,10 @@ from torch import Tensor
 
 from moesaic.core.step import PREFILL, Step
 from moesaic.kernels.experts import finished
-from moesaic.layers.attention import LatentAttention
 from moesaic.layers.context import AttentionStep, ForwardContext
 from moesaic.layers.embedding import Embedding, LMHead
-from moesaic.layers.linear import Linear, LinearConfig
+from moesaic.layers.linear import Linear
 from moesaic.layers.module import MatrixSlot, Module, ModuleList, TensorSlot
-from moesaic.layers.norm import RMSNorm
 from moesaic.models.blocks import CausalLM, DecoderLayer
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.config import ModelConfig, RawConfig
@@ -39,8 +36,7 @@ ARCHITECTURE = "DeepseekV3ForCausalLM"
 
 @dataclass(frozen=True, slots=True)
 class OwnWeights:
-    """The layers, by number, that have their own embedding or head in the checkpoint; the others
-    use those of the main model."""
+    """The layers with an own embedding or head in the checkpoint; others use the main model's."""
 
     embeddings: frozenset[int] = frozenset()
     heads: frozenset[int] = frozenset()
@@ -62,68 +58,43 @@ class SharedHead(Module):
 
     def __init__(self, config: ModelConfig, own_head: bool) -> None:
         super().__init__()
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
-        self.head = None
-        if own_head:
-            sizes = (config.vocab_size, config.hidden_size)
-            self.head = LMHead(*sizes, config.dtype, config.parallel)
+        self.norm = config.norm()
+        self.head = config.head() if own_head else None
 
 
 class NextNLayer(DecoderLayer):
     """A decoder layer with a projection that joins its two inputs, and a head."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        attention: LatentAttention,
-        mlp: Module,
-        own_embedding: bool,
-        own_head: bool,
-    ) -> None:
-        super().__init__(config, attention, mlp)
-        size, eps, dtype = config.hidden_size, config.rms_norm_eps, config.dtype
-        self.enorm, self.hnorm = RMSNorm(size, eps, dtype), RMSNorm(size, eps, dtype)
-        joined = LinearConfig(2 * size, size, dtype, deterministic=config.parallel.deterministic)
-        self.eh_proj = Linear(joined)
-        self.embed_tokens = None
-        if own_embedding:
-            self.embed_tokens = Embedding(config.vocab_size, size, dtype, config.parallel)
-        self.shared_head = SharedHead(config, own_head)
+    def __init__(self, parts: LayerParts, layer: int, own: OwnWeights) -> None:
+        config = parts.config
+        super().__init__(config, parts.attention(layer), parts.mlp(layer))
+        self.enorm, self.hnorm = config.norm(), config.norm()
+        size = config.hidden_size
+        self.eh_proj = Linear(replace(config.linear(size), inputs=2 * size))
+        self.embed_tokens = config.embedding() if layer in own.embeddings else None
+        self.shared_head = SharedHead(config, layer in own.heads)
 
     def join(self, embedded_TH: Tensor, hidden_TH: Tensor) -> Tensor:
         return self.eh_proj(torch.cat((self.enorm(embedded_TH), self.hnorm(hidden_TH)), dim=-1))
-
-
-@dataclass(frozen=True, slots=True)
-class MainModules:
-    """The main model's modules. Not a module itself: their weights are already loaded."""
-
-    embedding: Embedding | None
-    head: LMHead
 
 
 class NextN(Module):
     """All MTP layers of a model, or a rank's part of them; they belong to the last stage. `cache`
     describes their KV cache, which is separate from the main model's."""
 
-    def __init__(self, parts: LayerParts, main: MainModules, own: OwnWeights) -> None:
+    def __init__(
+        self, parts: LayerParts, embedding: Embedding | None, head: LMHead, own: OwnWeights
+    ) -> None:
+        """`embedding`, `head`: those of the main model."""
         super().__init__()
         config, self.rope, self.cache = parts.config, parts.rope, parts.cache()
-        self.config, self._main = config, main
+        self.config = config
+        # In a tuple, torch does not take them for modules of this one: they are already loaded.
+        self._main = embedding, head
         self.embed_tokens = None
-        if main.embedding is None and not own.embeddings.issuperset(config.layers):
-            sizes = (config.vocab_size, config.hidden_size)
-            self.embed_tokens = Embedding(*sizes, config.dtype, config.parallel)
-        self.layers = ModuleList(
-            NextNLayer(
-                config,
-                parts.attention(layer),
-                parts.mlp(layer),
-                layer in own.embeddings,
-                layer in own.heads,
-            )
-            for layer in config.layers
-        )
+        if embedding is None and not own.embeddings.issuperset(config.layers):
+            self.embed_tokens = config.embedding()
+        self.layers = ModuleList(NextNLayer(parts, layer, own) for layer in config.layers)
         self.layers.renamed = {str(i): str(layer) for i, layer in enumerate(config.layers)}
 
     def forward(
@@ -138,17 +109,17 @@ class NextN(Module):
         """`next_ids_T`: the token after that of each row, at the row's position. `hidden_TH`: the
         main model's output, or at a greater `depth` that of the MTP layer before."""
         layer = self._layer(depth)
-        embedding = layer.embed_tokens or self._main.embedding or self.embed_tokens
+        embedding = layer.embed_tokens or self._main[0] or self.embed_tokens
         assert embedding is not None, "NextN makes one if the main model has none"
-        cos, sin = self.rope.at(positions_T)
         x_TH = layer.join(embedding(next_ids_T), hidden_TH)
-        x_TH, residual_TH = layer(x_TH, ForwardContext(cos, sin, attention, step))
+        ctx = ForwardContext(self.rope.at(positions_T), attention, step)
+        x_TH, residual_TH = layer(x_TH, ctx)
         return residual_TH + finished(x_TH)
 
     def logits(self, x_RH: Tensor, rows: Sequence[int] = (), depth: int = 0) -> Tensor:
         """Logits of the token after the next; `rows` as in the main model's `logits`."""
         shared = self._layer(depth).shared_head
-        return (shared.head or self._main.head)(shared.norm(x_RH), rows)
+        return (shared.head or self._main[1])(shared.norm(x_RH), rows)
 
     def _layer(self, depth: int) -> NextNLayer:
         layer = self.layers[depth]
@@ -169,7 +140,7 @@ def build_nextn(raw: RawConfig, main: CausalLM, own: OwnWeights) -> NextN:
     assert main.lm_head is not None, "only the last stage predicts"
     config = replace(main.config, parallel=replace(main.config.parallel, layers=_layers(raw)))
     parts = LayerParts(raw, config, variant_of(raw), main.rope)
-    return NextN(parts, MainModules(main.model.embed_tokens, main.lm_head), own).eval()
+    return NextN(parts, main.model.embed_tokens, main.lm_head, own).eval()
 
 
 def load_nextn(main: CausalLM, folder: Path, scheme: Scheme | None = None) -> NextN:
@@ -178,13 +149,9 @@ def load_nextn(main: CausalLM, folder: Path, scheme: Scheme | None = None) -> Ne
     with Checkpoint(folder) as checkpoint:
         own = OwnWeights.of(checkpoint, _layers(raw))
     model = build_nextn(raw, main, own)
-    load_weights(model, folder, scheme, partial(_build_whole, own=own))
+    load_weights(model, folder, scheme, lambda raw: build_nextn(raw, build_whole(raw), own))
     sync_input_scales(model, folder)
     return model
-
-
-def _build_whole(raw: RawConfig, own: OwnWeights) -> NextN:
-    return build_nextn(raw, build_whole(raw), own)
 
 
 def _layers(raw: RawConfig) -> range:

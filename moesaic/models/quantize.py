@@ -1,7 +1,4 @@
-"""Writes a checkpoint with quantised matrices, a shard at a time.
-
-N rows · K columns · E experts.
-"""
+"""Writes a checkpoint with quantised matrices. N rows · K columns · E experts."""
 
 from __future__ import annotations
 
@@ -236,26 +233,22 @@ def _quantizer(
     if not targets:
         raise ValueError(f"{checkpoint.folder} holds no matrices of experts or of attention")
     group = job.group_size or form.group_size
-    storage = form.storage(group)
-    _check_fit(checkpoint, targets, storage, job, form)
-    return Quantizer(checkpoint, raw, form, storage, group, targets)
+    quantizer = Quantizer(checkpoint, raw, form, form.storage(group), group, targets)
+    _check_fit(quantizer, job.form)
+    return quantizer
 
 
-def _check_fit(
-    checkpoint: Checkpoint,
-    targets: frozenset[str],
-    storage: Storage,
-    job: QuantizeJob,
-    form: QuantizeFormat,
-) -> None:
+def _check_fit(quantizer: Quantizer, format_name: str) -> None:
+    form, storage = quantizer.form, quantizer.storage
     assert storage.format is not None
-    ragged = storage.format.ragged
+    if storage.format.ragged:
+        return
     rows, cols = storage.multiple
-    sizes = {name: checkpoint.shape(name)[-2:] for name in sorted(targets)}
+    sizes = {name: quantizer.source.shape(name)[-2:] for name in sorted(quantizer.targets)}
     if form.stacked:
         sizes = {name: size[::-1] for name, size in sizes.items()}
     for name, (size_N, size_K) in sizes.items():
-        if not ragged and (size_N % rows or size_K % cols):
+        if size_N % rows or size_K % cols:
             advice = "choose another format"
             if ".experts." not in name:
                 advice = f"quantise the experts alone with --experts-only, or {advice}"
@@ -263,7 +256,7 @@ def _check_fit(
             if form.group_size and common % 8 == 0:
                 advice = f"choose --group-size {gcd(common, 128)}"
             raise ValueError(
-                f"{name} [{size_N}, {size_K}] does not fit format {job.form}: rows must be a "
+                f"{name} [{size_N}, {size_K}] does not fit format {format_name}: rows must be a "
                 f"multiple of {rows} and columns of {cols}; {advice}"
             )
 

@@ -2,84 +2,60 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from functools import partial
 from types import MappingProxyType
 
-from moesaic.layers.attention import Attention
 from moesaic.layers.linear import Linear
 from moesaic.layers.module import Module
-from moesaic.layers.rotary import RotaryTable
-from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock, dense_mlp, kv_cache
-from moesaic.models.config import (
-    BuildContext,
-    ModelConfig,
-    RawConfig,
-    attention_config,
-    common_config,
-    rope_config,
-    slides,
+from moesaic.models.blocks import (
+    CausalLM,
+    Router,
+    SparseBlock,
+    dense_mlp,
+    grouped_query_model,
+    moe_config,
 )
-from moesaic.moe.layer import FusedMoE, MoeConfig
+from moesaic.models.config import BuildContext, ModelConfig, RawConfig, common_config
+from moesaic.moe.layer import FusedMoE
 from moesaic.moe.topk import TopK, TopKConfig
 
 
-class Qwen2SparseBlock(SparseBlock):
+class QwenSparseBlock(SparseBlock):
     renamed = MappingProxyType({"shared_experts": "shared_expert"})
 
-    def __init__(self, raw: RawConfig, config: ModelConfig, layer: int) -> None:
-        moe = moe_config(raw, config)
+
+def mlp_maker(raw: RawConfig, config: ModelConfig, shared: bool) -> Callable[[int], Module]:
+    """Makes the MLP of a layer by its number. Layers are dense if they are listed or if the step
+    skips them; `shared`: sparse ones have a shared expert."""
+    step, dense = raw.integer("decoder_sparse_step", 1), raw.list_of("mlp_only_layers", int)
+    count = "num_experts" if raw.has("num_experts") else "num_local_experts"
+    moe = moe_config(raw, config, count, "moe_intermediate_size")
+    topk = TopK(TopKConfig(moe.top_k, renormalize=raw.flag("norm_topk_prob", False)))
+
+    def make(layer: int) -> Module:
+        if layer in dense or (layer + 1) % step:
+            return dense_mlp(config, layer, raw.integer("intermediate_size"))
+        gate, experts = Router(config.linear(moe.num_experts)), FusedMoE(moe, config.moe, layer)
+        if not shared:
+            return QwenSparseBlock(gate, topk, experts, config.parallel)
         inner = raw.integer("shared_expert_intermediate_size")
-        super().__init__(
-            Router.of(config, moe.num_experts),
-            topk_of(raw),
-            FusedMoE(moe, config.moe, layer),
-            config.parallel,
-            dense_mlp(config, layer, inner, name="shared expert"),
-            Linear(config.linear(1)),
-        )
+        expert = dense_mlp(config, layer, inner, name="shared expert")
+        expert_gate = Linear(config.linear(1))
+        return QwenSparseBlock(gate, topk, experts, config.parallel, expert, expert_gate)
 
-
-def moe_config(raw: RawConfig, config: ModelConfig) -> MoeConfig:
-    experts = raw.integer("num_experts" if raw.has("num_experts") else "num_local_experts")
-    return MoeConfig(
-        num_experts=experts,
-        hidden_size=config.hidden_size,
-        intermediate_size=raw.integer("moe_intermediate_size"),
-        top_k=raw.integer("num_experts_per_tok"),
-    )
-
-
-def topk_of(raw: RawConfig) -> TopK:
-    renormalize = raw.flag("norm_topk_prob", False)
-    return TopK(TopKConfig(raw.integer("num_experts_per_tok"), renormalize=renormalize))
-
-
-def is_sparse(raw: RawConfig, layer: int) -> bool:
-    """Layers are dense if they are listed or if the step skips them."""
-    step = raw.integer("decoder_sparse_step", 1)
-    return layer not in raw.list_of("mlp_only_layers", int) and (layer + 1) % step == 0
+    return make
 
 
 def _window(raw: RawConfig, layer: int) -> int | None:
     if not raw.flag("use_sliding_window", False):
         return None
     default = layer % 2 == 0 and layer < raw.integer("max_window_layers", 28, minimum=0)
-    return raw.integer("sliding_window", 4096) if slides(raw, layer, default) else None
+    return raw.integer("sliding_window", 4096) if raw.slides(layer, default) else None
 
 
 def build(raw: RawConfig, context: BuildContext) -> CausalLM:
     config = common_config(raw, context, eps=1e-6)
-    attention = attention_config(raw, config, qkv_bias=raw.flag("qkv_bias", True))
-    rope = RotaryTable(rope_config(raw, attention.head_dim), context.positions)
-
-    def make_layer(layer: int) -> DecoderLayer:
-        mlp: Module = (
-            Qwen2SparseBlock(raw, config, layer)
-            if is_sparse(raw, layer)
-            else dense_mlp(config, layer, raw.integer("intermediate_size"))
-        )
-        spec = replace(attention, window=_window(raw, layer))
-        attend = Attention(spec, layer, rope, config.dtype, config.parallel)
-        return DecoderLayer(config, attend, mlp)
-
-    return CausalLM(config, kv_cache(config, attention), rope, make_layer)
+    attention = config.attention(raw, qkv_bias=raw.flag("qkv_bias", True))
+    make_mlp, window = mlp_maker(raw, config, shared=True), partial(_window, raw)
+    return grouped_query_model(config, attention, raw.rope(attention.head_dim), make_mlp, window)

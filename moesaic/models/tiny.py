@@ -18,7 +18,7 @@ from moesaic.layers.module import MatrixSlot, TensorSlot
 from moesaic.models.config import BuildContext, RawConfig
 from moesaic.models.generated import cached_folder, parse_model_name, with_changes
 from moesaic.models.nextn import OwnWeights, build_nextn
-from moesaic.models.registry import build_model
+from moesaic.models.registry import ARCHITECTURES, build_model
 from moesaic.models.shapes import shape_folder
 from moesaic.models.tiny_chat import EOS, OTHER_EOS, TURN, chat_template
 
@@ -39,6 +39,7 @@ _COMMON: dict[str, Any] = {
     "max_position_embeddings": 2048,
     "torch_dtype": "float32",
 }
+_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _QWEN = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _DEEPSEEK = {
     "num_key_value_heads": 4,
@@ -55,35 +56,17 @@ _DEEPSEEK = {
     "n_group": 4,
     "topk_group": 2,
 }
-FAMILIES: dict[str, dict[str, Any]] = {
-    "mixtral": {
-        "architectures": ["MixtralForCausalLM"],
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-    "qwen2_moe": {
-        "architectures": ["Qwen2MoeForCausalLM"],
-        "shared_expert_intermediate_size": 64,
-        **_QWEN,
-    },
-    "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True, **_QWEN},
-    "deepseek_v2": {
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "topk_method": "group_limited_greedy",
-        **_DEEPSEEK,
-    },
-    "deepseek_v3": {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "num_nextn_predict_layers": 0,
-        **_DEEPSEEK,
-    },
-    "gpt_oss": {
-        "architectures": ["GptOssForCausalLM"],
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "head_dim": 16,
-        "sliding_window": 32,
-    },
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "mixtral": _EXPERTS,
+    "qwen2_moe": {"shared_expert_intermediate_size": 64, **_QWEN},
+    "qwen3_moe": {"norm_topk_prob": True, **_QWEN},
+    "deepseek_v2": {"topk_method": "group_limited_greedy", **_DEEPSEEK},
+    "deepseek_v3": {"num_nextn_predict_layers": 0, **_DEEPSEEK},
+    "gpt_oss": {"head_dim": 16, "sliding_window": 32, **_EXPERTS},
+}
+FAMILIES = {
+    family: {"architectures": [architecture], **_SETTINGS[family]}
+    for architecture, family in ARCHITECTURES.items()
 }
 
 
@@ -165,16 +148,12 @@ def materialise(model_path: str) -> str:
     family, changes = parse_model_name(model_path, PREFIX, "tiny:mixtral,num_hidden_layers=4")
     if not family.isidentifier():
         raise ValueError(f"{model_path!r} is not tiny:FAMILY: give a family, as in tiny:qwen3_moe")
-    folder = _cached(family, changes)
-    logger.info("%s has random weights, so its text is noise (%s)", model_path, folder)
-    return str(folder)
-
-
-def _cached(family: str, changes: dict[str, int]) -> Path:
-    # The key covers this file, so a changed generator never finds an old checkpoint.
-    made_of = Path(__file__).read_bytes() + repr(sorted(changes.items())).encode()
 
     def make(folder: Path) -> Path:
         return make_tiny_checkpoint(family, folder, changes=changes)
 
-    return cached_folder(f"tiny-{family}", made_of, make)
+    # The key covers this file, so a changed generator never finds an old checkpoint.
+    made_of = Path(__file__).read_bytes() + repr(sorted(changes.items())).encode()
+    folder = cached_folder(f"tiny-{family}", made_of, make)
+    logger.info("%s has random weights, so its text is noise (%s)", model_path, folder)
+    return str(folder)

@@ -45,8 +45,7 @@ class Loader:
     scheme: Scheme
 
     def matrix(self, slot: Slot) -> Matrix | None:
-        """The slot's matrix if it may be quantised: experts, and other matrices that are whole
-        tensors."""
+        """The slot's matrix if it may be quantised: an expert, or a whole tensor."""
         if isinstance(slot, MatrixSlot):
             experts = self.scheme.num_experts
             return Matrix(slot.name, slot.shape, slot.index, slot.interleaved, experts)
@@ -63,11 +62,9 @@ class Loader:
     def fill(self, slot: Slot) -> None:
         if isinstance(slot, MatrixSlot):
             self._fill_planes(slot)
-            return
-        if not slot.into.numel():  # more ranks than rows
-            return
-        tensor = self._read(slot)
-        slot.into.copy_(tensor if slot.arrange is None else slot.arrange(tensor))
+        elif slot.into.numel():  # none if there are more ranks than rows
+            tensor = self._read(slot)
+            slot.into.copy_(tensor if slot.arrange is None else slot.arrange(tensor))
 
     def _read(self, slot: TensorSlot) -> Tensor:
         matrix = self.matrix(slot)
@@ -184,40 +181,36 @@ def _copy(planes: dict[str, Tensor], slot: MatrixSlot) -> None:
 
 
 def fill_randomly(model: CausalLM, seed: int, *, direct: bool | None = None) -> None:
-    """`--load-format dummy`: random weights of a realistic magnitude, to measure without a
-    checkpoint.
+    """`--load-format dummy`: random weights of a realistic magnitude.
 
-    They depend on the seed and the name only, so ranks agree. `direct` draws numbers on the
-    weights' device and in their format, which is the default on a GPU and takes seconds for a large
-    model; otherwise whole tensors are drawn and encoded.
+    They depend on the seed and the name only, so ranks agree. `direct`, the default on a GPU, draws
+    numbers on the weights' device and in their format, which takes seconds for a large model;
+    otherwise whole tensors are drawn and encoded.
     """
     slots = list(model.checkpoint_slots())
     if direct is None:
         direct = any(_device(slot).type == "cuda" for slot in slots)
     for slot in tqdm(slots, desc="Making weights", unit="tensor", disable=None, leave=False):
-        if direct:
+        if isinstance(slot, TensorSlot) and slot.into.dim() == 1:
+            slot.into.fill_(0.0 if "bias" in slot.name else 1.0)
+        elif direct:
             _fill_directly(slot, seed)
         else:
             _fill_whole(slot, seed)
 
 
 def _fill_whole(slot: Slot, seed: int) -> None:
-    if isinstance(slot, MatrixSlot):
-        assert isinstance(slot.format, WeightFormat)
-        planes = slot.format.encode(_random(slot, slot.shape, seed))
-        _copy(slot.format.slice(planes, slot.rows, slot.cols), slot)
-    elif slot.into.dim() == 1:
-        slot.into.fill_(_constant(slot))
-    else:
-        slot.into.copy_(_random(slot, slot.shape, seed)[slot.cut])
+    noise = Generator().manual_seed(_key(slot, seed))
+    whole = torch.empty(slot.shape).normal_(0.0, slot.shape[-1] ** -0.5, generator=noise)
+    if isinstance(slot, TensorSlot):
+        slot.into.copy_(whole[slot.cut])
+        return
+    assert isinstance(slot.format, WeightFormat)
+    _copy(slot.format.slice(slot.format.encode(whole), slot.rows, slot.cols), slot)
 
 
 def _fill_directly(slot: Slot, seed: int) -> None:
-    """Embeddings are as large as the layers' outputs, so tokens stay distinct and are routed
-    differently through any number of layers."""
-    if isinstance(slot, TensorSlot) and slot.into.dim() == 1:
-        slot.into.fill_(_constant(slot))
-        return
+    """Embeddings are as large as the layers' outputs: tokens stay distinct through all layers."""
     noise = Generator(_device(slot)).manual_seed(_key(slot, seed))
     spread = 1.0 if slot.name.endswith(EMBEDDING) else slot.shape[-1] ** -0.5
     if isinstance(slot, TensorSlot):
@@ -229,15 +222,6 @@ def _fill_directly(slot: Slot, seed: int) -> None:
 
 def _device(slot: Slot) -> torch.device:
     return slot.into.device if isinstance(slot, TensorSlot) else slot.into["values"].device
-
-
-def _constant(slot: TensorSlot) -> float:
-    return 0.0 if "bias" in slot.name else 1.0
-
-
-def _random(slot: Slot, shape: tuple[int, ...], seed: int) -> Tensor:
-    generator = Generator().manual_seed(_key(slot, seed))
-    return torch.empty(shape).normal_(0.0, shape[-1] ** -0.5, generator=generator)
 
 
 def _key(slot: Slot, seed: int) -> int:

@@ -39,7 +39,7 @@ FLOAT32_STEPS = 100 * 2.0**-23
 
 def make_block(group: RankGroup, a2a: str, mode: str, device: str, shared: bool) -> SparseBlock:
     layer = make_layer(group, a2a, mode, Experts.random(EXPERTS, HIDDEN, INNER), device)
-    gate = Router(HIDDEN, EXPERTS, torch.float32)
+    gate = Router(LinearConfig(HIDDEN, EXPERTS, torch.float32))
     topk, mlp, mlp_gate = TopK(TopKConfig(TOP_K, renormalize=True)), None, None
     if shared:
         mlp = GatedMLP(LinearConfig(HIDDEN, INNER, torch.float32), Parallel(), "shared experts")

@@ -16,6 +16,7 @@ from moesaic.comm.collectives.device_collective import DeviceCollective
 from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.mesh import Mesh
 from moesaic.core.step import Step
+from moesaic.layers.linear import LinearConfig
 from moesaic.layers.parallel import Parallel
 from moesaic.models.blocks import Router, SparseBlock
 from moesaic.moe.formats import TopKOutput
@@ -104,7 +105,7 @@ def route_parts(group: RankGroup, dp: int, a2a: str, mode: str, deterministic: b
     context, experts = layer.context, experts_for(1)
     peers = Some(group, Mesh(tp=size, dp=dp).attention_ranks(place))
     comm = DeviceCollective.create(peers, 1 << 16, SECONDS, CPU, size)
-    gate = Router(HIDDEN, EXPERTS, torch.float32, deterministic=deterministic)
+    gate = Router(LinearConfig(HIDDEN, EXPERTS, torch.float32, deterministic=deterministic))
     gate.weight.data = torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(1))
     parallel = Parallel(attention=comm, dp=dp)
     block = SparseBlock(gate, TopK(TopKConfig(TOP_K, renormalize=True)), layer, parallel)

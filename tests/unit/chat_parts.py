@@ -1,4 +1,4 @@
-"""Parts of chats, summed up so that tests can compare them."""
+"""Joins the parts of chats so that tests can compare them."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ def parts_of(parser: Any, pieces: Sequence[str]) -> list[Part]:
 
 
 def summed(parts: Sequence[Part]) -> list[tuple[str, str]]:
-    """Neighbours joined, ids left out: (kind, text) and ("call", name)."""
+    """Joins neighbours and drops ids: (kind, text) and ("call", name)."""
     result: list[tuple[str, str]] = []
     for part in parts:
         match part:

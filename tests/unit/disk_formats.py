@@ -27,7 +27,7 @@ Made = tuple[Tensors, Array]
 
 
 class CountingCheckpoint(Checkpoint):
-    """Knows which bytes were asked for."""
+    """Counts the bytes that are read."""
 
     bytes_read = 0
 
@@ -45,7 +45,7 @@ def e4m3(byte: int) -> float:
 
 
 def random_e4m3(rng: np.random.Generator, shape: Sequence[int], positive: bool = False) -> Array:
-    """Bytes; never NaN, which is 127 and 255."""
+    """Random bytes except 127 and 255, which are NaN."""
     codes = rng.integers(1 if positive else 0, 127, shape)
     return codes if positive else codes + 128 * rng.integers(0, 2, shape)
 
@@ -158,8 +158,8 @@ def packed(
 
 
 def int4_bytes(symmetric: bool) -> Callable[[np.random.Generator, int, int], Made]:
-    """compressed-tensors writes weights so that are multiplied with rounded activations: a byte
-    for each number, signed, and one for each zero point."""
+    """compressed-tensors stores weights for rounded activations this way: a signed byte per number
+    and per zero point."""
 
     def make(rng: np.random.Generator, size_N: int, size_K: int) -> Made:
         q, z = rng.integers(-8, 8, (size_N, size_K)), np.zeros((size_N, size_K // 32), int)
@@ -201,7 +201,7 @@ def awq(group: int | None) -> Callable[[np.random.Generator, int, int], Made]:
 def gptq(
     bits: int, group: int | None, less: int, symmetric: bool, act_order: bool = False
 ) -> Callable[[np.random.Generator, int, int], Made]:
-    """`less`: what the stored zero points are too small by."""
+    """`less`: the number by which stored zero points are too small."""
 
     def make(rng: np.random.Generator, size_N: int, size_K: int) -> Made:
         width, top = group or size_K, 1 << bits
@@ -229,7 +229,7 @@ def nvfp4(compressed: bool) -> Callable[[np.random.Generator, int, int], Made]:
     def make(rng: np.random.Generator, size_N: int, size_K: int) -> Made:
         codes = rng.integers(0, 16, (size_N, size_K))
         blocks = random_e4m3(rng, (size_N, size_K // 16), positive=True)
-        # A power of two, so that its reciprocal is exact.
+        # A power of two has an exact reciprocal.
         whole = np.float32(2.0**-12)
         factor = floats8(blocks) * whole
         values = np.array(E2M1)[codes] * spread(factor, 16, size_K)
@@ -262,7 +262,7 @@ def mxfp4(rng: np.random.Generator, size_N: int, size_K: int) -> Made:
 
 
 def mxfp4_stack(rng: np.random.Generator, experts: int, rows: int, cols: int) -> Made:
-    """Of a whole stack: X_blocks and X_scales."""
+    """The X_blocks and X_scales of a whole stack."""
     codes = rng.integers(0, 16, (experts, rows, cols // 32, 32))
     exponents = rng.integers(100, 140, (experts, rows, cols // 32))
     values = np.array(E2M1)[codes] * np.exp2(exponents - 127.0)[..., None]

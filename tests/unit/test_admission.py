@@ -57,7 +57,7 @@ def test_clients_take_turns() -> None:
                     order.append(str(names[call]))
                     names[call] = "seen"
                     running.append(call)
-        # The first two began at once; from then on everybody has every third turn.
+        # The first two start at once; then each client has every third turn.
         assert Counter(order[:2]) == {"many": 2}
         assert order.index("one") <= 4 and len(order) == 14
         assert Counter(order[2:8])["three"] == 2
@@ -125,7 +125,7 @@ def test_what_ends_before_it_began_leaves_the_line() -> None:
         admission = AdmissionQueue(max_running=1)
         running, waiting = Call(admission, "a", 2), Call(admission, "b", 2)
         await settle()
-        waiting.queued.finished(2)  # aborted by its name
+        waiting.queued.finished(2)  # aborted by its id
         await settle()
         assert waiting.task.done() and waiting.error is None and waiting.started == 0
         assert (admission.running, admission.waiting) == (2, 0)
@@ -148,7 +148,7 @@ def test_the_time_to_come_back_follows_the_rate() -> None:
 
 
 async def _live(admission: AdmissionQueue, rng: random.Random, served: list[int]) -> None:
-    """A call as the engine makes it, cancelled anywhere or ended piece by piece."""
+    """Makes a call like the engine; cancels it anywhere, or ends it piece by piece."""
     queued: QueuedCall = admission.new_call(rng.randrange(8))
     number = rng.choice((1, 1, 1, 2, 5, 40))
     left = [number]
@@ -170,7 +170,7 @@ async def _live(admission: AdmissionQueue, rng: random.Random, served: list[int]
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_slot_is_lost_whatever_is_cancelled(seed: int) -> None:
-    """Thousands of calls, most of them cancelled at some await."""
+    """Makes thousands of calls and cancels most of them at some await."""
 
     async def main() -> None:
         rng = random.Random(seed)
@@ -199,7 +199,7 @@ def test_no_slot_is_lost_whatever_is_cancelled(seed: int) -> None:
 
 
 def test_a_refusal_counts_what_runs_and_what_waits() -> None:
-    """Slots are more than can run."""
+    """There are more slots than requests that can run."""
 
     async def main() -> None:
         admission = AdmissionQueue(max_running=4, max_queued=2)

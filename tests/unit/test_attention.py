@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.layers.context import AttentionSpec, CacheSpec
+from moesaic.layers.context import AttentionSpec, CacheSpec, LatentSpec
 from moesaic.layers.paged_cache import PagedCache, SequenceSpan
 from moesaic.layers.torch_attention import TorchAttention
 
@@ -93,7 +93,9 @@ def test_attention_equals_the_oracle(
     new_v = torch.cat([v[-s.length :] for s, v in zip(spans, values, strict=True)])
     step = TorchAttention(cache, spans)
     if latent:
-        out = step.attend_latent(spec, q, new_k.squeeze(1), Identity(absorbed))
+        parts = {"rope_dim": 0, "rope": None, "norm": None, "projections": Identity(absorbed)}
+        latent_spec = LatentSpec(spec.layer, spec.scale, window, spec.sinks_N, **parts)
+        out = step.attend_latent(latent_spec, q, new_k.squeeze(1))
     else:
         out = step.attend(spec, q, new_k, new_v)
     for span, k, v in zip(spans, history, values, strict=True):

@@ -1,4 +1,4 @@
-"""Nothing that runs code from data, or opens a shell, is used anywhere: by the syntax tree."""
+"""The syntax trees show that nothing runs code from data or opens a shell."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CALLS = {
     "multiprocessing.Pool",
     "multiprocessing.Manager",
 }
-# Methods and functions with these names, of whatever they are.
+# Methods and functions with these names, of any object.
 NAMES = {
     "all_gather_object",
     "broadcast_object_list",
@@ -41,7 +41,7 @@ NAMES = {
     "send_pyobj",
     "recv_pyobj",
 }
-# Keyword arguments that must not be this.
+# Keyword arguments that must not have this value.
 KEYWORDS = {("shell", True), ("allow_pickle", True), ("trust_remote_code", True)}
 KEYWORDS |= {("weights_only", False)}
 ALLOWED = {
@@ -53,7 +53,7 @@ ALLOWED = {
 
 
 def names_of(tree: ast.Module) -> dict[str, str]:
-    """What names of the module stand for, as far as imports say it."""
+    """The full names of what a module imports."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -60,7 +60,7 @@ mean_itl_ms median_itl_ms std_itl_ms p95_itl_ms p99_itl_ms concurrency accept_le
 def outcome(
     times: Sequence[float], tokens: int, counts: Sequence[int] = (), started: float = 0.0
 ) -> Outcome:
-    """Of a request that was sent at `started` and ended with its last arrival."""
+    """The outcome of a request that starts at `started` and ends with its last arrival."""
     return Outcome(
         BenchPrompt("p", 10, tokens),
         started=started,
@@ -110,7 +110,7 @@ def test_arrivals_have_rate_and_burstiness(burstiness: float):
     gaps = np.diff(times)
     assert times[0] == 0 and gaps.min() >= 0
     assert gaps.mean() == pytest.approx(1 / 50, rel=0.05)
-    # Of a gamma distribution; 1 is that of a Poisson process.
+    # Gaps follow a gamma distribution; burstiness 1 is a Poisson process.
     assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.05)
     assert times == list(arrival_times(20_000, Load(50.0, None, burstiness), seed=3))
 
@@ -151,7 +151,7 @@ def test_what_was_not_measured_keeps_no_limit():
     whole.streamed = False
     assert measure(run_of([whole], 1.0), {"ttft": 1e9}, None).good == 0
     assert measure(run_of([whole], 1.0), {"e2el": 1e9}, None).good == 1
-    # One token has no time between tokens; that is not against it.
+    # A single token has no time between tokens, which still meets the limit.
     assert measure(run_of([outcome([0.1], 1)], 1.0), {"tpot": 1}, None).good == 1
 
 
@@ -200,8 +200,8 @@ def test_notes_say_what_is_wrong():
 
 @pytest.fixture(scope="module")
 def merging(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tokenizer whose merges make of decoded random ids other ids, and which puts a
-    token in front."""
+    """A folder with a tokenizer that encodes decoded random ids as other ids and adds a first
+    token."""
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -425,7 +425,7 @@ def test_picture(tmp_path: Path):
     for colour in (picture.MEDIAN, picture.TAIL, picture.OUTPUT, picture.TOTAL):
         wanted = np.array([int(colour[place : place + 2], 16) for place in (1, 3, 5)]) / 255
         assert (np.abs(pixels - wanted).max(axis=2) < 0.02).sum() > 50
-    # What was varied is below the pictures: the rate, the limit, or what came of it.
+    # The x axis is what varies: the rate, the limit, or the measured load.
     loads = [load for load, _ in points]
     figures = [figures for _, figures in points]
     assert picture._axis(loads, figures) == ("requests per second sent", [1.0, 2.0, 4.0, 8.0])

@@ -1,4 +1,4 @@
-"""The benchmark of dispatch and combine on a GPU, by the kernels' twins."""
+"""The benchmark of dispatch and combine on a GPU, with the kernels' torch twins."""
 
 import json
 from dataclasses import replace
@@ -193,7 +193,7 @@ def test_payloads_that_nobody_asked_for_are_left_out():
 def test_without_mps(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Where none is installed, and where one does not start."""
+    """MPS may be missing, or its daemon may fail to start."""
     monkeypatch.setattr(a2a_gpu, "cuda_missing", lambda: "")
     monkeypatch.setattr(a2a_gpu, "num_gpus", lambda: 1)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -221,7 +221,7 @@ def test_files_that_are_none_of_its_own(tmp_path: Path):
 
 
 def test_where_nothing_can_be_written(tmp_path: Path):
-    """Before ranks start."""
+    """The output file is checked before ranks start."""
     (tmp_path / "file").touch()
     out = tmp_path / "file" / "rows.json"
     with pytest.raises(SystemExit, match=f"^error: --out {out}: {tmp_path}/file: "):

@@ -1,4 +1,4 @@
-"""The benchmark of ranks that share a GPU: which steps count, what is compared and kept."""
+"""The benchmark of ranks that share a GPU: which steps it counts, compares and keeps."""
 
 import ast
 import json
@@ -43,7 +43,7 @@ def span(kind: SpanKind, step: int, tokens: int, begin: float, end: float) -> Sp
 
 
 def two_ranks() -> list[Recorded]:
-    """Prompts of 8 tokens on either rank, then two requests each; rank 1 ends last."""
+    """Each rank prefills 8 tokens, then decodes two requests; rank 1 ends last."""
     first = [span(SpanKind.STEP, 1, 8, 0, 10)]
     first += [span(SpanKind.STEP, n, 2, 8 + n, 9 + n) for n in (2, 3, 4)]
     second = [span(SpanKind.STEP, 1, 8, 1, 12)]
@@ -58,7 +58,7 @@ def test_a_step_has_the_tokens_of_all_ranks_and_ends_with_the_last():
     assert [one.end / MS for one in steps] == [12, 25, 35, 45]
     found = timing(steps, 4)
     assert found.prefill == 12 and found.steps == [10, 10]
-    # Three steps of decoding, two ranks, of which one waits 3 ms.
+    # The mean of three decode steps and two ranks, of which one waits 3 ms.
     assert host_ms(two_ranks(), 4) == {"wait": pytest.approx(1.5)}
 
 
@@ -79,8 +79,8 @@ def event(name: str, begin: float, end: float, device: DeviceType = DeviceType.C
 
 
 def test_the_step_of_median_length_counts():
-    """Steps end at 10, 30, 1030 and 55 more: in the second a rank was waited for. In the last one a
-    product begins while the wait before it still runs, and nothing runs for 55 - 28 us."""
+    """Steps end at 10, 30, 1030 and 1085: the third one waits for a rank. In the last one a product
+    begins while the wait before it still runs, and nothing runs for 55 - 28 us."""
     events = [event("_greedy_kernel", end - 1, end) for end in (10, 30, 1030, 1085)]
     events += [event("_wait_kernel", *when) for when in ((12, 20), (31, 1020), (1032, 1050))]
     events += [event("_few_rows", 1040, 1059), event("_few_rows", 5, 9)]
@@ -88,7 +88,7 @@ def test_the_step_of_median_length_counts():
     table = kernels_of(events, 4, True)
     assert table.us == {"_wait_kernel": 18, "_few_rows": 19, "_greedy_kernel": 1}
     assert (table.step_us, table.idle_us) == (55, 55 - 28)
-    # Operators of a CPU do not tell steps apart: their mean.
+    # CPU operators do not show where steps end, so the mean counts.
     assert kernels_of(events, 4, False) == StepKernels({"aten::mm": 500})
 
 
@@ -109,7 +109,7 @@ def test_kernels_by_stage():
 
 
 def launched() -> set[str]:
-    """Functions under `jit` that no other such function calls or hands on."""
+    """Functions under `jit` that no other such function calls or passes on."""
     modules = {path.stem: ast.parse(path.read_text()) for path in TRITON.glob("*.py")}
     made, used = set(), set()
     for module, tree in modules.items():
@@ -181,7 +181,7 @@ def test_tables_of_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_rows_of_other_backends_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "rows.json"
-    old = [{k: v for k, v in vars(ROW).items() if k != "backend"}]  # as they once were
+    old = [{k: v for k, v in vars(ROW).items() if k != "backend"}]  # the old format
     path.write_text(json.dumps(old))
     merge(path, [replace(ROW, backend="mori", decode_ms=3.0), replace(ROW, decode_ms=4.0)])
     read = [Row(**one) for one in json.loads(path.read_text())]

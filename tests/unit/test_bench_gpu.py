@@ -1,4 +1,4 @@
-"""What the benchmarks of a GPU do with words and files, where there is none."""
+"""Arguments and files of the GPU benchmarks, without a GPU."""
 
 import ast
 import json
@@ -68,7 +68,7 @@ def parsers(path: Path) -> Iterator[ast.Call]:
 
 
 def test_every_benchmark_is_named_by_how_it_is_called() -> None:
-    """With `python -m` argparse would tell the name of the file."""
+    """Every parser has a name: with `python -m` argparse would print the file's."""
     bench = Path(gpu.__file__).parent
     found = [(path.name, one) for path in bench.glob("*.py") for one in parsers(path)]
     assert len(found) > 20

@@ -17,7 +17,7 @@ from tests.unit.test_nextn import ids_of, write
 
 
 def test_drafts_against_the_definition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replies of which every third token is what the MTP layer says; lengths down to nothing."""
+    """The MTP layer predicts every third token of the replies, which may be empty."""
     oracle = write(tmp_path, own=False)
     models = Models.load(tmp_path, "float32")
     lengths = ((9, 14), (3, 1), (1, 2), (20, 0), (5, 30))
@@ -41,8 +41,7 @@ def test_drafts_against_the_definition(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_smaller_run_replaces_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither what was measured with more problems nor what is no result; before a model is
-    read."""
+    """A run replaces no larger result and no other file; it checks before it loads a model."""
     out, problems = tmp_path / "out.json", 3 * len(mtp.TASKS)
     monkeypatch.setattr(mtp.Models, "load", lambda folder, dtype: 1 / 0)
     words = ["mtp", "--model-path", str(tmp_path), "--num", "3", "--out", str(out)]

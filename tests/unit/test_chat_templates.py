@@ -19,7 +19,7 @@ from moesaic.server.parsers.parts import Tool
 from tests.unit.chat_parts import parts_of, summed
 
 HOUSE = Path(__file__).parents[2] / "models" / "house-moe"
-# In the manner of the families: the same constructs, not the same words.
+# Like the families' templates: the same constructs, other words.
 QWEN3 = """{%- if tools %}
     {{- '<|im_start|>system\\n' }}
     {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
@@ -292,7 +292,7 @@ def test_rendered_as_by_transformers(folder, name):
                     assert "Weather" in want
 
 
-# Each would take minutes or gigabytes, and gives nothing out before.
+# Each would take minutes or gigabytes before its first output.
 _LOOP = "{% for a in range(99999) %}"
 HOSTILE = {
     "empty loops": _LOOP + _LOOP + "{% endfor %}{% endfor %}",
@@ -316,7 +316,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_templates_that_take_too_much_are_ended(name, monkeypatch):
-    """By the kernel, whatever they are in; and the next rendering works."""
+    """The kernel ends the process wherever it is; the next rendering works."""
     monkeypatch.setattr(chat_template, "ALLOWANCE", Allowance(0.15, 64 << 20))
     hidden = "{% if messages[0].content == 'now' %}" + HOSTILE[name] + "{% endif %}fine"
     chat = chat_template.ChatTemplates({"default": hidden}, {}, "folder")
@@ -347,13 +347,13 @@ def test_a_server_does_not_start_with_such_a_template(folder, monkeypatch, tmp_p
     tools_only = "{% if tools %}" + HOSTILE["empty loops"] + "{% endif %}"
     for text, words in (
         (tools_only, r"takes more than 0\.3 s to render these messages"),
-        ("{% set x = 9 ** (9 ** 9) %}", "takes more than"),  # computed when it is compiled
+        ("{% set x = 9 ** (9 ** 9) %}", "takes more than"),  # computed at compile time
         ("{% for %}", "is not valid Jinja"),
     ):
         file.write_text(text)
         with pytest.raises(ValueError, match=f"{words}.*: fix it, or give another with --chat-te"):
             load_tokenizer(str(folder), str(file))
-    file.write_text("{{ raise_exception('none is good enough') }}")  # its right
+    file.write_text("{{ raise_exception('none is good enough') }}")  # a template may refuse
     refusing = load_tokenizer(str(folder), str(file))
     with pytest.raises(ChatTemplateError, match="none is good enough"):
         refusing.apply_chat_template(CHAT)
@@ -395,7 +395,7 @@ def test_a_question_that_cannot_be_read_is_refused_and_the_process_lives_on(fold
 
 
 def test_clients_take_turns_in_rendering(folder):
-    """The event holds the process, so that nothing depends on time."""
+    """The event blocks the process, so the test does not depend on time."""
     chat = Tokenizer.from_folder(folder, chat_template=CHAT_TEMPLATE).chat
     release, order = threading.Event(), []
     chat._turns.submit("operator", release.wait)

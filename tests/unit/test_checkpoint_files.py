@@ -1,5 +1,5 @@
-"""Files of a checkpoint that anybody may have written: whatever a field holds, it is served or one
-ValueError says where and what it is, and nothing is made that large first."""
+"""The files of an untrusted checkpoint: any value of a field is served, or a ValueError names the
+field and the value before anything that large is allocated."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ QUANTISED: tuple[dict[str, Any], ...] = (
 
 
 def changed(base: dict[str, Any], keys: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
-    """The same with wrong values for one field."""
+    """Yields copies of `base` with wrong values for one field."""
     for value in WRONG:
         found = copy.deepcopy(base)
         inner = found
@@ -97,7 +97,7 @@ def fields(content: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ..
 
 
 def outline(folder: Path) -> None:
-    """All that is made of config.json before a weight is read."""
+    """Makes everything that depends on config.json alone."""
     raw = RawConfig.read(folder)
     check_folder(str(folder), has_tensors=False)
     detect_scheme(raw, folder)
@@ -107,7 +107,7 @@ def outline(folder: Path) -> None:
 
 
 def configs() -> Iterator[tuple[str, dict[str, Any], list[tuple[Any, ...]]]]:
-    """Each with the fields that no one before it has."""
+    """Yields each config with the fields that no earlier config has."""
     seen = set[tuple[Any, ...]]()
     for name, own in FAMILIES.items():
         base = {**_COMMON, **OTHERS, **own, "model_type": name}
@@ -192,7 +192,7 @@ def test_other_files(folder: Path, name: str) -> None:
                     read()
                 except ValueError as error:
                     refused.add(keys[0])
-                    named = name if name != INDEX else str(folder)  # or a file that it names
+                    named = name if name != INDEX else str(folder)  # or a file that the index names
                     assert named in str(error) and len(str(error)) < 400
         for text in ("", "[]", "5", "{", '{"a": NaN}', "[" * 100_000, '{"a": 1' + "0" * 5000 + "}"):
             file.write_text(text)

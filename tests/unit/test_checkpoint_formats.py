@@ -1,4 +1,4 @@
-"""Every way to store a matrix on disk is read exactly, and in parts."""
+"""Matrices in every disk format are read exactly, and in parts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def made(disk: DiskFormat, folder: Path) -> tuple[Scheme, Matrix, Tensor]:
     tensors, values = disk.make(np.random.default_rng(7), *disk.shape)
     save(folder, named(tensors))
     scheme = detect_scheme(config_of(disk.config), folder)
-    # Rounded once: scales and numbers are short, and their products are the truth.
+    # Scales and numbers are short, so their products are exact in float64.
     return scheme, Matrix(f"{STEM}.weight", disk.shape), torch.from_numpy(values).float()
 
 
@@ -59,7 +59,7 @@ def test_numbers_are_read_exactly(disk: DiskFormat, tmp_path: Path) -> None:
         for name, spec in scheme.tensors(checkpoint, matrix).items():
             checkpoint.check(name, spec)
         assert torch.equal(scheme.dense(checkpoint, matrix), expected)
-        # Odd cuts, which no block respects.
+        # Odd cuts split blocks.
         part = scheme.dense(checkpoint, matrix, slice(3, 21), slice(7, 50))
         assert torch.equal(part, expected[3:21, 7:50])
         format = scheme.expert_format or WEIGHT_FORMATS["fp32"]
@@ -124,7 +124,7 @@ def test_unquantised_stacks_have_inputs_first(interleaved: int | None, tmp_path:
 
 @pytest.mark.parametrize("name", ["fp8_block", "int4_w4a16", "nvfp4"])
 def test_other_formats_than_the_stored_one(name: str, tmp_path: Path) -> None:
-    """Encoded at load, from the whole matrix: a part is the part of what all ranks agree on."""
+    """A part is cut from the whole encoded matrix, so all ranks agree."""
     format, w_NK = WEIGHT_FORMATS[name], torch.randn(256, 256)
     matrix = Matrix(f"{STEM}.weight", (256, 256))
     save(tmp_path, {matrix.name: w_NK})
@@ -213,7 +213,7 @@ def _activations(base: str, **numbers: Any) -> dict[str, Any]:
 def test_activations(
     base: str, numbers: dict[str, Any], activation: str | None, unmet: str, tmp_path: Path
 ) -> None:
-    """They are rounded as the checkpoint asks, or stay as they are; a note tells what is unmet."""
+    """Activations are rounded as the checkpoint asks, or a note says that they are not."""
     made(FORMATS[base], tmp_path)
     scheme = detect_scheme(config_of(_activations(base, **numbers)), tmp_path)
     assert scheme.expert_format is not None and scheme.expert_format.activation == activation

@@ -1,4 +1,4 @@
-"""Flags: declaration, command line, file, keywords, ranges, contradictions, what is not built."""
+"""Flags: declaration, command line, file, keywords, ranges, contradictions, unbuilt features."""
 
 import dataclasses
 import logging
@@ -451,7 +451,7 @@ def test_resolve_fills_in_what_was_left_open():
 
 @pytest.fixture(autouse=True)
 def no_master(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment of whoever runs the tests says nothing of nodes."""
+    """Removes the variables that name a master node from the environment."""
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
 
@@ -587,7 +587,7 @@ def test_config_does_not_import_torch():
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None, int], None]:
-    """Pretends what torch is built for and how many GPUs there are."""
+    """Fakes the CUDA version of torch and the number of GPUs."""
 
     def have(version: str | None, count: int) -> None:
         monkeypatch.delenv(devices.DEVICE_VARIABLE, raising=False)
@@ -637,7 +637,7 @@ def test_gpus_that_may_be_used(
     gpus: Callable[[str | None, int], None],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """As CUDA counts them: those that there are, up to the first that is none."""
+    """CUDA counts the listed devices up to the first one that does not exist."""
     gpus("13.0", 4)
     monkeypatch.setenv(devices.VISIBLE, visible)
     assert devices.num_gpus() == count
@@ -726,7 +726,7 @@ def test_ranks_share_a_gpu_only_if_asked_to(
     assert "4 ranks would have to share 2 GPUs: --device cuda does so" in caplog.text
     shared = resolve(make(device="cuda", **GROUPS))
     assert devices.gpus_of(shared) == (0, 0, 1, 1)
-    # Each group has all of what is not an expert.
+    # Each group holds all weights except the experts.
     assert (shared.moe_dense_tp_size, shared.enable_dp_lm_head) == (1, True)
     assert resolve(shared) == shared
     gpus("13.0", 5)
@@ -771,7 +771,7 @@ def test_what_cuda_cannot_do_is_refused(gpus: Callable[[str | None, int], None])
     gpus("13.0", 1)
     with pytest.raises(ValueError, match="torch_native works on cpu, not on cuda: give triton"):
         resolve(make(attention_backend="torch_native"))
-    # Left open, it is where that can be done.
+    # Without --device, the device that supports the other flags is chosen.
     assert resolve(make(pp_size=2)).device == "cpu"
     assert resolve(make(enable_deterministic_inference=True)).device == "cuda"
     args = resolve(make(kv_cache_dtype="fp8_e4m3", cuda_graph_max_bs=64))

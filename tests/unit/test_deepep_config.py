@@ -1,4 +1,4 @@
-"""--deepep-config: what it may say, where it is refused, and that kernels hear of it."""
+"""--deepep-config: allowed values, refusals, and its effect on kernels."""
 
 from dataclasses import replace
 from pathlib import Path

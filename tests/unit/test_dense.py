@@ -1,7 +1,5 @@
-"""Projections that are kept as float8: which of them, their memory, and what they compute.
-
-On a CPU nobody asks for it; here it is asked for, and the twins compute.
-"""
+"""Projections that are kept as float8: their choice, memory and results. Only a GPU keeps them;
+these tests use the torch twins on CPU."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ SIZES = {
     "num_hidden_layers": 1,
     "num_experts": 2,
 }
-# Of 128 rounded products: a float8 number is off by up to 1/16, by 0.026 on average.
+# For 128 products: a float8 number has an error up to 1/16, 0.026 on average.
 ACTIVATION_ROUNDING = 0.04
 
 
@@ -77,7 +75,7 @@ def off(out: Tensor, wanted: Tensor) -> float:
 
 @pytest.mark.parametrize("form", ["fp8", "fp8_channel"])
 def test_kept_and_decoded_agree(stored: dict[str, Path], form: str) -> None:
-    """Up to the rounding of activations; exactly, where there is nothing to round."""
+    """Results agree up to the rounding of activations, and exactly if nothing is rounded."""
     dense = kept(stored[form])
     fp8, decoded = loaded(stored[form], dense), loaded(stored[form])
     others = dict(linears(decoded))
@@ -111,7 +109,7 @@ def test_memory_is_counted(stored: dict[str, Path]) -> None:
 
 
 def test_an_unquantised_checkpoint_is_quantised(plain: Path) -> None:
-    """As --quantization fp8 asks on a GPU; the embedding, the head and the router stay."""
+    """--quantization fp8 on a GPU does so; embedding, head and router stay."""
     fp8, whole = loaded(plain, DenseWeights(BLOCK)), loaded(plain)
     others = dict(linears(whole))
     changed = [prefix for prefix, linear in linears(fp8) if linear.format is not None]
@@ -125,8 +123,8 @@ def test_an_unquantised_checkpoint_is_quantised(plain: Path) -> None:
 
 
 def test_a_rank_reads_its_part(stored: dict[str, Path]) -> None:
-    """Two ranks share the heads: queries 128 and 128, keys and values 64 and 64, which are no whole
-    blocks. The output projection is cut by columns of 128."""
+    """Two ranks share the heads: each has 128 query channels, and 64 of keys and values, which are
+    not whole blocks. The output projection is split by columns of 128."""
     folder = stored["fp8"]
     whole = dict(linears(loaded(folder, kept(folder))))["model.layers.0.self_attn.o_proj."]
     for rank in range(2):
@@ -148,7 +146,7 @@ def merged(*sizes: int) -> MergedLinear:
 
 
 def test_rows_are_normed_as_a_projection_takes_them(stored: dict[str, Path]) -> None:
-    """The same bits as when it quantises the normed rows itself."""
+    """The fused norm gives the same bits as a projection of the normed rows."""
     for dense in (kept(stored["fp8"]), None):
         layer = loaded(stored["fp8"], dense).model.layers[0]
         attention, norm = layer.self_attn, layer.input_layernorm
@@ -176,7 +174,7 @@ def test_parts_must_be_whole_blocks() -> None:
 
 
 def test_what_stays_is_said(plain: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Parts that straddle blocks, and parts of which the checkpoint has quantised only some."""
+    """The log names projections that split blocks, or that are quantised only in part."""
     raw = RawConfig.read(plain)
     raw.data |= {"head_dim": 32}
     stem = "model.layers.0."
@@ -195,7 +193,7 @@ def test_what_stays_is_said(plain: Path, caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_when_they_are_kept(plain: Path, stored: dict[str, Path]) -> None:
-    """On a GPU only, where activations may be float8, too."""
+    """Projections stay in float8 only on a GPU, and only if activations may be float8."""
     single = MoeContext.single(torch.float32, BLOCK)
     cuda = replace(single, resolved=replace(single.resolved, device="cuda"))
     plain_scheme = detect_scheme(RawConfig.read(plain), plain)

@@ -1,4 +1,4 @@
-"""Streaming text equals text decoded at once, whatever the tokens and the stop strings."""
+"""Streamed text equals text decoded at once, for any tokens and stop strings."""
 
 import random
 from itertools import pairwise
@@ -32,7 +32,7 @@ def utf8(text):
 
 
 def stream(tokenizer, ids, prompt=(), **params):
-    """Texts after each token, what each push returned, and the end."""
+    """Returns the text after each token, the results of `push`, and the end."""
     one = IncrementalDetokenizer(tokenizer, list(prompt), SamplingParams.from_dict(params))
     texts, matches = [], []
     for token_id in ids:
@@ -46,7 +46,7 @@ SIZES = [FEW, pytest.param(MANY, marks=pytest.mark.slow)]
 
 
 def shown(kind, ids, skip):
-    """The tokens that the library does not leave out."""
+    """The tokens that the library decodes."""
     backend = kind.tokenizer.backend
     added = backend.get_added_tokens_decoder()
     special = {number for number, token in added.items() if token.special and skip}
@@ -54,8 +54,8 @@ def shown(kind, ids, skip):
 
 
 def continuation(kind, prompt, ids, skip):
-    """What the library decodes beyond the prompt. A prompt that ends with bytes or a piece of a
-    character gets a plain token behind it: the answer's own bytes do not join them."""
+    """The text that the library decodes after the prompt. A prompt that ends inside a character
+    gets a plain token, so the answer's bytes do not join it."""
     decode = kind.tokenizer.backend.decode
     last = shown(kind, prompt, skip)[-1:]
     if last and not kind.is_whole(last[0]):
@@ -69,8 +69,8 @@ def continuation(kind, prompt, ids, skip):
 @pytest.mark.parametrize("number", SIZES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_streamed_text_is_the_text_decoded_at_once(kind, number):
-    """Also after a prompt; what is shown is never taken back, so no piece ends inside a character;
-    and what a whole token ends is shown at once."""
+    """Covers answers after a prompt too. Shown text is never taken back, so no piece ends inside a
+    character, and a whole token is shown at once."""
     kind = KINDS[kind]
     for ids, prompt, skip in random_cases(kind, number):
         for before in ([], prompt):
@@ -89,7 +89,7 @@ def test_streamed_text_is_the_text_decoded_at_once(kind, number):
 
 
 def first_stop(text, stops):
-    """By definition: the stop that ends first, the longest of those that end together."""
+    """The stop string that ends first, by definition; the longest of those that end together."""
     for end in range(len(text) + 1):
         ended = [stop for stop in stops if text[:end].endswith(stop)]
         if ended:
@@ -121,8 +121,8 @@ def test_stop_strings_are_found_where_they_are(ids, stops, keep, step):
 @pytest.mark.parametrize("number", SIZES)
 @pytest.mark.parametrize("kind", ["byte_fallback", "byte_level"])
 def test_stop_strings_are_found_with_their_last_byte(kind, number):
-    """Also in bytes that are held back: the answer ends with the first token with which the text
-    that the library decodes has a stop string."""
+    """The answer ends with the first token whose decoded text has a stop string, also in bytes that
+    are held back."""
     kind, rng = KINDS[kind], random.Random(1)
     for ids, _, skip in random_cases(kind, number):
         whole = kind.tokenizer.backend.decode(ids, skip_special_tokens=skip).replace("\ufffd", "")
@@ -175,7 +175,7 @@ EURO = raw(0xE2, 0x82, 0xAC)
     [
         ([], [HELLO, WORLD], "Hello world"),
         ([X], [HELLO, WORLD], " Hello world"),
-        ([0], [HELLO, LO], "Hellolo"),  # after BOS alone a text begins
+        ([0], [HELLO, LO], "Hellolo"),  # a text begins after BOS
         ([HELLO, 0, 1], [WORLD], " world"),
         ([HELLO], [1, WORLD, 1, WORLD], " world world"),
         ([HELLO], [*EURO, *EURO, WORLD], "€€ world"),
@@ -186,7 +186,7 @@ EURO = raw(0xE2, 0x82, 0xAC)
         ([X], raw(0xE2, 0x82), "\ufffd\ufffd"),
         ([X], raw(*"\ufffd日".encode()), "\ufffd日"),
         ([X], raw(*" 🙂".encode()), " 🙂"),
-        ([], raw(*" 🙂".encode()), "🙂"),  # as of any text, its first space is left out
+        ([], raw(*" 🙂".encode()), "🙂"),  # the first space of a text is left out
         ([X], [*raw(0xE2), 1, *raw(0x82, 0xAC)], "€"),
         (raw(0xFF), [HELLO], " Hello"),
         (raw(0xFF), [*EURO, X], "€x"),

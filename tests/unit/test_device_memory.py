@@ -1,4 +1,4 @@
-"""What fits on a GPU: worked out from numbers, without one."""
+"""Computes without a GPU what fits on one."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_what_does_not_fit_is_refused_with_numbers():
 
 
 def test_ranks_on_one_gpu_have_equal_parts():
-    """4 ranks that have loaded 10 GiB each; CUDA has 4 GiB more."""
+    """4 ranks have loaded 10 GiB each; CUDA takes 4 GiB more."""
     room = DeviceRoom(total=140 * GIB, free=96 * GIB, held=10 * GIB).part(4)
     assert (room.total, room.free, room.held, room.others) == (
         35 * GIB,
@@ -142,7 +142,7 @@ def test_a_step_is_estimated_from_its_shapes(name: str, experts: int):
     ("a2a", "dp", "rows"), [("none", 1, 8447), ("deepep", 1, 8448), ("deepep", 2, 4 * 4224)]
 )
 def test_experts_are_estimated_for_the_parts_that_ranks_bring(a2a: str, dp: int, rows: int):
-    """Without attention groups those of all ranks are the step's tokens, rounded up."""
+    """Without attention groups the ranks' parts add up to the step's tokens, rounded up."""
     raw = RawConfig(shape_config("qwen3-30b-a3b"), "q")
     problem = MoeProblem(
         a2a=a2a, weights=WEIGHT_FORMATS["bf16"], dtype="bf16", ep=4, tp=4, device="cuda"

@@ -1,4 +1,4 @@
-"""Windows for kernels: where planes lie, and what a rank is told when another does not come."""
+"""Windows for kernels: the layout of planes, and the error if another rank does not come."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def test_planes_do_not_overlap():
         assert offsets[spec.name] % ALIGN == 0 and offsets[spec.name] >= ends[-1]
         ends.append(offsets[spec.name] + prod(spec.shape) * spec.dtype.itemsize)
     assert nbytes >= ends[-1]
-    # Flags are of the ranks there are.
+    # There is one flag per rank.
     assert layout(SPECS, channels=3, size=2)[1] == 3 * ALIGN
     assert device_window_bytes(SPECS, 2, 3, CPU) == 3 * ALIGN
 
 
 def test_what_a_window_takes_on_a_gpu():
-    """It is known where there is none."""
+    """The size of a GPU's window is known without a GPU."""
     assert device_window_bytes(SPECS, 4, 2, torch.device("cuda", 0)) == 2 << 20
     large = (PlaneSpec("x", (2 << 20,), torch.uint8),)
     assert device_window_bytes(large, 4, 2, torch.device("cuda", 0)) == 4 << 20
@@ -68,7 +68,7 @@ def test_one_array_of_each_rank():
 
 
 def test_a_rank_alone():
-    """Made where models are: in inference mode, with another device for new tensors."""
+    """The window is made like models: in inference mode, with another default device."""
     with torch.inference_mode(), torch.device("meta"):
         window = create_device_window(RankGroup.alone(), SPECS, SECONDS, 2, CPU)
     call = window.call(0, "alone")
@@ -97,7 +97,7 @@ def test_ranks_on_two_nodes():
 
 
 def step(ranks: Sequence[DeviceWindow], channel: int = 0, layer: int = 0) -> None:
-    """One operation in which all of them take part."""
+    """Runs one operation of all these ranks."""
     calls = [window.call(channel, f"dispatch, layer {layer}", layer) for window in ranks]
     for call in calls:
         signal(call)
@@ -130,7 +130,7 @@ def lost(mail: SignalPlanes, rank: int, channel: int) -> Tensor:
 
 
 def test_missing_ranks_are_named_though_the_gpu_is_lost(monkeypatch: pytest.MonkeyPatch):
-    """The desk is the host's. Of the first of them it has the flag too."""
+    """The host's memory names the missing ranks, and has the flag of the first one."""
     ranks = windows(4)
     step(ranks)
     for rank in (0, 2):
@@ -152,7 +152,7 @@ def test_a_rank_that_never_came():
 
 
 def test_nothing_moves_after_a_failure():
-    """Kernels that follow neither wait nor signal, and the first complaint stays."""
+    """Later kernels neither wait nor signal, and the first error stays."""
     a, b = windows(2, timeout=0.2)
     signal(a.call(0, "first"))
     wait(a.call(0, "first"))
@@ -193,7 +193,7 @@ def test_a_rank_left_behind():
     wait(a.call(0, "dispatch"))
     with pytest.raises(OutOfStep, match="rank 1 is in generation 2, this rank in 0: one of them"):
         a.check()
-    # And the other sees nothing of its own generation.
+    # The other rank sees no signal of its own generation.
     wait(b.call(0, "dispatch"))
     with pytest.raises(PeerTimeout, match="not seen before"):
         b.check()
@@ -226,7 +226,7 @@ def test_restart_after_a_failure():
 
 @pytest.mark.parametrize("count", [0, 2**16 - 1, 2**32 - 1, 2**32 + 9, 5 * 2**32])
 def test_a_rank_that_is_late_after_a_restart(count: int):
-    """However often it has raised its flag before."""
+    """The late rank may have signalled any number of times before."""
     ranks = windows(2, timeout=10.0)
     for window in ranks:
         window.signals.state[DeviceStateWord.CHANNELS] = count
@@ -246,8 +246,8 @@ def test_a_rank_that_is_late_after_a_restart(count: int):
 
 
 def test_many_restarts():
-    """As of a server whose steps fail now and then, for years; a channel is not used in all of
-    them."""
+    """Flags survive as many restarts as a server has in years; not every generation uses each
+    channel."""
     ranks = windows(2)
     step(ranks, channel=1)
     for generation in range(1, 40_000):
@@ -263,7 +263,7 @@ def test_many_restarts():
 
 
 def test_ranks_that_take_no_part():
-    """They are neither waited for nor signalled, and may come back."""
+    """Excluded ranks are neither waited for nor signalled, and may come back."""
     ranks = windows(3)
     others = [ranks[0], ranks[2]]
     for window in others:

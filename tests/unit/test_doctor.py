@@ -35,8 +35,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int, int], list[Any]]:
-    """Pretends that there are so many GPUs of so many bytes, and the program of MPS; notes which
-    of them torch is told to use."""
+    """Fakes `count` GPUs of `nbytes` each and the program of MPS; returns the devices that torch is
+    set to."""
 
     def have(count: int, nbytes: int) -> list[Any]:
         chosen: list[torch.device] = []
@@ -75,7 +75,7 @@ def ranks(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def whole_bytes(folder: Path) -> tuple[int, int]:
-    """Of the dense weights and of the experts of the model on one rank, really allocated."""
+    """Allocates the model on one rank; returns the bytes of dense weights and of experts."""
     model = build_model(RawConfig.read(folder), BuildContext.single(torch.float32, 16))
     experts = [module for module in model.modules() if isinstance(module, FusedMoE)]
     held = [layer.weights.w13_eJH.nbytes + layer.weights.w2_eHI.nbytes for layer in experts]
@@ -107,7 +107,7 @@ def test_expert_bytes_fall_as_one_by_ep(
     for ep in (2, 4, 8):
         line = f"{folders[family]} --tp 8 --dp 8 --enable-dp-attention --ep {ep}"
         found = ranks(ask(capsys, f"{line} --moe-a2a-backend {a2a}"))
-        # The bias of the down projection is held by the first of those who share an expert.
+        # The first rank that shares an expert holds the bias of the down projection.
         first = [rank for rank in found if rank["moe_tp_rank"] == 0]
         biases = 0 if family != "gpt_oss" else 2 * 8 * 64 * 4 // ep
         held = {rank["expert_bytes"] for rank in first}
@@ -289,7 +289,7 @@ def test_the_gpu_that_is_asked_for(
     capsys: pytest.CaptureFixture[str],
     gpus: Callable[[int, int], list[Any]],
 ):
-    """What is free is that GPU's, and what is told is of it and not of the machine."""
+    """The free memory and the report are those of the chosen GPU, not of the machine."""
     chosen = gpus(2, 8 * GIB)
     words = ["doctor", str(folders["qwen3_moe"]), "--device", "cuda", "--base-gpu-id"]
     assert main([*words, "1"]) == 0
@@ -353,7 +353,7 @@ def test_text(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]):
 
 
 def test_nothing_is_loaded(folders: dict[str, Path]):
-    """Weights are not even looked at: a folder with a config alone is laid out."""
+    """The layout needs no weights: a folder with only a config.json is enough."""
     config = folders["qwen3_moe"] / "config.json"
     bare = folders["qwen3_moe"].parent / "bare"
     bare.mkdir(exist_ok=True)
@@ -417,7 +417,7 @@ def test_ranks_that_share_a_gpu_have_parts_of_it(
     capsys: pytest.CaptureFixture[str],
     gpus: Callable[[int, int], list[Any]],
 ):
-    """A page takes what it takes; beside weights and buffers each of two ranks has half."""
+    """Two ranks share the memory that weights and buffers leave: each gets half for pages."""
     gpus(1, 2 * GIB)
     given = f"{folders['qwen3_moe']} --device cuda --mem-fraction-static 0.25"
     given += " --max-running-requests 4096 --context-length 2048 --chunked-prefill-size 64"
@@ -455,7 +455,7 @@ def test_what_a_gpu_takes(
     gpus: Callable[[int, int], list[Any]],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """The sum of its ranks, not of all on the node."""
+    """A GPU's memory is the sum over its own ranks, not over all ranks of the node."""
     gpus(count, 8 * GIB)
     line = f"{folders['qwen3_moe']} {GROUPS.format(4)} --max-total-tokens 1024"
     report = ask(capsys, line)

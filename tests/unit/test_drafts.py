@@ -55,7 +55,7 @@ def serve(core: LocalCore, drafter: "Drafter | None" = None) -> list[Request]:
 
 
 class Drafter:
-    """Proposes the right tokens, each of which is replaced by another with a probability."""
+    """Proposes the right tokens; replaces each with probability `wrong`."""
 
     def __init__(self, answers: list[Request], wrong: float) -> None:
         self.answers, self.wrong, self.chance = answers, wrong, random.Random(1)
@@ -80,10 +80,10 @@ def test_drafts_change_no_token(asynchronous: bool, wrong: float, flags: dict[st
         assert other.output_ids == one.output_ids and other.finish_reason == one.finish_reason
         assert other.output_logprobs == pytest.approx(one.output_logprobs, abs=1e-5)
         assert len(other.output_top_logprobs) == len(one.output_top_logprobs)
-    # The same tokens come in fewer steps where proposals are right.
+    # Right proposals need fewer steps for the same tokens.
     if wrong == 0.0:
         assert core.planner.num_steps < plain.planner.num_steps
-    again = serve(core)  # the prefix cache holds nothing that was rejected
+    again = serve(core)  # the prefix cache holds no rejected token
     assert [one.output_ids for one in again] == [one.output_ids for one in expected]
 
 

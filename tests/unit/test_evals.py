@@ -1,4 +1,4 @@
-"""Statistics, problems in files, comparison: everything of `eval` but a model."""
+"""`eval` without a model: statistics, problem files and comparisons."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from moesaic.evals.server_url import ServerUrl
 from moesaic.evals.tasks import draw
 from moesaic.evals.tasks.problem import ChatTurn, Problem, grade, is_kept
 
-# As `eval --out` promises it.
+# The schema that `eval --out` promises.
 SHARE = {"type": "number", "minimum": 0, "maximum": 1}
 SCORE = ["accuracy", "invalid", "n", "ci_low", "ci_high", "failed"]
 POSITIVE = ("temperature", "seconds", "output_throughput", "requests_per_second")
@@ -86,7 +86,7 @@ SCHEMA["required"] = list(SCHEMA["properties"])  # type: ignore[call-overload]
 
 
 class Known(Asker):
-    """Replies by the prompt; a text that begins with ! is an error, None is never given."""
+    """Looks replies up by prompt. A reply that begins with ! is an error; None never arrives."""
 
     target = "known"
 
@@ -134,7 +134,7 @@ def test_wilson_as_published(right: int, number: int, low: float, high: float) -
     assert found == pytest.approx((low, high), abs=5e-5)
     mirrored = wilson(number - right, number)
     assert mirrored == pytest.approx((1 - found[1], 1 - found[0]), abs=1e-12)
-    for bound in found:  # where the test of that share just rejects what was seen
+    for bound in found:  # at the bound the test just rejects the observed share
         if 0 < bound < 1:
             deviation = math.sqrt(bound * (1 - bound) / number)
             assert abs(right / number - bound) / deviation == pytest.approx(Z95)
@@ -147,7 +147,7 @@ def test_wilson_ends() -> None:
 
 @pytest.mark.parametrize(
     ("lost", "won", "p"),
-    # Of R's binom.test(lost, lost + won).
+    # The p values are from R's binom.test(lost, lost + won).
     [
         (0, 0, 1),
         (0, 6, 0.03125),
@@ -220,7 +220,7 @@ def test_files_of_problems(tmp_path: Path) -> None:
 def test_a_bad_line_is_named(
     tmp_path: Path, line: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before a model is looked for: there is none of this name."""
+    """The data is checked before the model is loaded."""
     path = tmp_path / "bad.jsonl"
     path.write_text('{"prompt": "good", "answer": "1"}\n\n' + line + "\n")
     assert main(["eval", "--model-path", "tiny:qwen3_moe", "--data", str(path)]) == 2
@@ -242,7 +242,7 @@ def test_a_question_need_not_be_of_gsm8k(tmp_path: Path) -> None:
 
 
 def test_what_a_problem_breaks_is_its_own() -> None:
-    """Known has no reply to b: whoever asks it gets a KeyError."""
+    """One problem's error does not affect the others: Known raises KeyError for b."""
     problems = [problem("a", "1"), problem("b", "1"), problem("c", "1")]
     result = evaluate(Known({"a": "1", "c": "1"}), problems, QUIET)
     assert (result.failed, result.complete, result.accuracy) == (1, True, 2 / 3)
@@ -251,7 +251,7 @@ def test_what_a_problem_breaks_is_its_own() -> None:
 
 
 def test_names_cannot_write_to_the_terminal() -> None:
-    """Neither escape sequences nor lines of a table that are none."""
+    """Names print no escape sequences and no fake lines of a table."""
     evil = "t\x1b[2J\nall  9  1.0000"
     problems = [
         Problem(evil, "a", "\x1b]0;x\x07", match="exact", id="i\nj"),
@@ -317,7 +317,7 @@ def save(path: Path, replies: dict[str, str | None], problems: list[Problem]) ->
 
 
 def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Six answers lost, none won: R gives 0.03125."""
+    """Six answers are lost and none is won, for which R gives p = 0.03125."""
     names = "abcdefgh"
     problems = [problem(name, "1", task="t" if name < "e" else "u") for name in names]
     a = save(tmp_path / "a.json", dict.fromkeys(names, "1"), problems)
@@ -338,7 +338,7 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_compare_of_other_problems() -> None:
-    """A problem that comes twice pairs once with each."""
+    """A problem that occurs twice in both runs makes two pairs."""
     a = evaluate(Known({"a": "1", "b": "1"}), [problem("a", "1")] * 2 + [problem("b", "1")], QUIET)
     b = evaluate(Known({"a": "1", "c": "1"}), [problem("a", "1")] * 2 + [problem("c", "1")], QUIET)
     found = compare(a, b)
@@ -409,7 +409,7 @@ def test_addresses_of_one_server(text: str) -> None:
 
 
 def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:
-    """A pipe stays a pipe, a link a link, and a file keeps its mode."""
+    """Writing keeps a pipe a pipe and a link a link, and keeps a file's mode."""
     pipe, file, link = (tmp_path / name for name in ("pipe", "file", "link"))
     dangling, new = tmp_path / "dangling", tmp_path / "new"
     os.mkfifo(pipe)
@@ -430,7 +430,7 @@ def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:
 
 
 def test_two_runs_with_one_file(tmp_path: Path) -> None:
-    """Every content is whole, whoever was last."""
+    """Concurrent writers never mix their contents."""
     path, contents = tmp_path / "out", [bytes([65 + n]) * 100_000 for n in range(8)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda content: write_whole(path, content), contents * 4))
@@ -438,7 +438,7 @@ def test_two_runs_with_one_file(tmp_path: Path) -> None:
 
 
 def test_a_task_that_is_nearly_exhausted_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a long tail something new comes now and then for ever."""
+    """Drawing stops although a long tail yields a new problem now and then."""
     draws = 0
 
     def tail(rng: random.Random) -> Problem:
@@ -457,7 +457,7 @@ def test_a_task_that_is_nearly_exhausted_ends(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_write_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first of each task."""
+    """Writes the first problems of each task."""
     entries = [{"prompt": f"{n}", "answer": "1", "task": "ab"[n % 2]} for n in range(6)]
     data, out = lines(tmp_path / "d.jsonl", *entries), tmp_path / "out.jsonl"
     flags = ["--data", data, "--num", "2", "--write-data", str(out)]
@@ -469,7 +469,7 @@ def test_write_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_drawn_problems_are_those_kept_for_testing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Written and read again they are the same, and a good reply to each is graded as right."""
+    """Problems survive writing and reading, and the solution of each is graded as right."""
     files = [str(tmp_path / name) for name in ("a", "b", "c")]
     for file, seed in zip(files, (1, 1, 2), strict=True):
         flags = ["--tasks", "all", "--num", "5", "--seed", str(seed), "--write-data", file]

@@ -1,7 +1,5 @@
-"""Experts by slot: bytes that move, slot tables that are updated in place.
-
-E experts · T tokens · K chosen · H hidden.
-"""
+"""Experts by slot: bytes move, slot tables are updated in place. E experts · T tokens · K chosen ·
+H hidden."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ def routed(layer: FusedMoE, logits_TE: Tensor) -> TopKOutput:
 
 @pytest.mark.parametrize("weights", FORMATS)
 def test_two_experts_change_slots(weights: str) -> None:
-    """Bytes of slots 0 and 3 and the slot map: outputs as before, and as of a fresh layer."""
+    """Swapping slots 0 and 3 and the slot map keeps the outputs, which equal a fresh layer's."""
     layer, fresh = make_layer(weights, FIRST), make_layer(weights, SWAPPED)
     EXPERTS.fill(layer)
     EXPERTS.fill(fresh)
@@ -90,7 +88,7 @@ def test_a_slot_is_all_its_tensors() -> None:
     views, weights = store.read(1), store.weights
     matrices = weights.w13_eJH.nbytes + weights.w2_eHI.nbytes
     assert weights.b13_eJ is not None and weights.b2_eH is not None
-    total = matrices + weights.b13_eJ.nbytes + weights.b2_eH.nbytes + 3 * 16  # and input scales
+    total = matrices + weights.b13_eJ.nbytes + weights.b2_eH.nbytes + 3 * 16  # plus input scales
     assert all(view.dtype == torch.uint8 and view.dim() == 1 for view in views)
     assert sum(len(view) for view in views) * 3 == total
     sums = [store.checksum(slot) for slot in range(3)]
@@ -115,7 +113,7 @@ def test_input_scales_belong_to_slots() -> None:
 
 @pytest.mark.parametrize("first", [Placement.trivial(4), Placement(4, (3, 2, 1, 0))])
 def test_a_table_is_updated_in_place(first: Placement) -> None:
-    """Whatever it was when a graph captured its address: an identity, too."""
+    """The table keeps the address that a graph captured, even if it began as the identity."""
     second = Placement(4, (1, 0, 3, 2))
     slot_map, ids = SlotMap(first, max_replicas=2), torch.tensor([[0, 1], [2, -1], [3, 0]])
     table = slot_map.table_on(CPU)

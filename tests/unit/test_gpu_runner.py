@@ -1,4 +1,4 @@
-"""The experts by the layer of a GPU: there where one is, else by the torch twins of its kernels."""
+"""The GPU's MoE layer, on a GPU if there is one, else with the torch twins of its kernels."""
 
 from __future__ import annotations
 
@@ -68,8 +68,9 @@ CASES = [
 
 
 def numerics_of(format: WeightFormat, pairs: int, payload: str | None = None) -> Numerics:
-    """On a GPU rows are rounded once, to what the weights take; between the products they are
-    numbers of the layer's type first, but where the first one quantises what it has summed."""
+    """The rounding of a GPU: rows are rounded once, to the activation type of the weights.
+    Between the products they are rounded to the layer's type, unless the first product quantises
+    its sums."""
     activation = None if format.activation is None else PAYLOAD_FORMATS[format.activation]
     sent = PAYLOAD_FORMATS[payload or format.activation or DTYPE_NAMES[DTYPE]]
     at_once = quantises_inner(kernel_format(format), E, H, INNER, pairs, torch.device(DEVICE))
@@ -116,15 +117,15 @@ def routed(count: int, how: str) -> TopKOutput:
 
 
 def distance(y_TH: Tensor, x_TH: Tensor, topk: TopKOutput, numerics: Numerics) -> float:
-    """From the oracle that rounds where the layer does. What is quantised stays so: the layer
-    multiplies values and scales, and never writes their products in its own type."""
+    """The distance from an oracle that rounds where the layer does. The layer multiplies quantised
+    values and scales and never writes their products in its own type."""
     exact = replace(numerics, on_grid=True, dtype=torch.float32)
     return relative_error(y_TH, expected(held(EXPERTS, exact), x_TH, topk, exact).exact)
 
 
 def agrees(y_TH: Tensor, x_TH: Tensor, topk: TopKOutput, numerics: Numerics) -> None:
-    """Every number within the bound of its formats, and all together near the oracle that rounds
-    where the layer does."""
+    """Asserts that each number is within the bound of its formats, and all together are near the
+    oracle that rounds where the layer does."""
     truth = expected(held(EXPERTS, numerics), x_TH, topk, numerics)
     assert ((y_TH.double() - truth.exact).abs() <= truth.bound).all()
     assert distance(y_TH, x_TH, topk, numerics) < (1e-2 if GPU else 1e-6)
@@ -147,7 +148,7 @@ def test_every_runner_and_format(runner: str, weights: str) -> None:
 @pytest.mark.parametrize("count", [1, 9, 300])
 @pytest.mark.parametrize("weights", ["fp8_block", "fp8_channel", "fp8_tensor", "nvfp4"])
 def test_weights_alone(weights: str, count: int) -> None:
-    """Rows of weight-only formats are not rounded, nor what stands between the products."""
+    """Weight-only formats round neither the rows nor the numbers between the products."""
     format = replace(WEIGHT_FORMATS[weights], activation=None)
     layer = make_layer(format)
     assert layer.dispatcher.config.payload.name == DTYPE_NAMES[DTYPE]
@@ -160,7 +161,7 @@ def test_weights_alone(weights: str, count: int) -> None:
 
 @pytest.mark.parametrize("weights", ["fp8_block", "fp8_channel", "int8_w8a8", "nvfp4"])
 def test_neighbouring_scales_that_change_places_show(weights: str) -> None:
-    """What `agrees` allows is far below that, though all scales are alike here."""
+    """Swapped scales exceed the tolerance of `agrees` by far, although all scales are similar."""
     format = WEIGHT_FORMATS[weights]
     layer = make_layer(format)
     x_TH, topk = tokens(9), routed(9, "spread")
@@ -210,7 +211,7 @@ def test_no_tokens(weights: str) -> None:
     ],
 )
 def test_payloads_that_were_asked_for(weights: str, payload: str) -> None:
-    """As they came if the weights take just that, else decoded."""
+    """A payload is multiplied as it arrives if the weights support that, else decoded."""
     format = WEIGHT_FORMATS[weights]
     layer = make_layer(format, payload=payload)
     assert layer.dispatcher.config.payload.name == payload
@@ -219,8 +220,8 @@ def test_payloads_that_were_asked_for(weights: str, payload: str) -> None:
 
 
 def test_calibrated_scales_of_nvfp4() -> None:
-    """Powers of two that leave all group scales normal numbers change nothing; a scale that cuts
-    large rows off does."""
+    """A power of two that keeps all group scales normal changes nothing; a scale that clips large
+    rows does."""
     layer = make_layer(WEIGHT_FORMATS["nvfp4"])
     x_TH, topk = tokens(12), routed(12, "spread")
     found = []
@@ -233,7 +234,7 @@ def test_calibrated_scales_of_nvfp4() -> None:
 
 
 def test_gpt_oss_biases_and_limit() -> None:
-    """Against float64, with biases that clamping sees."""
+    """Compares with float64; the biases are large enough to be clamped."""
     torch.manual_seed(0)
     layer = make_layer(WEIGHT_FORMATS[DTYPE_NAMES[DTYPE]])
     b13, b2 = torch.randn(E, 2 * INNER).to(DTYPE) * 4, torch.randn(E, H).to(DTYPE)
@@ -255,7 +256,7 @@ def test_gpt_oss_biases_and_limit() -> None:
 
 
 def test_rows_of_other_ranks() -> None:
-    """`deepep_normal`: results go where it is said."""
+    """`deepep_normal`: results are written to the given buffer."""
     layer = make_layer(WEIGHT_FORMATS["fp8_block"], "deep_gemm")
     x_TH, topk = tokens(11), routed(11, "some are nobody's")
     want = forward(layer, x_TH, topk, torch.int64)
@@ -271,7 +272,8 @@ def test_rows_of_other_ranks() -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_sums_that_are_left_to_the_norm(deterministic: bool) -> None:
-    """Of few rows, where nobody looks at results in between; the bits are those of `forward`."""
+    """The norm sums the pairs of few rows if no hook reads the results; the bits are those of
+    `forward`."""
     layer = make_layer(WEIGHT_FORMATS[DTYPE_NAMES[DTYPE]], deterministic=deterministic)
     for count, left in ((0, True), (7, True), (MAX_DEFERRED_ROWS + 1, False)):
         topk = routed(count, "some are nobody's") if count else random_topk(0, E, K, seed=0)
@@ -288,7 +290,7 @@ def test_sums_that_are_left_to_the_norm(deterministic: bool) -> None:
 
 @pytest.mark.parametrize("count", [1, 11])
 def test_one_expert_a_token(count: int) -> None:
-    """The last product writes results where they are wanted; of nobody's rows they are zeros."""
+    """The last product writes to the given buffer; rows without an expert become zeros."""
     format = WEIGHT_FORMATS[DTYPE_NAMES[DTYPE]]
     layer, x_TH, both = make_layer(format), tokens(count), routed(count, "spread")
     both.ids_TK[2::3] = -1
@@ -313,7 +315,7 @@ def test_one_expert_a_token(count: int) -> None:
     ],
 )
 def test_blocks(counts: list[int], runner: str, weights: str, payload: str) -> None:
-    """`deepep_ll`: garbage past what is filled stays unread, and results there unwritten."""
+    """`deepep_ll`: rows behind the filled ones are neither read nor written."""
     format = WEIGHT_FORMATS[weights]
     layer = make_layer(format, runner)
     x_eMH = torch.full((E, 24, H), 1e4, dtype=DTYPE)
@@ -337,7 +339,8 @@ def test_blocks(counts: list[int], runner: str, weights: str, payload: str) -> N
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_products_of_torch(bias: bool, deterministic: bool) -> None:
-    """Pairs in bfloat16 by torch's grouped product, as by ours; poisoned where nobody's are."""
+    """Torch's grouped product of bfloat16 pairs equals ours; rows without an expert are
+    poisoned."""
     torch.manual_seed(0)
     dtype = torch.bfloat16
     weights = ExpertWeights(
@@ -351,7 +354,7 @@ def test_products_of_torch(bias: bool, deterministic: bool) -> None:
         matrix.planes["values"] = matrix.planes["values"].to(DEVICE)
         matrix.plain = matrix.planes["values"].flatten(1, 2)
     topk = routed(23, "some are nobody's")
-    topk.ids_TK[topk.ids_TK == 2] = 1  # one takes none
+    topk.ids_TK[topk.ids_TK == 2] = 1  # expert 2 takes none
     x = PAYLOAD_FORMATS["bf16"].encode(torch.randn(23, H, device=DEVICE).to(dtype))
     ids, weights_RK = topk.ids_TK.to(DEVICE), topk.weights_TK.to(DEVICE)
     rows = StandardDispatchOutput("handle", x, ids, weights_RK)
@@ -401,7 +404,7 @@ def test_all_runners_take_what_comes_on_a_gpu() -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_pairs_that_others_will_sum(deterministic: bool) -> None:
-    """They are left unweighted where they are waited for, in blocks for those likely to be here."""
+    """Pairs stay unweighted in the given buffer; blocks are sized for the expected pairs."""
     layer = make_layer(WEIGHT_FORMATS[DTYPE_NAMES[DTYPE]], deterministic=deterministic)
     count, ep = 100, 4
     x_TH, topk = tokens(count).to(DEVICE), routed(count, "some are nobody's")
@@ -446,7 +449,7 @@ def test_load_is_counted_where_it_is_known() -> None:
     spans.start()
     forward(layer, tokens(3), routed(3, "one takes all"), torch.int64)
     assert spans.count == 5 and layer.load.tokens == [0, 0, 0, 6, 0]
-    forward(layer, tokens(1), routed(1, "one takes all"), torch.int32)  # which nobody sorts
+    forward(layer, tokens(1), routed(1, "one takes all"), torch.int32)  # a single row is not sorted
     assert layer.load.tokens == [0, 0, 0, 7, 0]
     layout = EpLayout(4, moe_tp_size=2, rank=1)
     other = type(layer.load)(0, layout, Spans(), "cuda")
@@ -461,7 +464,7 @@ def test_replicas_where_the_ids_are() -> None:
 
 
 def test_workspaces_of_a_gpu_do_not_dangle() -> None:
-    """A graph may hold what an earlier call was given: nobody else gets it while it lives."""
+    """A graph may hold an earlier buffer, so no other call gets it while it lives."""
     workspace = Workspace("meta")
     first = workspace.borrow("x", (2, 3), torch.float16)
     second = workspace.borrow("x", (2, 3), torch.float16)

@@ -50,7 +50,8 @@ def test_what_is_said():
 
 
 def test_part_of_the_processors():
-    """Twice what is even; of a crowd each rank has more than there may be that wait, on an H200."""
+    """A rank may use twice its even part. On an H200 even crowded ranks have more processors than
+    there are waiting ranks."""
     assert [processor_percent(sharers) for sharers in (1, 2, 3, 4, 6, 8)] == [
         100, 100, 67, 50, 34, 25,
     ]  # fmt: skip

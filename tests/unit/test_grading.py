@@ -1,4 +1,4 @@
-"""How an answer is read from a reply, and when it is the one that was wanted."""
+"""Grading reads the answer from a reply and compares it with the right one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars before they reach a model: what is refused and why, and what that may cost."""
+"""Grammars before they reach a model: refusals, their reasons, and the cost of checks."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_memory_is_bounded_and_the_next_grammar_is_tried_anew() -> None:
         checker.check(grammar("regex", "a+"))
         child = checker._child.pid
         assert child is not None
-        # What was refused is refused again without being tried.
+        # A refused grammar is refused again without a new attempt.
         with pytest.raises(ValueError, match="to compile: simplify it"):
             checker.check(grammar("json_schema", greedy))
         assert checker._child.pid == child
@@ -152,7 +152,7 @@ def test_memory_is_bounded_and_the_next_grammar_is_tried_anew() -> None:
 def test_a_client_with_many_new_grammars_keeps_nobody_out(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The event holds the process that compiles, so that nothing depends on time."""
+    """The event blocks the process that compiles, so the test does not depend on time."""
     monkeypatch.setattr(grammar_check, "REMEMBERED", 3)
     for number in range(6):
         checker.check(grammar("regex", f"a{number}"))
@@ -168,11 +168,11 @@ def test_a_client_with_many_new_grammars_keeps_nobody_out(
         many = [asyncio.create_task(ask(f"many{number}", "many")) for number in range(40)]
         await asyncio.sleep(0)
         full = [task for task in many if task.done()]
-        assert full == many[MAX_OPEN - 1 :]  # the operator's is one of those that are open
+        assert full == many[MAX_OPEN - 1 :]  # the operator's task also takes a place
         one = asyncio.create_task(ask("one", "one"))
-        while not many[MAX_OPEN - 2].done():  # the newest that waited
+        while not many[MAX_OPEN - 2].done():  # the newest one in the queue
             await asyncio.sleep(0)
-        await checker.check_in_turn(grammar("regex", "a5"), "many")  # known: it does not wait
+        await checker.check_in_turn(grammar("regex", "a5"), "many")  # a known grammar does not wait
         assert not one.done() and checker.turns.open == MAX_OPEN
         release.set()
         found = await asyncio.gather(*many, one, return_exceptions=True)
@@ -275,7 +275,7 @@ def test_sampling_stays_inside_the_mask() -> None:
     with pytest.raises(NonFiniteLogits) as caught:
         sample(logits_RV, rows, [torch.zeros(40, dtype=torch.uint8)] + [mask_B] * 63)
     assert caught.value.rows == (0,)
-    logits_RV[5, 200] = math.nan  # outside of the mask, and still not to be trusted
+    logits_RV[5, 200] = math.nan  # NaN outside of the mask is an error too
     with pytest.raises(NonFiniteLogits) as caught:
         sample(logits_RV, rows, [mask_B] * 64)
     assert caught.value.rows == (5,)
@@ -304,11 +304,11 @@ def test_matchers_follow_the_data_and_forget(tokenizer: Tokenizer) -> None:
     a, b, c, d = tokenizer.encode("abcd")
     none: list[int] = []
     matchers.begin(StepPlan([], []))
-    assert matchers.wait() == {} and not made  # nothing is built before it is needed
+    assert matchers.wait() == {} and not made  # the compiler is built on first use
     steps = [
         ({1: [], 2: [a]}, [], {1: [a], 2: [b, c]}),
         ({1: [a], 2: [a, b]}, [], {1: [b, c], 2: [d]}),
-        ({1: [], 2: [a, c]}, [], {1: [a], 2: [d]}),  # shorter, and another past: begun anew
+        ({1: [], 2: [a, c]}, [], {1: [a], 2: [d]}),  # shorter or other tokens restart the matcher
         ({2: [a, c, d], 3: [a]}, [1], {2: [EOS], 3: [b, c]}),
     ]
     for outputs, ended, expected in steps:

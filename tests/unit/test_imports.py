@@ -21,7 +21,7 @@ LEVELS = (
     ("server", "loadgen", "evals", "cli"),
 )
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
-# Modules of the package's root that belong to a command, and so stand at its level.
+# Modules of the package's root that belong to a command, and so have its level.
 ROOT_MODULES = {"launch_server": "cli"}
 ENGINE_MAY_IMPORT = {
     "torch",
@@ -50,7 +50,7 @@ def imports_of(source: str, package: tuple[str, ...]) -> Iterator[str]:
 
 
 def violation(importer: str, imported: str) -> str:
-    """Why one subpackage may not import another, or nothing."""
+    """Why one subpackage may not import another; empty if it may."""
     if importer == imported:
         return ""
     if imported not in LEVEL:
@@ -145,7 +145,7 @@ def test_imports_are_found(source: str, names: list[str]):
 
 
 def test_every_dependency_has_a_lower_bound() -> None:
-    """That of a version which was tried: with older ones tests fail, or holes are open."""
+    """The bound is a tested version: with older ones tests fail or security holes are open."""
     with (PACKAGE.parent / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
     groups = [project["dependencies"], *project["optional-dependencies"].values()]

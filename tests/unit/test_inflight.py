@@ -49,7 +49,7 @@ def test_an_abandoned_request_keeps_its_successor() -> None:
     assert inflight.abort("same") == 1
     assert first.request.finish_reason is not None and len(inflight) == 0
     fixture.reserve(second)
-    assert inflight.start(deque([first]), 1) == 0  # it has ended, though its id is reserved
+    assert inflight.start(deque([first]), 1) == 0  # it has ended although its id is reserved
     inflight.abandon([first])
     assert len(inflight) == 1 and inflight._waiting == {second}
     assert inflight.start(deque([second]), 1) == 1
@@ -68,7 +68,7 @@ def test_an_abandoned_request_keeps_its_successor() -> None:
     ],
 )
 def test_ids_are_matched_exactly(name: str, expected: list[str]) -> None:
-    """A call of two prompts with two samples each, and requests of others with similar ids."""
+    """One call has two prompts with two samples each; other requests have similar ids."""
     fixture = Fixture()
     call = [
         fixture.state(f"job-{i}{more}", (f"job-{i}", "job")) for i in (0, 1) for more in ("", "-1")
@@ -109,7 +109,7 @@ def test_one_client_does_not_abort_anothers_requests() -> None:
 
 
 def test_an_abort_finds_requests_that_are_about_to_begin() -> None:
-    """Chosen and sent under one lock: an abort in between would come before the request."""
+    """Requests are chosen and sent under one lock, so no abort overtakes its request."""
     fixture = Fixture()
     first, second = fixture.state("a"), fixture.state("b")
     fixture.reserve(first, second)

@@ -43,7 +43,7 @@ def requests() -> list[Request]:
 
 
 def serve(core: LocalCore, parts: int, late: int) -> list[Request]:
-    """Steps are computed when they are planned; results come back after `late` other ones."""
+    """Computes each step when it is planned, and applies its result `late` steps later."""
     served = requests()
     for request in served:
         core.add(RequestState(request, None, lambda progress: None))
@@ -63,7 +63,7 @@ def serve(core: LocalCore, parts: int, late: int) -> list[Request]:
         if results and (not plan.items or len(results) > late):
             planner.apply(*results.popleft())
     assert sender._known.keys() == receiver._known.keys() <= {r.arrival for r in served}
-    assert sizes[-1] < 200  # of one request that decodes
+    assert sizes[-1] < 200  # one request decodes
     return served
 
 
@@ -98,7 +98,7 @@ def test_steps_share_the_requests_that_decode():
     core = make_core()
     planner = core.planner
     for request in requests():
-        if request.arrival % 3:  # those without a common beginning
+        if request.arrival % 3:  # requests without a common prefix
             core.add(RequestState(request, None, lambda progress: None))
     first = planner.plan(3)
     assert first.plan.prefill and planner.plan(3).items == []

@@ -18,7 +18,7 @@ from torch import Tensor
 from moesaic.kernels.cpu import linear as kernel
 from moesaic.layers import invariant
 from moesaic.layers.attention import LatentAttention, LatentAttentionConfig
-from moesaic.layers.context import AttentionSpec, AttentionStep, CacheSpec
+from moesaic.layers.context import AttentionSpec, AttentionStep, CacheSpec, LatentSpec
 from moesaic.layers.deterministic_attention import DeterministicAttention
 from moesaic.layers.paged_cache import PagedCache, SequenceSpan
 from moesaic.layers.parallel import Parallel
@@ -42,7 +42,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.fixture(params=["kernel", "torch"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With and without the compiled kernel, which not every machine can have."""
+    """Runs with and without the compiled kernel, which some machines do not support."""
     if request.param == "torch":
         monkeypatch.setattr(kernel, "library", dict)
     return str(request.param)
@@ -53,7 +53,7 @@ def matrix(inputs: int, outputs: int, dtype: torch.dtype) -> Tensor:
 
 
 def differing(function: Rows, x_T: Tensor, batches: int) -> int:
-    """In how many of so many random batches a row differs from the same row among all rows."""
+    """The number of random batches in which a row differs from the same row among all rows."""
     whole = function(x_T)
     chosen = random.Random(len(x_T))
     found = 0
@@ -87,7 +87,7 @@ def test_rows_of_a_product_do_not_know_each_other(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_check_fails_for_sums_whose_order_depends_on_the_batch(dtype: torch.dtype) -> None:
-    """As torch does on many CPUs, and here on every one."""
+    """This product imitates on every CPU what torch does on many."""
     torch.manual_seed(0)
     weight = matrix(512, 32, dtype)
     x_TI = torch.randn(150, 512).to(dtype)
@@ -127,7 +127,7 @@ def test_values_that_are_not_finite_stay_in_their_rows(dtype: torch.dtype, path:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_does_not_know_threads_nor_other_outputs(dtype: torch.dtype) -> None:
-    """A vocabulary that is cut over ranks gives the same logits."""
+    """A vocabulary that is split over ranks gives the same logits."""
     weight, bias_O = matrix(2048, 1000, dtype), torch.randn(1000).to(dtype)
     if not kernel.fits(weight):
         pytest.skip(f"no kernel for {dtype} on this machine")
@@ -151,7 +151,7 @@ def test_the_kernel_does_not_know_threads_nor_other_outputs(dtype: torch.dtype) 
 def test_a_cut_of_the_outputs_changes_no_bit(
     inputs: int, dtype: torch.dtype, path: str, threads: int
 ) -> None:
-    """Wide parts and narrow ones, none at all, and the edges of what is computed at a time."""
+    """Parts are wide, narrow or empty, and end at the edges of computed pieces."""
     torch.manual_seed(inputs)
     weight, bias_O = matrix(inputs, 300, dtype), torch.randn(300).to(dtype)
     x_TI = torch.randn(40, inputs).to(dtype)
@@ -175,7 +175,7 @@ def test_a_product_of_pieces_has_one_shape() -> None:
 
 
 def rotated(x_TI: Tensor) -> Tensor:
-    """Positions travel with the rows: the first channel's bits say where a row stands."""
+    """The first channel of a row gives its position, so it does not depend on the batch."""
     positions_T = (x_TI[:, 0].float().abs() * 100).long().clamp(max=299)
     table = RotaryTable(RopeConfig(48), 300)
     cos, sin = table.at(positions_T)
@@ -183,7 +183,7 @@ def rotated(x_TI: Tensor) -> Tensor:
 
 
 def routed(x_TI: Tensor) -> Tensor:
-    """With each K, since sums over K are part of it."""
+    """Routes with several K, since the sum over K is part of routing."""
     configs = [TopKConfig(k, renormalize=True) for k in (1, 2, 3, 4, 6, 8, 10)]
     configs += [TopKConfig(6, num_groups=8, topk_groups=4, group_score="top2")]
     chosen = [TopK(config)(x_TI) for config in configs]
@@ -218,7 +218,7 @@ def test_the_other_operations_are_by_row(
 
 
 def every_value(dtype: torch.dtype) -> Tensor:
-    """Of a type of 16 bits; of float32, many."""
+    """All values of a 16-bit type, or many of float32."""
     if dtype == torch.float32:
         return torch.cat([torch.randn(50_000) * 5, torch.linspace(-110, 110, 20_001)])
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
@@ -231,7 +231,7 @@ def every_value(dtype: torch.dtype) -> Tensor:
     ("ours", "usual"), [(invariant.silu, F.silu), (invariant.sigmoid, torch.sigmoid)]
 )
 def test_values_in_vectors_and_alone(ours: Rows, usual: Rows, dtype: torch.dtype) -> None:
-    """torch takes 64 equal neighbours as vectors, and strided elements one by one."""
+    """Torch computes 64 equal neighbours as vectors, and strided elements one by one."""
     x = every_value(dtype)
 
     def differ(function: Rows) -> int:
@@ -248,18 +248,17 @@ LENGTH, LAYERS = 150, 2
 
 @dataclass(frozen=True)
 class Case:
-    """Attention of one sequence: what a layer does, and the tokens it does it to."""
+    """Attention of one sequence: the layer's spec, and the tokens' queries, keys and values."""
 
     spec: AttentionSpec
     q: Tensor
     k: Tensor
     v: Tensor
-    maps: LatentAttention | None = None
 
     def attend(self, step: AttentionStep, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.maps is None:
-            return step.attend(self.spec, q, k, v)
-        return step.attend_latent(self.spec, q, k.squeeze(1), self.maps)
+        if isinstance(self.spec, LatentSpec):
+            return step.attend_latent(self.spec, q, k.squeeze(1))
+        return step.attend(self.spec, q, k, v)
 
 
 def grouped(
@@ -276,7 +275,7 @@ def latent(heads: int, dtype: torch.dtype, deterministic: bool) -> Case:
     maps = LatentAttention(config, 1, RotaryTable(RopeConfig(8), 1), dtype, parallel)
     maps.kv_b_proj.weight.normal_(std=32**-0.5)
     q, k = torch.randn(LENGTH, heads, 32).to(dtype), torch.randn(LENGTH, 1, 40).to(dtype)
-    return Case(AttentionSpec(1, 32**-0.5), q, k, k[..., :0], maps)
+    return Case(maps.spec, q, k, k[..., :0])
 
 
 def cases(dtype: torch.dtype) -> dict[str, Case]:
@@ -374,14 +373,14 @@ def test_attention_depends_on_the_sequence_alone(
 
 
 def test_the_check_fails_for_the_usual_attention() -> None:
-    """In float32: rounding to 16 bits hides what differs, on CPUs that round once, at the end."""
+    """Uses float32: CPUs that round to 16 bits once, at the end, hide the difference."""
     case = cases(torch.float32)["heads that share keys"]
     whole = Play(case, TorchAttention, 0).run([LENGTH])
     assert not torch.equal(Play(case, TorchAttention, 1).run([1] * LENGTH), whole)
 
 
 def some_heads(case: Case, queries: slice, kv: slice) -> Case:
-    """What a rank computes that has these heads."""
+    """The case of a rank with these heads."""
     sinks_N = case.spec.sinks_N
     spec = replace(case.spec, sinks_N=None if sinks_N is None else sinks_N[queries])
     return Case(spec, case.q[:, queries], case.k[:, kv], case.v[:, kv])
@@ -403,7 +402,8 @@ def some_heads(case: Case, queries: slice, kv: slice) -> Case:
 def test_attention_does_not_know_other_heads(
     heads: int, kv_heads: int, dim: int, parts: list[int], dtype: torch.dtype, window: int | None
 ) -> None:
-    """Cut over ranks, down to ranks that share a key/value head: the first rank and the last."""
+    """The first and the last rank of a split give the same bits, also if ranks share a key/value
+    head."""
     torch.manual_seed(heads)
     case = grouped(heads, kv_heads, dim, dtype, window, sinks=True)
     whole = Play(case, DeterministicAttention, 0).run([LENGTH])
@@ -417,7 +417,7 @@ def test_attention_does_not_know_other_heads(
 
 
 def test_long_sequences_share_calls_without_changing() -> None:
-    """More than one piece of the kernel's own (512 keys), in groups of blocks and alone."""
+    """Sequences are longer than the kernel's pieces (512 keys), in groups of blocks and alone."""
     torch.manual_seed(3)
     q, k, v = (torch.randn(1300, n, 8) for n in (4, 1, 1))
     spec = AttentionSpec(0, 8**-0.5)

@@ -130,7 +130,7 @@ TestPages.settings = settings(max_examples=150, stateful_step_count=40, deadline
 
 class Serving(RuleBasedStateMachine):
     """The scheduler over a cache that is too small, with arrivals and aborts at any time: every
-    request that stays ends, older ones before younger ones need to."""
+    request that is not aborted ends, and older ones do not wait for younger ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ def test_only_the_common_part_is_waited_for() -> None:
     assert {w.request: w.length for w in scheduler.schedule()} == {long: 4}
     long.num_computed = 4
     kv.share(long, long.num_computed)
-    # The whole budget goes to the older one, but the younger one no longer waits for its pages.
+    # The older request takes the whole budget; the younger one no longer waits for its pages.
     assert kv.lookup(short)[1] == long.pages[:2]
     scheduler.config = SchedulerConfig(max_running=8, chunk_tokens=6)
     assert {w.request: w.length for w in scheduler.schedule()} == {long: 6}
@@ -265,7 +265,7 @@ def test_only_the_common_part_is_waited_for() -> None:
 
 
 def admissions(scheduler: Scheduler, requests: list[Request]) -> list[int]:
-    """How many of identical requests each step admits, until all run."""
+    """The number of identical requests that each step admits, until all run."""
     for request in requests:
         scheduler.add(request)
     counts = []
@@ -292,7 +292,7 @@ def admissions(scheduler: Scheduler, requests: list[Request]) -> list[int]:
         (4, 3, None, [8]),
         (1, 6, None, [1, 7]),
         (1, 1, None, [8]),
-        (4, 12, 7, [1, 7]),  # logprobs are wanted from within the second page on
+        (4, 12, 7, [1, 7]),  # logprobs start within the second page
         (4, 12, 4, [1, 7]),
         (4, 12, 3, [8]),
         (4, 12, 0, [8]),
@@ -316,7 +316,7 @@ def test_nothing_is_waited_for_without_a_prefix_cache() -> None:
 
 @pytest.mark.parametrize("leaves", ["aborted", "retracted"])
 def test_pages_of_a_request_that_leaves_are_computed_by_the_next(leaves: str) -> None:
-    """In chunks of a page: the request that leaves has computed one of three by then."""
+    """Chunks have one page: the request that leaves has computed one page of three."""
     kv = KVManager(200, 4, True, lambda pages: None)
     scheduler = Scheduler(SchedulerConfig(max_running=8, chunk_tokens=4), kv)
     same = [make_request([1] * 12, 4, number) for number in range(4)]
@@ -336,7 +336,7 @@ def test_pages_of_a_request_that_leaves_are_computed_by_the_next(leaves: str) ->
 
 
 def test_eviction_does_not_walk_the_tree() -> None:
-    """Freeing one page touches the idle leaves' heap only, however large the tree."""
+    """Freeing a page touches only the heap of idle leaves, for a tree of any size."""
     kv = KVManager(4000, 1, True, lambda pages: None)
     for number in range(40):
         request = make_request([number, *range(100)], 1, number)

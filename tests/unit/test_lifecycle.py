@@ -1,4 +1,4 @@
-"""The registry of what a rank restarts when a step is rolled back."""
+"""The registry of the parts that a rank restarts after a rollback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process with limits: which of its ends are a question's fault, and what comes after."""
+"""A process with limits: which ends are the question's fault, and how it restarts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_child_that_keeps_memory_ends_after_its_answer_and_no_question_is_lost
     child: LimitedChild,
 ) -> None:
     pids = [child.ask(b"keep") for _ in range(9)]
-    assert pids[0] == pids[1] and len(set(pids)) == 3  # each keeps more than 32 MB with the third
+    assert pids[0] == pids[1] and len(set(pids)) == 3  # a child exceeds 32 MB with its third answer
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_stopped_child_delays_a_long_question_no_longer_than_a_short_one(
 
 
 def test_a_child_has_one_arena(child: LimitedChild) -> None:
-    """Each further one would take 64 MB of the addresses that its limit counts."""
+    """Each further arena would take 64 MB of the limited address space."""
     environment = Path(f"/proc/{int(child.ask(b'nothing'))}/environ").read_bytes()
     assert b"MALLOC_ARENA_MAX=1" in environment.split(b"\0")
 

@@ -1,4 +1,4 @@
-"""The capability matrix: what is refused, what is suggested instead, and what `auto` becomes."""
+"""The capability matrix: refusals, suggestions and the choices of `auto`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def refused(setting: str, dtype: str = "bf16") -> Iterator[tuple[MoeProblem, str
 
 @cache
 def anything_works(problem: MoeProblem) -> bool:
-    """Whether any choice of backends works for these weights and sizes, by trying all."""
+    """Tries all choices of backends for these weights and sizes."""
     splits = [n for n in range(1, problem.tp + 1) if problem.tp % n == 0]
     axes = product(A2A_REGISTRY, MODES, RUNNER_REGISTRY, PAYLOAD_FORMATS, splits)
     return any(
@@ -70,7 +70,7 @@ def anything_works(problem: MoeProblem) -> bool:
 
 
 def bare(problem: MoeProblem) -> MoeProblem:
-    """Without what a suggestion may change."""
+    """Removes the settings that a suggestion may change."""
     return replace(problem, a2a="none", mode="auto", runner="auto", payload="auto", ep=1)
 
 
@@ -100,7 +100,7 @@ def check_suggestion(problem: MoeProblem) -> None:
 
 @each_setting
 def test_suggestions_work(setting: str):
-    """Every 17th; all of them when asked for with -m slow."""
+    """Checks every 17th suggestion; the slow test below checks all."""
     for problem, _ in list(refused(setting))[::17]:
         check_suggestion(problem)
 
@@ -120,12 +120,12 @@ def test_a_suggestion_changes_as_little_as_possible():
             continue
         changed = [name for name in FLAGS if getattr(nearest, name) != getattr(problem, name)]
         assert changed
-        for name in changed:  # with any one of them as it was, it would not work
+        for name in changed:  # undoing any one of them must not work
             assert not supports(replace(nearest, **{name: getattr(problem, name)})).ok
 
 
 def test_nothing_helps_only_where_weights_and_sizes_do_not_fit():
-    """Flags choose neither the type of the model nor its sizes."""
+    """No flag changes the model's type or its sizes."""
     for problem, _ in list(refused("all steps"))[::7]:
         mismatch = problem.weights.name in ("fp16", "fp32")
         assert (suggest(problem) is None) == mismatch, problem
@@ -258,7 +258,7 @@ def test_payload_follows_weights_where_all_agree():
 
 
 def test_weights_are_the_format_at_hand():
-    """A format that differs from the usual one of its name is judged by what it is itself."""
+    """The matrix judges the given format, not the usual one of the same name."""
     for name in ("fp8_block", "fp8_channel", "fp8_tensor", "nvfp4"):
         alone = MoeProblem(weights=replace(WEIGHT_FORMATS[name], activation=None), ep=2, tp=2)
         for a2a, device in product(A2A_REGISTRY, ("cpu", "cuda")):
@@ -275,7 +275,7 @@ def test_weights_are_the_format_at_hand():
 
 
 def test_declared_formats_have_their_functions():
-    """What the matrix allows can be put together: permutes or a fused function for every pair."""
+    """Every pair that the matrix allows has permutes or a fused function."""
     for a2a, device in product(A2A_REGISTRY.values(), ("cpu", "cuda")):
         for format in a2a.formats_for(device).values():
             for runner in RUNNER_REGISTRY.values():
@@ -315,7 +315,7 @@ def test_docs_are_current():
 
 
 def test_docs_show_the_matrix():
-    """Every tick of the page against the matrix itself, read back from the page."""
+    """Reads every tick of the page and compares it with the matrix."""
     page = markdown()
     tables = [table.split("\n\n")[1] for table in page.split("\n## ")[-3:-1]]
     for table, registry, field in zip(

@@ -43,7 +43,7 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def oracle(x: Tensor, topk: TopKOutput, weights: ExpertWeights, clamped: bool) -> Tensor:
-    """Every expert on every token in float64, then the weighted choice."""
+    """Computes every expert on every token in float64, then the weighted sum of the chosen ones."""
     x = x.double()
     w13, w2 = weights.w13_eJH.plain, weights.w2_eHI.plain
     assert w13 is not None and w2 is not None
@@ -103,7 +103,7 @@ def context_of(
 
 
 def run_experts(x: Tensor, topk: TopKOutput, context: RunContext, layout: str) -> Tensor:
-    """Rows through a layout: sum over k of weight * expert(x); of pairs the sum is taken here."""
+    """Computes the sum over k of weight * expert(x) in a layout; sums pairs itself."""
     payload = PAYLOAD_FORMATS[NAMES[x.dtype]].encode(x)
     rows = StandardDispatchOutput("handle", payload, topk.ids_TK, topk.weights_TK)
     inputs = pre_permute_rows(LAYOUTS[layout], rows, context)
@@ -161,13 +161,13 @@ def test_experts_equal_the_oracle(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_pairs_of_nobody_add_nothing(layout: str, deterministic: bool) -> None:
-    """Rows with no id at all, with some, and a batch of which nothing is left."""
+    """Covers rows with no id, rows with some ids, and a batch without any id."""
     torch.manual_seed(3)
     weights, topk = make_weights(torch.float32, clamped=True), route(70, 3, "spread")
     topk.ids_TK[::2, 1] = -1
     topk.ids_TK[5] = -1
     x = torch.randn(70, H)
-    x[5] = torch.nan  # nobody reads it
+    x[5] = torch.nan  # it has no expert, so nothing reads it
     context = context_of(weights, 3, clamped=True, deterministic=deterministic)
     out = run_experts(x, topk, context, layout)
     x[5] = 0.0
@@ -219,7 +219,7 @@ def test_deterministic_bits_do_not_depend_on_the_batch(layout: str, dtype: torch
 
 @dataclass(frozen=True)
 class Block:
-    """What comes in blocks of fixed size: garbage past what is filled."""
+    """Rows in blocks of fixed size, with garbage behind the filled ones."""
 
     rows: LowLatencyDispatchOutput
     expected_eMH: Tensor
@@ -264,7 +264,7 @@ def test_blocks_equal_the_oracle(counts: list[int], layout: str, deterministic: 
 
 
 def test_places_of_the_docstring() -> None:
-    """And what follows from them: rows 3 and 5 are padding, which repeats row 0."""
+    """The docstring's example and its rows: rows 3 and 5 are padding, which repeats row 0."""
     slots_N, rows_N, valid = pair_up(torch.tensor([[0, 2], [0, 1]]))
     assert (slots_N.tolist(), rows_N.tolist(), valid) == ([0, 2, 0, 1], [0, 0, 1, 1], None)
     places_N, places = place_pairs(slots_N, 3, plan_standard, False)
@@ -317,7 +317,7 @@ def test_pieces_cover_the_rows_of_their_groups() -> None:
 
 
 def test_few_shapes_occur() -> None:
-    """Whatever the routing: runs and rows are powers of two, or multiples of 32."""
+    """Any routing gives runs and rows that are powers of two or multiples of 32."""
     torch.manual_seed(0)
     shapes, rows = set(), set()
     for tokens in range(1, 400, 3):
@@ -337,7 +337,7 @@ def test_few_shapes_occur() -> None:
 
 
 def slots_of_rows(places: LayoutPlan) -> dict[int, int]:
-    """The slot by whose weights each row is computed; no row by two."""
+    """The slot whose weights compute each row; asserts that no row has two."""
     found: dict[int, int] = {}
     for group in places.groups:
         for number, slot in enumerate(group.slots):
@@ -358,7 +358,8 @@ def test_weighted_sum_by_its_definition() -> None:
 
 
 def test_sixteen_bit_sums_keep_the_precision_of_the_weights() -> None:
-    """1/3 in bfloat16 is off by 1e-3; the second term brings the product within half a step."""
+    """1/3 in bfloat16 has an error of 1e-3; the second term brings the product within half a
+    step."""
     y = torch.full((1, 4), 3.0, dtype=torch.bfloat16)
     third = torch.tensor([[1 / 3]])
     assert weighted_sum(y, torch.tensor([0]), third).tolist() == [[1.0] * 4]

@@ -1,5 +1,4 @@
-"""The MPS daemon of a server, with a program in place of NVIDIA's that does what that one does with
-files and processes."""
+"""The MPS daemon of a server. A fake program handles files and processes as NVIDIA's does."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ case "$1" in
     ;;
 esac
 """
-# A server in small: it starts the daemon, says where, and waits to be killed.
+# A minimal server: it starts the daemon, prints its folder, and waits to be killed.
 SERVER = """
 import sys, time
 from moesaic.comm.launch.mps import start_mps
@@ -66,7 +65,7 @@ time.sleep(60)
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of NVIDIA's program, and of what is asked of it."""
+    """The folder of the fake program, which also records its calls."""
     program = tmp_path / PROGRAM
     program.write_text(PROGRAM_TEXT)
     program.chmod(0o755)
@@ -90,7 +89,7 @@ def until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
 
 
 def test_a_daemon_of_our_own(fake: Path, monkeypatch: pytest.MonkeyPatch):
-    """Started once, in private folders, stopped with all that it left."""
+    """The daemon starts once, in private folders, and leaves nothing behind."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     mps = start_mps()
     pipes = mps.environment[PIPES]
@@ -99,7 +98,7 @@ def test_a_daemon_of_our_own(fake: Path, monkeypatch: pytest.MonkeyPatch):
     assert os.stat(pipes).st_mode & 0o777 == 0o700
     assert Path(mps.environment[LOGS]).is_dir()
     assert os.environ.get(PIPES) is None
-    # The daemon sees all GPUs, whatever this process may.
+    # The daemon sees all GPUs, even if this process does not.
     assert (fake / "starts").read_text() == f"{pipes} \n"
     assert set(mps.environment) == {PIPES, LOGS}
     mps.stop()
@@ -134,13 +133,13 @@ def test_a_daemon_that_does_not_go_is_killed(fake: Path, monkeypatch: pytest.Mon
 
 
 def test_the_daemon_of_the_user(fake: Path, monkeypatch: pytest.MonkeyPatch):
-    """It is used, and not stopped."""
+    """The server uses the user's daemon and does not stop it."""
     monkeypatch.setenv(PIPES, str(fake))
     (fake / "control").touch()
     with start_mps() as mps:
         assert mps.environment == {PIPES: str(fake)}
         assert not mps.is_own
-        # Others may be on it: who waits must leave theirs room, and has it from them.
+        # Other programs may use this daemon: waiting ranks must leave room for them.
         assert mps.for_ranks(4) == {PIPES: str(fake), CROWD: "60", PERCENT: "50"}
         assert mps.for_ranks(8)[PERCENT] == "50"
         assert mps.for_ranks(2) == {PIPES: str(fake), CROWD: "60"}
@@ -150,7 +149,7 @@ def test_the_daemon_of_the_user(fake: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_daemon_that_nobody_named(fake: Path, caplog: pytest.LogCaptureFixture):
-    """It is left alone, and the log says how to have it."""
+    """The server leaves the default daemon alone; the log says how to use it."""
     folder = fake / "default"
     folder.mkdir()
     (folder / "control").touch()
@@ -178,7 +177,7 @@ def test_queues_are_left_for_other_ranks(
 def test_processors_are_left_for_other_ranks(
     sharers: int, given: str, wanted: str | None, fake: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A rank may use twice its part; what the user has set is inherited."""
+    """A rank may use twice its part; the user's own setting has precedence."""
     monkeypatch.setenv(PERCENT, given)
     with start_mps() as mps:
         assert mps.for_ranks(sharers).get(PERCENT) == wanted
@@ -199,7 +198,7 @@ def test_what_a_server_would_use(fake: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_what_has_ended_is_no_daemon(fake: Path):
-    """Though nobody has asked yet how it ended."""
+    """A zombie process does not count as a daemon."""
     (fake / "stubborn").touch()
     ended = subprocess.Popen([fake / PROGRAM, "-f"])
     assert ended.pid in set(mps_processes())
@@ -238,7 +237,7 @@ def test_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_no_torch():
-    """The process that starts ranks stays small."""
+    """The process that starts ranks does not import torch, so it stays small."""
     code = (
         "import sys, moesaic.comm.launch.mps, moesaic.config.gpus; sys.exit('torch' in sys.modules)"
     )
@@ -246,7 +245,7 @@ def test_no_torch():
 
 
 def test_files_that_ranks_import_open_no_cuda():
-    """Whoever has opened it before it knows of the daemon never comes to it."""
+    """A process that opens CUDA before it knows of the daemon never connects to it."""
     files = sorted((Path(__file__).parents[1] / "distributed").glob("*_gpu.py"))
     assert len(files) >= 3
     functions = (ast.FunctionDef, ast.ClassDef)
@@ -258,7 +257,7 @@ def test_files_that_ranks_import_open_no_cuda():
 def test_ranks_on_the_daemon_of_the_user(
     fake: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """They are told that there may be others; they do not inherit that from elsewhere."""
+    """Ranks learn from the service that others may use the daemon, not from its environment."""
     monkeypatch.delenv("TMPDIR")
     monkeypatch.delenv(PERCENT, raising=False)
     monkeypatch.setenv(PIPES, str(fake))
@@ -294,7 +293,7 @@ def test_fewer_processors_than_may_wait(monkeypatch: pytest.MonkeyPatch):
 def test_ranks_that_share_a_gpu_have_the_daemon_of_their_service(
     given: dict[str, str], wanted: str, fake: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """And of its processors what the caller of the service says, if anything."""
+    """Ranks get the service's daemon, and the caller's share of processors if it is set."""
     monkeypatch.delenv("TMPDIR")  # too long for the supervisor's sockets
     monkeypatch.delenv(PERCENT, raising=False)
     spec = ServiceSpec(Mesh(), "tests.distributed.fake_rank:run", gpu_sharers=4)
@@ -304,7 +303,7 @@ def test_ranks_that_share_a_gpu_have_the_daemon_of_their_service(
         environment = Path(f"/proc/{rank}/environ").read_bytes().decode().split("\0")
         (pipes,) = (fake / "starts").read_text().split()[:1]
         assert f"{PIPES}={pipes}" in environment and f"{PERCENT}={wanted}" in environment
-        # Two for a moment, before what the fake one starts has another name.
+        # For a moment there are two, until the child of the fake program changes its name.
         assert until(lambda: len(list(mps_processes(pipes))) == 1)
     finally:
         service.close()

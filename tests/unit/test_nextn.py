@@ -41,9 +41,9 @@ from moesaic.moe.registry import MoeProblem
 from moesaic.moe.shape_only import ShapeOnlyGroup
 from tests.oracle import Case, build, load, spread
 
-PAGE, PAGES = 8, 8  # of a sequence
+PAGE, PAGES = 8, 8  # pages per sequence
 LENGTHS = (1, 2, 7, 33, 60)
-TOLERANCE = 2e-4  # of float32, in logits up to 30
+TOLERANCE = 2e-4  # float32 logits up to 30
 CASE = Case(
     "deepseek_v3_mtp",
     "deepseek_v3",
@@ -64,7 +64,7 @@ class Definition(nn.Module):
         self.shared_head = nn.ModuleDict({"norm": DeepseekV3RMSNorm(size, eps)})
 
     def forward(self, embedded_TH: Tensor, hidden_TH: Tensor) -> Tensor:
-        """Of one sequence."""
+        """Takes one sequence."""
         x_TH = self.eh_proj(torch.cat((self.enorm(embedded_TH), self.hnorm(hidden_TH)), -1))
         count = len(x_TH)
         mask = torch.full((count, count), float("-inf"), dtype=x_TH.dtype).triu(1)
@@ -81,7 +81,7 @@ class Oracle:
     tables: list[tuple[Tensor, Tensor]]
 
     def logits(self, ids: list[int]) -> list[Tensor]:
-        """By depth, for the rows whose inputs are known: one fewer each time, as long as any."""
+        """Logits by depth, for the rows with known inputs: one row fewer at each depth."""
         found = []
         x_TH = self.main.model(torch.tensor([ids])).last_hidden_state[0]
         for depth, (layer, (embedding, head)) in enumerate(
@@ -96,7 +96,8 @@ class Oracle:
 
 
 def tensors_of(layer: Definition, number: int) -> dict[str, Tensor]:
-    """With DeepSeek's names: the decoder layer's stand beside the others, experts are apart."""
+    """The tensors by DeepSeek's names: the decoder's have no prefix, experts are separate
+    tensors."""
     found = {}
     for name, tensor in layer.state_dict().items():
         stem = f"model.layers.{number}.{name.removeprefix('decoder.')}"
@@ -114,7 +115,7 @@ def tensors_of(layer: Definition, number: int) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def write(folder: Path, own: bool) -> Oracle:
-    """A checkpoint with two MTP layers; `own`: with embeddings and heads of their own."""
+    """Writes a checkpoint with two MTP layers; `own`: each has its own embedding and head."""
     build(CASE, folder)
     main = load(folder).double()
     config = main.config
@@ -221,7 +222,7 @@ def predict(main: CausalLM, mtp: NextN, sequences: list[list[int]]) -> list[list
 
 
 def dense(mtp: NextN) -> dict[str, Tensor]:
-    """What the layers hold, by name."""
+    """The layers' tensors by name, decoded."""
     return {
         slot.name: slot.format.decode(slot.into, torch.empty(slot.shape))
         if isinstance(slot, MatrixSlot)
@@ -260,7 +261,7 @@ def unnormed(written: Written, ids: list[int]) -> Tensor:
 
 @torch.no_grad()
 def test_a_mistake_shows(written: Written) -> None:
-    """Other ways to feed the layer, one of which an engine might have, are far from the right."""
+    """Plausible mistakes in the layer's inputs give logits far from the right ones."""
     oracle, ids = written.oracle, ids_of((12,), 320)[0]
     layer, (embedding, head) = oracle.layers[0], oracle.tables[0]
     normed_TH = oracle.main.model(torch.tensor([ids])).last_hidden_state[0]
@@ -276,7 +277,7 @@ def test_a_mistake_shows(written: Written) -> None:
 
 
 def test_chunks_and_single_tokens(written: Written) -> None:
-    """Over its own cache, in pieces, beside a sequence that is idle."""
+    """MTP layers compute chunks and single tokens over their own cache, beside an idle sequence."""
     main = load_main(written.folder)
     mtp = load_nextn(main, written.folder)
     sequences = ids_of((27, 12, 19), main.config.vocab_size)
@@ -308,7 +309,7 @@ def test_no_tokens(written: Written) -> None:
 
 
 def test_last_stage_without_the_embedding(written: Written) -> None:
-    """In a pipeline the embedding belongs to the first stage: the MTP layer reads it for itself."""
+    """In a pipeline the first stage has the embedding, so the MTP layer loads its own copy."""
     last = load_main(written.folder, Parallel(layers=range(2, 4), is_first=False))
     assert last.model.embed_tokens is None
     mtp, whole = load_nextn(last, written.folder), load_main(written.folder)
@@ -323,7 +324,7 @@ def test_last_stage_without_the_embedding(written: Written) -> None:
 
 
 def test_a_rank_reads_its_own_experts(written: Written) -> None:
-    """Tensors of other ranks are no surprise; those that nobody knows are."""
+    """A rank loads its own experts and ignores those of other ranks."""
     main = load_main(written.folder)
     problem = MoeProblem(a2a="none", weights=WEIGHT_FORMATS["fp32"], dtype="fp32", ep=2, tp=2)
     moe = MoeContext.make(problem, torch.float32, ShapeOnlyGroup(1, 2))
@@ -351,9 +352,8 @@ def test_a_rank_reads_its_own_experts(written: Written) -> None:
 def test_quantised(
     form: str, weights: float, activations: float | None, written: Written, tmp_path: Path
 ) -> None:
-    """The twin keeps the layers; their projections are quantised and nothing else is, which is how
-    DeepSeek stores its own. They compute as the decoded weights do; where `activations` are
-    quantised too, about so."""
+    """`quantize` keeps the MTP layers and quantises only their projections, as DeepSeek does. They
+    compute like the decoded weights, within `activations` if these are quantised too."""
     grouped = QUANTIZE_FORMATS[form].group_size
     quantize(written.folder, tmp_path / "out", QuantizeJob(form, 16 if grouped else None))
     plain = load_main(written.folder)
@@ -405,7 +405,7 @@ def test_missing_tensors(lost: str, said: str, written: Written, tmp_path: Path)
             del tensors[name]
 
     folder = changed_copy(written, tmp_path, drop)
-    main = load_main(folder)  # which does not need them
+    main = load_main(folder)  # the main model does not need them
     with pytest.raises(ValueError, match=said):
         load_nextn(main, folder)
 
@@ -433,8 +433,7 @@ def test_models_without_such_layers(family: str, said: str, tmp_path: Path) -> N
 
 @torch.no_grad()
 def test_what_the_training_script_trains(tmp_path: Path) -> None:
-    """The layer that is trained is the one that is loaded: the same logits of the token after the
-    next."""
+    """The loaded layer gives the logits of the trained one for the token after the next."""
     torch.manual_seed(4)
     sizes = {"hidden": 64, "dense_inner": 96, "layers": 2, "heads": 2, "q_rank": 32, "kv_rank": 32}
     model = Model(Shape(vocab=320, experts=8, top_k=2, expert_inner=32, **sizes)).eval()
@@ -443,7 +442,7 @@ def test_what_the_training_script_trains(tmp_path: Path) -> None:
     for name, param in model.named_parameters():
         if "norm" in name:
             param += 0.3 * torch.randn_like(param)
-        param.copy_(param.bfloat16())  # what is stored
+        param.copy_(param.bfloat16())  # the stored precision
     export(model, tmp_path, 1, 2, 0)
     main = load_main(tmp_path)
     sequences = ids_of((41, 2), 320)

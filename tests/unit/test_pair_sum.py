@@ -1,5 +1,4 @@
-"""Results that travel to the next norm as pairs, through a whole model as a GPU would run it: with
-the torch twins of its kernels."""
+"""Pairs that the next norm sums, in a whole model on the torch twins of the GPU's kernels."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ FLOAT = DTYPE_NAMES[torch.float32]
 def test_a_model_gives_the_same_bits(
     family: str, pairs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The norm of the second layer and the last one get pairs; shared experts are added to sums."""
+    """The second layer's norm and the last one get pairs; shared experts need finished sums."""
     problem = MoeProblem(
         runner="auto", payload="auto", weights=WEIGHT_FORMATS[FLOAT], dtype=FLOAT, device="cuda"
     )

@@ -41,7 +41,7 @@ TOOLS = (WEATHER, ADD)
 def read(
     form: Format, text: str, thinking: bool = False, split: bool = True, tools: Any = TOOLS
 ) -> tuple[str, str, Calls]:
-    """(reasoning, content, calls), the arguments as they parse or as they are."""
+    """Returns (reasoning, content, calls); arguments are parsed if they are valid JSON."""
     whole = summed(parts_of(form.parser(tools, thinking, split), [text]))
     each = summed(parts_of(form.parser(tools, thinking, split), list(text)))
     assert whole == each
@@ -58,7 +58,7 @@ def form(tools: str | None = None, reasoning: str | None = None, model: str = "n
 
 PARIS = ("get_weather", {"city": "Paris", "days": 2})
 SUM = ("add", {"a": 1, "b": 2.5})
-# As the chat templates of the checkpoints write the two calls above.
+# The two calls above as the checkpoints' chat templates write them.
 PUBLISHED = {
     "qwen25": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}\n'
     '</tool_call>\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2.5}}\n</tool_call>',
@@ -149,7 +149,7 @@ def test_reasoning(name: str, thinking: bool, text: str, reasoning: str):
 
 def test_markers_count_only_where_they_can_stand():
     qwen = form("qwen25", "qwen3")
-    # Talk of markers is content after the answer has begun, and reasoning within reasoning.
+    # A mentioned marker is content within the answer, and reasoning within reasoning.
     assert read(qwen, "Use <think> and </think>.")[1] == "Use <think> and </think>."
     assert read(qwen, "<think>a <think> b</think>c")[:2] == ("a <think> b", "c")
     # Some models call a tool and forget to close the thinking part.
@@ -158,7 +158,7 @@ def test_markers_count_only_where_they_can_stand():
         "",
         [PARIS, SUM],
     )
-    # R1's thinking may quote a call; only what comes after it is one.
+    # R1's thinking may quote a call; only text after the thinking is parsed as one.
     r1 = form("qwen25", "deepseek-r1")
     reasoning, _, calls = read(r1, f"Say {PUBLISHED['qwen25']}?</think>{PUBLISHED['qwen25']}")
     assert (reasoning, calls) == (f"Say {PUBLISHED['qwen25']}?", [PARIS, SUM])
@@ -308,7 +308,7 @@ def test_ids():
         assert len(set(found)) == 2
         assert all(re.fullmatch("call_[0-9a-f]{24}", one) for one in found)
     assert ids("kimi_k2", PUBLISHED["kimi_k2"]) == ["functions.get_weather:0", "functions.add:1"]
-    # Mistral's templates take nothing but nine letters and digits.
+    # Mistral's templates accept only ids of nine letters and digits.
     assert all(re.fullmatch("[0-9a-zA-Z]{9}", i) for i in ids("mistral", PUBLISHED["mistral"]))
     assert ids("mistral", PUBLISHED["mistral new"])[1] == "123456789"
 
@@ -386,7 +386,7 @@ def test_round_trip_of_xml(calls: list[dict[str, str]]):
 
 
 def fragments(name: str) -> list[str]:
-    """Markers, pieces of them and pieces of calls: what may confuse a parser most."""
+    """Draws markers, pieces of markers and pieces of calls, which confuse a parser most."""
     if name == "gpt-oss":
         marks = re.findall(r"<\|\w+\|>", HARMONY) + ["<|start|>assistant", "to=functions."]
         sample = HARMONY
@@ -425,7 +425,7 @@ def test_how_the_text_is_cut_does_not_matter(name: str, data: st.DataObject):
     whole = summed(parts_of(chosen.parser(TOOLS, thinking, split), [text]))
     assert summed(parts_of(chosen.parser(TOOLS, thinking, split), pieces)) == whole
     assert summed(parts_of(chosen.parser(TOOLS, thinking, split), list(text))) == whole
-    # What is no call stays as it is, but for layout and the markers of reasoning.
+    # Other text stays unchanged except for layout and the markers of reasoning.
     if name != "gpt-oss" and ("call", "add") not in whole and ("call", "get_weather") not in whole:
         seen = "".join(said for _, said in whole)
         marks = "|".join(re.escape(m) for t in THINKING.values() for m in (t.open, t.close))

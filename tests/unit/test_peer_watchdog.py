@@ -1,4 +1,4 @@
-"""A rank whose kernels wait for another, which does not come."""
+"""A rank whose kernels wait for a rank that does not come."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def meet(owner: Owner) -> None:
 
 
 def called_back(page: ControlPage, status: RankStatus, owner: Owner) -> float:
-    """Seconds for which it waited since then."""
+    """Rolls the rank back while it waits; returns the seconds until it stops waiting."""
     told: list[float] = []
 
     def roll_back() -> None:
@@ -77,7 +77,7 @@ def test_kernels_give_up_when_the_rank_is_called_back(page: ControlPage):
     with pytest.raises(StepRolledBack) as recalled:
         watch.raise_if_rolled_back(caught.value)
     assert recalled.value.generation == status.generation + 1
-    # Both adopt it and go on.
+    # Both ranks adopt the new generation and go on.
     status.generation += 1
     for owner in (mine, other):
         owner.lifecycle.restart(Membership(status.generation, (0, 1)))
@@ -94,7 +94,7 @@ def test_memory_of_windows_is_counted():
     plane = PlaneSpec("rows", (3, 512), torch.float16)
     two = [HostWindow.between(2, [plane], 1.0, channels=1)[0] for _ in range(2)]
     lifecycle = Lifecycle(Membership(0, (0, 1)))
-    # Flags take a piece of 512 bytes.
+    # Flags take 512 bytes.
     assert PeerWatchdog(lifecycle, None, two).nbytes == 2 * (3 * 1024 + 512)
     assert PeerWatchdog(lifecycle, None).nbytes == 0
 
@@ -105,7 +105,7 @@ def test_a_rank_that_does_not_come_is_named(page: ControlPage):
     meet(mine)
     with pytest.raises(PeerTimeout, match=f"rank 1 did not reach '{OPERATION}' within 0.1 s") as e:
         watch.lifecycle.check()
-    watch.raise_if_rolled_back(e.value)  # the rank is not called back
+    watch.raise_if_rolled_back(e.value)  # the rank is not rolled back
     assert e.value.missing == (1,)
 
 

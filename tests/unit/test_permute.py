@@ -1,4 +1,4 @@
-"""What may be registered, and what is said of the rest."""
+"""Which backends may be registered, and the errors for others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FORMATS = ["deepep_ll", "deepep_normal", "fused", "standard"]
 
 @pytest.fixture(autouse=True)
 def registries() -> Iterator[None]:
-    """As they were, after each test: the registries belong to the process."""
+    """Restores the registries of the process after each test."""
     load_builtin()
     saved = [(held, dict(held)) for held in (A2A_REGISTRY, RUNNER_REGISTRY, DISPATCH_FORMATS)]
     yield
@@ -163,7 +163,7 @@ def test_formats_of_a_runner_are_those_with_a_way_in_and_out(pool: PermuteMethod
 
 
 def test_built_in_runners_take_what_they_declare() -> None:
-    """A format in the declaration has both permutes, or a fused function for whoever gives it."""
+    """A declared format has both permutes, or a fused function for every backend that yields it."""
     for runner in RUNNER_REGISTRY.values():
         for format in runner.layouts:
             givers = [a2a.name for a2a in A2A_REGISTRY.values() if format in a2a.formats.values()]

@@ -1,4 +1,4 @@
-"""Ranks that are silent: because they hang, or because the machine has no core for them."""
+"""Silent ranks: they hang, or the machine has no core for them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from moesaic.core.rank_state import RankSnapshot, RankState
 
 
 def look_at_silence(monkeypatch: pytest.MonkeyPatch, waited: float) -> list[str]:
-    """What is said each second of a rank whose last heartbeat was 1 s before, where one of its
-    threads waits for a core for that share of the time."""
+    """The verdict of each second on a silent rank, one of whose threads waits for a core for the
+    share `waited` of the time."""
     page, descriptor = ControlPage.create(1)
     os.close(descriptor)
     page.status(0).enter(RankState.COMPUTING, "a long step")
@@ -32,7 +32,7 @@ def look_at_silence(monkeypatch: pytest.MonkeyPatch, waited: float) -> list[str]
         clock = 100.0 + second
         age = second + 1.0
         monkeypatch.setattr(page, "snapshot", lambda rank, age=age: seen_computing(age))
-        for part in range(10):  # it looks often: else it would take itself to be late
+        for part in range(10):  # rare looks would count as the watch's own delay
             found = watch.look({0: 1}, clock + part / 10, starting=False)
         told.append("" if found is None else found[1])
     return told
@@ -55,7 +55,7 @@ def test_silence_of_a_rank_that_gets_no_core_is_forgiven_for_longer(
 
 
 def test_waits_for_a_core_are_seen() -> None:
-    """Three processes that count as fast as they can, on one core."""
+    """Three busy processes share one core."""
     code = "import os, time\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
     code += "end = time.monotonic() + 20\nwhile time.monotonic() < end: pass"
     busy = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]

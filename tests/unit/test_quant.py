@@ -140,7 +140,7 @@ def test_mxfp4_example() -> None:
 
 
 def nearest_fp4(x: float) -> int:
-    """The code whose number is nearest, the even one of two, found by trying all."""
+    """The code of the nearest number, the even one of two, by trying all codes."""
     best = min(range(8), key=lambda code: (abs(numerics.FP4_GRID[code] - abs(x)), code % 2))
     return best + (8 if math.copysign(1, x) < 0 else 0)
 
@@ -166,7 +166,7 @@ def test_every_fp4_byte_decodes_and_encodes_back() -> None:
 
 @pytest.mark.parametrize("shape", [(65536, 2), (256, 512), (1, 131071)])
 def test_every_fp8_pair_decodes_as_torch_does(shape: tuple[int, int]) -> None:
-    """An odd number of values takes another way than an even one."""
+    """An odd number of values takes another code path than an even one."""
     pairs = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(numerics.FP8)
     values = pairs[: math.prod(shape)].view(shape)
     decoded = decoded_by(Fp8(), values, torch.ones(shape[0], 1))

@@ -1,4 +1,4 @@
-"""`moesaic quantize`: what it writes is what the loader reads, and transformers where it can."""
+"""The loader, and transformers where possible, read what `moesaic quantize` writes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def build(folder: Path, format: WeightFormat | None = None) -> CausalLM:
 
 
 def decoded(model: CausalLM) -> dict[str, Tensor]:
-    """What the model holds, by name and place in a stack."""
+    """Decodes the model's tensors, by name and index in a stack."""
     found = {}
     for slot in model.checkpoint_slots():
         part = slot.interleaved if isinstance(slot, MatrixSlot) else None
@@ -73,7 +73,7 @@ def loaded(folder: Path, format: WeightFormat | None = None) -> dict[str, Tensor
 
 
 def bound(form: str, name: str, before: dict[str, Tensor]) -> Tensor:
-    """Float16 scales of AWQ and GPTQ are larger by at most one part in 1024."""
+    """The error bound of a matrix. Float16 scales of AWQ and GPTQ are up to 1/1024 larger."""
     w_NK = before[name]
     format = QUANTIZE_FORMATS[form].storage(GROUP).format
     assert format is not None
@@ -85,7 +85,7 @@ def bound(form: str, name: str, before: dict[str, Tensor]) -> Tensor:
 
 
 def siblings(name: str) -> set[str]:
-    """Matrices that share their global scale with this one, and itself."""
+    """This matrix and those that share its global scale."""
     groups = (("gate_proj", "up_proj"), ("w1", "w3"), ("q_proj", "k_proj", "v_proj"))
     group = next((g for g in groups if any(f".{part}." in name for part in g)), ())
     return {name} | {name.replace(f".{a}.", f".{b}.") for a in group for b in group}
@@ -130,7 +130,7 @@ def test_mxfp4_of_stacks(sources: dict[str, Path], tmp_path: Path) -> None:
         assert torch.equal(kept[name], dense[name])
         if ".experts." in name and "bias" not in name:
             assert ((kept[name] - w).abs() <= format.error_bound(w)).all()
-            # At load, from the same numbers: the same as when it is written.
+            # Encoding the same numbers at load gives the same result as `quantize`.
             assert torch.equal(kept[name], format.decode(format.encode(w), torch.empty(w.shape)))
         else:
             assert torch.equal(kept[name], w)
@@ -282,7 +282,7 @@ def test_cache_scales_and_input_scales_are_known(sources: dict[str, Path], tmp_p
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     del config["quantization_config"]
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
-    # The file beside config.json still says it.
+    # hf_quant_config.json still declares the quantisation.
     load_weights(build(tmp_path / "out"), tmp_path / "out")
 
 
@@ -370,7 +370,7 @@ def test_numbers_without_a_scale(sources: dict[str, Path], tmp_path: Path) -> No
 
 
 def reference(source: Path, target: Path, folder: Path) -> Path:
-    """The unquantised checkpoint that means the same as `target`, by our decoders."""
+    """Writes an unquantised checkpoint with the decoded numbers of `target`."""
     scheme = detect_scheme(RawConfig.read(target), target)
     with Checkpoint(source) as plain, Checkpoint(target) as checkpoint:
         tensors = {
@@ -413,7 +413,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def by_definition(packed: Tensor, scales: Tensor) -> Tensor:
-    """mxfp4 number by number: sign, exponent and mantissa of e2m1, a power of two per 32."""
+    """Decodes mxfp4 number by number: e2m1 times a power of two per 32 columns."""
     rows = []
     for bytes_of_row, exponents in zip(packed.tolist(), scales.tolist(), strict=True):
         codes = [code for byte in bytes_of_row for code in (byte & 15, byte >> 4)]
@@ -430,7 +430,7 @@ def by_definition(packed: Tensor, scales: Tensor) -> Tensor:
 def test_mxfp4_by_definition(
     family: str, matrices: int, sources: dict[str, Path], tmp_path: Path
 ) -> None:
-    """By the definition, and by transformers' decoder where it is installed."""
+    """Compares with the definition, and with transformers' decoder if it is installed."""
     job = QuantizeJob(
         "mxfp4", experts_only=family == "deepseek_v3"
     )  # its latents of 16 have no groups

@@ -1,4 +1,4 @@
-"""Steps that fail are taken back without a trace; the request to blame is found in few steps."""
+"""Failed steps are rolled back without a trace; few steps find the request to blame."""
 
 import math
 import random
@@ -41,8 +41,8 @@ FLAGS = [
 
 
 def serve(core: LocalCore, parts: int, chance: random.Random | None) -> tuple[list[Request], int]:
-    """With `chance`, all in-flight steps are lost at times, half of them before they begin: pages
-    are full of NaN then."""
+    """With `chance`, all in-flight steps are lost at times, half of them before they begin; their
+    pages are then full of NaN."""
     served = requests()
     for request in served:
         core.add(RequestState(request, None, lambda progress: None))
@@ -88,7 +88,7 @@ def test_lost_steps_change_nothing(flags, parts):
 
 
 def poison_plans(core: LocalCore, where: str, patch: pytest.MonkeyPatch) -> None:
-    """Request 4 makes the plan fail when it is looked up, or when its second token is planned."""
+    """Makes the plan fail at the lookup of request 4, or at its second token."""
     kv = core.planner.kv
     lookup, plan_item = kv.lookup, planner_module._plan_item
 
@@ -120,7 +120,7 @@ def test_a_request_that_cannot_be_planned_ends_alone(flags, parts, where, monkey
     assert guilty.output_ids == expected.pop(4).output_ids[: where == "item"]
     assert [one.output_ids for one in found] == [one.output_ids for one in expected]
     assert [one.finish_reason for one in found] == [one.finish_reason for one in expected]
-    # One of nine is found in few plans, though it may be tried beside others before it is due.
+    # Few plans find the one of nine, although it may be tried beside others first.
     assert 1 <= core.planner.metrics.counts.failed_steps <= 8
 
 
@@ -139,7 +139,7 @@ def test_every_request_ends_though_the_scheduler_is_broken(monkeypatch):
 
 
 def test_a_request_of_another_rank_is_told_from_where_it_was():
-    """Tokens that it had emitted there come without logprobs, and none is lost of those after."""
+    """Tokens from the other rank have no logprobs; all later tokens have them."""
     told, core = dict[int, list[RequestDelta]](), make_core()
     params = {"temperature": 0.0, "ignore_eos": True}
     asked = NewRequest("7", [5, 6, 7, 8], params, 0, 6, 7, [], True, 1, 2)
@@ -168,7 +168,7 @@ def test_a_request_of_another_rank_is_told_from_where_it_was():
         assert column(emitted, "logprobs") == pytest.approx(expected, abs=1e-4)
         tops = [[token for _, token in row] for row in column(emitted, "top_logprobs")]
         assert tops == [[token for _, token in row] for row in column(0, "top_logprobs")][emitted:]
-    # Those of the prompt came with the first token.
+    # The prompt's logprobs come with the first token.
     assert len(column(0, "input_logprobs")) == 2 == len(column(0, "input_top_logprobs"))
     assert column(1, "input_logprobs") == column(4, "input_logprobs") == []
 
@@ -217,10 +217,10 @@ def test_ranks_resume_when_the_last_has_abandoned_its_step():
     assert rollbacks.start(StepFailed(4, 0, 31, "also")) is None and rollbacks.in_progress
     told = [StepAbandoned(6, 1, 30, 2), StepAbandoned(4, 1, 31), StepAbandoned(7, 1, 29)]
     assert [rollbacks.note_abandoned(one) for one in told] == [None] * 3
-    assert rollbacks.note_abandoned(StepAbandoned(5, 0, 99)) is None  # of another generation
+    assert rollbacks.note_abandoned(StepAbandoned(5, 0, 99)) is None  # another generation
     assert rollbacks.note_abandoned(StepAbandoned(5, 1, 31)) == ResumeSteps(1, 31, [0, 2])
     assert not rollbacks.in_progress
-    # A late word of the generation before calls nobody back.
+    # A late report of the previous generation starts no rollback.
     assert rollbacks.start(StepFailed(7, 0, 31, "late")) is None and rollbacks.generation == 1
 
 

@@ -34,8 +34,8 @@ class Setting:
     number: int
 
     def rows(self):
-        """Distinct (seed, position), also of other settings: one half along seeds, the other along
-        positions."""
+        """Rows with distinct (seed, position) in all settings: half vary the seed, half the
+        position."""
         params = SamplingParams.from_dict(self.params)
         first = self.number * DRAWS
         keys = [(first + n, 17) if n % 2 else (2**40 + self.number, n) for n in range(DRAWS)]
@@ -69,7 +69,7 @@ def settings(number):
 
 
 def counted(setting, scores):
-    """transformers has no such processors: the formula of OpenAI's API reference."""
+    """Applies the formula of OpenAI's API reference, for which transformers has no processor."""
     frequency, presence = (
         setting.params.get(f"{name}_penalty", 0.0) for name in ("frequency", "presence")
     )
@@ -80,7 +80,7 @@ def counted(setting, scores):
 
 
 def processors(setting):
-    """In the order of docs/engine.md."""
+    """The processors in the order of docs/engine.md."""
     given = setting.params.get
     penalty, bias, least = (
         given(n) for n in ("repetition_penalty", "logit_bias", "min_new_tokens")
@@ -101,14 +101,14 @@ def processors(setting):
 
 
 def chance(setting):
-    """How likely draws would be at least as far from the right distribution as ours are."""
+    """The probability that right draws differ from the distribution at least as much as ours."""
     ids = torch.tensor([setting.prompt + setting.output])
     right_V = processors(setting)(ids, setting.logits_V[None].double()).softmax(-1)[0] * DRAWS
     tokens = sample(setting.logits_V.expand(DRAWS, -1), setting.rows()).token_ids
     seen_V = torch.bincount(torch.tensor(tokens), minlength=len(right_V)).double()
     if seen_V[right_V == 0].sum() > 0:
         return 0.0
-    # Cells too small for the approximation are one, with the smallest of the others.
+    # Merges the cells that are too small for the approximation, and the next larger one.
     order = right_V.argsort()
     small = right_V[order].cumsum(0) < 10
     cut = int(small.sum()) + 1
@@ -127,14 +127,14 @@ def test_draws_have_the_distribution_of_transformers(number):
     found = [(chance(setting), setting.params) for setting in settings(number)]
     unlikely = [entry for entry in found if entry[0] < SIGNIFICANCE / number]
     assert not unlikely
-    # Of a right sampler they are uniform (Kolmogorov-Smirnov, p = 0.001); 1 is where one token is.
+    # A right sampler gives uniform chances (Kolmogorov-Smirnov, p = 0.001); 1: a single token.
     chances = torch.tensor(sorted(value for value, _ in found if value < 1))
     steps = torch.arange(1, len(chances) + 1) / len(chances)
     assert (chances - steps).abs().max() < 1.95 / len(chances) ** 0.5 + 1 / len(chances)
 
 
 def one_token_less(real):
-    """top-p (or top-k) drops the last token that it should keep."""
+    """A defect: top-p (or top-k) drops the last token that it should keep."""
 
     def near(scores, *rest):
         found = real(scores, *rest)
@@ -147,7 +147,7 @@ def one_token_less(real):
 
 
 def temperature_last(real):
-    """top-p counts probabilities before temperature."""
+    """A defect: top-p counts probabilities before temperature."""
 
     def weights(scores, params, floor_R1=None, min_p=False):
         if not min_p:
@@ -158,7 +158,7 @@ def temperature_last(real):
 
 
 def without(field):
-    """The tokens of one part of the sequence are forgotten."""
+    """A defect: the tokens of one part of the sequence are forgotten."""
     return lambda real: lambda row: real(SampleRow(row.params, 0, 0, **field(row)))
 
 

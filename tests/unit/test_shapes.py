@@ -25,7 +25,7 @@ from moesaic.moe.layer import FusedMoE
 from moesaic.moe.quant.dummy import fill_planes
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
 
-# As the models' cards give them.
+# The numbers of the model cards.
 PARAMETERS = {
     "deepseek-v2-lite": 15.706e9,
     "gpt-oss-20b": 20.915e9,
@@ -146,7 +146,7 @@ def test_uploads_keep_every_byte(piece: int):
 
 
 def test_what_is_uploaded_was_read_on_the_host():
-    """Also where the default device is another, on which safetensors would make it at once."""
+    """Reads on the host even if safetensors would use another default device."""
     seen: list[Tensor] = []
 
     def upload(tensor: Tensor) -> Tensor:

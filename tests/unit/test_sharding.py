@@ -1,4 +1,4 @@
-"""What each rank of a cut model holds and reads: no number twice, none missing, no byte more."""
+"""Ranks of a split model hold and read every number once, and no byte more."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from moesaic.moe.context import MoeContext
 from tests.unit.disk_formats import CountingCheckpoint
 
 SIZES = {"num_hidden_layers": 4, "num_attention_heads": 8}
-# By how many ranks of four a tensor of each kind is held; all others are on every rank.
+# How many of four ranks hold each kind of tensor; all ranks hold the others.
 CUT = {
     **dict.fromkeys(("q_proj", "o_proj", "sinks", "q_b_proj", "kv_b_proj"), 1),
     **dict.fromkeys(("gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head"), 1),
@@ -42,14 +42,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def part(rank: int, size: int, dp: int = 1, **more: int) -> Parallel:
-    """A rank of a stage, without the others."""
+    """A single rank of a stage."""
     attention = ShapeOnlyCollective(rank % (size // dp), size // dp)
     sizes = {"dense_tp": size, "vocab_tp": size} | more
     return Parallel(attention, ShapeOnlyCollective(rank, size), dp, **sizes)
 
 
 def build(folder: Path, parallel: Parallel | None = None) -> CausalLM:
-    """Experts are whole: how they are cut is tested elsewhere."""
+    """Builds a rank with whole experts: other tests split them."""
     context = BuildContext(16, MoeContext.single(torch.float32), parallel or Parallel())
     return build_model(RawConfig.read(folder), context)
 
@@ -81,14 +81,14 @@ def test_every_number_is_held_once(family: str, folders: dict[str, Path]) -> Non
             assert slot.into.shape == held[slot.name][slot.cut].shape
             held[slot.name][slot.cut] += 1
     for name, counts in held.items():
-        # The bias of a product whose inputs are cut is not.
+        # A projection with split inputs has a whole bias.
         times = 4 if name.endswith("o_proj.bias") else CUT.get(kind(name), 4)
         assert (counts == times).all(), name
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3", "gpt_oss"])
 def test_deterministic_mode_cuts_no_inputs(family: str, folders: dict[str, Path]) -> None:
-    """And what is not summed over ranks is cut as ever."""
+    """Projections that sum over ranks stay whole; all others are split as usual."""
     with torch.device("meta"):
         usual = {slot.name: slot for slot in dense_slots(build(folders[family], part(1, 4)))}
         bits = replace(part(1, 4), deterministic=True)
@@ -120,7 +120,7 @@ def test_dense_layers_have_their_own_cut(
     queries: int,
     folders: dict[str, Path],
 ) -> None:
-    """DeepSeek: an inner size of 96, 8 heads with values of 16 channels, a vocabulary of 258."""
+    """DeepSeek has an inner size of 96, 8 heads with values of 16 channels, a vocabulary of 258."""
     with torch.device("meta"):
         last = part(3, 4, dp, dense_tp=dense_tp, vocab_tp=vocab_tp)
         held = tensors(build(folders["deepseek_v3"], last))
@@ -160,7 +160,7 @@ def test_a_rank_reads_its_bytes_only(
     load_weights(whole, folders[family])
     load_weights(mine, folders[family])
     sizes = [sum(t.nbytes for t in tensors(model).values()) for model in (whole, mine)]
-    # Experts are whole on both, so the difference is that of the dense tensors.
+    # Experts are whole on both ranks: only dense tensors differ.
     assert opened[0].bytes_read - opened[1].bytes_read == sizes[0] - sizes[1]
     assert sizes[1] < 0.5 * sizes[0]
     expected = tensors(whole)
@@ -169,7 +169,7 @@ def test_a_rank_reads_its_bytes_only(
 
 
 def test_a_quantised_layer_is_cut_anywhere(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Blocks of 128 numbers share a scale; cuts at a third of the inner size go through them."""
+    """Parts of a third of the inner size split blocks of 128 numbers that share a scale."""
     quantize(folders["deepseek_v3"], tmp_path / "fp8", QuantizeJob("fp8", None))
     scheme = detect_scheme(RawConfig.read(tmp_path / "fp8"), tmp_path / "fp8")
     names = load_file(tmp_path / "fp8" / "model.safetensors")
@@ -198,7 +198,7 @@ def test_a_stage_holds_its_layers(family: str, folders: dict[str, Path], tmp_pat
     assert all(name.startswith(("model.layers.1.", "model.layers.2.")) for name in names[1])
     assert [model.cache.num_layers for model in models] == [1, 2, 1]
     assert [layer.self_attn.spec.layer for layer in models[1].model.layers] == [0, 1]
-    # Tensors of other stages are known; strangers are not.
+    # Tensors of other stages are allowed, unknown tensors are not.
     load_weights(models[1], folders[family])
     tensors = load_file(folders[family] / "model.safetensors")
     tensors["model.layers.0.stranger.weight"] = torch.ones(1)
@@ -209,8 +209,8 @@ def test_a_stage_holds_its_layers(family: str, folders: dict[str, Path], tmp_pat
 
 
 def test_a_tied_head(folders: dict[str, Path]) -> None:
-    """It borrows where embedding and head are cut alike, and reads the embedding's tensor where
-    not: on a last stage, and where the vocabulary is cut over more ranks than attention."""
+    """A tied head uses the embedding's weights if both are split alike. Else it reads the
+    embedding's tensor: on a last stage, or if more ranks split the vocabulary than attention."""
     raw = RawConfig.read(folders["qwen3_moe"])
     raw.data["tie_word_embeddings"] = True
     moe = MoeContext.single(torch.float32)
@@ -275,7 +275,7 @@ def test_deterministic_products(inputs: int) -> None:
     layers = [
         Linear(config),
         MergedLinear(config, merged),
-        Router(inputs, 40, torch.float32, float32=True, deterministic=True),
+        Router(replace(config, bias=False), float32=True),
     ]
     x_TI = torch.randn(77, inputs)
     for layer in layers:

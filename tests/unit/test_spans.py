@@ -47,8 +47,8 @@ def test_the_newest_spans_are_kept() -> None:
 
 @pytest.mark.parametrize("heard_after", range(7))
 def test_a_recording_ends_after_its_steps(heard_after: int) -> None:
-    """Three steps from step 3 on; the rank hears of that after some steps already, and step 4 is
-    one in which nothing was to do."""
+    """Records three steps from step 3 on. The rank learns of it `heard_after` steps later, and step
+    4 has no work."""
     spans = Spans()
     spans.begin_step(1)
     spans.start()
@@ -81,7 +81,7 @@ def test_a_seat_records_its_waits() -> None:
 
 
 def test_a_trace_follows_the_format(tmp_path: Path) -> None:
-    """Clocks of other machines are set right, outer spans come first, times begin at 0."""
+    """Other machines' clocks are corrected, outer spans come first, times begin at 0."""
     ahead = 10**15
     spans = [
         Span(SpanKind.DISPATCH, 2, 1, 5, 1200, 1300, 64, 77),
@@ -116,10 +116,10 @@ def test_the_reader_finds_what_is_wrong(tmp_path: Path) -> None:
 def test_slow_steps() -> None:
     pace = SlowStepDetector()
     assert [pace.observe(False, 4, 0.05) for _ in range(20)] == [None] * 20
-    assert pace.observe(False, 4, 0.9) is None  # 18 times the usual, and below a second
+    assert pace.observe(False, 4, 0.9) is None  # 18 times the usual, but below a second
     usual = pace.observe(False, 4, 5.0)
     assert usual is not None and 0.05 <= usual < 0.2
-    assert pace.observe(True, 8000, 100.0) is None  # no prompt was seen before
+    assert pace.observe(True, 8000, 100.0) is None  # there was no earlier prompt
     for _ in range(8):
         pace.observe(True, 1000, 2.0)
     assert pace.observe(True, 8000, 40.0) is None and pace.observe(True, 10, 1.5) is None
@@ -144,11 +144,11 @@ def test_the_rank_that_computed_longest_is_named() -> None:
         "for at most 0.3 s"
     )
     assert guard.explain_slow(SlowStep(0, 7, 2.5, 0.1), look(9, 2, 2, 2)).endswith("usually 0.10 s")
-    # Steps that are seen before the end of a slow one is told do not hide who was slow.
+    # Later steps that arrive before the slow step's report do not hide the slow rank.
     for step in range(10, 15):
         assert guard.look(look(step, 1.5, 3.4, 1.2), 0.1 * step) is None
     assert guard.explain_slow(slow, look(15, 1.5, 3.4, 1.2)) == text
-    # What a rank has computed since its state last changed counts, too.
+    # Time since the last change of a rank's state counts too.
     still = look(9, 1.5, 1.2, 1.2) | {
         2: RankSnapshot(RankState.COMPUTING, 9, "mlp", 0.0, 2.4, 9, 1.2)
     }

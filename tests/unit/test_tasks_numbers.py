@@ -1,5 +1,5 @@
-"""Word, unit and table problems: solved here from their text alone, with other means than those
-that made them."""
+"""Word, unit and table problems: solvers find the answers from the text alone, by other means than
+the generators."""
 
 import random
 import re
@@ -162,7 +162,7 @@ def base(measure: tuple[int, str]) -> int:
 
 
 def wanted(prompt: str) -> str:
-    """The unit that is asked for: named without a number before it."""
+    """The unit that the question asks for: the one without a number before it."""
     (unit,) = set(re.findall(rf"(?<!\d )\b({UNIT})\b", prompt))
     return unit
 
@@ -209,7 +209,7 @@ def solve_weekday(prompt: str) -> str:
 
 
 def solve_date(kind: str, prompt: str) -> str:
-    """The same in a common and in a leap year, or the problem has two answers."""
+    """Solves it in a common and in a leap year, which must agree."""
     prompt = prompt.replace("(like 6 April)", "")
     ((day, month),) = re.findall(rf"(\d+) ({'|'.join(MONTHS)})", prompt)
     (span,) = quantities(prompt)

@@ -1,5 +1,5 @@
-"""The tasks lists, lookup and chat. Every answer is found again by solvers that read nothing but
-the prompt: what is asked is told from its words, not from the kind that drew it."""
+"""The tasks lists, lookup and chat: solvers find every answer again from the words of the prompt
+alone, without knowing the kind of problem."""
 
 import json
 import random
@@ -32,7 +32,7 @@ def mixed(task: str, number: int, seed: int = 3) -> list[Problem]:
 
 
 def place_of(question: str) -> int:
-    """The place that an ordinal names, counted from 0; from the end where it is negative."""
+    """The index that an ordinal names: from 0, or from the end if negative."""
     if "last but one" in question:
         return -2
     if re.search(r"\blast\b", question):
@@ -350,8 +350,8 @@ def test_problems_differ_and_follow_from_the_seed(task: str, share: float) -> No
 
 @pytest.mark.parametrize("task", ["lists", "lookup", "chat"])
 def test_training_has_no_test_problem_in_another_form(task: str) -> None:
-    """Words alone, as a reader would hold them against each other. Of chat a few differ within,
-    as in "Hello, House." and "Hello House!"."""
+    """Compares only words. A few prompts of chat differ in punctuation alone, as in "Hello, House."
+    and "Hello House!"."""
 
     def words(problem: Problem) -> str:
         return re.sub(r"[^a-z0-9]+", " ", problem.prompt.lower()).strip()

@@ -1,4 +1,4 @@
-"""`text_offset` of completions: where in the text that is returned a token is. The oracle is the
+"""`text_offset` of completions: a token's place in the returned text. The oracle is the
 `tokenizers` library, which decodes the tokens before it."""
 
 import random
@@ -23,7 +23,7 @@ FALLBACK = KINDS["byte_fallback"].tokenizer
 
 
 def answer(tokenizer, prompt, ids, echo=None, interval=1, **params):
-    """Text, tokens and offsets of a completion, from all chunks of its stream."""
+    """The text and the offsets of a completion, from all chunks of its stream."""
     request = Request("r", list(prompt), SamplingParams.from_dict(params), 0, 9999, 0)
     request.token_ids = [*prompt]
     request.input_logprobs = [-1.0] * (len(prompt) - 1)
@@ -49,7 +49,7 @@ def answer(tokenizer, prompt, ids, echo=None, interval=1, **params):
 
 
 def expected_offsets(kind, prompt, ids, skip):
-    """Of the tokens of an answer; None where a token is a piece of a character."""
+    """The offsets of an answer's tokens; None for a piece of a character."""
     found = []
     for number, token in enumerate(ids):
         plain = shown(kind, [token], skip) and kind.is_whole(token)
@@ -111,7 +111,7 @@ def test_pieces_of_characters(tokenizer, ids, text, offsets):
 
 @pytest.fixture(scope="module")
 def sentencepiece():
-    """As Mixtral's: a space goes in front of every text, also after a special token."""
+    """Like Mixtral's tokenizer: adds a space before every text, also after a special token."""
     backend = tokenizers.Tokenizer.from_str(FALLBACK.backend.to_str())
     parts = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     backend.normalizer = normalizers.Sequence(parts)
@@ -141,7 +141,7 @@ def test_prompts_of_sentencepiece(sentencepiece, text, offsets):
 
 
 def test_the_chosen_token_has_its_own_logprob():
-    """Also if a more likely one has the same text, as pieces of characters have."""
+    """The chosen token's logprob is right even if a more likely token has the same text."""
     request = Request("r", ids_of(FALLBACK, "x"), SamplingParams(), 0, 9, 0)
     request.token_ids = [*request.prompt_ids, E[0]]
     request.output_logprobs, request.output_top_logprobs = [-3.0], [[(-0.1, E[1])]]

@@ -190,7 +190,7 @@ def word_piece():
 
 @pytest.mark.parametrize("kind", [byte_level, byte_fallback, metaspace, unigram, word_piece])
 def test_many_at_once_give_what_one_gives(tmp_path, kind):
-    """`encode` and `decode` go by ways of the backend that do not hold Python's lock."""
+    """`encode` and `decode` call the backend's batch functions, which release Python's lock."""
     backend = kind()
     tokenizer = Tokenizer.from_folder(write(tmp_path, backend))
     for text in [*TEXTS, "".join(TEXTS) * 300]:

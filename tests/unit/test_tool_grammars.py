@@ -103,7 +103,7 @@ MARKERS = sorted(
 
 
 class Walker:
-    """A byte vocabulary, with every marker a token of its own or with none."""
+    """A byte vocabulary, with a token for every marker (`marked`) or for none."""
 
     def __init__(self, marked: bool) -> None:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -123,7 +123,7 @@ class Walker:
         return choose_format(tools, reasoning, "", added_tokens=added)
 
     def accepts(self, parameters: dict[str, str], text: str) -> tuple[bool, bool]:
-        """(whether the text may be written, whether it may end there)."""
+        """Returns whether the grammar allows the text, and whether it may end there."""
         ((kind, source),) = parameters.items()
         assert kind == "lark"
         grammar = LLMatcher.grammar_from_lark(source)
@@ -175,7 +175,7 @@ def test_forced_calls(walker: Walker, name: str, thinking: bool):
             0
         ] is (False)
     assert walker.accepts(required, one.replace("2", '"2"'))[0] is False
-    # What is forced is what the parser reads.
+    # The parser reads what the grammar forces.
     items = summed(parts_of(form.parser(tools_of(name), thinking, True), [one]))
     ((called, arguments),) = calls_of(items)
     assert called == "get_weather" and arguments["days"] == 2
@@ -200,12 +200,12 @@ def test_forms_of_answers(walker: Walker, name: str, response: dict[str, str], g
     assert walker.accepts(grammar, thought + final + good) == (True, True)
     assert walker.accepts(grammar, final + good) == (True, True)
     assert walker.accepts(grammar, thought + final + bad)[1] is False
-    # With tools at hand the model may call one instead.
+    # With tools the model may call one instead.
     both = form.grammar(tools_of(name), "auto", response, True)
     assert walker.accepts(both, thought + whole(name, 0)) == (True, True)
     assert walker.accepts(both, final + good) == (True, True)
     assert walker.accepts(both, final + bad)[1] is False
-    # Where nothing comes before the answer, it is the engine's own affair.
+    # Without a prefix the engine uses the response format unchanged.
     if name == "qwen25":
         assert form.grammar([], "none", response, False) == response
 

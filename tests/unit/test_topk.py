@@ -11,7 +11,7 @@ from moesaic.moe.topk import TopK, TopKConfig
 
 
 def softmax_topk(logits: Tensor, cfg: TopKConfig) -> tuple[list[list[int]], Tensor]:
-    """Slowly, by the definition, one token at a time in float64."""
+    """Routes by the definition, one token at a time in float64."""
     all_ids, all_weights = [], []
     for row in logits.double():
         scores = row.sigmoid() if cfg.scoring == "sigmoid" else row.softmax(-1)
@@ -59,7 +59,7 @@ def test_correction_bias_moves_the_choice_but_not_the_weights() -> None:
 
 
 def last_ones(logits_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Not the best but the last, all alike."""
+    """Chooses the last experts, all with the same weight."""
     num_tokens, num_experts = logits_TE.shape
     ids_TK = torch.arange(num_experts - top_k, num_experts).repeat(num_tokens, 1)
     return ids_TK, torch.full((num_tokens, top_k), 0.25)
@@ -91,7 +91,7 @@ def test_weights_are_float32_whatever_the_logits() -> None:
 
 
 def test_experts_become_the_slots_that_hold_them() -> None:
-    """Expert 0 lies in slots 1 and 4, expert 1 in 0, expert 2 in 2, 3 and 5: rows take turns."""
+    """Slots 1 and 4 hold expert 0, slot 0 expert 1, slots 2, 3 and 5 expert 2; rows take turns."""
     slot_map = SlotMap(Placement(3, (1, 0, 2, 2, 0, 2)))
     logits = torch.tensor([[9.0, 1.0, 5.0]] * 4)
     plain = TopK(TopKConfig(2))(logits)
@@ -104,7 +104,7 @@ def test_experts_become_the_slots_that_hold_them() -> None:
 @pytest.mark.parametrize("slot_map", [None, SlotMap(Placement(4, (3, 2, 1, 0, 0)))])
 @pytest.mark.parametrize("num_tokens", [0, 1, 3, 5])
 def test_padding_chooses_nothing(num_tokens: int, slot_map: SlotMap | None) -> None:
-    """Whatever garbage its logits are; the tokens before it are as without padding."""
+    """Padding may have any logits; it does not change the tokens before it."""
     torch.manual_seed(2)
     logits = torch.randn(5, 4)
     router = TopK(TopKConfig(2, renormalize=True))

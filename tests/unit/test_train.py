@@ -1,5 +1,5 @@
-"""The training script's model is the one that transformers loads, its MoE the one of a plain sum,
-and its data and steps can be repeated."""
+"""transformers loads the training script's model, its MoE equals a plain sum, and its data and
+steps are reproducible."""
 
 import random
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ SMALL = Shape(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer made from fewer problems than the house model's."""
+    """A folder with a tokenizer that is trained on few problems."""
     path = tmp_path_factory.mktemp("house")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("examples.train.tokenizer.SAMPLES", 300)
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def biased(shape: Shape) -> Model:
-    """With correction biases that matter, and norms that are not all one."""
+    """A model with large correction biases, and norms other than one."""
     torch.manual_seed(3)
     model = Model(shape)
     for router in model.routers():
@@ -49,7 +49,7 @@ def biased(shape: Shape) -> Model:
     for name, param in model.named_parameters():
         if "norm" in name:
             param.data += 0.3 * torch.randn_like(param)
-        param.data = param.data.bfloat16().float()  # what the folder holds
+        param.data = param.data.bfloat16().float()  # the precision of the folder
     return model.eval()
 
 
@@ -79,12 +79,12 @@ def test_conversations_in_a_row_do_not_see_each_other():
         together = model(ids, documents, torch.float32)
         alone = model(ids[:, 7:], documents[:, 7:], torch.float32)
     for both, one in zip(together, alone, strict=True):
-        # At the end of a row the MTP layer has no next token to go on.
+        # At the end of a row the MTP layer has no next token.
         torch.testing.assert_close(both[:, 7:-1], one[:, :-1], atol=2e-5, rtol=1e-5)
 
 
 def plain_moe(moe: MoE, x_TH: Tensor) -> Tensor:
-    """Token by token, expert by expert."""
+    """Computes the MoE layer token by token, expert by expert."""
     ids_TK, weights_TK = moe.gate(x_TH)
     rows = []
     for x, ids, weights in zip(x_TH, ids_TK, weights_TK, strict=True):
@@ -194,7 +194,7 @@ def test_the_template_makes_what_training_saw(folder: Path):
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Its attention by products alone, which are quick."""
+    """Trains a small model with plain products for attention, which are fast."""
     monkeypatch.setattr("examples.train.train.Shape", lambda: SMALL)
     with QuickProducts(), sdpa_kernel(SDPBackend.MATH):
         yield
@@ -210,7 +210,7 @@ def test_a_resumed_run_ends_where_a_whole_one_does(folder: Path, tmp_path: Path)
     assert first.step == 1
     second = Run(settings(tmp_path / "b", every=3))
     for param in second.model.parameters():
-        param.data.zero_()  # so that it matters that they are loaded
+        param.data.zero_()  # loading must restore them
     second.load()
     train(second, tokenizer, stop)
     assert second.step == whole.step == 4

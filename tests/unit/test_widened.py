@@ -1,4 +1,4 @@
-"""Products of 16-bit numbers by way of float32, as on CPUs that have no others, and without."""
+"""Products of 16-bit numbers, with and without the detour through float32 that some CPUs need."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize("rows", [5, 40])
 @pytest.mark.parametrize("bias", [False, True])
 def test_products(lacks: bool, dtype: torch.dtype, rows: int, bias: bool) -> None:
-    """Of float32 sums that are rounded once: as near to what is exact as a rounding."""
+    """Float32 sums are rounded once, so the result is within one rounding of the exact one."""
     x, w = numbers(rows, 64, dtype=dtype), numbers(24, 64, dtype=dtype)
     bias_O = numbers(24, dtype=dtype) if bias else None
     exact = F.linear(x.double(), w.double(), None if bias_O is None else bias_O.double())

@@ -10,7 +10,7 @@ from moesaic.engine.text.tokenizer import Tokenizer
 
 BYTE_NAMES = [f"<0x{byte:02X}>" for byte in range(256)]
 CHARS = "\ufffd日🙂é€ \n.aA\u2028\u0301\U0010ffff"
-# Not UTF-8: cut off, too long, a surrogate, beyond the last character, nothing but the rest of one.
+# Invalid UTF-8: cut off, overlong, a surrogate, beyond the last character, only continuation bytes.
 BROKEN_BYTES = [
     b"\xe6\x97",
     b"\xf0\x9f\x99",
@@ -23,8 +23,8 @@ BROKEN_BYTES = [
 
 @dataclass(frozen=True)
 class Kind:
-    """`pieces`: ids that make up characters and broken ones; `plain`: a token that is the same text
-    wherever it is."""
+    """`pieces`: ids of whole and broken characters; `plain`: a token with the same text
+    everywhere."""
 
     tokenizer: Tokenizer
     pieces: list[list[int]]
@@ -39,7 +39,7 @@ class Kind:
         )
 
     def random_ids(self, rng, most=24):
-        """Words, characters in bytes, broken ones, special tokens, and ids that no token has."""
+        """Draws words, whole and broken characters in bytes, special tokens and unknown ids."""
         size = self.tokenizer.vocab_size
         ids = []
         while len(ids) < most:
@@ -76,7 +76,7 @@ def _vocab(*names):
 
 
 def byte_level():
-    """Qwen, DeepSeek, gpt-oss, Llama 3, and tiktoken's as they are converted."""
+    """The kind of Qwen, DeepSeek, gpt-oss, Llama 3 and converted tiktoken vocabularies."""
     words = ["Ġthe", "abc", "ĊĊ", "ðŁ", "ĻĤ", "ðŁĻĤ", "ĠÃ", "aâ", "Ĥ¬b", "Ĥ¬â", "ï¿½"]
     alphabet = _byte_chars()
     vocab = _vocab(*alphabet, *words)
@@ -91,7 +91,7 @@ def _byte_chars():
     for point in (*range(0x80), *range(0x80, 0x800, 0x40), *range(0x80, 0xC0)):
         text = chr(point)
         found |= dict(zip(text.encode(), encode.pre_tokenize_str(text)[0][0], strict=True))
-    # Bytes that no UTF-8 has are in the alphabet, too.
+    # The alphabet also has the bytes that never occur in UTF-8.
     for byte in range(256):
         if byte not in found:
             found[byte] = chr(byte)
@@ -142,7 +142,7 @@ KINDS = {
 
 
 def random_cases(kind, number):
-    """Tokens, a prompt before them, whether special tokens are skipped: so often."""
+    """Yields `number` cases: tokens, a prompt before them, whether special tokens are skipped."""
     rng = random.Random(0)
     for _ in range(number):
         yield kind.random_ids(rng), kind.random_ids(rng, 8), rng.random() < 0.5

@@ -1,7 +1,4 @@
-"""Detects how a checkpoint stores its matrices, from its config and its tensors.
-
-Errors name an unsupported quantisation and the supported ones.
-"""
+"""Detects how a checkpoint stores its matrices, from its config and its tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from math import gcd
 from pathlib import Path
 
 from moesaic.models.checkpoint import Checkpoint
-from moesaic.models.config import RawConfig
+from moesaic.models.config import INNER_SIZES, RawConfig
 from moesaic.models.folder import brief, read_object
 from moesaic.models.schemes.compressed import compressed_tensors, unmet_activation
 from moesaic.models.schemes.floats import BLOCK, Mxfp4Stack, StoredFp8Matrix, StoredNvfp4Matrix
@@ -40,7 +37,8 @@ class QuantizationConfig:
     @property
     def row_group(self) -> int:
         """A group size that divides the rows of all experts, to keep whole-row scales in."""
-        return whole_row_group(self.model)
+        sizes = ("hidden_size", *INNER_SIZES)
+        return gcd(128, *(self.model.integer(size) for size in sizes if self.model.has(size)))
 
     def has_tensor(self, suffix: str, dims: int | None = None) -> bool:
         if self.checkpoint is None:
@@ -49,24 +47,18 @@ class QuantizationConfig:
         return any(dims is None or len(self.checkpoint.shape(name)) == dims for name in names)
 
 
-def whole_row_group(model: RawConfig) -> int:
-    keys = ("hidden_size", "moe_intermediate_size", "intermediate_size")
-    return gcd(128, *(model.integer(key) for key in keys if model.has(key)))
-
-
 def detect_scheme(raw: RawConfig, folder: Path) -> Scheme:
     """Reads the headers of the checkpoint's files, if any (not with `--load-format dummy`)."""
     config = _declaration(raw, folder)
-    num_experts = raw.num_experts()
     if config is None:
-        return Scheme(num_experts=num_experts)
+        return Scheme(num_experts=raw.num_experts())
     if not any(folder.glob("*.safetensors")):
-        return _scheme(QuantizationConfig(config, raw, None), num_experts)
+        return _scheme(QuantizationConfig(config, raw, None))
     with Checkpoint(folder) as checkpoint:
-        return _scheme(QuantizationConfig(config, raw, checkpoint), num_experts)
+        return _scheme(QuantizationConfig(config, raw, checkpoint))
 
 
-def _scheme(declared: QuantizationConfig, num_experts: int) -> Scheme:
+def _scheme(declared: QuantizationConfig) -> Scheme:
     method = str(declared.config.data.get("quant_method", "?")).lower()
     if method not in METHODS:
         raise ValueError(
@@ -76,7 +68,7 @@ def _scheme(declared: QuantizationConfig, num_experts: int) -> Scheme:
     storage = METHODS[method](declared)
     format, note = _expert_format(declared, storage)
     notes = "; ".join(filter(None, (note, unmet_activation(declared.config, storage))))
-    return Scheme(method, storage, format, num_experts, notes)
+    return Scheme(method, storage, format, declared.model.num_experts(), notes)
 
 
 def _declaration(raw: RawConfig, folder: Path) -> RawConfig | None:
@@ -108,14 +100,14 @@ def _expert_format(
     if declared.checkpoint is None:
         return storage.format, ""
     layers = declared.model.integer("num_hidden_layers")
-    suffix = _quantised_suffix(storage)
     names = [
         name
         for name in declared.checkpoint.location
         if (found := EXPERT.match(name)) and int(found[1]) < layers
     ]
+    suffix = _quantised_suffix(storage)
     matrices = {_stem(name, suffix) for name in names if not name.endswith("bias")}
-    quantised = sum(1 for name in names if name.endswith(suffix))
+    quantised = sum(name.endswith(suffix) for name in names)
     if not quantised:
         return None, ""
     note = (
@@ -141,9 +133,9 @@ def _stem(name: str, suffix: str) -> str:
 
 
 def _fp8(declared: QuantizationConfig) -> Storage:
-    declared.config.one_of("fmt", ("e4m3", None), None)
     config = declared.config
-    declared.config.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
+    config.one_of("fmt", ("e4m3", None), None)
+    config.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
     block = config.data.get("weight_block_size")
     if "weight_block_size" not in config.data and declared.has_tensor(".weight_scale_inv", dims=2):
         block = [BLOCK, BLOCK]  # the default in transformers
@@ -197,20 +189,12 @@ def _modelopt(declared: QuantizationConfig) -> Storage:
     return StoredNvfp4Matrix()
 
 
-def _mxfp4(declared: QuantizationConfig) -> Storage:
-    return Mxfp4Stack()
-
-
-def _compressed(declared: QuantizationConfig) -> Storage:
-    return compressed_tensors(declared.config, declared.row_group)
-
-
 METHODS: dict[str, Callable[[QuantizationConfig], Storage]] = {
     "fp8": _fp8,
-    "compressed-tensors": _compressed,
+    "compressed-tensors": lambda given: compressed_tensors(given.config, given.row_group),
     "awq": _awq,
     "gptq": _gptq,
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,
-    "mxfp4": _mxfp4,
+    "mxfp4": lambda _: Mxfp4Stack(),
 }

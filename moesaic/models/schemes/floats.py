@@ -1,7 +1,4 @@
-"""Float8 and float4 matrices in checkpoints.
-
-N rows · K columns.
-"""
+"""Float8 and float4 matrices in checkpoints. N rows · K columns."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class IntegerMatrix(Storage):
     def read(self, source: Source, rows: range, cols: range) -> Planes:
         values, scales, zeros = self.parts(source, rows, cols)
         if self.bits == 8:
-            return {"values": _signed(values), "scales": scales}
+            return {"values": (values ^ 0x80).view(torch.int8), "scales": scales}
         repeats = (len(cols) if self.group is None else self.group) // self.kept_group
         return {
             "values": values,
@@ -88,9 +88,12 @@ class IntegerMatrix(Storage):
     def decode(self, source: Source, rows: range, cols: range) -> Tensor:
         values, scales, zeros = self.parts(source, rows, cols)
         numbers = numerics.unpack(values) if self.bits == 4 else values
-        width = self.group or len(cols)
-        scale, zero = (x.repeat_interleave(width, 1)[:, : len(cols)] for x in (scales, zeros))
-        return (numbers.float() - zero) * scale
+        group = self.group_of(source, cols)
+        return (numbers.float() - zeros[:, group]) * scales[:, group]
+
+    def group_of(self, source: Source, cols: range) -> Tensor:
+        """Each column's group among those of `parts`."""
+        return torch.arange(len(cols)) // (self.group or len(cols))
 
     def write(self, w_NK: Tensor, amax: Tensor) -> dict[str, Tensor]:
         return self.store(self.encode(w_NK))
@@ -105,8 +108,7 @@ class IntegerMatrix(Storage):
 
 @dataclass(frozen=True)
 class CompressedInts(IntegerMatrix):
-    """compressed-tensors: X.weight in int8 for any number of bits, or X.weight_packed along K with
-    X.weight_shape."""
+    """compressed-tensors: X.weight in int8, or X.weight_packed along K with X.weight_shape."""
 
     packed: bool = True
     per_tensor: bool = False
@@ -240,10 +242,6 @@ class GptqMatrix(Float16Scaled):
     def unit(self) -> tuple[int, int]:
         return self.per_word, lcm(self.per_word, self.group or 1)
 
-    def groups(self, cols: range) -> range:
-        assert not self.act_order
-        return super().groups(cols)
-
     def tensors(self, matrix: Matrix) -> Mapping[str, TensorSpec]:
         size_N, size_K = matrix.shape
         groups = self.num_groups(size_K)
@@ -257,27 +255,25 @@ class GptqMatrix(Float16Scaled):
         return tensors
 
     def parts(self, source: Source, rows: range, cols: range) -> IntegerPlanes:
-        self._check_order(source, cols)
-        groups = self.groups(cols)
-        scales = source.read("scales", groups, rows).float().t()
-        return IntegerPlanes(
-            self._values(source, rows, cols), scales, self._zeros(source, rows, groups)
-        )
-
-    def decode(self, source: Source, rows: range, cols: range) -> Tensor:
-        if not self.act_order:
-            return super().decode(source, rows, cols)
-        groups = range(self.num_groups(source.matrix.shape[1]))
-        index = source.read("g_idx", cols).long()
-        self._check_index(source, index, len(groups))
-        values = self._values(source, rows, cols)
-        numbers = numerics.unpack(values) if self.bits == 4 else values
-        zeros = self._zeros(source, rows, groups)[:, index]
-        return (numbers.float() - zeros) * source.read("scales", groups, rows).float().t()[:, index]
-
-    def _values(self, source: Source, rows: range, cols: range) -> Tensor:
+        if self.act_order:
+            groups = range(self.num_groups(source.matrix.shape[1]))
+        else:
+            self._check_order(source, cols)
+            groups = self.groups(cols)
         words = source.read("qweight", blocks(cols, self.per_word), rows)
-        return _bytes(words.t())[:, : len(cols) * self.bits // 8]
+        values = _bytes(words.t())[:, : len(cols) * self.bits // 8]
+        scales = source.read("scales", groups, rows).float().t()
+        return IntegerPlanes(values, scales, self._zeros(source, rows, groups))
+
+    def group_of(self, source: Source, cols: range) -> Tensor:
+        if not self.act_order:
+            return super().group_of(source, cols)
+        index, groups = source.read("g_idx", cols).long(), self.num_groups(source.matrix.shape[1])
+        if len(index) and not 0 <= int(index.min()) <= int(index.max()) < groups:
+            raise ValueError(
+                f"{source.matrix.tensor('g_idx')} has entries outside of 0..{groups - 1}"
+            )
+        return index
 
     def _zeros(self, source: Source, rows: range, groups: range) -> Tensor:
         words = source.read("qzeros", groups, blocks(rows, self.per_word))
@@ -301,12 +297,6 @@ class GptqMatrix(Float16Scaled):
             raise ValueError(
                 f"{source.matrix.tensor('g_idx')} is not in order of columns, but "
                 "quantization_config says desc_act false: set it to true"
-            )
-
-    def _check_index(self, source: Source, index: Tensor, groups: int) -> None:
-        if len(index) and not 0 <= int(index.min()) <= int(index.max()) < groups:
-            raise ValueError(
-                f"{source.matrix.tensor('g_idx')} has entries outside of 0..{groups - 1}"
             )
 
     def store(self, planes: Planes) -> dict[str, Tensor]:
@@ -350,10 +340,6 @@ def _words(values: Tensor) -> Tensor:
 
 def _unsigned(values: Tensor) -> Tensor:
     return values.view(torch.uint8) ^ 0x80
-
-
-def _signed(values: Tensor) -> Tensor:
-    return (values ^ 0x80).view(torch.int8)
 
 
 def _unshuffled(words: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from moesaic.models.schemes.floats import (
@@ -24,8 +25,7 @@ NO_GROUP = 0
 
 @dataclass(frozen=True)
 class QuantizeFormat:
-    """`storage` takes a group size, `config` also the modules that stay unquantised. `stacked`:
-    experts are stored in stacks."""
+    """`storage` takes a group size, `config` also the modules that stay unquantised."""
 
     storage: Callable[[int], Storage]
     config: Callable[[int, Sequence[str]], Config]
@@ -45,28 +45,26 @@ def _numbers(kind: str, bits: int, strategy: str, dynamic: bool = False, group: 
 
 
 def _compressed(
-    form: str, kind: str, bits: int, strategy: str, activations: bool
-) -> Callable[[int, Sequence[str]], Config]:
-    def config(group: int, ignored: Sequence[str]) -> Config:
-        return {
-            "quant_method": "compressed-tensors",
-            "format": form,
-            "quantization_status": "compressed",
-            "kv_cache_scheme": None,
-            "ignore": list(ignored),
-            "config_groups": {
-                "group_0": {
-                    "targets": ["Linear"],
-                    "weights": _numbers(kind, bits, strategy, group=group),
-                    "input_activations": (
-                        _numbers(kind, bits, "token", dynamic=True) if activations else None
-                    ),
-                    "output_activations": None,
-                }
-            },
-        }
-
-    return config
+    form: str, kind: str, bits: int, strategy: str, group: int, ignored: Sequence[str]
+) -> Config:
+    """Packed weights are multiplied with unquantised activations."""
+    packed = form.endswith("pack-quantized")
+    activations = None if packed else _numbers(kind, bits, "token", dynamic=True)
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+        "ignore": list(ignored),
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": _numbers(kind, bits, strategy, group=group),
+                "input_activations": activations,
+                "output_activations": None,
+            }
+        },
+    }
 
 
 def _fp8(group: int, ignored: Sequence[str]) -> Config:
@@ -90,20 +88,17 @@ def _awq(group: int, ignored: Sequence[str]) -> Config:
     }
 
 
-def _gptq(bits: int) -> Callable[[int, Sequence[str]], Config]:
-    def config(group: int, ignored: Sequence[str]) -> Config:
-        return {
-            "quant_method": "gptq",
-            "bits": bits,
-            "group_size": group or -1,
-            "desc_act": False,
-            "sym": True,
-            "checkpoint_format": "gptq",
-            "lm_head": False,
-            "dynamic": {f"-:{re.escape(name)}$": {} for name in ignored},
-        }
-
-    return config
+def _gptq(bits: int, group: int, ignored: Sequence[str]) -> Config:
+    return {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group or -1,
+        "desc_act": False,
+        "sym": True,
+        "checkpoint_format": "gptq",
+        "lm_head": False,
+        "dynamic": {f"-:{re.escape(name)}$": {} for name in ignored},
+    }
 
 
 def _nvfp4(group: int, ignored: Sequence[str]) -> Config:
@@ -120,8 +115,7 @@ def _nvfp4(group: int, ignored: Sequence[str]) -> Config:
 
 
 def _mxfp4(group: int, ignored: Sequence[str]) -> Config:
-    form = _compressed("mxfp4-pack-quantized", "float", 4, "group", activations=False)
-    config = form(MXFP4_GROUP, ignored)
+    config = _compressed("mxfp4-pack-quantized", "float", 4, "group", MXFP4_GROUP, ignored)
     config["config_groups"]["group_0"]["weights"]["scale_dtype"] = "torch.uint8"
     return config
 
@@ -138,32 +132,32 @@ QUANTIZE_FORMATS = {
     "fp8": QuantizeFormat(lambda _: StoredFp8Matrix("block", "weight_scale_inv"), _fp8),
     "fp8_channel": QuantizeFormat(
         lambda _: StoredFp8Matrix("channel"),
-        _compressed("float-quantized", "float", 8, "channel", activations=True),
+        partial(_compressed, "float-quantized", "float", 8, "channel"),
     ),
     "fp8_tensor": QuantizeFormat(
         lambda _: StoredFp8Matrix("tensor"),
-        _compressed("float-quantized", "float", 8, "tensor", activations=True),
+        partial(_compressed, "float-quantized", "float", 8, "tensor"),
     ),
     "int8_w8a8": QuantizeFormat(
         lambda _: CompressedInts(8, None, activation=True, packed=False),
-        _compressed("int-quantized", "int", 8, "channel", activations=True),
+        partial(_compressed, "int-quantized", "int", 8, "channel"),
     ),
     "int8_w8a16": QuantizeFormat(
         lambda _: CompressedInts(8, None),
-        _compressed("pack-quantized", "int", 8, "channel", activations=False),
+        partial(_compressed, "pack-quantized", "int", 8, "channel"),
     ),
     "int4_w4a16": QuantizeFormat(
         lambda group: CompressedInts(4, group, kept_group=group),
-        _compressed("pack-quantized", "int", 4, "group", activations=False),
+        partial(_compressed, "pack-quantized", "int", 4, "group"),
         group_size=128,
     ),
     "awq": QuantizeFormat(
         lambda group: AwqMatrix(4, group, symmetric=False, kept_group=group), _awq, group_size=128
     ),
     "gptq": QuantizeFormat(
-        lambda group: GptqMatrix(4, group, kept_group=group), _gptq(4), group_size=128
+        lambda group: GptqMatrix(4, group, kept_group=group), partial(_gptq, 4), group_size=128
     ),
-    "gptq_int8": QuantizeFormat(lambda _: GptqMatrix(8, None), _gptq(8)),
+    "gptq_int8": QuantizeFormat(lambda _: GptqMatrix(8, None), partial(_gptq, 8)),
     "nvfp4": QuantizeFormat(lambda _: StoredNvfp4Matrix(), _nvfp4),
     "mxfp4": QuantizeFormat(lambda _: StoredMxfp4Matrix(), _mxfp4),
 }

@@ -1,7 +1,4 @@
-"""How a checkpoint stores its matrices, quantised or not.
-
-N rows · K columns.
-"""
+"""How a checkpoint stores its matrices, quantised or not. N rows · K columns."""
 
 from __future__ import annotations
 
@@ -45,18 +42,14 @@ class Scheme:
         rows: slice = ALL,
         cols: slice = ALL,
     ) -> Planes:
-        """Planes of a part in `format`: as stored, decoded, or encoded.
-
-        Encodes the whole matrix, so a rank's part does not depend on the sharding.
-        """
-        source, storage = Source(checkpoint, matrix), self.storage_of(checkpoint, matrix)
-        cut_N, cut_K = (
-            range(size)[cut] for size, cut in zip(matrix.shape, (rows, cols), strict=True)
-        )
+        """Planes of a part in `format`: as stored, decoded, or encoded. Encodes the whole matrix,
+        so a rank's part does not depend on the sharding."""
+        storage, (size_N, size_K) = self.storage_of(checkpoint, matrix), matrix.shape
         if storage.format is not None and storage.format.codec.planes == format.codec.planes:
-            return storage.planes(source, cut_N, cut_K)
+            source = Source(checkpoint, matrix)
+            return storage.planes(source, range(size_N)[rows], range(size_K)[cols])
         if not format.quantised:
-            return {"values": storage.dense(source, cut_N, cut_K)}
+            return {"values": self.dense(checkpoint, matrix, rows, cols)}
         planes = format.encode(self.dense(checkpoint, matrix))
         return format.slice(planes, rows, cols)
 
@@ -94,8 +87,7 @@ class Scheme:
         return self.storage is not None and CACHE_SCALES.search(name) is not None
 
     def _is_quantised(self, checkpoint: Checkpoint, matrix: Matrix, storage: Storage) -> bool:
-        """One tensor that only quantised matrices have is enough: the others are then reported as
-        missing."""
+        """One tensor that only quantised matrices have is enough: others are reported missing."""
         for name, spec in storage.tensors(matrix).items():
             if name != matrix.name and name in checkpoint:
                 return True

@@ -1,7 +1,4 @@
-"""How a matrix is stored in a checkpoint.
-
-N rows (outputs) · K columns (inputs) · E experts · G groups of columns with a scale each.
-"""
+"""How a matrix is stored in a checkpoint. N rows (outputs) · K columns (inputs) · E experts."""
 
 from __future__ import annotations
 
@@ -93,8 +90,7 @@ class Storage(ABC):
         return self.format.decode(self.read(source, rows, cols), out)
 
     def write(self, w_NK: Tensor, amax: Tensor) -> dict[str, Tensor]:
-        """The tensors of a matrix by suffix; `amax`: the largest magnitude in all matrices that
-        share its scale."""
+        """The tensors by suffix; `amax`: the largest magnitude in matrices that share a scale."""
         raise NotImplementedError(f"{type(self).__name__} is not written")
 
     @property
@@ -118,10 +114,9 @@ class Storage(ABC):
         return self.decode(source, wide_N, wide_K)[within(rows, wide_N), within(cols, wide_K)]
 
     def _widened(self, matrix: Matrix, rows: range, cols: range) -> tuple[range, range]:
-        row_multiple, col_multiple = self.multiple
-        return widen(rows, row_multiple, matrix.shape[0]), widen(
-            cols, col_multiple, matrix.shape[1]
-        )
+        cuts = zip((rows, cols), self.multiple, matrix.shape, strict=True)
+        wide_N, wide_K = (widen(cut, multiple, size) for cut, multiple, size in cuts)
+        return wide_N, wide_K
 
     def _check_cut(self, matrix: Matrix, rows: range, cols: range) -> None:
         assert self.format is not None
