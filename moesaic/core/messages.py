@@ -1,4 +1,4 @@
-"""What processes tell each other: msgpack by msgspec, each message tagged with its type."""
+"""Messages between processes: msgpack by msgspec, each tagged with its type."""
 
 from __future__ import annotations
 
@@ -7,29 +7,11 @@ from typing import Any
 import msgspec
 
 from moesaic.core.rank_state import RankSnapshot
-from moesaic.core.request import FinishReason, TopLogprobs
+from moesaic.core.request import FinishReason, NewRequest, TopLogprobs
 
 
 class Message(msgspec.Struct, tag=True, tag_field="_", array_like=True):
-    """Of any type below."""
-
-
-class NewRequest(Message):
-    """A request to serve; `params` are SamplingParams as a dictionary. `emitted`: tokens that it
-    has got already, from the journal, when another group takes it over."""
-
-    rid: str
-    prompt_ids: list[int]
-    params: dict[str, Any]
-    seed: int
-    max_new_tokens: int
-    arrival: int
-    eos_ids: list[int]
-    return_logprob: bool = False
-    logprob_start: int = 0
-    top_logprobs_num: int = 0
-    emitted: list[int] = []
-    group: int | None = None
+    """The base of all types below."""
 
 
 class Submit(Message):
@@ -37,7 +19,7 @@ class Submit(Message):
 
 
 class Abort(Message):
-    rid: str
+    request_no: int
 
 
 class Query(Message):
@@ -61,7 +43,7 @@ class QueryReply(Message):
 class RequestDelta(Message):
     """What a request has got since the last one; logprobs only where they were asked for."""
 
-    rid: str
+    request_no: int
     token_ids: list[int]
     logprobs: list[float] = []
     top_logprobs: list[TopLogprobs] = []

@@ -162,7 +162,7 @@ def serve(runner: ModelRunner, args: ServerArgs, seed: int) -> list[Any]:
             params=params,
             seed=n,
             max_new_tokens=params.max_new_tokens or 1,
-            arrival=n,
+            request_no=n,
             eos_ids=frozenset({256}),
             return_logprob=n % 4 == 1,
             logprob_start=0 if n % 8 == 1 else 10**6,

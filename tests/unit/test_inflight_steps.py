@@ -62,7 +62,7 @@ def serve(core: LocalCore, parts: int, late: int) -> list[Request]:
             results.append((step, decode_result(encode(core.runner.step(plan)))))
         if results and (not plan.items or len(results) > late):
             planner.apply(*results.popleft())
-    assert sender._known.keys() == receiver._known.keys() <= {r.arrival for r in served}
+    assert sender._known.keys() == receiver._known.keys() <= {r.request_no for r in served}
     assert sizes[-1] < 200  # of one request that decodes
     return served
 
@@ -98,7 +98,7 @@ def test_steps_share_the_requests_that_decode():
     core = make_core()
     planner = core.planner
     for request in requests():
-        if request.arrival % 3:  # those without a common beginning
+        if request.request_no % 3:  # those without a common beginning
             core.add(RequestState(request, None, lambda progress: None))
     first = planner.plan(3)
     assert first.plan.prefill and planner.plan(3).items == []
@@ -114,7 +114,7 @@ def test_a_request_may_end_while_its_step_is_in_flight():
     for request in served:
         core.add(RequestState(request, None, lambda progress: None))
     step = core.planner.plan(2)
-    core.abort("0")
+    core.abort(0)
     core.planner.apply(step, core.runner.step(step.plan))
     while core.has_work:
         core.step()

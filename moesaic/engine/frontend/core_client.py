@@ -20,7 +20,6 @@ from moesaic.config.gpus import describe_shares, max_ranks_per_gpu
 from moesaic.core.messages import (
     Abort,
     Fault,
-    NewRequest,
     Query,
     QueryReply,
     RequestDelta,
@@ -47,15 +46,15 @@ class CoreClient:
     """Replaces LocalCore: it sends requests to the ranks and receives their tokens.
 
     Texts and stop strings are handled here: a request that ends by a stop string is aborted on its
-    rank, and surplus tokens are dropped. On the ranks a request is known by its arrival number, so
-    its id is free again as soon as it ends here.
+    rank, and surplus tokens are dropped. Ranks know a request by its number, so its id is free
+    again as soon as it ends here.
     """
 
     def __init__(self, args: ServerArgs, service: Service) -> None:
         self.args, self.service = args, service
         self.facts = msgspec.convert(service.facts, ModelFacts)
-        self.states: dict[str, RequestState] = {}
-        self._by_number: dict[str, RequestState] = {}
+        self.states: dict[int, RequestState] = {}
+        """The open requests, by number."""
         self.fault = ""
         self.rank_facts = msgspec.convert(service.facts["ranks"], list[dict[str, Any]])
         """What each rank has loaded."""
@@ -89,19 +88,19 @@ class CoreClient:
         self.service.close()
 
     def add(self, state: RequestState) -> None:
-        assert state.request.rid not in self.states, f"request id {state.request.rid!r} is in use"
-        state.held = time.monotonic() - state.request.created
+        request = state.request
+        assert request.request_no not in self.states, f"number {request.request_no} is in use"
+        state.held = time.monotonic() - request.created
         if not self.fault:
-            self.service.send(Submit([_new_request(state)]))
-        self.states[state.request.rid] = self._by_number[_number(state)] = state
+            self.service.send(Submit([request.submission()]))
+        self.states[request.request_no] = state
         if self.fault:
             self._finish(state, FinishReason("abort", message=self.fault, failed=True))
 
-    def abort(self, rid: str, state: RequestState | None = None) -> None:
-        """Aborts the request with this id; with `state` only if it is that one."""
-        found = self.states.get(rid)
-        if found is not None and state in (None, found):
-            self._cancel(found, FinishReason("abort", message=ABORTED))
+    def abort(self, request_no: int) -> None:
+        """Aborts a request, unless it has ended."""
+        if (state := self.states.get(request_no)) is not None:
+            self._cancel(state, FinishReason("abort", message=ABORTED))
 
     def fail_all(self, message: str) -> None:
         end = self._finish if self.fault else self._cancel
@@ -143,7 +142,7 @@ class CoreClient:
             self.fail_all(message.message)
 
     def _apply(self, delta: RequestDelta) -> None:
-        state = self._by_number.get(delta.rid)
+        state = self.states.get(delta.request_no)
         if state is None:  # it has ended here already
             return
         try:
@@ -215,11 +214,10 @@ class CoreClient:
     def _cancel(self, state: RequestState, reason: FinishReason) -> None:
         """Ends a request that its rank still computes."""
         self._finish(state, reason)
-        self.service.send(Abort(_number(state)))
+        self.service.send(Abort(state.request.request_no))
 
     def _finish(self, state: RequestState, reason: FinishReason) -> None:
-        del self.states[state.request.rid]
-        self._by_number.pop(_number(state), None)
+        del self.states[state.request.request_no]
         state.finish(reason)
 
 
@@ -257,25 +255,4 @@ def service_spec(args: ServerArgs, mesh: Mesh) -> ServiceSpec:
         preload=("moesaic.engine.worker.worker",),
         log_level=args.log_level,
         gpu_sharers=max_ranks_per_gpu(gpus_of(args)) if args.device == "cuda" else 0,
-    )
-
-
-def _number(state: RequestState) -> str:
-    return str(state.request.arrival)
-
-
-def _new_request(state: RequestState) -> NewRequest:
-    request = state.request
-    return NewRequest(
-        rid=_number(state),
-        prompt_ids=request.prompt_ids,
-        params=msgspec.to_builtins(request.params),
-        seed=request.seed,
-        max_new_tokens=request.max_new_tokens,
-        arrival=request.arrival,
-        eos_ids=sorted(request.eos_ids),
-        return_logprob=request.return_logprob,
-        logprob_start=request.logprob_start,
-        top_logprobs_num=request.top_logprobs_num,
-        group=request.group,
     )

@@ -22,7 +22,7 @@ Lock = AbstractContextManager[Any]
 
 class Core(Protocol):
     def add(self, state: RequestState, /) -> None: ...
-    def abort(self, rid: str, state: RequestState | None = None, /) -> None: ...
+    def abort(self, request_no: int, /) -> None: ...
 
 
 class InflightRequests:
@@ -176,4 +176,4 @@ def _add(core: Core, states: Sequence[RequestState]) -> None:
 
 
 def _abort(core: Core, state: RequestState) -> None:
-    core.abort(state.request.rid, state)
+    core.abort(state.request.request_no)

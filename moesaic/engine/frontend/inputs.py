@@ -57,7 +57,7 @@ class EngineLimits:
     num_groups: int = 1
     longest_token: int = 0
     """In characters; 0 without a tokenizer."""
-    arrivals: Iterator[int] = field(default_factory=count)
+    request_numbers: Iterator[int] = field(default_factory=count)
 
     @property
     def max_sequence(self) -> int:
@@ -203,7 +203,7 @@ class GenerateInput:
                 params=params,
                 seed=_seed_of_sample(seed, sample),
                 max_new_tokens=length,
-                arrival=next(limits.arrivals),
+                request_no=next(limits.request_numbers),
                 eos_ids=limits.eos_ids,
                 return_logprob=bool(self.return_logprob),
                 logprob_start=start,

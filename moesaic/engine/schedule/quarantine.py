@@ -46,7 +46,7 @@ class Quarantine:
 
 def _cut(suspects: Sequence[Request]) -> tuple[list[Request], list[Request]]:
     """Requests that already decode are less likely to be the culprit than new ones."""
-    by_age = sorted(suspects, key=lambda request: request.arrival)
+    by_age = sorted(suspects, key=lambda request: request.request_no)
     decoding = [request for request in by_age if request.is_decoding]
     if 0 < len(decoding) < len(by_age):
         return decoding, [request for request in by_age if not request.is_decoding]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
+from msgspec.structs import astuple
+
 from moesaic.comm.launch.rank_link import RankLink
 from moesaic.core import messages
-from moesaic.core.request import FinishReason, Request
-from moesaic.core.sampling import SamplingParams
+from moesaic.core.request import FinishReason, NewRequest, Request
 from moesaic.engine.schedule.inflight import InflightStep
 from moesaic.engine.schedule.plan import StepResult
 from moesaic.engine.schedule.request_state import RequestState
@@ -32,7 +33,7 @@ class Leader:
                 self._submit(new)
             self.report()
         elif isinstance(message, messages.Abort):
-            self.planner.abort(message.rid)
+            self.planner.abort(message.request_no)
             self.report()
         elif isinstance(message, messages.Query):
             flush = message.what == "flush_cache"
@@ -64,30 +65,19 @@ class Leader:
             self.link.send(messages.StepOutput(self._deltas))
             self._deltas = []
 
-    def _submit(self, new: messages.NewRequest) -> None:
+    def _submit(self, new: NewRequest) -> None:
         """A request that cannot be accepted affects no other."""
         try:
             self._add(new)
         except Exception as error:
             logger.exception("a request was refused")
             finish = FinishReason("abort", message=f"refused: {error!r}", failed=True)
-            self._deltas.append(messages.RequestDelta(new.rid, [], finish=finish))
+            self._deltas.append(messages.RequestDelta(new.request_no, [], finish=finish))
 
-    def _add(self, new: messages.NewRequest) -> None:
-        request = Request(
-            rid=new.rid,
-            prompt_ids=new.prompt_ids,
-            params=SamplingParams.from_dict(new.params),
-            seed=new.seed,
-            max_new_tokens=new.max_new_tokens,
-            arrival=new.arrival,
-            eos_ids=frozenset(new.eos_ids),
-            return_logprob=new.return_logprob,
-            # Logprobs of the prompt were reported with the first token.
-            logprob_start=len(new.prompt_ids) - 1 if new.emitted else new.logprob_start,
-            top_logprobs_num=new.top_logprobs_num,
-            token_ids=[*new.prompt_ids, *new.emitted],
-        )
+    def _add(self, new: NewRequest) -> None:
+        request = Request(*astuple(new))
+        if new.emitted:  # logprobs of the prompt were reported with the first token
+            request.logprob_start = request.prompt_len - 1
         reported = _Reported(request)
         state = RequestState(request, None, lambda _: self._deltas.append(reported.delta()), 1)
         self.planner.add(state)
@@ -109,7 +99,7 @@ class _Reported:
         self._num_logprobs = len(request.output_logprobs)
         self._num_scored = len(request.input_logprobs)
         return messages.RequestDelta(
-            rid=request.rid,
+            request_no=request.request_no,
             token_ids=request.token_ids[tokens:],
             logprobs=request.output_logprobs[seen:],
             top_logprobs=request.output_top_logprobs[seen:],

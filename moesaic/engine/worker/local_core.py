@@ -42,8 +42,8 @@ class LocalCore:
         """Spans of the caller's threads."""
 
     @property
-    def states(self) -> dict[str, RequestState]:
-        """The open requests, by id."""
+    def states(self) -> dict[int, RequestState]:
+        """The open requests, by number."""
         return self.planner.states
 
     @property
@@ -76,8 +76,8 @@ class LocalCore:
     def add(self, state: RequestState) -> None:
         self.planner.add(state)
 
-    def abort(self, rid: str, state: RequestState | None = None) -> None:
-        self.planner.abort(rid, state)
+    def abort(self, request_no: int) -> None:
+        self.planner.abort(request_no)
 
     def fail_all(self, message: str) -> None:
         self.planner.fail_all(message)

@@ -23,12 +23,12 @@ from moesaic.engine.schedule.plan import (
 )
 from moesaic.engine.schedule.quarantine import Quarantine
 from moesaic.engine.schedule.request_state import RequestState
-from moesaic.engine.schedule.scheduler import Scheduled, Scheduler, SchedulerConfig
+from moesaic.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from moesaic.engine.schedule.scheduler_metrics import SchedulerMetrics
 
 logger = logging.getLogger(__name__)
 
-Chosen = list[tuple[Scheduled, PlanItem]]
+Chosen = list[tuple[PlannedItem, PlanItem]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,8 @@ class Planner:
         )
         self.scheduler = Scheduler(config, self.kv)
         self.metrics = SchedulerMetrics(self.scheduler, args.decode_log_interval, group)
-        self.states: dict[str, RequestState] = {}
+        self.states: dict[int, RequestState] = {}
+        """The open requests, by number."""
         self.num_steps = 0
         self._quarantine = Quarantine()
         self._ended: list[int] = []
@@ -110,16 +111,15 @@ class Planner:
         }
 
     def add(self, state: RequestState) -> None:
-        rid = state.request.rid
-        assert rid not in self.states, f"request id {rid!r} is in use"
+        number = state.request.request_no
+        assert number not in self.states, f"request number {number} is in use"
         self.scheduler.add(state.request)
-        self.states[rid] = state
+        self.states[number] = state
 
-    def abort(self, rid: str, state: RequestState | None = None) -> None:
-        """Ends the request with this id, or with `state` only that one."""
-        found = self.states.get(rid)
-        if found is not None and state in (None, found):
-            self._finish(found, FinishReason("abort", message=ABORTED))
+    def abort(self, request_no: int) -> None:
+        """Ends a request, unless it has ended."""
+        if (state := self.states.get(request_no)) is not None:
+            self._finish(state, FinishReason("abort", message=ABORTED))
 
     def fail_all(self, message: str) -> None:
         """Ends every request; results of in-flight steps are ignored."""
@@ -144,7 +144,10 @@ class Planner:
             chosen = []
         if not chosen:
             return InflightStep()
-        prompt_tokens = sum(work.length for work, _ in chosen if not work.decodes)
+        items = [planned for planned, _ in chosen]
+        for planned in items:
+            planned.begin()
+        prompt_tokens = sum(planned.length for planned in items if not planned.decodes)
         plan = StepPlan(
             [item for _, item in chosen], list(self._new_pages), prompt_tokens > 0, self._ended
         )
@@ -153,11 +156,7 @@ class Planner:
         self.num_steps += 1
         admitted, cached = self.scheduler.take_admitted()
         return InflightStep(
-            plan,
-            [PlannedItem.begin(work) for work, _ in chosen],
-            prompt_tokens=prompt_tokens,
-            admitted=admitted,
-            cached_tokens=cached,
+            plan, items, prompt_tokens=prompt_tokens, admitted=admitted, cached_tokens=cached
         )
 
     def _choose(self, parts: int) -> Chosen:
@@ -225,7 +224,8 @@ class Planner:
 
     def _apply_item(self, item: PlannedItem, found: ItemResult) -> None:
         request = item.request
-        if not self._is_open(request):  # it ended while the step was in flight
+        state = self.states.get(request.request_no)
+        if state is None:  # it ended while the step was in flight
             return
         if found.broken:
             self._fail(request, found.broken)
@@ -238,27 +238,23 @@ class Planner:
         if not item.samples:
             return
         item.end(len(found.token_ids))
-        state = self.states[request.rid]
         reason = FinishReason("stop") if found.ended else _accept_tokens(state, found)
         if reason is not None:
             self._finish(state, reason)
 
     def _fail(self, request: Request, message: str) -> None:
-        if self._is_open(request):
-            state = self.states[request.rid]
+        if (state := self.states.get(request.request_no)) is not None:
             self._finish(state, FinishReason("abort", message=message, failed=True))
 
     def _is_open(self, request: Request) -> bool:
-        """Another request may have its id by now."""
-        state = self.states.get(request.rid)
-        return state is not None and state.request is request
+        return request.request_no in self.states
 
     def _finish(self, state: RequestState, reason: FinishReason) -> None:
-        del self.states[state.request.rid]
+        del self.states[state.request.request_no]
         try:
             self.scheduler.finish(state.request)
         finally:
-            self._ended.append(state.request.arrival)
+            self._ended.append(state.request.request_no)
             state.finish(reason)
 
 
@@ -276,22 +272,23 @@ def _accept_tokens(state: RequestState, found: ItemResult) -> FinishReason | Non
     return None
 
 
-def _with_items(work: Sequence[Scheduled]) -> Chosen:
-    return [(item, _plan_item(item)) for item in work]
+def _with_items(work: Sequence[PlannedItem]) -> Chosen:
+    return [(planned, _plan_item(planned)) for planned in work]
 
 
-def _plan_item(work: Scheduled) -> PlanItem:
-    request, drafts = work.request, work.num_drafts
-    first, tokens = request.num_computed, request.token_ids
-    stop, position = work.stop - drafts, len(tokens) + request.pending
+def _plan_item(planned: PlannedItem) -> PlanItem:
+    request, first, stop, drafts = planned.request, planned.first, planned.confirmed, planned.drafts
+    tokens = request.token_ids
+    position = len(tokens) + request.pending
     ids = tokens[first:stop] if first < len(tokens) else [FUTURE_TOKEN]
     sample = None
     if stop == position and position < request.prompt_len + request.max_new_tokens:
         sample = _sample_row(request, position)
     score = _score(request, stop) if request.return_logprob else None
     if drafts:
-        ids = ids + request.drafts[:drafts]
-    return PlanItem(request.arrival, ids, first, list(request.pages), score, sample, drafts)
+        ids = [*ids, *drafts]
+    pages = list(request.pages)
+    return PlanItem(request.request_no, ids, first, pages, score, sample, len(drafts))
 
 
 def _score(request: Request, stop: int) -> PromptScore | None:
