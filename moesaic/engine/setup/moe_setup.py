@@ -36,6 +36,11 @@ class StepLimits:
     tokens: int
     decode_tokens: int
 
+    @property
+    def chunk_tokens(self) -> int:
+        """The most prompt tokens."""
+        return self.tokens - self.decode_tokens
+
 
 # `--quantization` of an unquantised checkpoint: the weight format that loading produces.
 ONLINE = {

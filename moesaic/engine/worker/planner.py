@@ -65,7 +65,7 @@ class Planner:
         )
         config = SchedulerConfig(
             max_running=runner.max_running,
-            chunk_tokens=runner.chunk_tokens,
+            chunk_tokens=runner.limits.chunk_tokens,
             conservativeness=args.schedule_conservativeness,
         )
         self.scheduler = Scheduler(config, self.kv)
