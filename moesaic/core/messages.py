@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -40,15 +41,15 @@ class QueryReply(Message):
     rank: int = -1
 
 
-class RequestDelta(Message):
-    """What a request has got since the last one; logprobs only where they were asked for."""
+class RequestDelta(Message, gc=False):
+    """A request's progress since the last delta; logprobs only if it asks for them."""
 
     request_no: int
     token_ids: list[int]
-    logprobs: list[float] = []
-    top_logprobs: list[TopLogprobs] = []
-    input_logprobs: list[float] = []
-    input_top_logprobs: list[TopLogprobs] = []
+    logprobs: Sequence[float] = ()
+    top_logprobs: Sequence[TopLogprobs] = ()
+    input_logprobs: Sequence[float] = ()
+    input_top_logprobs: Sequence[TopLogprobs] = ()
     cached_tokens: int = 0
     retractions: int = 0
     finish: FinishReason | None = None

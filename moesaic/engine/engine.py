@@ -93,11 +93,7 @@ class Engine:
         self.spans = self._core.front
         self._thread = EngineThread(self._core)
         self._inflight = InflightRequests(
-            self._thread.submit,
-            self._thread.lock,
-            self.max_running,
-            self.args.max_queued_requests,
-            self.spans,
+            self._thread, self.max_running, self.args.max_queued_requests, self.spans
         )
         self._profiler = Profiler(self._thread.query, self.mesh, self.spans)
         atexit.register(self.shutdown)

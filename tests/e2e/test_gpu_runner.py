@@ -20,7 +20,7 @@ from moesaic.engine.runner.graphs import GraphCache, GraphKey, graph_sizes
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.runner.row_results import NOT_FINITE
 from moesaic.engine.runner.steps import AsynchronousSteps
-from moesaic.engine.sampling.gpu_sampler import DeviceSampler
+from moesaic.engine.sampling.gpu_sampler import draw_rows
 from moesaic.engine.sampling.sampler import SampleRow, sample
 from moesaic.engine.schedule.plan import ItemResult, PlanItem, PromptScore, StepPlan
 from moesaic.engine.schedule.request_state import RequestState
@@ -341,11 +341,10 @@ def test_sampling_paths(params: dict[str, Any], path: SamplingPath):
 def test_drawn_tokens_are_the_samplers():
     logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(0))
     rows = [row(n, temperature=1.0, top_k=50) for n in range(6)]
-    draw = DeviceSampler(torch.device("cpu")).draw
-    assert draw(logits, rows).tolist() == [sample(logits, rows).token_ids, [0] * 6]
+    assert draw_rows(logits, rows).tolist() == [sample(logits, rows).token_ids, [0] * 6]
     assert greedy_rows(logits)[0].tolist() == logits.argmax(-1).tolist()
     logits[2] = torch.nan
-    tokens, broken = draw(logits, rows).tolist()
+    tokens, broken = draw_rows(logits, rows).tolist()
     assert broken == [0, 0, 1, 0, 0, 0] == greedy_rows(logits)[1].tolist()
     kept = [n for n in range(6) if n != 2]
     expected = sample(logits[kept], [rows[n] for n in kept]).token_ids

@@ -17,15 +17,7 @@ from moesaic.comm.mesh import Mesh, mesh_of
 from moesaic.config import ServerArgs
 from moesaic.config.devices import gpus_of
 from moesaic.config.gpus import describe_shares, max_ranks_per_gpu
-from moesaic.core.messages import (
-    Abort,
-    Fault,
-    Query,
-    QueryReply,
-    RequestDelta,
-    StepOutput,
-    Submit,
-)
+from moesaic.core import messages
 from moesaic.core.request import ABORTED, FinishReason
 from moesaic.engine.frontend.queries import PendingQuery, QueryTimeout
 from moesaic.engine.schedule.request_state import RequestState
@@ -92,7 +84,7 @@ class CoreClient:
         assert request.request_no not in self.states, f"number {request.request_no} is in use"
         state.held = time.monotonic() - request.created
         if not self.fault:
-            self.service.send(Submit([request.submission()]))
+            self.service.send(messages.Submit([request.submission()]))
         self.states[request.request_no] = state
         if self.fault:
             self._finish(state, FinishReason("abort", message=self.fault, failed=True))
@@ -123,25 +115,25 @@ class CoreClient:
         mesh, every = self.service.spec.mesh, what not in GROUP_QUERIES
         expected = mesh.world if every else mesh.num_groups
         self._queries[self._num_queries] = PendingQuery(what, answer, every, expected)
-        self.service.send(Query(self._num_queries, what, every, dict(options or {})))
+        self.service.send(messages.Query(self._num_queries, what, every, dict(options or {})))
 
     def step(self) -> None:
         """Waits for one message, or to be woken."""
         message = self.service.receive(self._timeout())
         self._expire()
-        if isinstance(message, StepOutput):
+        if isinstance(message, messages.StepOutput):
             begin = self.front.clock()
             for delta in message.deltas:
                 self._apply(delta)
             self.front.add(SpanKind.DETOKENISE, begin, tokens=len(message.deltas))
-        elif isinstance(message, QueryReply):
+        elif isinstance(message, messages.QueryReply):
             self._reply(message)
-        elif isinstance(message, Fault):
+        elif isinstance(message, messages.Fault):
             self.fault = message.message
             logger.error("%s", message.message)
             self.fail_all(message.message)
 
-    def _apply(self, delta: RequestDelta) -> None:
+    def _apply(self, delta: messages.RequestDelta) -> None:
         state = self.states.get(delta.request_no)
         if state is None:  # it has ended here already
             return
@@ -152,7 +144,7 @@ class CoreClient:
             message = f"its token could not be processed: {error!r}"
             self._cancel(state, FinishReason("abort", message=message, failed=True))
 
-    def _advance(self, state: RequestState, delta: RequestDelta) -> None:
+    def _advance(self, state: RequestState, delta: messages.RequestDelta) -> None:
         request = state.request
         request.cached_tokens, request.retractions = delta.cached_tokens, delta.retractions
         if delta.queue_seconds is not None:
@@ -172,7 +164,7 @@ class CoreClient:
         if ended is not None:
             self._finish(state, ended)
 
-    def _reply(self, reply: QueryReply) -> None:
+    def _reply(self, reply: messages.QueryReply) -> None:
         query = self._queries.get(reply.number)
         if query is None:
             return
@@ -214,7 +206,7 @@ class CoreClient:
     def _cancel(self, state: RequestState, reason: FinishReason) -> None:
         """Ends a request that its rank still computes."""
         self._finish(state, reason)
-        self.service.send(Abort(state.request.request_no))
+        self.service.send(messages.Abort(state.request.request_no))
 
     def _finish(self, state: RequestState, reason: FinishReason) -> None:
         del self.states[state.request.request_no]

@@ -78,11 +78,11 @@ def _accept(item: PlanItem, rows: Sequence[ItemResult]) -> None:
     """A row that could not be sampled ends the item like a rejected draft: the next step fails."""
     result = rows[0]
     for draft, row in zip(item.token_ids[-item.num_drafts :], rows[1:], strict=True):
-        if result.token_ids[-1:] != [draft] or not row.token_ids:
+        if not result.token_ids or result.token_ids[-1] != draft or not row.token_ids:
             return
-        result.token_ids += row.token_ids
-        result.logprobs += row.logprobs
-        result.top_logprobs += row.top_logprobs
+        result.token_ids = [*result.token_ids, *row.token_ids]
+        result.logprobs = [*result.logprobs, *row.logprobs]
+        result.top_logprobs = [*result.top_logprobs, *row.top_logprobs]
 
 
 def sample_rows(
@@ -143,7 +143,8 @@ class ScoreQueue:
             some_RV = logits_RV[start : start + len(targets)]
             start += len(targets)
             logprobs, top_logprobs = token_logprobs(some_RV, targets, tops[0])
+            result = results[0]
             if not all(map(math.isfinite, logprobs)):
-                results[0].broken = NOT_FINITE
-            results[0].input_logprobs += logprobs
-            results[0].input_top_logprobs += top_logprobs
+                result.broken = NOT_FINITE
+            result.input_logprobs = [*result.input_logprobs, *logprobs]
+            result.input_top_logprobs = [*result.input_top_logprobs, *top_logprobs]

@@ -38,7 +38,7 @@ from moesaic.engine.runner.row_results import (
     sample_rows,
     sampled_rows,
 )
-from moesaic.engine.sampling.gpu_sampler import DeviceSampler
+from moesaic.engine.sampling.gpu_sampler import draw_rows
 from moesaic.engine.sampling.sampler import SampleRow
 from moesaic.engine.schedule.plan import (
     FinishedStep,
@@ -119,7 +119,6 @@ class AsynchronousSteps:
         self._future_tokens = FutureTokens(2 * runner.max_running, device)
         self._uploads = PinnedRing(device, PACKED * most, self._timeout)
         self._downloads = PinnedRing(device, 2 * runner.max_running, self._timeout)
-        self._sampler = DeviceSampler(device)
         shared = (runner, self._uploads, self._future_tokens)
         self._eager = EagerBatch(*shared)
         self._idle = IdleBatch(runner) if self._has_peers else None
@@ -267,7 +266,7 @@ class AsynchronousSteps:
         rows, slots = self._uploads.upload(drawn, numbers)
         logits_RV = output.logits_RV
         some_RV = logits_RV if len(drawn) == len(logits_RV) else logits_RV[rows]
-        drawn_2R = self._sampler.draw(some_RV, asked)
+        drawn_2R = draw_rows(some_RV, asked)
         self._future_tokens.store(slots, drawn_2R[0])
         return output.found_2R.index_copy(1, rows, drawn_2R)
 

@@ -80,7 +80,7 @@ class PlannedItem(msgspec.Struct, frozen=True, gc=False, eq=False):
 class InflightStep:
     """One step of this rank, from its plan to its results."""
 
-    plan: StepPlan = field(default_factory=StepPlan.empty)
+    plan: StepPlan = field(default_factory=StepPlan)
     items: list[PlannedItem] = field(default_factory=list)
     """The requests that this rank planned; empty on ranks that follow a leader."""
     started_at: int = field(default_factory=time.monotonic_ns)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -53,14 +53,10 @@ class StepPlan(msgspec.Struct, array_like=True):
     """The work of one serving group. All its ranks carry out all plans in order. `clear`: newly
     allocated pages, zeroed first. `ended`: requests that no later plan names."""
 
-    items: list[PlanItem]
-    clear: list[int]
+    items: list[PlanItem] = []
+    clear: list[int] = []
     prefill: bool = False
     ended: list[int] = []
-
-    @classmethod
-    def empty(cls) -> StepPlan:
-        return cls([], [])
 
     @property
     def num_tokens(self) -> int:
@@ -94,11 +90,11 @@ class ItemResult(msgspec.Struct, array_like=True, gc=False):
     """Why the item has no tokens."""
     ended: bool = False
     """The grammar is complete, and the model has no token to end the text with."""
-    token_ids: list[int] = []
-    logprobs: list[float] = []
-    top_logprobs: list[TopLogprobs] = []
-    input_logprobs: list[float] = []
-    input_top_logprobs: list[TopLogprobs] = []
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    top_logprobs: Sequence[TopLogprobs] = ()
+    input_logprobs: Sequence[float] = ()
+    input_top_logprobs: Sequence[TopLogprobs] = ()
 
 
 class StepResult(msgspec.Struct, array_like=True):

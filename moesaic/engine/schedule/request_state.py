@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
+import msgspec
+
 from moesaic.core.request import FinishReason, Request, TopLogprobs
 from moesaic.engine.text.detokenizer import IncrementalDetokenizer
 from moesaic.observe.requests import RequestWatch
@@ -14,8 +16,7 @@ from moesaic.observe.requests import RequestWatch
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True, gc=False):
     """A snapshot of a request that other threads may read."""
 
     rid: str

@@ -12,7 +12,7 @@ from moesaic.core import messages
 from moesaic.core.request import FinishReason, NewRequest, Request
 from moesaic.engine.schedule.inflight import InflightStep
 from moesaic.engine.schedule.plan import StepResult
-from moesaic.engine.schedule.request_state import RequestState
+from moesaic.engine.schedule.request_state import Progress, RequestState
 from moesaic.engine.worker.planner import Planner
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Leader:
         """Sends what requests got since the last report to the supervisor."""
         if self._deltas:
             self.link.send(messages.StepOutput(self._deltas))
-            self._deltas = []
+            self._deltas.clear()
 
     def _submit(self, new: NewRequest) -> None:
         """A request that cannot be accepted affects no other."""
@@ -78,35 +78,38 @@ class Leader:
         request = Request(*astuple(new))
         if new.emitted:  # logprobs of the prompt were reported with the first token
             request.logprob_start = request.prompt_len - 1
-        reported = _Reported(request)
-        state = RequestState(request, None, lambda _: self._deltas.append(reported.delta()), 1)
-        self.planner.add(state)
+        self.planner.add(RequestState(request, None, _Reporter(request, self._deltas).report, 1))
 
 
-class _Reported:
-    """How much of a request the supervisor knows: the prompt, and the tokens that were emitted
-    before this rank got it, of which this rank has no logprobs."""
+class _Reporter:
+    """Adds a request's progress to `deltas`. The supervisor knows the prompt, and the tokens that
+    were emitted before this rank got it, whose logprobs this rank does not have."""
 
-    def __init__(self, request: Request) -> None:
-        self._request = request
+    def __init__(self, request: Request, deltas: list[messages.RequestDelta]) -> None:
+        self._request, self._deltas = request, deltas
         self._num_tokens = len(request.token_ids)
         self._num_logprobs = self._num_scored = 0
 
-    def delta(self) -> messages.RequestDelta:
-        request, tokens = self._request, self._num_tokens
-        seen, scored = self._num_logprobs, self._num_scored
-        self._num_tokens = len(request.token_ids)
-        self._num_logprobs = len(request.output_logprobs)
-        self._num_scored = len(request.input_logprobs)
-        return messages.RequestDelta(
-            request_no=request.request_no,
-            token_ids=request.token_ids[tokens:],
-            logprobs=request.output_logprobs[seen:],
-            top_logprobs=request.output_top_logprobs[seen:],
-            input_logprobs=request.input_logprobs[scored:],
-            input_top_logprobs=request.input_top_logprobs[scored:],
+    def report(self, _: Progress) -> None:
+        request = self._request
+        delta = messages.RequestDelta(
+            request.request_no,
+            request.token_ids[self._num_tokens :],
             cached_tokens=request.cached_tokens,
             retractions=request.retractions,
             finish=request.finish_reason,
             queue_seconds=request.queue_seconds,
         )
+        self._num_tokens = len(request.token_ids)
+        if request.return_logprob:
+            self._add_logprobs(delta)
+        self._deltas.append(delta)
+
+    def _add_logprobs(self, delta: messages.RequestDelta) -> None:
+        request, seen, scored = self._request, self._num_logprobs, self._num_scored
+        delta.logprobs = request.output_logprobs[seen:]
+        delta.top_logprobs = request.output_top_logprobs[seen:]
+        delta.input_logprobs = request.input_logprobs[scored:]
+        delta.input_top_logprobs = request.input_top_logprobs[scored:]
+        self._num_logprobs = len(request.output_logprobs)
+        self._num_scored = len(request.input_logprobs)
