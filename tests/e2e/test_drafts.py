@@ -179,7 +179,7 @@ def test_drafts_change_no_token(synchronous: ModelRunner, asynchronous: bool) ->
                 assert other.logprobs[:NEW_TOKENS] == pytest.approx(one.logprobs, abs=1e-4)
                 assert other.tops[:NEW_TOKENS] == one.tops
             else:
-                assert list(other.logprobs) == []
+                assert other.logprobs == []
 
 
 def test_drafts_beside_future_tokens(synchronous: ModelRunner) -> None:
