@@ -19,7 +19,7 @@ from moesaic.config.devices import gpus_of
 from moesaic.config.gpus import describe_shares, max_ranks_per_gpu
 from moesaic.core import messages
 from moesaic.core.request import ABORTED, FinishReason
-from moesaic.engine.frontend.queries import PendingQuery, QueryTimeout
+from moesaic.engine.frontend.queries import GROUP_QUERIES, PendingQuery, QueryTimeout
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.setup.memory_plan import check_plan
 from moesaic.engine.worker.planner import ModelFacts
@@ -30,8 +30,6 @@ from moesaic.observe.spans import SpanKind, Spans
 logger = logging.getLogger(__name__)
 
 TARGET = "moesaic.engine.worker.worker:run"
-# Queries to the leaders of serving groups; all others go to every rank.
-GROUP_QUERIES = ("info", "flush_cache")
 
 
 class CoreClient:
@@ -42,6 +40,9 @@ class CoreClient:
     again as soon as it ends here.
     """
 
+    idle_timeout: float | None = None
+    """After a fault the engine's thread waits for commands without a timeout."""
+
     def __init__(self, args: ServerArgs, service: Service) -> None:
         self.args, self.service = args, service
         self.facts = msgspec.convert(service.facts, ModelFacts)
@@ -50,15 +51,11 @@ class CoreClient:
         self.fault = ""
         self.rank_facts = msgspec.convert(service.facts["ranks"], list[dict[str, Any]])
         """What each rank has loaded."""
+        self.providers: dict[str, Any] = self.rank_facts[0]["providers"]
         self.front = Spans()
         """Spans of this process."""
         self._num_queries = 0
         self._queries: dict[int, PendingQuery] = {}
-
-    @property
-    def providers(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.rank_facts[0]["providers"]
-        return found
 
     @property
     def has_work(self) -> bool:
@@ -67,11 +64,6 @@ class CoreClient:
 
     def wake(self) -> None:
         self.service.wake()
-
-    @property
-    def idle_timeout(self) -> float | None:
-        """None: after a fault the engine's thread waits for commands without a timeout."""
-        return None
 
     def idle(self) -> None:
         pass

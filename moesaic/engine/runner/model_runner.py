@@ -255,7 +255,7 @@ class ModelRunner:
     def abandon(self, reason: str) -> None:
         """Ends in-flight steps on a device, also waits for other ranks, before a restart."""
         # First, as the device may wait for another rank.
-        self.watchdog.abort(reason)
+        self.watchdog.lifecycle.abort(reason)
         self.steps.drop()
 
     def group_counts(self, agreement: StepAgreement) -> tuple[int, ...]:

@@ -127,14 +127,6 @@ class Scores:
         return replace(self, blocks_RNW=blocks_RMW, peaks_RN=peaks_RM, ids_RN=ids_RM)
 
 
-class NearestBlocks(NamedTuple):
-    """The highest blocks and the lowest score kept; rows not `exact` need the histogram."""
-
-    scores: Scores
-    floor_R1: Tensor
-    exact_R: Tensor
-
-
 def sample(
     logits_BV: Tensor, rows: Sequence[SampleRow], masks: Sequence[Tensor | None] = ()
 ) -> Sampled:
@@ -271,10 +263,9 @@ def _draw(scores: Scores, rows: Sequence[SampleRow]) -> Tensor:
         index, some, their = _select_rows(scores, params, near)
         need = max(_blocks_needed(rows[i].params) for i in near)
         open_rows = [n for n, i in enumerate(near) if rows[i].params.top_k == -1]
-        found = _nearest_blocks(some, their, need, open_rows)
-        ids_R[index] = _walk(found.scores, their, found.floor_R1)
-        exact = found.exact_R.tolist()
-        wide = sorted(wide + [i for i, ok in zip(near, exact, strict=True) if not ok])
+        blocks, floor_R1, exact_R = _nearest_blocks(some, their, need, open_rows)
+        ids_R[index] = _walk(blocks, their, floor_R1)
+        wide = sorted(wide + [i for i, ok in zip(near, exact_R.tolist(), strict=True) if not ok])
     if wide:
         index, some, their = _select_rows(scores, params, wide)
         any_top_k = any(rows[i].params.top_k != -1 for i in wide)
@@ -350,8 +341,9 @@ def _first_above(ends: Tensor, mark_R1: Tensor) -> Tensor:
 
 def _nearest_blocks(
     scores: Scores, params: DrawParams, need: int, open_rows: list[int]
-) -> NearestBlocks:
-    """Thresholds from the `need` highest blocks; `open_rows` have top-p without top-k."""
+) -> tuple[Scores, Tensor, Tensor]:
+    """The `need` highest blocks, the lowest score kept, and whether that is exact: the other rows
+    need the histogram. `open_rows` have top-p without top-k."""
     blocks = min(need, scores.peaks_RN.shape[1])
     near = scores.nearest(blocks)
     sorted_RC, order_RC = near.blocks_RNW.flatten(1).topk(min(need, blocks * BLOCK), dim=-1)
@@ -372,7 +364,7 @@ def _nearest_blocks(
 
     reached_R = enough_RC[:, -1] | (params.top_p[:, 0] == 1)
     inside_R = (scores.peaks_RN >= torch.minimum(floor_R1, kth_R1)).sum(-1) <= blocks
-    return NearestBlocks(near, floor_R1, reached_R & inside_R)
+    return near, floor_R1, reached_R & inside_R
 
 
 def _floor_by_histogram(scores: Scores, params: DrawParams, any_top_k: bool) -> Tensor:

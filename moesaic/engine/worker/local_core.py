@@ -10,12 +10,12 @@ from dataclasses import asdict
 from typing import Any
 
 from moesaic.config import ServerArgs
-from moesaic.engine.frontend.queries import RankAnswers, RankReply
+from moesaic.engine.frontend.queries import GROUP_QUERIES, RankAnswers, RankReply
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.schedule.inflight import InflightStep
 from moesaic.engine.schedule.plan import StepResult
 from moesaic.engine.schedule.request_state import RequestState
-from moesaic.engine.worker.planner import ModelFacts, Planner
+from moesaic.engine.worker.planner import Planner
 from moesaic.engine.worker.rank_info import providers, rank_info, service_info
 from moesaic.engine.worker.rank_stats import RankStatsReporter
 from moesaic.engine.worker.stage import SingleStage
@@ -35,24 +35,13 @@ class LocalCore:
         self.runner = runner or ModelRunner(args)
         overlaps = overlaps_steps(self.runner, args)
         self.planner = Planner(args, self.runner, overlaps)
+        self.states, self.facts = self.planner.states, self.planner.facts
+        self.providers = providers(self.runner)
         self.stats = RankStatsReporter(self.runner, group=self.planner.metrics.stats)
         self.loop = StepLoop(self.runner, SingleStage(self.planner), self, self.stats, overlaps)
         self.loop.on_slow = _log_slow
         self.front = Spans()
         """Spans of the caller's threads."""
-
-    @property
-    def states(self) -> dict[int, RequestState]:
-        """The open requests, by number."""
-        return self.planner.states
-
-    @property
-    def providers(self) -> dict[str, Any]:
-        return providers(self.runner)
-
-    @property
-    def facts(self) -> ModelFacts:
-        return self.planner.facts
 
     @property
     def has_work(self) -> bool:
@@ -83,13 +72,13 @@ class LocalCore:
         self.planner.fail_all(message)
 
     def ask(self, what: str, answer: Future[Any], options: Mapping[str, Any] | None = None) -> None:
-        """Answers at once. `what`: info, flush_cache, or what RankStatsReporter knows."""
-        if self.stats.knows(what):
-            now = time.monotonic_ns()
-            value = self.stats.answer(what, dict(options or {}))
-            answer.set_result(RankAnswers({0: RankReply(value, now, time.monotonic_ns())}))
+        """Answers at once."""
+        if what in GROUP_QUERIES:
+            answer.set_result(self.info() if what == "info" else self.planner.kv.flush())
             return
-        answer.set_result({"info": self.info, "flush_cache": self.planner.kv.flush}[what]())
+        now = time.monotonic_ns()
+        value = self.stats.answer(what, dict(options or {}))
+        answer.set_result(RankAnswers({0: RankReply(value, now, time.monotonic_ns())}))
 
     def info(self) -> dict[str, Any]:
         """In the shape that a service of many ranks has."""

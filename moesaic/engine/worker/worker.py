@@ -119,15 +119,14 @@ class Worker:
 
     def _sleep(self) -> None:
         """Handles messages until one wakes the rank."""
-        timeout = None if self.planner is None else self.planner.metrics.idle_timeout
         while True:
             wake, self._wake = self._wake, None
+            timeout = None if self.planner is None else self.planner.metrics.idle_timeout
             message = wake or self.link.receive(timeout)
             if isinstance(message, messages.Wake):
                 self.stage.number = message.round
                 return
             self._handle(message)
-            timeout = None if self.planner is None else self.planner.metrics.idle_timeout
 
     def _handle(self, message: messages.AnyMessage | None) -> None:
         if isinstance(message, messages.RollbackStep):
