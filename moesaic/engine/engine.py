@@ -26,7 +26,7 @@ from moesaic.core.request import Request
 from moesaic.core.sampling import Grammar, SamplingParams
 from moesaic.core.stats import EngineStats
 from moesaic.engine.errors import QueueFull as QueueFull
-from moesaic.engine.frontend.admission import CallAdmission, ImmediateAdmission
+from moesaic.engine.frontend.admission import CallAdmission
 from moesaic.engine.frontend.core_client import start_ranks
 from moesaic.engine.frontend.engine_thread import Core, EngineThread
 from moesaic.engine.frontend.inflight import InflightRequests
@@ -338,7 +338,7 @@ class Engine:
     ) -> AsyncGenerator[IndexedProgress, None]:
         self._inflight.reserve(states, check_queue=admission is None)
         waiting, errors_as_outputs = deque(states), admission is not None
-        admission = admission or ImmediateAdmission()
+        admission = admission or CallAdmission()
         output_queue.on_ended = admission.finished
         pending = set(range(len(states)))
         try:

@@ -19,7 +19,7 @@ from moesaic.core.rank_state import RankState
 from moesaic.core.step import Step
 from moesaic.engine.runner.attention import BACKENDS
 from moesaic.engine.runner.graphs import graph_sizes
-from moesaic.engine.runner.loading import config_eos_ids, rank_memory, with_device_collectives
+from moesaic.engine.runner.loading import config_eos_ids, rank_memory
 from moesaic.engine.runner.matchers import Matchers
 from moesaic.engine.runner.peer_watchdog import PeerWatchdog
 from moesaic.engine.runner.steps import AsynchronousSteps, SynchronousSteps
@@ -30,6 +30,7 @@ from moesaic.engine.setup.device_memory import (
     CacheRequest,
     StepBytes,
     compute_device,
+    gpu_sharers,
     release_unused,
     smaller_weights,
 )
@@ -63,7 +64,11 @@ class ModelRunner:
         keep_freed_memory()
         ranks = ranks or RankContext()
         self.device, self.kind = compute_device(args, ranks.place.rank), kind_of(args)
-        self.ranks = ranks = with_device_collectives(args, ranks, self.device)
+        if self.kind == "cuda":
+            # All ranks must decide alike, also one that has a GPU to itself.
+            shares_gpu = self.device.type == "cuda" and gpu_sharers(args) > 1
+            ranks = ranks.computing_on(self.device, shares_gpu)
+        self.ranks = ranks
         started = time.monotonic()
         resolved = ResolvedModel.of(args, ranks)
         self.moe, self.limits = resolved.moe, resolved.limits
@@ -150,8 +155,7 @@ class ModelRunner:
         self.ranks.least(0, "load the weights")  # free memory is known once all have loaded
         self.step_bytes = StepBytes.of(self.model, self.limits, self.context_length)
         request = CacheRequest(
-            self.model.cache,
-            self._cache_dtype.itemsize,
+            self.model.cache.bytes_per_token(self._cache_dtype.itemsize),
             self.max_running * self.context_length,
             weight_bytes,
             self.step_bytes,

@@ -66,8 +66,7 @@ class SampleRow(msgspec.Struct, frozen=True, gc=False):
     top_logprobs_num: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """One entry per row; logprobs are the model's own, None where not requested."""
 
     token_ids: list[int]

@@ -16,7 +16,6 @@ from moesaic.config.devices import num_ranks
 from moesaic.config.gpus import share_gpus
 from moesaic.engine.setup.moe_setup import StepLimits
 from moesaic.layers.attention import Attention, LatentAttention
-from moesaic.layers.context import CacheSpec
 from moesaic.models.blocks import CausalLM
 from moesaic.moe.context import MoeContext
 from moesaic.moe.layer import FusedMoE
@@ -174,8 +173,7 @@ class StepBytes:
 class CacheRequest:
     """What the KV cache is sized by."""
 
-    spec: CacheSpec
-    element_size: int
+    token_bytes: int
     wanted_tokens: int
     """The most that requests can use."""
     fixed_bytes: int
@@ -183,10 +181,6 @@ class CacheRequest:
     step: StepBytes
     window_bytes: int = 0
     """Held on a GPU outside torch's allocator."""
-
-    @property
-    def token_bytes(self) -> int:
-        return self.spec.bytes_per_token(self.element_size)
 
 
 def _dense(model: CausalLM) -> list[torch.Tensor]:

@@ -39,7 +39,6 @@ from moesaic.engine.setup.moe_setup import (
 )
 from moesaic.engine.worker.rank_context import DEVICE_BYTES, RankContext, neighbours
 from moesaic.layers.attention import Attention, LatentAttention
-from moesaic.layers.context import CacheSpec
 from moesaic.layers.parallel import Parallel
 from moesaic.models.blocks import CausalLM
 from moesaic.models.config import DTYPES, BuildContext, RawConfig, checkpoint_dtype
@@ -73,7 +72,6 @@ class RankShare:
     kv_heads: int
     dense_bytes: int
     expert_bytes: int
-    cache: CacheSpec
     cache_bytes_per_token: int
     a2a_bytes: int
     """The dispatchers' buffers, used or not."""
@@ -125,8 +123,8 @@ class MemoryPlan:
         return min(self._tokens_of(args, share) for share in self.ranks)
 
     def _tokens_of(self, args: ServerArgs, share: RankShare) -> int:
-        sharers, size = self.mesh.ranks_per_node, cache_dtype(args, self.dtype).itemsize
-        cache = CacheRequest(share.cache, size, self.wanted, share.fixed_bytes, share.step)
+        sharers, per_token = self.mesh.ranks_per_node, share.cache_bytes_per_token
+        cache = CacheRequest(per_token, self.wanted, share.fixed_bytes, share.step)
         if self.moe.resolved.device == "cuda":
             room = gpu_room().part(self.sharers).after(share.fixed_bytes)
             return gpu_cache_tokens(args, cache, room)
@@ -134,7 +132,7 @@ class MemoryPlan:
             return cpu_cache_tokens(args, cache, sharers)
         # By default the cache takes a share of what is free once all ranks of the node have loaded.
         free = max(0, free_memory() - self.fixed_bytes(share.node))
-        budget, per_token = int(DEFAULT_FREE_SHARE * free / sharers), share.cache_bytes_per_token
+        budget = int(DEFAULT_FREE_SHARE * free / sharers)
         tokens = tokens_in_pages(budget, per_token, self.wanted, args.page_size)
         if tokens == 0:
             raise ValueError(
@@ -232,7 +230,6 @@ class ResolvedModel:
             kv_heads=model.cache.num_heads,
             dense_bytes=model.nbytes - in_experts,
             expert_bytes=in_experts,
-            cache=model.cache,
             cache_bytes_per_token=model.cache.bytes_per_token(self.cache_dtype.itemsize),
             a2a_bytes=moe.buffers(layer.dispatcher.config for layer in experts).total,
             collective_bytes=collective_bytes(

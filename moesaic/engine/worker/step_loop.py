@@ -12,14 +12,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from torch import Tensor
-
 from moesaic.config import ServerArgs
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.runner.step_time import SlowStepDetector
 from moesaic.engine.schedule.inflight import InflightStep
-from moesaic.engine.schedule.plan import StepHandle, StepResult
+from moesaic.engine.schedule.plan import StepResult
 from moesaic.engine.worker.rank_stats import RankStatsReporter
+from moesaic.engine.worker.stage import Stage
 from moesaic.observe.spans import SpanKind
 
 
@@ -33,27 +32,6 @@ class StepGroup(Protocol):
     def plan(self, parts: int) -> InflightStep: ...
 
     def apply(self, step: InflightStep, result: StepResult, seconds: float) -> None: ...
-
-
-class Stage(Protocol):
-    """The ranks that compute a step together with this one."""
-
-    number: int
-    """The step that was agreed on last."""
-    pipeline_depth: int
-    """Steps that a pipeline has in flight at once."""
-
-    @property
-    def is_trial(self) -> bool:
-        """The next step looks for a request that breaks it: one step, and one group, at a time."""
-
-    def may_plan(self) -> bool: ...
-
-    def agree(self, step: InflightStep) -> Tensor | None:
-        """Sets the step's agreement and, on followers, its plan; the previous stage's output."""
-
-    def hand_on(self, step: InflightStep, handle: StepHandle) -> StepHandle:
-        """Gives the hidden states to the next stage; returns the handle of the step's results."""
 
 
 class StepLoop:

@@ -29,7 +29,7 @@ from moesaic.engine.worker.planner import Planner
 from moesaic.engine.worker.rank_context import RankContext
 from moesaic.engine.worker.rank_info import rank_info
 from moesaic.engine.worker.rank_stats import RankStatsReporter
-from moesaic.engine.worker.stage import FirstStage, LaterStage, SingleStage
+from moesaic.engine.worker.stage import FirstStage, LaterStage, SingleStage, Stage
 from moesaic.engine.worker.step_loop import StepLoop, overlaps_steps
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class Worker:
         spec = pipe_spec(self.mesh, self.runner.limits, config.hidden_size, config.dtype)
         return Pipe(peers, spec, self.ranks.timeout)
 
-    def _make_stage(self) -> SingleStage | FirstStage | LaterStage:
+    def _make_stage(self) -> Stage:
         status = self.link.status
         if self.mesh.world == 1:
             assert self.planner is not None
