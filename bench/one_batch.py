@@ -404,7 +404,7 @@ def make_point(
         take_in_ms=statistics.median(x for one in timings for x in one.take_in),
         total_s=total,
         total_tok_s=batch * (options.input_len + options.output_len) / total,
-        overlap=core.loop.overlaps,
+        overlap=core.runner.overlaps,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
     )
 

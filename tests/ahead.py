@@ -55,7 +55,7 @@ class AheadRunner(ModelRunner):
         self, *args: Any, mode: str = "late", poison: Sequence[int] = (), **named: Any
     ) -> None:
         super().__init__(*args, **named)
-        self.overlaps = True
+        self.overlaps = not args[0].disable_overlap_schedule
         self.mode, self.poison = mode, frozenset(poison)
         self.last: dict[int, int] = {}
         self.futures = 0

@@ -24,9 +24,8 @@ class Abort(Message):
 
 
 class Query(Message):
-    """A question to the leaders of all serving groups, or to `every` rank; each answers it with a
-    Reply of the same number. To info and stats the supervisor adds what it sees of the ranks, as
-    group -1. `options` are the question's own."""
+    """A question to the leaders of all serving groups, or to `every` rank. The supervisor adds a
+    reply of group -1 to info and stats: its own view of the ranks."""
 
     number: int
     what: str
@@ -63,8 +62,7 @@ class StepOutput(Message):
 
 
 class Ready(Message):
-    """From a rank once it can serve, and from the supervisor once all can. `facts` are those that
-    `ModelFacts` has, and what the rank holds."""
+    """From a rank once it can serve, and from the supervisor once all can."""
 
     rank: int
     facts: dict[str, Any]
@@ -77,8 +75,7 @@ class Wake(Message):
 
 
 class Asleep(Message):
-    """From the first rank of a replica: without work, its ranks stop stepping before this round and
-    wait for a Wake."""
+    """From the first rank of a replica: its ranks stop before this round and wait for a Wake."""
 
     replica: int
     round: int
@@ -94,8 +91,7 @@ class StepFailed(Message):
 
 
 class RollbackStep(Message):
-    """To all ranks of a replica: abandon the step. `error`: why `step` failed, and on which
-    rank."""
+    """To all ranks of a replica: abandon the step. `error`: why `step` failed, and where."""
 
     replica: int
     generation: int
@@ -104,8 +100,7 @@ class RollbackStep(Message):
 
 
 class StepAbandoned(Message):
-    """From a rank that has abandoned its step and waits for the others. `suspects`: sets of
-    requests that its group has to try one after the other."""
+    """From a rank that waits for the others. `suspects`: sets of requests that its group tries."""
 
     rank: int
     generation: int
@@ -141,8 +136,7 @@ class Failed(Message):
 
 
 class Fault(Message):
-    """From the supervisor: the service has ended, and with it every open request. `ranks`: those at
-    fault."""
+    """From the supervisor: the service and its open requests end. `ranks`: those at fault."""
 
     message: str
     ranks: list[int] = []

@@ -150,7 +150,7 @@ class Request(NewRequest, eq=False):
             self.pending < self.remaining_tokens
             and not self.verifying
             and not self.looks_back
-            and not (self.return_logprob and self.wants_input_logprobs)
+            and not (self.return_logprob and self.lacks_input_logprobs)
         )
 
     @property
@@ -159,5 +159,5 @@ class Request(NewRequest, eq=False):
         return self.logprob_start + len(self.input_logprobs)
 
     @property
-    def wants_input_logprobs(self) -> bool:
+    def lacks_input_logprobs(self) -> bool:
         return self.return_logprob and self.next_input_logprob < self.prompt_len - 1

@@ -63,12 +63,9 @@ LONG_PROMPT: Final = 2048
 
 
 class Engine:
-    """Serves one model. Keyword arguments are the server's flags with underscores.
-
-    A single rank runs in a thread of this process, unless `apart` asks for a process; several ranks
-    are always processes, which end with this one. Any number of threads and tasks may call
-    `generate` at once: the engine batches their requests.
-    """
+    """Serves one model. Keyword arguments are the server's flags with underscores. A single rank
+    runs in a thread of this process unless `apart` asks for a process; several ranks are always
+    processes, which end with this one. Any thread or task may call `generate` at any time."""
 
     def __init__(self, *, apart: bool = False, **kwargs: Any) -> None:
         started = time.monotonic()

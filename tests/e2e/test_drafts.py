@@ -276,7 +276,7 @@ def stages(asynchronous: bool, **changes: Any) -> list[ModelRunner]:
 
 
 def through_stages(runners: list[ModelRunner], plan: StepPlan) -> StepResult:
-    rows = sum(1 for _ in plan.logit_rows())
+    rows = len(plan.logit_rows())
     agreement = StepAgreement(1, (plan.num_tokens,), (rows,), plan.prefill)
     first = runners[0].begin(plan, agreement)
     assert first.hidden_TH is not None and len(first.hidden_TH) == plan.num_tokens

@@ -285,7 +285,7 @@ def test_the_flag_turns_it_off() -> None:
     job = one_request(3)
     plans = tokens_of_plans(core, job)
     assert plans == [[97, 98, 99], *([token] for token in job.request.output_ids[:-1])]
-    assert not core.loop.overlaps and core.loop.depth == 1
+    assert not core.runner.overlaps and core.loop.depth == 1
 
 
 def test_steps_taken_back_say_again_who_has_ended(overlapping: LocalCore) -> None:
@@ -411,7 +411,7 @@ def test_on_a_gpu_overlap_changes_nothing(count: int) -> None:
         flags = {"device": "cuda", "disable_overlap_schedule": off}
         with Engine(model_path="tiny:qwen3_moe", **flags) as engine:
             core = engine._core
-            assert isinstance(core, LocalCore) and core.loop.overlaps is not off
+            assert isinstance(core, LocalCore) and core.runner.overlaps is not off
             found = engine.generate(input_ids=prompts, sampling_params=params)
             assert isinstance(found, list)
             answers.append([one["output_ids"] for one in found])

@@ -64,7 +64,7 @@ class Pages(RuleBasedStateMachine):
         request = make_request(tokens, return_logprob=start < 8, logprob_start=start)
         node, pages = self.kv.lookup(request)
         assert len(pages) * self.kv.page_size < len(tokens)
-        if request.wants_input_logprobs:
+        if request.lacks_input_logprobs:
             assert len(pages) * self.kv.page_size <= start
         self.kv.admit(request, node, pages)
         self.running.append(request)

@@ -33,12 +33,8 @@ TARGET = "moesaic.engine.worker.worker:run"
 
 
 class CoreClient:
-    """Replaces LocalCore: it sends requests to the ranks and receives their tokens.
-
-    Texts and stop strings are handled here: a request that ends by a stop string is aborted on its
-    rank, and surplus tokens are dropped. Ranks know a request by its number, so its id is free
-    again as soon as it ends here.
-    """
+    """Replaces LocalCore: it sends requests to the ranks and receives their tokens. A request that
+    ends here by a stop string is aborted on its rank, and surplus tokens are dropped."""
 
     idle_timeout: float | None = None
     """After a fault the engine's thread waits for commands without a timeout."""

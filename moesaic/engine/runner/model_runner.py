@@ -99,7 +99,7 @@ class ModelRunner:
             self._log_gpu_memory(self.steps)
         else:
             self.steps = SynchronousSteps(self, args.watchdog_timeout)
-        self.overlaps = self.steps.overlaps
+        self.overlaps = self.steps.overlaps and not args.disable_overlap_schedule
         """Whether `begin` returns before a step is computed: plans may then have future tokens."""
 
     def _load_model(self, args: ServerArgs, resolved: ResolvedModel) -> int:

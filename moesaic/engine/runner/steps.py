@@ -239,7 +239,7 @@ class AsynchronousSteps:
     ) -> DeviceStep:
         """Draws tokens for random rows, leaves others to the host, and starts the download."""
         if len(rows) < output.found_2R.shape[1]:
-            (rows_R,) = self._uploads.upload(list(plan.logit_rows()))
+            (rows_R,) = self._uploads.upload(plan.logit_rows())
             output.logits_RV = output.logits_RV[rows_R]
             output.found_2R = output.found_2R[:, rows_R]
         drawn = [n for n, (item, _) in enumerate(rows) if slots[item].path is DRAW]

@@ -37,9 +37,8 @@ DRAWN = SampleRow(SamplingParams(temperature=0.7, top_p=0.9), seed=0, position=1
 
 
 def step_sizes(most: int, parts: Sequence[int] = (1,)) -> list[int]:
-    """Tokens of the steps. Up to 6 these are 1 to 6; up to 20: 1, 2, 3, 4, 7, 8, 15, 16, 19, 20.
-    Where a token has `parts`, the last number of tokens whose parts fit a power of two is included.
-    """
+    """Tokens of the steps, up to 20 these: 1, 2, 3, 4, 7, 8, 15, 16, 19, 20. Where a token has
+    `parts`, the last number of tokens whose parts fit a power of two is included."""
     powers = ((1 << n, part) for part in parts for n in range((most * part).bit_length()))
     marks = {most, *(power // part for power, part in powers)}
     return sorted({size for mark in marks for size in (mark - 1, mark) if size > 0})

@@ -383,11 +383,9 @@ def _floor_by_histogram(scores: Scores, params: DrawParams, any_top_k: bool) -> 
 
 
 def _score_reaching(scores_RK: Tensor, weights_RK: Tensor, target_R1: Tensor) -> Tensor:
-    """Highest score such that the tokens at or above it weigh at least the target.
-
-    A radix selection on float32 bits made monotone: the first 12 bits by a histogram of the whole
-    vocabulary, two more digits of 10 bits by histograms of the tokens that share what is known.
-    """
+    """The highest score such that the tokens at or above it weigh at least the target: a radix
+    selection on monotone float32 bits, first 12 by a histogram of the whole vocabulary, then twice
+    10 by histograms of the tokens that share what is known."""
     keys_RK = _monotone(scores_RK.contiguous().view(torch.int32))
     digit_RK = (keys_RK >> 20).long() + 2**11
     hist_RD = torch.zeros(len(keys_RK), 2**12, dtype=torch.float64, device=keys_RK.device)

@@ -8,12 +8,9 @@ from moesaic.core.request import Request
 
 
 class Quarantine:
-    """Sets of suspects, each of which runs in a step of its own.
-
-    A set whose step succeeds is cleared. One whose step fails is cut in two, until a set of one
-    fails: that request is the culprit. n suspects cost at most 2 n - 1 steps, and one culprit among
-    them about 2 log2 n.
-    """
+    """Sets of suspects, each of which runs in a step of its own. A set whose step fails is cut in
+    two, until a set of one fails: that request is the culprit. n suspects cost at most 2 n - 1
+    steps, and one culprit among them about 2 log2 n."""
 
     def __init__(self) -> None:
         self._sets: list[list[Request]] = []

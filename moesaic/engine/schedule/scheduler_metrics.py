@@ -57,12 +57,9 @@ class SchedulerMetrics:
             self._log_decode(before.counts)
 
     def stats(self) -> GroupStats:
-        scheduler, counts = self._scheduler, self.counts
+        scheduler, kv, counts = self._scheduler, self._scheduler.kv, self.counts
         counts.running, counts.waiting = len(scheduler.running), len(scheduler.waiting)
-        counts.pages_used, counts.pages_total = (
-            scheduler.kv.num_used,
-            scheduler.kv.allocator.num_pages,
-        )
+        counts.pages_used, counts.pages_total = kv.num_used, kv.allocator.num_pages
         counts.retractions = scheduler.num_retractions
         return counts
 

@@ -142,30 +142,21 @@ class StepBytes:
 
     @classmethod
     def of(cls, model: CausalLM, limits: StepLimits, context_length: int) -> StepBytes:
-        config, size = model.config, model.config.dtype.itemsize
-        modules = list(model.modules())
-        widest = max((p.shape[0] for p in _dense(model)), default=0)
-        hidden = config.hidden_size
+        config, tokens, size = model.config, limits.tokens, model.config.dtype.itemsize
+        widest, experts, attention = [0], [0], [0]
+        for module in model.modules():
+            if isinstance(module, FusedMoE):
+                part = config.parallel.most_rows(tokens)
+                experts.append(_expert_bytes(module, tokens, part))
+            elif isinstance(module, Attention | LatentAttention):
+                attention.append(_attention_bytes(module, limits, context_length, size))
+        widest += [matrix.shape[0] for matrix in _dense(model)]
         return cls(
             logits=limits.decode_tokens * config.vocab_size * LOGIT_BYTES,
-            experts=max(
-                (
-                    _expert_bytes(m, limits.tokens, config.parallel.most_rows(limits.tokens))
-                    for m in modules
-                    if isinstance(m, FusedMoE)
-                ),
-                default=0,
-            ),
+            experts=max(experts),
             # The residual, its norm, the widest product and its result.
-            dense=limits.tokens * size * (4 * hidden + 2 * widest),
-            attention=max(
-                (
-                    _attention_bytes(m, limits, context_length, size)
-                    for m in modules
-                    if isinstance(m, Attention | LatentAttention)
-                ),
-                default=0,
-            ),
+            dense=tokens * size * (4 * config.hidden_size + 2 * max(widest)),
+            attention=max(attention),
         )
 
 

@@ -11,11 +11,8 @@ from moesaic.engine.text.tokenizer import Tokenizer
 
 
 class IncrementalDetokenizer:
-    """Feed tokens with `push`, read `text` at any time, call `finish` once at the end.
-
-    The stop string that ends first wins, and among those that end together the longest; so the
-    outcome does not depend on the tokenisation.
-    """
+    """Feed tokens with `push`, read `text` at any time, call `finish` once at the end. The stop
+    string that ends first wins, and of those that end together the longest, in any tokenisation."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams

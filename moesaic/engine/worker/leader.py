@@ -19,8 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Leader:
-    """The requests of a serving group, on the rank that plans for it: it takes them from the
-    supervisor and reports their tokens."""
+    """Takes requests from the supervisor and reports their tokens to it."""
 
     def __init__(self, link: RankLink, planner: Planner) -> None:
         self.link, self.planner = link, planner

@@ -15,11 +15,12 @@ from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.schedule.inflight import InflightStep
 from moesaic.engine.schedule.plan import StepResult
 from moesaic.engine.schedule.request_state import RequestState
+from moesaic.engine.setup.moe_setup import describe_backends
 from moesaic.engine.worker.planner import Planner
-from moesaic.engine.worker.rank_info import providers, rank_info, service_info
+from moesaic.engine.worker.rank_info import rank_info, service_info
 from moesaic.engine.worker.rank_stats import RankStatsReporter
 from moesaic.engine.worker.stage import SingleStage
-from moesaic.engine.worker.step_loop import StepLoop, overlaps_steps
+from moesaic.engine.worker.step_loop import StepLoop
 from moesaic.observe.spans import SpanKind, Spans
 
 logger = logging.getLogger(__name__)
@@ -33,12 +34,11 @@ class LocalCore:
     def __init__(self, args: ServerArgs, runner: ModelRunner | None = None) -> None:
         self.args = args
         self.runner = runner or ModelRunner(args)
-        overlaps = overlaps_steps(self.runner, args)
-        self.planner = Planner(args, self.runner, overlaps)
+        self.planner = Planner(args, self.runner)
         self.states, self.facts = self.planner.states, self.planner.facts
-        self.providers = providers(self.runner)
+        self.providers = describe_backends(self.runner.moe)
         self.stats = RankStatsReporter(self.runner, group=self.planner.metrics.stats)
-        self.loop = StepLoop(self.runner, SingleStage(self.planner), self, self.stats, overlaps)
+        self.loop = StepLoop(self.runner, SingleStage(self.planner), self, self.stats)
         self.loop.on_slow = _log_slow
         self.front = Spans()
         """Spans of the caller's threads."""

@@ -44,17 +44,12 @@ class ModelFacts:
 
 
 class Planner:
-    """The requests of one serving group. Not thread-safe: one thread calls it.
+    """The requests of one serving group. Not thread-safe: one thread calls it. Where steps overlap,
+    `plan` makes the next one before the results of the last are known: requests take part with a
+    FUTURE_TOKEN that only the device knows, unless they need their last token on the host."""
 
-    Where steps overlap, `plan` makes the next step before the results of the last are known, and
-    requests take part in it with a FUTURE_TOKEN that only the device knows. Requests that need
-    their last token on the host wait for it.
-    """
-
-    def __init__(
-        self, args: ServerArgs, runner: ModelRunner, overlaps: bool = False, group: int = 0
-    ) -> None:
-        self.args, self.runner, self.overlaps = args, runner, overlaps
+    def __init__(self, args: ServerArgs, runner: ModelRunner, group: int = 0) -> None:
+        self.args, self.runner = args, runner
         self._new_pages: list[int] = []
         """Allocated since the last plan; the next step clears them."""
         self.kv = KVManager(
@@ -165,7 +160,7 @@ class Planner:
         suspects = [state.request for state in self.states.values()]
         num_open = len(suspects)
         try:
-            work = self.scheduler.schedule(parts, ahead=self.overlaps)
+            work = self.scheduler.schedule(parts, ahead=self.runner.overlaps)
             suspects = [item.request for item in work]
             return _with_items(work)
         except Exception as error:

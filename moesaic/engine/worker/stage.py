@@ -125,7 +125,7 @@ class FirstStage(Stage):
         plan, mesh, operation = step.plan, self._mesh, f"agree on step {self.number}"
         self._encoded = self._encode(step)
         data = self._encoded if mesh.attention_tp > 1 and plan.items else b""
-        logits = sum(1 for _ in plan.logit_rows())
+        logits = len(plan.logit_rows())
         suspects = 0 if self._planner is None else self._planner.num_suspects
         own = torch.tensor([[plan.num_tokens, logits, int(plan.prefill), len(data), suspects]])
         rows = self._ranks.stage.gather_rows(own, [1] * mesh.tp, operation)

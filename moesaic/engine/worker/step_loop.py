@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from moesaic.config import ServerArgs
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.runner.step_time import SlowStepDetector
 from moesaic.engine.schedule.inflight import InflightStep
@@ -20,10 +19,6 @@ from moesaic.engine.schedule.plan import StepResult
 from moesaic.engine.worker.rank_stats import RankStatsReporter
 from moesaic.engine.worker.stage import Stage
 from moesaic.observe.spans import SpanKind
-
-
-def overlaps_steps(runner: ModelRunner, args: ServerArgs) -> bool:
-    return runner.overlaps and not args.disable_overlap_schedule
 
 
 class StepGroup(Protocol):
@@ -41,10 +36,8 @@ class StepLoop:
         stage: Stage,
         group: StepGroup | None,
         stats: RankStatsReporter,
-        overlaps: bool,
     ) -> None:
         self.runner, self.stage, self.group, self.stats = runner, stage, group, stats
-        self.overlaps = overlaps
         self.inflight: deque[InflightStep] = deque()
         """Planned steps whose results have not been applied, oldest first."""
         self.on_slow: Callable[[InflightStep, float, float], None] | None = None
@@ -60,7 +53,7 @@ class StepLoop:
         """Steps that may be in flight at once."""
         if self.in_trial:
             return 1
-        return 2 if self.overlaps else self.stage.pipeline_depth
+        return 2 if self.runner.overlaps else self.stage.pipeline_depth
 
     def step(self) -> bool:
         """Begins a step and completes the oldest if enough are in flight; False without work."""
