@@ -80,7 +80,7 @@ class AheadRunner(ModelRunner):
                 self.futures += 1
                 item = structs.replace(item, token_ids=[self.last.get(item.request_no, 0)])
             if item.sample is not None:
-                assert item.sample.position == item.stop - item.num_drafts
+                assert item.sample.position == item.first + len(item.token_ids) - item.num_drafts
             items.append(item)
         if self.poison.intersection(*([token for item in items for token in item.token_ids],)):
             raise ZeroDivisionError("poison")

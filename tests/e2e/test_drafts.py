@@ -84,7 +84,7 @@ class Sequence:
 
     def extend(self, item: PlanItem, result: ItemResult) -> None:
         assert not result.broken
-        self.computed = item.stop - item.num_drafts
+        self.computed = item.first + len(item.token_ids) - item.num_drafts
         if item.sample is None:
             assert not result.token_ids
             return

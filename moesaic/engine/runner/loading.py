@@ -19,8 +19,6 @@ from moesaic.engine.setup.device_memory import (
     total_memory,
 )
 from moesaic.engine.worker.rank_context import RankContext
-from moesaic.models.config import RawConfig
-from moesaic.models.folder import ModelEosTokens, checked
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +70,3 @@ def rank_memory(
     if device.type == "cuda":
         return GpuMemory(device, gpu_sharers(args, ranks.place.rank), ranks)
     return HostMemory(ranks.mesh.ranks_per_node)
-
-
-def config_eos_ids(raw: RawConfig) -> frozenset[int]:
-    """The model configuration's, for engines without a tokenizer; a tokenizer's take precedence."""
-    return checked(raw.data, ModelEosTokens, raw.source).all_ids

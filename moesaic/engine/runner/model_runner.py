@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from moesaic.core.rank_state import RankState
 from moesaic.core.step import Step
 from moesaic.engine.runner.attention import BACKENDS
 from moesaic.engine.runner.graphs import graph_sizes
-from moesaic.engine.runner.loading import config_eos_ids, rank_memory
+from moesaic.engine.runner.loading import rank_memory
 from moesaic.engine.runner.matchers import Matchers
 from moesaic.engine.runner.peer_watchdog import PeerWatchdog
 from moesaic.engine.runner.steps import AsynchronousSteps, SynchronousSteps
@@ -77,7 +76,7 @@ class ModelRunner:
         self._max_pages = -(-self.context_length // args.page_size)
         self._memory = rank_memory(args, self.device, ranks)
         weight_bytes = self._load_model(args, resolved)
-        self.eos_ids = config_eos_ids(resolved.raw)
+        self.eos_ids = resolved.eos_ids
         self.vocab_size = self.model.config.vocab_size
         self.samples = ranks.is_last and ranks.place.attention_rank == 0
         self.matchers = Matchers(partial(self._compiler, args), 2 * self.max_running)
@@ -225,10 +224,6 @@ class ModelRunner:
     def num_experts(self) -> int:
         """Logical experts of a layer; 0 in a stage without any."""
         return next((layer.config.num_experts for layer in self.moe_layers), 0)
-
-    def device_info(self) -> dict[str, Any]:
-        """What this rank has on a GPU, beside weights and KV cache."""
-        return self.steps.device_info()
 
     def step(self, plan: StepPlan) -> StepResult:
         """A whole step of a rank without peers."""

@@ -148,7 +148,9 @@ class AsynchronousSteps:
             torch.cuda.set_device(runner.device)  # of this thread
         self._number += 1
         runner.attention.clear(plan.clear)
-        self._end_requests(plan.ended)
+        self._future_tokens.free(plan.ended)
+        for number in plan.ended:
+            self._host_sampled.pop(number, None)
         self._sample_missing_tokens(plan.items)
         slots = [self._future_tokens.slot_for(item) for item in plan.items]
         needs_host = runner.samples and any(slot.path is HOST for slot in slots)
@@ -162,11 +164,6 @@ class AsynchronousSteps:
         for n in step.host_sampled:
             self._host_sampled[plan.items[rows[n][0]].request_no] = step
         return step
-
-    def _end_requests(self, keys: Sequence[int]) -> None:
-        self._future_tokens.free(keys)
-        for key in keys:
-            self._host_sampled.pop(key, None)
 
     def _sample_missing_tokens(self, items: Sequence[PlanItem]) -> None:
         """Samples the tokens that items begin with and that the host has yet to sample."""
@@ -331,6 +328,7 @@ class AsynchronousSteps:
                 logger.error("the GPU is lost to this process: %s", error)
 
     def device_info(self) -> dict[str, Any]:
+        """What this rank has on a GPU, beside weights and KV cache."""
         device = self._runner.device
         return {
             "device": describe_gpu(device.index) if device.type == "cuda" else {},

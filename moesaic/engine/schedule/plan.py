@@ -39,10 +39,6 @@ class PlanItem(msgspec.Struct, array_like=True, gc=False):
     and yields the sampled tokens up to and including the first that differs from its proposal."""
 
     @property
-    def stop(self) -> int:
-        return self.first + len(self.token_ids)
-
-    @property
     def num_sampled(self) -> int:
         """Rows whose logits are sampled: the last ones of the item."""
         return 0 if self.sample is None else 1 + self.num_drafts

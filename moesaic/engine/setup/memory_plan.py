@@ -43,6 +43,7 @@ from moesaic.layers.parallel import Parallel
 from moesaic.models.blocks import CausalLM
 from moesaic.models.config import DTYPES, BuildContext, RawConfig, checkpoint_dtype
 from moesaic.models.dense import DenseWeights
+from moesaic.models.folder import ModelEosTokens, checked
 from moesaic.models.registry import build_model
 from moesaic.models.schemes import Scheme, detect_scheme
 from moesaic.moe.context import MoeContext
@@ -186,6 +187,11 @@ class ResolvedModel:
     @property
     def num_layers(self) -> int:
         return self.raw.integer("num_hidden_layers")
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """For engines without a tokenizer; a tokenizer's take precedence."""
+        return checked(self.raw.data, ModelEosTokens, self.raw.source).all_ids
 
     @classmethod
     def of(cls, args: ServerArgs, ranks: RankContext) -> ResolvedModel:

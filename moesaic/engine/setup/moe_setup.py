@@ -126,15 +126,16 @@ def moe_context(
     if copies > 1:  # placement() places the copies
         problem = replace(problem, ep=mesh.tp, experts=0, redundant=0)
     a2a = A2A_REGISTRY.get(problem.a2a)  # MoeContext.make refuses an unknown name
-    replicated = a2a is not None and a2a.takes_replicated and ranks.replicated
-    own = (lambda tokens: tokens) if replicated else ranks.tokens_of_rank
+    # With one attention group all ranks of the stage have the same tokens.
+    replicated = a2a is not None and a2a.takes_replicated and mesh.dp == 1
+    sharers = 1 if replicated else mesh.attention_tp
     context = MoeContext.make(
         problem,
         dtype,
         ranks.stage_peers,
         timeout=ranks.timeout,
-        max_tokens=own(limits.tokens),
-        max_decode_tokens=own(limits.decode_tokens),
+        max_tokens=-(-limits.tokens // sharers),
+        max_decode_tokens=-(-limits.decode_tokens // sharers),
         redundant_experts=args.ep_num_redundant_experts,
         copies=copies,
         deterministic=deterministic,

@@ -27,10 +27,6 @@ class IncrementalDetokenizer:
         """Whole characters that cannot be the start of a stop string."""
         return self._stops.text
 
-    @property
-    def matched(self) -> str | None:
-        return self._stops.matched
-
     def push(self, token_ids: Sequence[int]) -> str | None:
         """The matched stop string, if any; tokens after it are ignored."""
         assert not self._finished, "push after finish"

@@ -48,7 +48,7 @@ def rank_info(runner: ModelRunner) -> dict[str, Any]:
         "first_slot": layers[0].layout.first_slot if layers else 0,
         "experts": list(layers[0].local_experts) if layers else [],
         "providers": describe_backends(runner.moe),
-        **runner.device_info(),
+        **runner.steps.device_info(),
     }
 
 
