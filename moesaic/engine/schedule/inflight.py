@@ -84,10 +84,6 @@ class InflightStep:
     items: list[PlannedItem] = field(default_factory=list)
     """The requests that this rank planned; empty on ranks that follow a leader."""
     started_at: int = field(default_factory=time.monotonic_ns)
-    prompt_tokens: int = 0
-    admitted: int = 0
-    """Requests that run for the first time, and how many of their tokens the prefix cache has."""
-    cached_tokens: int = 0
     agreement: StepAgreement = field(default_factory=lambda: StepAgreement(0))
     handle: StepHandle | None = None
     """None until the runner has accepted the step."""
@@ -95,3 +91,7 @@ class InflightStep:
     @property
     def number(self) -> int:
         return self.agreement.number
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(item.length for item in self.items if not item.decodes)

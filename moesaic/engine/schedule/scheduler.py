@@ -43,8 +43,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         """Oldest first."""
-        self.num_retractions = 0
-        self._admitted = (0, 0)
+        self.num_retractions = self.num_admitted = self.num_cached_tokens = 0
         self._least_reserve = min(1.0, RESERVE_MIN * config.conservativeness)
         self._reserve = min(1.0, RESERVE_START * config.conservativeness)
 
@@ -93,11 +92,6 @@ class Scheduler:
         count = min(len(request.drafts), request.remaining_tokens - 1)
         has_room = count > 0 and self.kv.grow(request, request.num_computed + 1 + count)
         return count if has_room else 0
-
-    def take_admitted(self) -> tuple[int, int]:
-        """Requests admitted since the last call, and how many of their tokens were cached."""
-        taken, self._admitted = self._admitted, (0, 0)
-        return taken
 
     def finish(self, request: Request) -> None:
         """Removes a running or waiting request."""
@@ -166,7 +160,8 @@ class Scheduler:
         if request.num_output == 0 and request.retractions == 0:
             request.cached_tokens = request.num_computed
             request.queue_seconds = time.monotonic() - request.created
-        self._admitted = (self._admitted[0] + 1, self._admitted[1] + request.num_computed)
+        self.num_admitted += 1
+        self.num_cached_tokens += request.num_computed
 
     def _fits(self, request: Request, node: PrefixNode, num_cached: int) -> bool:
         """Whether the sequence has room beside what the running requests are likely to need."""

@@ -35,16 +35,14 @@ class SchedulerMetrics:
     def __init__(self, scheduler: Scheduler, interval: int, group: int = 0) -> None:
         self._scheduler, self._interval = scheduler, interval
         self.counts = GroupStats(group)
-        self._admitted = 0
         self._prefill_line = self._decode_line = Totals(0.0, GroupStats(group), 0)
 
     def observe(self, step: InflightStep, result: StepResult, seconds: float) -> None:
         counts = self.counts
         counts.generated_tokens += sum(len(item.token_ids) for item in result.items)
-        counts.prompt_tokens += step.prompt_tokens
-        counts.cached_tokens += step.cached_tokens
-        self._admitted += step.admitted
+        counts.cached_tokens = self._scheduler.num_cached_tokens
         if step.plan.prefill:
+            counts.prompt_tokens += step.prompt_tokens
             counts.prefill_steps += 1
             counts.prefill_seconds += seconds
         else:
@@ -82,7 +80,7 @@ class SchedulerMetrics:
         logger.info(
             "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "
             "#running-req: %d, #queue-req: %d, input throughput (token/s): %.2f",
-            self._admitted - before.admitted,
+            scheduler.num_admitted - before.admitted,
             tokens,
             counts.cached_tokens - before.counts.cached_tokens,
             self._usage,
@@ -109,7 +107,7 @@ class SchedulerMetrics:
         self._decode_line = self._totals()
 
     def _totals(self) -> Totals:
-        return Totals(time.monotonic(), replace(self.counts), self._admitted)
+        return Totals(time.monotonic(), replace(self.counts), self._scheduler.num_admitted)
 
     @property
     def _usage(self) -> float:

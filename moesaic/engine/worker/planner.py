@@ -28,7 +28,8 @@ from moesaic.engine.schedule.scheduler_metrics import SchedulerMetrics
 
 logger = logging.getLogger(__name__)
 
-Chosen = list[tuple[PlannedItem, PlanItem]]
+# The work of a step, and its items in the same order.
+Chosen = tuple[list[PlannedItem], list[PlanItem]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,44 +131,37 @@ class Planner:
         steps share the decoding requests. A request that breaks the plan is found and ended as one
         that breaks a step; an error that no request causes ends all of them."""
         try:
-            chosen = self._try_suspects()
-            if not chosen and self.scheduler.has_work:
-                chosen = self._choose(parts)
+            work, items = self._try_suspects()
+            if not work and self.scheduler.has_work:
+                work, items = self._choose(parts)
         except Exception as error:
             logger.exception("no step can be planned; all %d requests end", len(self.states))
             self.fail_all(f"the engine failed: {error!r}")
-            chosen = []
-        if not chosen:
+            work = []
+        if not work:
             return InflightStep()
-        items = [planned for planned, _ in chosen]
-        for planned in items:
+        prefill = not all(planned.decodes for planned in work)
+        for planned in work:
             planned.begin()
-        prompt_tokens = sum(planned.length for planned in items if not planned.decodes)
-        plan = StepPlan(
-            [item for _, item in chosen], list(self._new_pages), prompt_tokens > 0, self._ended
-        )
-        self._new_pages.clear()
-        self._ended = []
+        pages, self._new_pages[:] = list(self._new_pages), []
+        ended, self._ended = self._ended, []
         self.num_steps += 1
-        admitted, cached = self.scheduler.take_admitted()
-        return InflightStep(
-            plan, items, prompt_tokens=prompt_tokens, admitted=admitted, cached_tokens=cached
-        )
+        return InflightStep(StepPlan(items, pages, prefill, ended), work)
 
     def _choose(self, parts: int) -> Chosen:
         """The work of the next step. Nothing counts as done before all of it is known, so that an
         error leaves all requests as they were; the error is raised if no request causes it."""
-        suspects = [state.request for state in self.states.values()]
-        num_open = len(suspects)
+        num_open, work = len(self.states), list[PlannedItem]()
         try:
             work = self.scheduler.schedule(parts, ahead=self.runner.overlaps)
-            suspects = [item.request for item in work]
-            return _with_items(work)
+            return work, [_plan_item(planned) for planned in work]
         except Exception as error:
             logger.exception("a step could not be planned")
-            self.report_failure(suspects, repr(error), alone=True)
+            suspects = [planned.request for planned in work]
+            all_open = [state.request for state in self.states.values()]
+            self.report_failure(suspects or all_open, repr(error), alone=True)
             chosen = self._try_suspects()
-            if not chosen and len(self.states) == num_open:
+            if not chosen[0] and len(self.states) == num_open:
                 raise
             return chosen
 
@@ -177,16 +171,16 @@ class Planner:
             suspects = [r for r in self._quarantine.next_suspects() if self._is_open(r)]
             try:
                 work = self.scheduler.schedule(only=frozenset(suspects)) if suspects else []
-                chosen = _with_items(work)
+                items = [_plan_item(planned) for planned in work]
             except Exception as error:
                 logger.info("a step could not be planned", exc_info=True)
                 self.report_failure(suspects, repr(error), alone=True)
                 continue
-            if chosen:
-                tried = {item.request for item in work}
+            if work:
+                tried = {planned.request for planned in work}
                 self._quarantine.put_back([r for r in suspects if r not in tried])
-                return chosen
-        return []
+                return work, items
+        return [], []
 
     def rollback(self, steps: Iterable[InflightStep]) -> list[Request]:
         """Undoes all in-flight steps and returns their requests; their pages are cleared again."""
@@ -265,10 +259,6 @@ def _accept_tokens(state: RequestState, found: ItemResult) -> FinishReason | Non
             return reason
         state.notify_if_due()
     return None
-
-
-def _with_items(work: Sequence[PlannedItem]) -> Chosen:
-    return [(planned, _plan_item(planned)) for planned in work]
 
 
 def _plan_item(planned: PlannedItem) -> PlanItem:
