@@ -108,7 +108,7 @@ def plainly(runner: ModelRunner, steps: int) -> list[list[int]]:
         length = [len(t) - c for t, c in zip(work.tokens, work.computed, strict=True)]
         items = [work.item(n, length[n]) for n in everyone]
         plan = StepPlan(items, [p for pages in work.pages for p in pages] if turn == 0 else [])
-        work.take(everyone, runner.step(plan).items)
+        work.take(everyone, runner.begin(plan).wait().items)
     return work.tokens
 
 
@@ -215,7 +215,7 @@ def test_a_gpu_that_hangs_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("moesaic.engine.runner.pinned.DeviceEvent.wait", late)
     with pytest.raises(TimeoutError):
-        runner.step(plan)
+        runner.begin(plan).wait()
     monkeypatch.undo()
     with pytest.raises(RuntimeError, match="lost to this process: step 1 did not end"):
         runner.begin(plan)
@@ -235,7 +235,7 @@ def test_rows_that_are_not_finite_fail_alone(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(runner.model, "logits", spoil)
     items = [work.item(n, len(work.tokens[n])) for n in range(3)]
-    found = runner.step(StepPlan(items, [p for pages in work.pages for p in pages])).items
+    found = runner.begin(StepPlan(items, [p for pages in work.pages for p in pages])).wait().items
     assert [bool(result.broken) for result in found] == [True, True, False]
     assert found[0].broken == NOT_FINITE and len(found[2].token_ids) == 1
 
@@ -258,11 +258,11 @@ def test_padding_rows_reach_no_expert_and_no_cache():
     runner = asynchronous(arguments("qwen3_moe"))
     work = Sequences(prompts(3), [{}] * 3, 8)
     items = [work.item(n, len(work.tokens[n])) for n in range(3)]
-    results = runner.step(StepPlan(items, [p for pages in work.pages for p in pages])).items
+    results = runner.begin(StepPlan(items, [p for pages in work.pages for p in pages])).wait().items
     work.take([0, 1, 2], results)
     before = [sum(layer.load.tokens) for layer in runner.moe_layers]
     cache = runner.cache.keys.clone()
-    runner.step(StepPlan([work.item(n, 1) for n in range(3)], []))
+    runner.begin(StepPlan([work.item(n, 1) for n in range(3)], [])).wait()
     after = [sum(layer.load.tokens) for layer in runner.moe_layers]
     assert [b - a for a, b in zip(before, after, strict=True)] == [3 * 2] * len(before)
     written = (runner.cache.keys != cache).flatten(2).any(-1)[0].nonzero().flatten().tolist()

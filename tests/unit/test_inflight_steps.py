@@ -59,7 +59,7 @@ def serve(core: LocalCore, parts: int, late: int) -> list[Request]:
         plan = receiver.decode(data)
         assert [item.pages for item in plan.items] == [item.pages for item in made.items]
         if plan.items:
-            results.append((step, decode_result(encode(core.runner.step(plan)))))
+            results.append((step, decode_result(encode(core.runner.begin(plan).wait()))))
         if results and (not plan.items or len(results) > late):
             planner.apply(*results.popleft())
     assert sender._known.keys() == receiver._known.keys() <= {r.request_no for r in served}
@@ -102,7 +102,7 @@ def test_steps_share_the_requests_that_decode():
             core.add(RequestState(request, None, lambda progress: None))
     first = planner.plan(3)
     assert first.plan.prefill and planner.plan(3).items == []
-    planner.apply(first, core.runner.step(first.plan))
+    planner.apply(first, core.runner.begin(first.plan).wait())
     plans = [planner.plan(3).plan for _ in range(4)]
     assert [len(plan.items) for plan in plans] == [2, 2, 2, 0]
     assert not any(plan.prefill for plan in plans)
@@ -115,7 +115,7 @@ def test_a_request_may_end_while_its_step_is_in_flight():
         core.add(RequestState(request, None, lambda progress: None))
     step = core.planner.plan(2)
     core.abort(0)
-    core.planner.apply(step, core.runner.step(step.plan))
+    core.planner.apply(step, core.runner.begin(step.plan).wait())
     while core.has_work:
         core.step()
     assert served[0].output_ids == [] and served[0].finish_reason.type == "abort"

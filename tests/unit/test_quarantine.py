@@ -53,7 +53,7 @@ def serve(core: LocalCore, parts: int, chance: random.Random | None) -> tuple[li
         inflight += [step] * bool(plan.items)
         lost = chance is not None and chance.random() < 0.35
         if plan.items and not (lost and chance is not None and chance.random() < 0.5):
-            results.append((step, core.runner.step(plan)))
+            results.append((step, core.runner.begin(plan).wait()))
         elif plan.clear:
             core.runner.cache.keys[:, plan.clear] = math.nan
             core.runner.cache.values[:, plan.clear] = math.nan
@@ -153,7 +153,7 @@ def test_a_request_of_another_rank_is_told_from_where_it_was():
         leader.handle(Submit([replace_struct(asked, emitted=before)]))
         while planner.scheduler.has_work:
             step = leader.plan(1)
-            planner.apply(step, core.runner.step(step.plan))
+            planner.apply(step, core.runner.begin(step.plan).wait())
         leader.report()
 
     def column(emitted: int, name: str) -> list[Any]:

@@ -23,7 +23,7 @@ from moesaic.engine.runner.matchers import Matchers
 from moesaic.engine.runner.peer_watchdog import PeerWatchdog
 from moesaic.engine.runner.steps import AsynchronousSteps, SynchronousSteps
 from moesaic.engine.runner.warm_up import sorted_parts, warm_steps, warm_up
-from moesaic.engine.schedule.plan import StepAgreement, StepHandle, StepPlan, StepResult
+from moesaic.engine.schedule.plan import StepAgreement, StepHandle, StepPlan
 from moesaic.engine.setup.device_memory import (
     GIB,
     CacheRequest,
@@ -224,10 +224,6 @@ class ModelRunner:
     def num_experts(self) -> int:
         """Logical experts of a layer; 0 in a stage without any."""
         return next((layer.config.num_experts for layer in self.moe_layers), 0)
-
-    def step(self, plan: StepPlan) -> StepResult:
-        """A whole step of a rank without peers."""
-        return self.begin(plan).wait()
 
     @torch.inference_mode()
     def begin(

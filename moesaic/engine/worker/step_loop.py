@@ -31,11 +31,7 @@ class StepGroup(Protocol):
 
 class StepLoop:
     def __init__(
-        self,
-        runner: ModelRunner,
-        stage: Stage,
-        group: StepGroup | None,
-        stats: RankStatsReporter,
+        self, runner: ModelRunner, stage: Stage, group: StepGroup | None, stats: RankStatsReporter
     ) -> None:
         self.runner, self.stage, self.group, self.stats = runner, stage, group, stats
         self.inflight: deque[InflightStep] = deque()
