@@ -205,7 +205,6 @@ class NoMessage(ValueError):
 
 
 def decode(data: bytes | memoryview) -> AnyMessage:
-    """NoMessage if these bytes are none."""
     try:
         return _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -31,6 +31,11 @@ class FinishReason(msgspec.Struct, frozen=True, array_like=True):
         return {"type": self.type} | {k: v for k, v in details.items() if v is not None}
 
 
+def failure(message: str) -> FinishReason:
+    """The end of a request that could not be served."""
+    return FinishReason("abort", message=message, failed=True)
+
+
 class NewRequest(msgspec.Struct, array_like=True):
     """One sequence to continue, as it is submitted to a serving group."""
 
@@ -123,13 +128,11 @@ class Request(NewRequest, eq=False):
 
     @property
     def failure(self) -> str:
-        """What to tell of a request that failed."""
         assert self.finish_reason is not None
         return f"request {self.rid} failed: {self.finish_reason.message}"
 
     @property
     def remaining_tokens(self) -> int:
-        """Tokens that may still be emitted."""
         return self.max_new_tokens + len(self.prompt_ids) - len(self.token_ids)
 
     @property

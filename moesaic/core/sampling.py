@@ -162,14 +162,12 @@ class SamplingParams:
 
     @property
     def grammar(self) -> Grammar | None:
-        """The required format of the answer, if any."""
         for kind in GRAMMARS:
             if (text := getattr(self, kind)) is not None:
                 return Grammar(kind, text)
         return None
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Refuse token ids outside the vocabulary."""
         named = {"stop_token_ids": self.stop_token_ids, "logit_bias": tuple(self.logit_bias)}
         for name, ids in named.items():
             for token in ids:

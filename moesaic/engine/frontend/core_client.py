@@ -18,7 +18,7 @@ from moesaic.config import ServerArgs
 from moesaic.config.devices import gpus_of
 from moesaic.config.gpus import describe_shares, max_ranks_per_gpu
 from moesaic.core import messages
-from moesaic.core.request import ABORTED, FinishReason
+from moesaic.core.request import ABORTED, FinishReason, failure
 from moesaic.engine.frontend.queries import GROUP_QUERIES, PendingQuery, QueryTimeout
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.setup.memory_plan import check_plan
@@ -75,10 +75,9 @@ class CoreClient:
             self.service.send(messages.Submit([request.submission()]))
         self.states[request.request_no] = state
         if self.fault:
-            self._finish(state, FinishReason("abort", message=self.fault, failed=True))
+            self._finish(state, failure(self.fault))
 
     def abort(self, request_no: int) -> None:
-        """Aborts a request, unless it has ended."""
         if (state := self.states.get(request_no)) is not None:
             self._cancel(state, FinishReason("abort", message=ABORTED))
 
@@ -86,7 +85,7 @@ class CoreClient:
         end = self._finish if self.fault else self._cancel
         for state in list(self.states.values()):
             try:
-                end(state, FinishReason("abort", message=message, failed=True))
+                end(state, failure(message))
             except Exception:
                 logger.exception("request %s did not end cleanly", state.request.rid)
         for query in self._queries.values():
@@ -129,8 +128,7 @@ class CoreClient:
             self._advance(state, delta)
         except Exception as error:
             logger.exception("request %s failed", state.request.rid)
-            message = f"its token could not be processed: {error!r}"
-            self._cancel(state, FinishReason("abort", message=message, failed=True))
+            self._cancel(state, failure(f"its token could not be processed: {error!r}"))
 
     def _advance(self, state: RequestState, delta: messages.RequestDelta) -> None:
         request = state.request
@@ -139,18 +137,11 @@ class CoreClient:
             request.queue_seconds = state.held + delta.queue_seconds
         request.input_logprobs += delta.input_logprobs
         request.input_top_logprobs += delta.input_top_logprobs
-        ended = delta.finish
-        for number, token in enumerate(delta.token_ids):
-            logprob = delta.logprobs[number] if delta.logprobs else None
-            top = delta.top_logprobs[number] if delta.top_logprobs else None
-            reason = state.accept(token, logprob, top)
-            if reason is not None:
-                end = self._cancel if ended is None else self._finish
-                end(state, reason)
-                return
-            state.notify_if_due()
-        if ended is not None:
-            self._finish(state, ended)
+        reason = state.accept_all(delta)
+        if delta.finish is not None:
+            self._finish(state, reason or delta.finish)
+        elif reason is not None:
+            self._cancel(state, reason)
 
     def _reply(self, reply: messages.QueryReply) -> None:
         query = self._queries.get(reply.number)

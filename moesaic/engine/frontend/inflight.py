@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 
 from moesaic.core.redact import shown_id
-from moesaic.core.request import ABORTED, FinishReason
+from moesaic.core.request import ABORTED, FinishReason, failure
 from moesaic.engine.errors import QueueFull
 from moesaic.engine.frontend.engine_thread import Core, EngineThread
 from moesaic.engine.schedule.request_state import RequestState
@@ -64,7 +64,7 @@ class InflightRequests:
                         self._discard(state.request.rid)
                     raise
                 for state in chosen:
-                    state.finish(FinishReason("abort", message=str(error), failed=True))
+                    state.finish(failure(str(error)))
         return len(chosen)
 
     def abort(self, name: str, client: Hashable = None) -> int:
@@ -98,7 +98,6 @@ class InflightRequests:
                     self._submit_command(partial(_abort, state=state))
 
     def release(self, rid: str) -> None:
-        """The request has ended."""
         with self._lock:
             self._discard(rid)
 
@@ -158,8 +157,7 @@ def _add(core: Core, states: Sequence[RequestState]) -> None:
             core.add(state)
         except Exception as error:
             logger.exception("request %s could not be added", state.request.rid)
-            message = f"it could not be added: {error!r}"
-            state.finish(FinishReason("abort", message=message, failed=True))
+            state.finish(failure(f"it could not be added: {error!r}"))
 
 
 def _abort(core: Core, state: RequestState) -> None:

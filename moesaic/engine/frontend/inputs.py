@@ -73,7 +73,6 @@ class EngineLimits:
             )
 
     def check_tokens(self, number: int) -> None:
-        """PromptTooLong for a prompt with this number of tokens."""
         if number >= self.context_length:
             raise PromptTooLong(
                 f"the prompt has {number} tokens; the context holds {self.context_length}, "

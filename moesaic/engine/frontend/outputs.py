@@ -26,7 +26,6 @@ class RequestUpdate(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def text(self) -> str:
-        """The whole text so far."""
         return self.progress.text
 
     @property

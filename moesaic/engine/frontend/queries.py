@@ -51,7 +51,6 @@ class PendingQuery:
     every: bool
     """Whether every rank replies, or only the leader of each serving group."""
     expected: int
-    """The number of replies."""
     sent: int = field(default_factory=time.monotonic_ns)
     replies: dict[int, RankReply] = field(default_factory=dict)
     """By rank, or by group."""

@@ -108,7 +108,6 @@ class DeviceRoom:
         return replace(self, held=self.held + nbytes)
 
     def after(self, nbytes: int) -> DeviceRoom:
-        """After allocating `nbytes`."""
         return replace(self, free=self.free - nbytes, held=self.held + nbytes)
 
     def part(self, sharers: int) -> DeviceRoom:

@@ -9,7 +9,7 @@ from msgspec.structs import astuple
 
 from moesaic.comm.launch.rank_link import RankLink
 from moesaic.core import messages
-from moesaic.core.request import FinishReason, NewRequest, Request
+from moesaic.core.request import NewRequest, Request, failure
 from moesaic.engine.schedule.inflight import InflightStep
 from moesaic.engine.schedule.plan import StepResult
 from moesaic.engine.schedule.request_state import Progress, RequestState
@@ -70,7 +70,7 @@ class Leader:
             self._add(new)
         except Exception as error:
             logger.exception("a request was refused")
-            finish = FinishReason("abort", message=f"refused: {error!r}", failed=True)
+            finish = failure(f"refused: {error!r}")
             self._deltas.append(messages.RequestDelta(new.request_no, [], finish=finish))
 
     def _add(self, new: NewRequest) -> None:

@@ -72,7 +72,6 @@ class LocalCore:
         self.planner.fail_all(message)
 
     def ask(self, what: str, answer: Future[Any], options: Mapping[str, Any] | None = None) -> None:
-        """Answers at once."""
         if what in GROUP_QUERIES:
             answer.set_result(self.info() if what == "info" else self.planner.kv.flush())
             return

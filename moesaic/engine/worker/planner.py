@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moesaic.config import ServerArgs
-from moesaic.core.request import ABORTED, FinishReason, Request
+from moesaic.core.request import ABORTED, FinishReason, Request, failure
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.sampling.sampler import SampleRow
 from moesaic.engine.schedule.inflight import InflightStep, PlannedItem
@@ -113,7 +113,6 @@ class Planner:
         self.states[number] = state
 
     def abort(self, request_no: int) -> None:
-        """Ends a request, unless it has ended."""
         if (state := self.states.get(request_no)) is not None:
             self._finish(state, FinishReason("abort", message=ABORTED))
 
@@ -122,7 +121,7 @@ class Planner:
         self._quarantine.clear()
         for state in list(self.states.values()):
             try:
-                self._finish(state, FinishReason("abort", message=message, failed=True))
+                self._finish(state, failure(message))
             except Exception:
                 logger.exception("request %s could not be ended in order", state.request.rid)
 
@@ -227,13 +226,17 @@ class Planner:
         if not item.samples:
             return
         item.end(len(found.token_ids))
-        reason = FinishReason("stop") if found.ended else _accept_tokens(state, found)
+        reason = state.accept_all(found)
+        if found.ended:
+            reason = FinishReason("stop")
+        elif not found.token_ids:
+            reason = FinishReason("length", length=0)
         if reason is not None:
             self._finish(state, reason)
 
     def _fail(self, request: Request, message: str) -> None:
         if (state := self.states.get(request.request_no)) is not None:
-            self._finish(state, FinishReason("abort", message=message, failed=True))
+            self._finish(state, failure(message))
 
     def _is_open(self, request: Request) -> bool:
         return request.request_no in self.states
@@ -245,20 +248,6 @@ class Planner:
         finally:
             self._ended.append(state.request.request_no)
             state.finish(reason)
-
-
-def _accept_tokens(state: RequestState, found: ItemResult) -> FinishReason | None:
-    """Appends sampled tokens up to the one that ends the request; returns the reason."""
-    if not found.token_ids:
-        return FinishReason("length", length=0)
-    for number, token_id in enumerate(found.token_ids):
-        logprob = found.logprobs[number] if found.logprobs else None
-        top = found.top_logprobs[number] if found.logprobs else None
-        reason = state.accept(token_id, logprob, top)
-        if reason is not None:
-            return reason
-        state.notify_if_due()
-    return None
 
 
 def _plan_item(planned: PlannedItem) -> PlanItem:
@@ -288,7 +277,6 @@ def _score(request: Request, stop: int) -> PromptScore | None:
 
 
 def _sample_row(request: Request, position: int) -> SampleRow:
-    """What the sampler needs to know of the request for the token at `position`."""
     params = request.params
     return SampleRow(
         params,
