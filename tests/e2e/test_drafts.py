@@ -306,7 +306,9 @@ def test_pipeline_stages(asynchronous: bool, graphs: bool) -> None:
             items = [work.item(n, lengths[n]) for n in everyone]
             pages = [page for pages in work.pages for page in pages]
             plan = StepPlan(items, pages if step == 0 else [], step == 0)
-            results.append(whole.step(plan) if work is works[0] else through_stages(runners, plan))
+            results.append(
+                whole.begin(plan).wait() if work is works[0] else through_stages(runners, plan)
+            )
         for work, result in zip(works, results, strict=True):
             work.take(everyone, result.items)
     assert works[0].tokens == works[1].tokens

@@ -247,7 +247,8 @@ def test_scores_of_a_prompt():
         1, tokens, 0, list(range(1, 12)), PromptScore(0, tokens[1:], 2), row(len(tokens))
     )
     plan = StepPlan([item], list(range(1, 12)), True)
-    (mine,), (theirs,) = asynchronous(args).step(plan).items, ModelRunner(args).step(plan).items
+    runners = (asynchronous(args), ModelRunner(args))
+    (mine,), (theirs,) = (runner.begin(plan).wait().items for runner in runners)
     assert mine.token_ids == theirs.token_ids and len(mine.token_ids) == 1
     assert len(mine.input_logprobs) == len(tokens) - 1
     assert mine.input_logprobs == pytest.approx(theirs.input_logprobs, abs=1e-5)
