@@ -50,7 +50,7 @@ class Planner:
     FUTURE_TOKEN that only the device knows, unless they need their last token on the host."""
 
     def __init__(self, args: ServerArgs, runner: ModelRunner, group: int = 0) -> None:
-        self.args, self.runner = args, runner
+        self.runner = runner
         self._new_pages: list[int] = []
         """Allocated since the last plan; the next step clears them."""
         self.kv = KVManager(
@@ -66,24 +66,20 @@ class Planner:
         )
         self.scheduler = Scheduler(config, self.kv)
         self.metrics = SchedulerMetrics(self.scheduler, args.decode_log_interval, group)
+        self.facts = ModelFacts(
+            vocab_size=runner.vocab_size,
+            context_length=runner.context_length,
+            cache_tokens=runner.num_pages * args.page_size,
+            max_running=runner.max_running,
+            eos_ids=tuple(sorted(runner.eos_ids)),
+            num_experts=runner.num_experts,
+        )
         self.states: dict[int, RequestState] = {}
         """The open requests, by number."""
         self.num_steps = 0
         self._quarantine = Quarantine()
         self._ended: list[int] = []
         """Numbers of requests that ended since the last plan; the next one names them."""
-
-    @property
-    def facts(self) -> ModelFacts:
-        runner = self.runner
-        return ModelFacts(
-            vocab_size=runner.vocab_size,
-            context_length=runner.context_length,
-            cache_tokens=runner.num_pages * self.args.page_size,
-            max_running=runner.max_running,
-            eos_ids=tuple(sorted(runner.eos_ids)),
-            num_experts=runner.num_experts,
-        )
 
     @property
     def num_suspects(self) -> int:
@@ -93,9 +89,9 @@ class Planner:
     def info(self) -> dict[str, Any]:
         """The state of scheduler and cache, for /server_info."""
         return {
-            "max_total_num_tokens": self.runner.num_pages * self.kv.page_size,
-            "max_running_requests": self.runner.max_running,
-            "context_length": self.runner.context_length,
+            "max_total_num_tokens": self.facts.cache_tokens,
+            "max_running_requests": self.facts.max_running,
+            "context_length": self.facts.context_length,
             "running": len(self.scheduler.running),
             "waiting": len(self.scheduler.waiting),
             "pages_used": self.kv.num_used,
@@ -167,7 +163,8 @@ class Planner:
     def _try_suspects(self) -> Chosen:
         """A step for the next set of suspects; those that cannot be computed now are dropped."""
         while self._quarantine:
-            suspects = [r for r in self._quarantine.next_suspects() if self._is_open(r)]
+            next_suspects = self._quarantine.next_suspects()
+            suspects = [r for r in next_suspects if r.request_no in self.states]
             try:
                 work = self.scheduler.schedule(only=frozenset(suspects)) if suspects else []
                 items = [_plan_item(planned) for planned in work]
@@ -189,7 +186,7 @@ class Planner:
             self._ended += step.plan.ended if step.items else []
             for item in step.items:
                 item.undo()
-                if self._is_open(item.request):
+                if item.request.request_no in self.states:
                     suspects[item.request] = None
         return list(suspects)
 
@@ -237,9 +234,6 @@ class Planner:
     def _fail(self, request: Request, message: str) -> None:
         if (state := self.states.get(request.request_no)) is not None:
             self._finish(state, failure(message))
-
-    def _is_open(self, request: Request) -> bool:
-        return request.request_no in self.states
 
     def _finish(self, state: RequestState, reason: FinishReason) -> None:
         del self.states[state.request.request_no]
