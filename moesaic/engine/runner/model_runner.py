@@ -43,7 +43,6 @@ from moesaic.models.config import BuildContext
 from moesaic.models.registry import build_model
 from moesaic.models.weights import fill_randomly, load_weights, sync_input_scales
 from moesaic.moe.layer import FusedMoE
-from moesaic.observe.spans import Spans
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +70,8 @@ class ModelRunner:
         started = time.monotonic()
         resolved = ResolvedModel.of(args, ranks)
         self.moe, self.limits = resolved.moe, resolved.limits
+        self.spans = self.moe.comm.spans
+        """The recorder of what was computed when."""
         self.context_length, self.max_running = resolved.context_length, self.limits.decode_tokens
         self._cache_dtype = resolved.cache_dtype
         self._max_pages = -(-self.context_length // args.page_size)
@@ -210,11 +211,6 @@ class ModelRunner:
         for number, layer in zip(self.parallel.layers, self.model.model.layers, strict=True):
             begin = partial(status.enter, RankState.COMPUTING, f"layer {number}")
             layer.register_forward_pre_hook(lambda *_, begin=begin: begin())
-
-    @property
-    def spans(self) -> Spans:
-        """The recorder of what was computed when."""
-        return self.moe.comm.spans
 
     @property
     def moe_layers(self) -> list[FusedMoE]:

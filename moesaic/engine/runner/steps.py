@@ -25,7 +25,7 @@ from moesaic.config import ServerArgs
 from moesaic.core.step import Step
 from moesaic.engine.runner.batches import PACKED, EagerBatch, EagerOutput, GraphBatch, IdleBatch
 from moesaic.engine.runner.future_tokens import FutureTokens, FutureTokenSlot, SamplingPath
-from moesaic.engine.runner.graphs import GraphCache, GraphKey
+from moesaic.engine.runner.graphs import GraphKey
 from moesaic.engine.runner.matchers import GrammarMask
 from moesaic.engine.runner.pinned import DeviceEvent, PinnedRing
 from moesaic.engine.runner.row_results import (
@@ -123,10 +123,7 @@ class AsynchronousSteps:
         self._eager = EagerBatch(*shared)
         self._idle = IdleBatch(runner) if self._has_peers else None
         self.graph_batch = GraphBatch(*shared, sizes, queries)
-
-    @property
-    def graphs(self) -> GraphCache:
-        return self.graph_batch.graphs
+        self.graphs = self.graph_batch.graphs
 
     @torch.inference_mode()
     def prepare(self, idle_steps: Sequence[tuple[int, bool]]) -> None:

@@ -139,11 +139,8 @@ class Compiler:
         self._backend = backend
         highest = max(backend.get_vocab(with_added_tokens=True).values())
         self.num_tokens = max(vocab_size, highest + 1)
-
-    @property
-    def mask_bytes(self) -> int:
+        self.mask_bytes = (self.num_tokens + 31) // 32 * 4
         """The size of a mask: one bit per token, in whole words."""
-        return (self.num_tokens + 31) // 32 * 4
 
     @cached_property
     def tokens(self) -> LLTokenizer:
