@@ -289,7 +289,7 @@ def model_limit(core: LocalCore, found: Ceilings | None) -> ModelLimit | None:
 def name_of(core: LocalCore) -> str:
     """How results name the type of the weights."""
     names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-    return core.args.quantization or names[core.runner.dtype]
+    return core.args.quantization or names[core.runner.moe.dtype]
 
 
 def draw_prompts(count: int, length: int, vocab: int, seed: int) -> list[list[int]]:
@@ -324,7 +324,7 @@ def measure(
         context = length + options.output_len / 2
         point.limit_ms = 1e3 * limit.seconds(Forward.decode(batch, context))
         point.of_limit = point.limit_ms / point.decode_ms
-        prompts_at_once = min(batch, max(1, core.runner.chunk_tokens // length))
+        prompts_at_once = min(batch, max(1, core.runner.limits.chunk_tokens // length))
         pass_ = Forward.prefill(prompts_at_once, length)
         point.prefill_limit_tok_s = pass_.tokens / limit.seconds(pass_)
     return point
@@ -404,7 +404,7 @@ def make_point(
         take_in_ms=statistics.median(x for one in timings for x in one.take_in),
         total_s=total,
         total_tok_s=batch * (options.input_len + options.output_len) / total,
-        overlap=core.loop.overlaps,
+        overlap=core.runner.overlaps,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
     )
 

@@ -55,7 +55,7 @@ class AheadRunner(ModelRunner):
         self, *args: Any, mode: str = "late", poison: Sequence[int] = (), **named: Any
     ) -> None:
         super().__init__(*args, **named)
-        self.overlaps = True
+        self.overlaps = not args[0].disable_overlap_schedule
         self.mode, self.poison = mode, frozenset(poison)
         self.last: dict[int, int] = {}
         self.futures = 0
@@ -80,7 +80,7 @@ class AheadRunner(ModelRunner):
                 self.futures += 1
                 item = structs.replace(item, token_ids=[self.last.get(item.request_no, 0)])
             if item.sample is not None:
-                assert item.sample.position == item.stop - item.num_drafts
+                assert item.sample.position == item.first + len(item.token_ids) - item.num_drafts
             items.append(item)
         if self.poison.intersection(*([token for item in items for token in item.token_ids],)):
             raise ZeroDivisionError("poison")

@@ -1,35 +1,18 @@
-"""What processes tell each other: msgpack by msgspec, each message tagged with its type."""
+"""Messages between processes: msgpack by msgspec, each tagged with its type."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from moesaic.core.rank_state import RankSnapshot
-from moesaic.core.request import FinishReason, TopLogprobs
+from moesaic.core.request import FinishReason, NewRequest, TopLogprobs
 
 
 class Message(msgspec.Struct, tag=True, tag_field="_", array_like=True):
-    """Of any type below."""
-
-
-class NewRequest(Message):
-    """A request to serve; `params` are SamplingParams as a dictionary. `emitted`: tokens that it
-    has got already, from the journal, when another group takes it over."""
-
-    rid: str
-    prompt_ids: list[int]
-    params: dict[str, Any]
-    seed: int
-    max_new_tokens: int
-    arrival: int
-    eos_ids: list[int]
-    return_logprob: bool = False
-    logprob_start: int = 0
-    top_logprobs_num: int = 0
-    emitted: list[int] = []
-    group: int | None = None
+    """The base of all types below."""
 
 
 class Submit(Message):
@@ -37,13 +20,12 @@ class Submit(Message):
 
 
 class Abort(Message):
-    rid: str
+    request_no: int
 
 
 class Query(Message):
-    """A question to the leaders of all serving groups, or to `every` rank; each answers it with a
-    Reply of the same number. To info and stats the supervisor adds what it sees of the ranks, as
-    group -1. `options` are the question's own."""
+    """A question to the leaders of all serving groups, or to `every` rank. The supervisor adds a
+    reply of group -1 to info and stats: its own view of the ranks."""
 
     number: int
     what: str
@@ -58,15 +40,15 @@ class QueryReply(Message):
     rank: int = -1
 
 
-class RequestDelta(Message):
-    """What a request has got since the last one; logprobs only where they were asked for."""
+class RequestDelta(Message, gc=False):
+    """A request's progress since the last delta; logprobs only if it asks for them."""
 
-    rid: str
+    request_no: int
     token_ids: list[int]
-    logprobs: list[float] = []
-    top_logprobs: list[TopLogprobs] = []
-    input_logprobs: list[float] = []
-    input_top_logprobs: list[TopLogprobs] = []
+    logprobs: Sequence[float] = ()
+    top_logprobs: Sequence[TopLogprobs] = ()
+    input_logprobs: Sequence[float] = ()
+    input_top_logprobs: Sequence[TopLogprobs] = ()
     cached_tokens: int = 0
     retractions: int = 0
     finish: FinishReason | None = None
@@ -80,8 +62,7 @@ class StepOutput(Message):
 
 
 class Ready(Message):
-    """From a rank once it can serve, and from the supervisor once all can. `facts` are those that
-    `ModelFacts` has, and what the rank holds."""
+    """From a rank once it can serve, and from the supervisor once all can."""
 
     rank: int
     facts: dict[str, Any]
@@ -94,8 +75,7 @@ class Wake(Message):
 
 
 class Asleep(Message):
-    """From the first rank of a replica: without work, its ranks stop stepping before this round and
-    wait for a Wake."""
+    """From the first rank of a replica: its ranks stop before this round and wait for a Wake."""
 
     replica: int
     round: int
@@ -111,8 +91,7 @@ class StepFailed(Message):
 
 
 class RollbackStep(Message):
-    """To all ranks of a replica: abandon the step. `error`: why `step` failed, and on which
-    rank."""
+    """To all ranks of a replica: abandon the step. `error`: why `step` failed, and where."""
 
     replica: int
     generation: int
@@ -121,8 +100,7 @@ class RollbackStep(Message):
 
 
 class StepAbandoned(Message):
-    """From a rank that has abandoned its step and waits for the others. `suspects`: sets of
-    requests that its group has to try one after the other."""
+    """From a rank that waits for the others. `suspects`: sets of requests that its group tries."""
 
     rank: int
     generation: int
@@ -158,8 +136,7 @@ class Failed(Message):
 
 
 class Fault(Message):
-    """From the supervisor: the service has ended, and with it every open request. `ranks`: those at
-    fault."""
+    """From the supervisor: the service and its open requests end. `ranks`: those at fault."""
 
     message: str
     ranks: list[int] = []
@@ -228,7 +205,6 @@ class NoMessage(ValueError):
 
 
 def decode(data: bytes | memoryview) -> AnyMessage:
-    """NoMessage if these bytes are none."""
     try:
         return _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -22,11 +22,8 @@ LARGEST_BLOCK = 32 << 20  # glibc's maximum
 
 @cache
 def keep_freed_memory() -> bool:
-    """Makes glibc reuse freed memory.
-
-    By default glibc maps every larger tensor anew, and the kernel clears each page on first touch:
-    a third of the time of a dispatch of 2 MB in one measurement.
-    """
+    """Makes glibc reuse freed memory. By default it maps every larger tensor anew, and the kernel
+    clears each page on first touch: a third of the time of a dispatch of 2 MB."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):  # another C library

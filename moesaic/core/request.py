@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import msgspec
@@ -31,60 +31,84 @@ class FinishReason(msgspec.Struct, frozen=True, array_like=True):
         return {"type": self.type} | {k: v for k, v in details.items() if v is not None}
 
 
-@dataclass(slots=True, eq=False)
-class Request:
-    """One sequence to continue.
+def failure(message: str) -> FinishReason:
+    """The end of a request that could not be served."""
+    return FinishReason("abort", message=message, failed=True)
 
-    `token_ids` holds the prompt and then every emitted token; the first `num_computed` of them have
-    their keys and values in `pages`, or a step that is under way puts them there. `pending`: tokens
-    that such steps sample; the last but one of these may be computed already. `num_scored`: prompt
-    logprobs that steps gave or are to give.
-    A retracted request keeps its tokens and loses its pages.
-    """
+
+class NewRequest(msgspec.Struct, array_like=True):
+    """One sequence to continue, as it is submitted to a serving group."""
 
     rid: str
+    """The caller's id."""
     prompt_ids: list[int]
     params: SamplingParams
     seed: int
     max_new_tokens: int
-    arrival: int
+    request_no: int
+    """The engine's own number, unlike `rid` never used again; older requests have lower ones."""
     eos_ids: frozenset[int] = frozenset()
     return_logprob: bool = False
     logprob_start: int = 0
     top_logprobs_num: int = 0
     group: int | None = None
-    """The serving group that must take it; None: whichever."""
+    """The serving group that must take it; None: any."""
+    emitted: list[int] = []
+    """Tokens that it has from another serving group."""
 
-    token_ids: list[int] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)
+
+class RequestPhase(Enum):
+    """Where the scheduler has a request."""
+
+    WAITING = "waiting"
+    """For pages, at first or after a retraction."""
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Request(NewRequest, eq=False):
+    """A request and its progress.
+
+    `token_ids` holds the prompt and then every emitted token; the first `num_computed` of them have
+    their keys and values in `pages`, or an in-flight step puts them there. `pending`: tokens that
+    in-flight steps sample; the last but one of these may be computed already. `num_scored`: prompt
+    logprobs that steps gave or are to give.
+    A retracted request keeps its tokens and loses its pages.
+    """
+
+    phase: RequestPhase = RequestPhase.WAITING
+    token_ids: list[int] = []
+    pages: list[int] = []
     num_computed: int = 0
     num_scored: int = 0
     pending: int = 0
-    drafts: list[int] = field(default_factory=list)
+    drafts: list[int] = []
     """A drafter's proposals for the next tokens, which the next step verifies."""
     verifying: bool = False
     """An in-flight step verifies drafts: how many tokens it yields is not known yet."""
     cached_tokens: int = 0
     retractions: int = 0
     finish_reason: FinishReason | None = None
-    created: float = field(default_factory=time.monotonic)
+    created: float = msgspec.field(default_factory=time.monotonic)
     first_token: float | None = None
     finished: float | None = None
     queue_seconds: float | None = None
-    """From being taken in to the first step; known once it has begun."""
+    """From its submission to its first step."""
 
-    input_logprobs: list[float] = field(default_factory=list)
-    input_top_logprobs: list[TopLogprobs] = field(default_factory=list)
-    output_logprobs: list[float] = field(default_factory=list)
-    output_top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    input_logprobs: list[float] = []
+    input_top_logprobs: list[TopLogprobs] = []
+    output_logprobs: list[float] = []
+    output_top_logprobs: list[TopLogprobs] = []
 
-    looks_back: bool = field(init=False)
+    looks_back: bool = False
     """As its parameters say; asked for every token."""
 
     def __post_init__(self) -> None:
-        if not self.token_ids:
-            self.token_ids = list(self.prompt_ids)
+        self.token_ids = [*self.prompt_ids, *self.emitted]
         self.looks_back = self.params.looks_back
+
+    def submission(self) -> NewRequest:
+        return NewRequest(*(getattr(self, name) for name in NewRequest.__struct_fields__))
 
     @property
     def prompt_len(self) -> int:
@@ -104,18 +128,16 @@ class Request:
 
     @property
     def failure(self) -> str:
-        """What to tell of a request that failed."""
         assert self.finish_reason is not None
         return f"request {self.rid} failed: {self.finish_reason.message}"
 
     @property
     def remaining_tokens(self) -> int:
-        """Tokens that may still be emitted."""
         return self.max_new_tokens + len(self.prompt_ids) - len(self.token_ids)
 
     @property
     def num_tokens(self) -> int:
-        """With those that steps under way sample."""
+        """With those that in-flight steps sample."""
         return len(self.token_ids) + self.pending
 
     @property
@@ -126,19 +148,19 @@ class Request:
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether its next token can be asked for while the one before is under way."""
+        """Whether a step may sample its next token while the one before is in flight."""
         return (
             self.pending < self.remaining_tokens
             and not self.verifying
             and not self.looks_back
-            and not (self.return_logprob and self.wants_input_logprobs)
+            and not (self.return_logprob and self.lacks_input_logprobs)
         )
 
     @property
     def next_input_logprob(self) -> int:
-        """The first prompt position whose successor's logprob is still wanted."""
+        """The first prompt position whose successor's logprob is still missing."""
         return self.logprob_start + len(self.input_logprobs)
 
     @property
-    def wants_input_logprobs(self) -> bool:
+    def lacks_input_logprobs(self) -> bool:
         return self.return_logprob and self.next_input_logprob < self.prompt_len - 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Final, NamedTuple
@@ -50,6 +50,42 @@ class BadParameter(ValueError):
         self.name = name
 
 
+class Limit(NamedTuple):
+    """The values that a number may have."""
+
+    type: type[int] | type[float]
+    allows: Callable[[Any], bool]
+    fix: str
+    """What a message advises otherwise."""
+
+    def checked(self, name: str, value: Any) -> int | float:
+        value = _integer(name, value) if self.type is int else _number(name, value)
+        if not self.allows(value):
+            _refuse(name, value, self.fix)
+        return value
+
+
+_PENALTY: Final = Limit(float, lambda x: -2 <= x <= 2, "give a number in [-2, 2]; 0 is off")
+LIMITS: Final = {
+    "min_new_tokens": Limit(int, lambda n: n >= 0, "give 0 or more"),
+    "n": Limit(int, lambda n: n >= 1, "give 1 or more"),
+    "max_new_tokens": Limit(int, lambda n: n >= 0, "give 0 or more, or None for no limit"),
+    "temperature": Limit(float, lambda x: x >= 0, "give 0 (greedy) or more"),
+    "top_p": Limit(float, lambda x: 0 < x <= 1, "give a number in (0, 1]; 1 keeps every token"),
+    "min_p": Limit(float, lambda x: 0 <= x <= 1, "give a number in [0, 1]; 0 keeps every token"),
+    "top_k": Limit(int, lambda k: k == -1 or k >= 1, "give 1 or more, or -1 to keep every token"),
+    "frequency_penalty": _PENALTY,
+    "presence_penalty": _PENALTY,
+    "repetition_penalty": Limit(
+        float,
+        lambda x: MIN_REPETITION_PENALTY <= x <= 2,
+        f"give a number in [{MIN_REPETITION_PENALTY}, 2]; 1 is off",
+    ),
+    "sampling_seed": Limit(int, lambda n: 0 <= n < MAX_SEED, "give an integer in [0, 2**63)"),
+}
+OPTIONAL: Final = ("max_new_tokens", "sampling_seed")
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Checked on construction; `from_dict` reads JSON and keyword arguments."""
@@ -82,14 +118,13 @@ class SamplingParams:
         _set(self, "logit_bias", _bias(self.logit_bias))
         for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim"):
             _boolean(name, getattr(self, name))
-        self._check_lengths()
-        self._check_filters()
-        self._check_penalties()
+        for name, limit in LIMITS.items():
+            if (value := getattr(self, name)) is not None or name not in OPTIONAL:
+                _set(self, name, limit.checked(name, value))
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            fix = f"give at most max_new_tokens={self.max_new_tokens}, or raise that"
+            _refuse("min_new_tokens", self.min_new_tokens, fix)
         self._check_grammar()
-        if self.sampling_seed is not None:
-            _integer("sampling_seed", self.sampling_seed)
-            if not 0 <= self.sampling_seed < MAX_SEED:
-                _refuse("sampling_seed", self.sampling_seed, "give an integer in [0, 2**63)")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any] | None) -> SamplingParams:
@@ -127,59 +162,17 @@ class SamplingParams:
 
     @property
     def grammar(self) -> Grammar | None:
-        """The required format of the answer, if any."""
         for kind in GRAMMARS:
             if (text := getattr(self, kind)) is not None:
                 return Grammar(kind, text)
         return None
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Refuse token ids outside the vocabulary."""
         named = {"stop_token_ids": self.stop_token_ids, "logit_bias": tuple(self.logit_bias)}
         for name, ids in named.items():
             for token in ids:
                 if token >= vocab_size:
                     _refuse(name, token, f"token ids of this model are in [0, {vocab_size})")
-
-    def _check_lengths(self) -> None:
-        _integer("min_new_tokens", self.min_new_tokens)
-        if self.min_new_tokens < 0:
-            _refuse("min_new_tokens", self.min_new_tokens, "give 0 or more")
-        _integer("n", self.n)
-        if self.n < 1:
-            _refuse("n", self.n, "give 1 or more")
-        if self.max_new_tokens is None:
-            return
-        _integer("max_new_tokens", self.max_new_tokens)
-        if self.max_new_tokens < 0:
-            _refuse("max_new_tokens", self.max_new_tokens, "give 0 or more, or None for no limit")
-        if self.min_new_tokens > self.max_new_tokens:
-            fix = f"give at most max_new_tokens={self.max_new_tokens}, or raise that"
-            _refuse("min_new_tokens", self.min_new_tokens, fix)
-
-    def _check_filters(self) -> None:
-        for name in ("temperature", "top_p", "min_p"):
-            _set(self, name, _number(name, getattr(self, name)))
-        if self.temperature < 0:
-            _refuse("temperature", self.temperature, "give 0 (greedy) or more")
-        if not 0 < self.top_p <= 1:
-            _refuse("top_p", self.top_p, "give a number in (0, 1]; 1 keeps every token")
-        if not 0 <= self.min_p <= 1:
-            _refuse("min_p", self.min_p, "give a number in [0, 1]; 0 keeps every token")
-        _integer("top_k", self.top_k)
-        if self.top_k == 0 or self.top_k < -1:
-            _refuse("top_k", self.top_k, "give 1 or more, or -1 to keep every token")
-
-    def _check_penalties(self) -> None:
-        for name in ("frequency_penalty", "presence_penalty"):
-            value = _number(name, getattr(self, name))
-            _set(self, name, value)
-            if not -2 <= value <= 2:
-                _refuse(name, value, "give a number in [-2, 2]; 0 is off")
-        _set(self, "repetition_penalty", _number("repetition_penalty", self.repetition_penalty))
-        if not MIN_REPETITION_PENALTY <= self.repetition_penalty <= 2:
-            fix = f"give a number in [{MIN_REPETITION_PENALTY}, 2]; 1 is off"
-            _refuse("repetition_penalty", self.repetition_penalty, fix)
 
     def _check_grammar(self) -> None:
         given = [kind for kind in GRAMMARS if getattr(self, kind) is not None]

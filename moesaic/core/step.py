@@ -11,14 +11,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`prefill`: whether any rank prefills in it. `lane`: which of the two micro-batches that may
-    be under way at once. `counts`: tokens of each attention group, empty where there is but one.
-    `rows`: the most tokens that any rank has, the same number on all of them (0: not settled,
-    as each rank finds out for itself); kernels that write to other ranks lay rows out by it.
-    `num_tokens_1`: how many rows are tokens (int32, where the step is computed); the rows behind
-    them fill up a fixed shape, and take no experts. Without it all are. `own_tokens_1`: the same of
-    this rank's part of the rows, where the ranks of an attention group take a part each to the
-    experts."""
+    """`prefill`: whether any rank prefills. `lane`: which of two micro-batches in flight.
+    `counts`: tokens of each attention group, empty if there is one. `rows`: the most tokens of any
+    rank, by which kernels lay out rows for other ranks; 0 if each rank finds it out.
+    `num_tokens_1`: how many rows are tokens (int32, on the step's device), None if all are; the
+    others pad a fixed shape and take no experts. `own_tokens_1`: the same for the rows that this
+    rank takes to the experts."""
 
     prefill: bool = True
     lane: int = 0

@@ -26,7 +26,7 @@ from moesaic.core.request import Request
 from moesaic.core.sampling import Grammar, SamplingParams
 from moesaic.core.stats import EngineStats
 from moesaic.engine.errors import QueueFull as QueueFull
-from moesaic.engine.frontend.admission import CallAdmission, ImmediateAdmission
+from moesaic.engine.frontend.admission import CallAdmission
 from moesaic.engine.frontend.core_client import start_ranks
 from moesaic.engine.frontend.engine_thread import Core, EngineThread
 from moesaic.engine.frontend.inflight import InflightRequests
@@ -63,12 +63,9 @@ LONG_PROMPT: Final = 2048
 
 
 class Engine:
-    """Serves one model. Keyword arguments are the server's flags with underscores.
-
-    A single rank runs in a thread of this process, unless `apart` asks for a process; several ranks
-    are always processes, which end with this one. Any number of threads and tasks may call
-    `generate` at once: the engine batches their requests.
-    """
+    """Serves one model. Keyword arguments are the server's flags with underscores. A single rank
+    runs in a thread of this process unless `apart` asks for a process; several ranks are always
+    processes, which end with this one. Any thread or task may call `generate` at any time."""
 
     def __init__(self, *, apart: bool = False, **kwargs: Any) -> None:
         started = time.monotonic()
@@ -93,11 +90,7 @@ class Engine:
         self.spans = self._core.front
         self._thread = EngineThread(self._core)
         self._inflight = InflightRequests(
-            self._thread.submit,
-            self._thread.lock,
-            self.max_running,
-            self.args.max_queued_requests,
-            self.spans,
+            self._thread, self.max_running, self.args.max_queued_requests, self.spans
         )
         self._profiler = Profiler(self._thread.query, self.mesh, self.spans)
         atexit.register(self.shutdown)
@@ -342,7 +335,7 @@ class Engine:
     ) -> AsyncGenerator[IndexedProgress, None]:
         self._inflight.reserve(states, check_queue=admission is None)
         waiting, errors_as_outputs = deque(states), admission is not None
-        admission = admission or ImmediateAdmission()
+        admission = admission or CallAdmission()
         output_queue.on_ended = admission.finished
         pending = set(range(len(states)))
         try:

@@ -14,7 +14,7 @@ from collections.abc import Hashable
 from typing import Final
 
 from moesaic.engine.engine import QueueFull
-from moesaic.engine.frontend.admission import Start
+from moesaic.engine.frontend.admission import CallAdmission, Start
 from moesaic.engine.frontend.fair_queue import FairQueue
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class AdmissionQueue(FairQueue["QueuedCall"]):
         )
 
 
-class QueuedCall:
+class QueuedCall(CallAdmission):
     """The engine's CallAdmission for one call, and a waiter of the queue. The call counts as
     arriving until it enters or leaves, so its owner must call `leave`."""
 

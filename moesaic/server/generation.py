@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from starlette.requests import Request
 
-from moesaic.engine.frontend.admission import CallAdmission, ImmediateAdmission
+from moesaic.engine.frontend.admission import CallAdmission
 from moesaic.engine.frontend.inputs import GenerateInput
 from moesaic.engine.frontend.outputs import RequestUpdate
 from moesaic.server.connections import network_of
@@ -72,9 +72,7 @@ async def _updates(
 ) -> AsyncGenerator[RequestUpdate, None]:
     if context.engine.fault:
         raise Refusal(503, context.engine.fault, headers=CLOSE_AND_RETRY)
-    admission: CallAdmission = (
-        ImmediateAdmission() if client is None else context.admission.new_call(client)
-    )
+    admission = CallAdmission() if client is None else context.admission.new_call(client)
     updates = context.engine.stream(replace(call, client=client, stream=stream), admission)
     try:
         async for update in updates:

@@ -13,7 +13,6 @@ from moesaic.comm.windows.window import PlaneSpec
 from moesaic.core.messages import (
     Abort,
     Asleep,
-    NewRequest,
     Query,
     QueryReply,
     RequestDelta,
@@ -22,7 +21,7 @@ from moesaic.core.messages import (
     Wake,
 )
 from moesaic.core.rank_state import RankState
-from moesaic.core.request import FinishReason
+from moesaic.core.request import FinishReason, NewRequest
 
 
 class FakeRank:
@@ -40,7 +39,7 @@ class FakeRank:
         plane = PlaneSpec("work", (1,), torch.int64)
         self.window = create_window(group, [plane], link.timeout)
         self.peers = range(len(ranks))
-        self.open: dict[str, tuple[NewRequest, int]] = {}
+        self.open: dict[int, tuple[NewRequest, int]] = {}
         self.step = 0
 
     def run(self) -> None:
@@ -77,10 +76,10 @@ class FakeRank:
     def take(self, message: object) -> None:
         match message:
             case Submit(requests):
-                self.open |= {request.rid: (request, 0) for request in requests}
-            case Abort(rid) if rid in self.open:
-                del self.open[rid]
-                self.link.send(StepOutput([RequestDelta(rid, [], finish=FinishReason("abort"))]))
+                self.open |= {request.request_no: (request, 0) for request in requests}
+            case Abort(number) if number in self.open:
+                del self.open[number]
+                self.link.send(StepOutput([RequestDelta(number, [], finish=FinishReason("abort"))]))
             case Query():
                 group = self.link.mesh.group_of(self.link.place)
                 answer = {"what": message.what, "rank": self.link.rank}
@@ -88,14 +87,14 @@ class FakeRank:
 
     def emit(self) -> None:
         deltas = []
-        for rid, (request, count) in list(self.open.items()):
+        for number, (request, count) in list(self.open.items()):
             token = request.prompt_ids[count % len(request.prompt_ids)]
             done = count + 1 >= request.max_new_tokens
             finish = FinishReason("length", length=count + 1) if done else None
-            deltas.append(RequestDelta(rid, [token], finish=finish))
-            self.open[rid] = (request, count + 1)
+            deltas.append(RequestDelta(number, [token], finish=finish))
+            self.open[number] = (request, count + 1)
             if done:
-                del self.open[rid]
+                del self.open[number]
         if deltas:
             self.link.send(StepOutput(deltas))
         time.sleep(0.001)

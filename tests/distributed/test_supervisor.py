@@ -27,7 +27,6 @@ from moesaic.core.messages import (
     Abort,
     Fault,
     Message,
-    NewRequest,
     Query,
     QueryReply,
     RequestDelta,
@@ -36,7 +35,8 @@ from moesaic.core.messages import (
     Submit,
 )
 from moesaic.core.rank_state import RankSnapshot, RankState
-from moesaic.core.request import FinishReason
+from moesaic.core.request import FinishReason, NewRequest
+from moesaic.core.sampling import SamplingParams
 
 TARGET = "tests.distributed.fake_rank:run"
 LONG = 10**9
@@ -71,8 +71,8 @@ def family(pid: int) -> list[psutil.Process]:
     return [parent, *parent.children(recursive=True)]
 
 
-def request(rid: str, tokens: int = 3, prompt: int = 3) -> NewRequest:
-    return NewRequest(rid, list(range(prompt)), {}, 0, tokens, 0, [])
+def request(number: int, tokens: int = 3, prompt: int = 3) -> NewRequest:
+    return NewRequest("same", list(range(prompt)), SamplingParams(), 0, tokens, number)
 
 
 def rank_pid(service: Service, rank: int) -> int:
@@ -86,29 +86,29 @@ def next_message(service: Service, seconds: float = 30.0) -> Message:
 
 
 def collect(
-    service: Service, rids: set[str]
-) -> tuple[dict[str, list[int]], dict[str, FinishReason]]:
+    service: Service, numbers: set[int]
+) -> tuple[dict[int, list[int]], dict[int, FinishReason]]:
     """Tokens and ends of the requests, when all have ended."""
-    tokens: dict[str, list[int]] = {rid: [] for rid in rids}
-    ends: dict[str, FinishReason] = {}
-    while set(ends) < rids:
+    tokens: dict[int, list[int]] = {number: [] for number in numbers}
+    ends: dict[int, FinishReason] = {}
+    while set(ends) < numbers:
         message = next_message(service)
         assert isinstance(message, StepOutput), message
         for delta in message.deltas:
-            tokens[delta.rid] += delta.token_ids
+            tokens[delta.request_no] += delta.token_ids
             if delta.finish is not None:
-                ends[delta.rid] = delta.finish
+                ends[delta.request_no] = delta.finish
     return tokens, ends
 
 
 def start_stepping(service: Service) -> None:
     """A request in each group that never ends by itself."""
-    service.send(Submit([request("a", LONG), request("b", LONG)]))
-    seen: set[str] = set()
-    while seen < {"a", "b"}:
+    service.send(Submit([request(0, LONG), request(1, LONG)]))
+    seen: set[int] = set()
+    while seen < {0, 1}:
         message = next_message(service)
         assert isinstance(message, StepOutput)
-        seen |= {delta.rid for delta in message.deltas}
+        seen |= {delta.request_no for delta in message.deltas}
 
 
 def test_serves_and_stops():
@@ -117,10 +117,10 @@ def test_serves_and_stops():
         assert stat.S_IMODE(service.folder.stat().st_mode) == 0o700
         assert [f["threads"] for f in service.facts["ranks"]] == [1, 1]
         for _ in range(3):  # each time the replica falls asleep and is woken again
-            rids = {"a", "b", "c", "d"}
-            service.send(Submit([request(rid, 7, 3) for rid in sorted(rids)]))
-            tokens, ends = collect(service, rids)
-            assert tokens == {rid: [0, 1, 2, 0, 1, 2, 0] for rid in rids}
+            numbers = {0, 1, 2, 3}
+            service.send(Submit([request(number, 7, 3) for number in sorted(numbers)]))
+            tokens, ends = collect(service, numbers)
+            assert tokens == {number: [0, 1, 2, 0, 1, 2, 0] for number in numbers}
             assert {end.type for end in ends.values()} == {"length"}
             await_sleep(service)
             check_ask(service)
@@ -168,18 +168,18 @@ def ask_all(service: Service) -> list[dict[str, object]]:
 
 def check_twins_and_aborts(service: Service) -> None:
     start_stepping(service)
-    service.send(Submit([request("a")]))
+    service.send(Submit([request(0)]))
     finish = None
     while finish is None:
         finish = next(
             (d.finish for d in next_message(service).deltas if d.finish is not None), None
         )
-    assert finish.failed and "'a' is in use" in finish.message
-    service.send(Abort("a"))
-    service.send(Abort("b"))
-    service.send(Abort("nobody"))
-    _, ends = collect(service, {"a", "b"})
-    assert [ends[rid].type for rid in "ab"] == ["abort", "abort"]
+    assert finish.failed and "request 0 is in use" in finish.message
+    service.send(Abort(0))
+    service.send(Abort(1))
+    service.send(Abort(9))
+    _, ends = collect(service, {0, 1})
+    assert [ends[number].type for number in (0, 1)] == ["abort", "abort"]
     assert not any(end.failed for end in ends.values())
 
 
@@ -241,7 +241,7 @@ def test_stopped_rank_is_named(stepping: bool):
 
 def test_error_in_a_step():
     with serving(spec(config={"rank": 1, "step": 5, "what": "raise"})) as (service, _):
-        service.send(Submit([request("a", LONG), request("b", LONG)]))
+        service.send(Submit([request(0, LONG), request(1, LONG)]))
         fault = fault_of(service)
         assert fault.ranks == [1]
         assert "failed: ValueError: as it was told to (in misbehave, fake_rank.py:" in fault.message
@@ -274,7 +274,7 @@ def test_slow_start_is_ended():
 def test_step_that_stands_still(capfd: pytest.CaptureFixture[str]):
     config = {"rank": 1, "step": 4, "what": "sleep"}
     with serving(spec(config=config, guard=0.5, hang=2.0)) as (service, _):
-        service.send(Submit([request("a", LONG), request("b", LONG)]))
+        service.send(Submit([request(0, LONG), request(1, LONG)]))
         fault = fault_of(service)
     assert fault.ranks == [1]
     for text in (
@@ -311,7 +311,7 @@ def test_waiter_is_not_to_blame():
     """A rank gives up on another one before the guard does."""
     config = {"rank": 1, "step": 4, "what": "sleep"}
     with serving(spec(config=config, guard=0.2, collective=1.0)) as (service, _):
-        service.send(Submit([request("a", LONG), request("b", LONG)]))
+        service.send(Submit([request(0, LONG), request(1, LONG)]))
         fault = fault_of(service)
     assert fault.ranks == [1]
     assert "rank 1 (tp 1, dp 1, ep 1) did not take part: step 4, computing for" in fault.message
@@ -326,7 +326,7 @@ def test_signal_stops_in_order(number: signal.Signals):
     with serving(spec()) as (service, _):
         start_stepping(service)
         os.kill(service.pid, number)
-        _, ends = collect(service, {"a", "b"})
+        _, ends = collect(service, {0, 1})
         assert {end.message for end in ends.values()} == {
             f"the service stops: the supervisor got {number.name}"
         }
@@ -400,41 +400,36 @@ def test_folders_of_the_dead_are_swept():
 
 def test_journal_spreads_requests():
     turns = Journal(3, "round_robin")
-    assert [turns.assign(request(f"r{i}")) for i in range(5)] == [0, 1, 2, 0, 1]
+    assert [turns.assign(request(i)) for i in range(5)] == [0, 1, 2, 0, 1]
     fewest = Journal(2, "total_requests")
-    assert [fewest.assign(request(rid, prompt=9 if rid == "a" else 1)) for rid in "abcd"] == [
-        0,
-        1,
-        0,
-        1,
-    ]
+    assert [fewest.assign(request(i, prompt=1 if i else 9)) for i in range(4)] == [0, 1, 0, 1]
     fewest.record(
-        StepOutput([RequestDelta(rid, [1], finish=FinishReason("length")) for rid in "bd"])
+        StepOutput([RequestDelta(number, [1], finish=FinishReason("length")) for number in (1, 3)])
     )
-    assert [fewest.assign(request(rid)) for rid in "ef"] == [1, 1]
+    assert [fewest.assign(request(number)) for number in (4, 5)] == [1, 1]
     assert (fewest.requests, fewest.tokens) == ([2, 2], [10, 6])
 
 
 def test_journal_replays_a_request_where_it_stands():
     journal = Journal(1, "round_robin")
-    submitted = request("a", prompt=3)
+    submitted = request(7, prompt=3)
     journal.assign(submitted)
-    assert journal.replay("a") == submitted
-    journal.record(StepOutput([RequestDelta("a", [7, 8])]))
-    journal.record(StepOutput([RequestDelta("a", [9])]))
-    again = journal.replay("a")
+    assert journal.replay(7) == submitted
+    journal.record(StepOutput([RequestDelta(7, [7, 8])]))
+    journal.record(StepOutput([RequestDelta(7, [9])]))
+    again = journal.replay(7)
     assert again.emitted == [7, 8, 9] and again.prompt_ids == submitted.prompt_ids
-    assert (again.params, again.seed, again.arrival) == (
+    assert (again.params, again.seed, again.request_no) == (
         submitted.params,
         submitted.seed,
-        submitted.arrival,
+        submitted.request_no,
     )
     assert submitted.emitted == [], "the request as it was submitted stays"
     # Another supervisor's journal counts what was emitted before.
     other = Journal(1, "round_robin")
     other.assign(again)
-    other.record(StepOutput([RequestDelta("a", [10])]))
-    assert other.tokens == [7] and other.replay("a").emitted == [7, 8, 9, 10]
+    other.record(StepOutput([RequestDelta(7, [10])]))
+    assert other.tokens == [7] and other.replay(7).emitted == [7, 8, 9, 10]
 
 
 class ServiceDouble:
@@ -453,14 +448,14 @@ def test_any_loss_ends_the_service():
 
 def test_journal_counts_tokens():
     journal = Journal(2, "total_tokens")
-    prompts = {"a": 9, "b": 2, "c": 2}
-    assert [journal.assign(request(rid, prompt=n)) for rid, n in prompts.items()] == [0, 1, 1]
-    journal.record(StepOutput([RequestDelta("b", [5] * 6)]))
+    prompts = {0: 9, 1: 2, 2: 2}
+    assert [journal.assign(request(i, prompt=n)) for i, n in prompts.items()] == [0, 1, 1]
+    journal.record(StepOutput([RequestDelta(1, [5] * 6)]))
     assert journal.tokens == [9, 10]
-    assert journal.assign(request("d")) == 0
+    assert journal.assign(request(3)) == 0
     (answer,) = journal.end_all("over")
-    assert [(d.rid, d.finish.type, d.finish.message) for d in answer.deltas] == [
-        (rid, "abort", "over") for rid in "abcd"
+    assert [(d.request_no, d.finish.type, d.finish.message) for d in answer.deltas] == [
+        (number, "abort", "over") for number in range(4)
     ]
     assert (journal.open, journal.requests, journal.tokens) == ({}, [0, 0], [0, 0])
 

@@ -17,8 +17,8 @@ from moesaic.comm.launch.rank_link import RankLink
 from moesaic.engine.frontend import core_client as remote
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.runner.steps import SynchronousSteps
+from moesaic.engine.schedule.inflight import PlannedItem
 from moesaic.engine.schedule.plan import PlanItem, StepPlan
-from moesaic.engine.schedule.scheduler import Scheduled
 from moesaic.engine.worker import planner
 from moesaic.engine.worker.worker import Worker
 from moesaic.moe.dispatch.base import BaseDispatcher
@@ -107,7 +107,7 @@ def fail(name: str) -> NoReturn:
 def poison_plans() -> None:
     plan_item = planner._plan_item
 
-    def fail_or_plan(work: Scheduled) -> PlanItem:
+    def fail_or_plan(work: PlannedItem) -> PlanItem:
         if PLAN in work.request.token_ids:
             fail("the plan")
         return plan_item(work)

@@ -84,7 +84,7 @@ class Sequence:
 
     def extend(self, item: PlanItem, result: ItemResult) -> None:
         assert not result.broken
-        self.computed = item.stop - item.num_drafts
+        self.computed = item.first + len(item.token_ids) - item.num_drafts
         if item.sample is None:
             assert not result.token_ids
             return
@@ -113,7 +113,9 @@ def one_at_a_time(runner: ModelRunner) -> list[Sequence]:
     work = sequences()
     for step in range(NEW_TOKENS):
         items = [one.item([]) for one in work]
-        results = runner.step(StepPlan(items, clear(work) if step == 0 else [], step == 0)).items
+        results = (
+            runner.begin(StepPlan(items, clear(work) if step == 0 else [], step == 0)).wait().items
+        )
         for one, item, result in zip(work, items, results, strict=True):
             one.extend(item, result)
     return work
@@ -142,7 +144,7 @@ def verified(
             for one in chosen
         ]
         prefill = any(one.computed < len(one.prompt) for one in chosen)
-        results, pages = runner.step(StepPlan(items, pages, prefill)).items, []
+        results, pages = runner.begin(StepPlan(items, pages, prefill)).wait().items, []
         for one, item, result in zip(chosen, items, results, strict=True):
             one.extend(item, result)
             accepted += max(0, len(result.token_ids) - 1)
@@ -227,7 +229,7 @@ def test_rows_that_are_not_finite(
     def spoil(at: int, drafts: list[int]) -> ItemResult:
         work = sequences()[number]
         monkeypatch.setattr(runner.model, "logits", lambda *given: spoiled(logits(*given), at))
-        found = runner.step(StepPlan([work.item(drafts)], clear([work]), True)).items[0]
+        found = runner.begin(StepPlan([work.item(drafts)], clear([work]), True)).wait().items[0]
         monkeypatch.undo()
         return found
 
@@ -263,7 +265,7 @@ def test_scores_beside_drafts(synchronous: ModelRunner) -> None:
         first.score = PromptScore(0, targets, 2)
         plans.append(StepPlan([first, drafted.item(drafts)], clear(work), True))
     for runner in (synchronous, runner_of(True)):
-        (plain, _), (found, other) = (runner.step(plan).items for plan in plans)
+        (plain, _), (found, other) = (runner.begin(plan).wait().items for plan in plans)
         assert found.input_logprobs == pytest.approx(plain.input_logprobs, abs=1e-4)
         assert len(found.input_logprobs) == len(targets)
         assert found.token_ids == plain.token_ids and other.token_ids == answers[3][:4]
@@ -276,7 +278,7 @@ def stages(asynchronous: bool, **changes: Any) -> list[ModelRunner]:
 
 
 def through_stages(runners: list[ModelRunner], plan: StepPlan) -> StepResult:
-    rows = sum(1 for _ in plan.logit_rows())
+    rows = len(plan.logit_rows())
     agreement = StepAgreement(1, (plan.num_tokens,), (rows,), plan.prefill)
     first = runners[0].begin(plan, agreement)
     assert first.hidden_TH is not None and len(first.hidden_TH) == plan.num_tokens
@@ -304,7 +306,9 @@ def test_pipeline_stages(asynchronous: bool, graphs: bool) -> None:
             items = [work.item(n, lengths[n]) for n in everyone]
             pages = [page for pages in work.pages for page in pages]
             plan = StepPlan(items, pages if step == 0 else [], step == 0)
-            results.append(whole.step(plan) if work is works[0] else through_stages(runners, plan))
+            results.append(
+                whole.begin(plan).wait() if work is works[0] else through_stages(runners, plan)
+            )
         for work, result in zip(works, results, strict=True):
             work.take(everyone, result.items)
     assert works[0].tokens == works[1].tokens

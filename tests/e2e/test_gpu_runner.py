@@ -20,7 +20,7 @@ from moesaic.engine.runner.graphs import GraphCache, GraphKey, graph_sizes
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.runner.row_results import NOT_FINITE
 from moesaic.engine.runner.steps import AsynchronousSteps
-from moesaic.engine.sampling.gpu_sampler import DeviceSampler
+from moesaic.engine.sampling.gpu_sampler import draw_rows
 from moesaic.engine.sampling.sampler import SampleRow, sample
 from moesaic.engine.schedule.plan import ItemResult, PlanItem, PromptScore, StepPlan
 from moesaic.engine.schedule.request_state import RequestState
@@ -108,7 +108,7 @@ def plainly(runner: ModelRunner, steps: int) -> list[list[int]]:
         length = [len(t) - c for t, c in zip(work.tokens, work.computed, strict=True)]
         items = [work.item(n, length[n]) for n in everyone]
         plan = StepPlan(items, [p for pages in work.pages for p in pages] if turn == 0 else [])
-        work.take(everyone, runner.step(plan).items)
+        work.take(everyone, runner.begin(plan).wait().items)
     return work.tokens
 
 
@@ -162,7 +162,7 @@ def serve(runner: ModelRunner, args: ServerArgs, seed: int) -> list[Any]:
             params=params,
             seed=n,
             max_new_tokens=params.max_new_tokens or 1,
-            arrival=n,
+            request_no=n,
             eos_ids=frozenset({256}),
             return_logprob=n % 4 == 1,
             logprob_start=0 if n % 8 == 1 else 10**6,
@@ -215,7 +215,7 @@ def test_a_gpu_that_hangs_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("moesaic.engine.runner.pinned.DeviceEvent.wait", late)
     with pytest.raises(TimeoutError):
-        runner.step(plan)
+        runner.begin(plan).wait()
     monkeypatch.undo()
     with pytest.raises(RuntimeError, match="lost to this process: step 1 did not end"):
         runner.begin(plan)
@@ -235,7 +235,7 @@ def test_rows_that_are_not_finite_fail_alone(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(runner.model, "logits", spoil)
     items = [work.item(n, len(work.tokens[n])) for n in range(3)]
-    found = runner.step(StepPlan(items, [p for pages in work.pages for p in pages])).items
+    found = runner.begin(StepPlan(items, [p for pages in work.pages for p in pages])).wait().items
     assert [bool(result.broken) for result in found] == [True, True, False]
     assert found[0].broken == NOT_FINITE and len(found[2].token_ids) == 1
 
@@ -247,7 +247,8 @@ def test_scores_of_a_prompt():
         1, tokens, 0, list(range(1, 12)), PromptScore(0, tokens[1:], 2), row(len(tokens))
     )
     plan = StepPlan([item], list(range(1, 12)), True)
-    (mine,), (theirs,) = asynchronous(args).step(plan).items, ModelRunner(args).step(plan).items
+    runners = (asynchronous(args), ModelRunner(args))
+    (mine,), (theirs,) = (runner.begin(plan).wait().items for runner in runners)
     assert mine.token_ids == theirs.token_ids and len(mine.token_ids) == 1
     assert len(mine.input_logprobs) == len(tokens) - 1
     assert mine.input_logprobs == pytest.approx(theirs.input_logprobs, abs=1e-5)
@@ -258,11 +259,11 @@ def test_padding_rows_reach_no_expert_and_no_cache():
     runner = asynchronous(arguments("qwen3_moe"))
     work = Sequences(prompts(3), [{}] * 3, 8)
     items = [work.item(n, len(work.tokens[n])) for n in range(3)]
-    results = runner.step(StepPlan(items, [p for pages in work.pages for p in pages])).items
+    results = runner.begin(StepPlan(items, [p for pages in work.pages for p in pages])).wait().items
     work.take([0, 1, 2], results)
     before = [sum(layer.load.tokens) for layer in runner.moe_layers]
     cache = runner.cache.keys.clone()
-    runner.step(StepPlan([work.item(n, 1) for n in range(3)], []))
+    runner.begin(StepPlan([work.item(n, 1) for n in range(3)], [])).wait()
     after = [sum(layer.load.tokens) for layer in runner.moe_layers]
     assert [b - a for a, b in zip(before, after, strict=True)] == [3 * 2] * len(before)
     written = (runner.cache.keys != cache).flatten(2).any(-1)[0].nonzero().flatten().tolist()
@@ -341,11 +342,10 @@ def test_sampling_paths(params: dict[str, Any], path: SamplingPath):
 def test_drawn_tokens_are_the_samplers():
     logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(0))
     rows = [row(n, temperature=1.0, top_k=50) for n in range(6)]
-    draw = DeviceSampler(torch.device("cpu")).draw
-    assert draw(logits, rows).tolist() == [sample(logits, rows).token_ids, [0] * 6]
+    assert draw_rows(logits, rows).tolist() == [sample(logits, rows).token_ids, [0] * 6]
     assert greedy_rows(logits)[0].tolist() == logits.argmax(-1).tolist()
     logits[2] = torch.nan
-    tokens, broken = draw(logits, rows).tolist()
+    tokens, broken = draw_rows(logits, rows).tolist()
     assert broken == [0, 0, 1, 0, 0, 0] == greedy_rows(logits)[1].tolist()
     kept = [n for n in range(6) if n != 2]
     expected = sample(logits[kept], [rows[n] for n in kept]).token_ids

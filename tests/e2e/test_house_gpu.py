@@ -70,7 +70,7 @@ def answers(runner: ModelRunner, told: list[list[int]] | None = None) -> list[li
         ]
         computed = [len(one) for one in tokens]
         clear = list(range(1, 10)) if step == 0 else []
-        for n, found in enumerate(runner.step(StepPlan(items, clear, step == 0)).items):
+        for n, found in enumerate(runner.begin(StepPlan(items, clear, step == 0)).wait().items):
             assert len(found.token_ids) == 1, found
             tokens[n].append(found.token_ids[0] if told is None else told[n][len(tokens[n])])
     return tokens

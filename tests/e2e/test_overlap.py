@@ -133,7 +133,7 @@ def serve(core: LocalCore, cases: list[Case], base: int) -> list[tuple[Request, 
                 case.params,
                 seed=number,
                 max_new_tokens=case.max_new_tokens,
-                arrival=base + number,
+                request_no=base + number,
                 eos_ids=frozenset([EOS]),
                 return_logprob=case.return_logprob,
                 logprob_start=min(case.logprob_start, len(case.prompt) - 1),
@@ -145,7 +145,7 @@ def serve(core: LocalCore, cases: list[Case], base: int) -> list[tuple[Request, 
         core.step()
         turn += 1
         while leaving:
-            core.abort(leaving.pop())
+            core.abort(int(leaving.pop()))
     jobs = [made[number] for number in range(len(cases))]
     assert core.planner.kv.num_used == 0 and core.planner.num_suspects == 0 and not core.states
     core.planner.kv.flush()
@@ -220,7 +220,7 @@ def test_many_mixes(flags: str, mode: str, poison: bool) -> None:
 def one_request(max_new_tokens: int, **params: Any) -> RequestState:
     params = {"temperature": 0.0, "ignore_eos": True, **params}
     chosen = SamplingParams(**params)
-    request = Request("one", [97, 98, 99], chosen, 0, max_new_tokens, arrival=0)
+    request = Request("one", [97, 98, 99], chosen, 0, max_new_tokens, request_no=0)
     return RequestState(request, None, lambda progress: None)
 
 
@@ -285,7 +285,7 @@ def test_the_flag_turns_it_off() -> None:
     job = one_request(3)
     plans = tokens_of_plans(core, job)
     assert plans == [[97, 98, 99], *([token] for token in job.request.output_ids[:-1])]
-    assert not core.loop.overlaps and core.loop.depth == 1
+    assert not core.runner.overlaps and core.loop.depth == 1
 
 
 def test_steps_taken_back_say_again_who_has_ended(overlapping: LocalCore) -> None:
@@ -297,8 +297,8 @@ def test_steps_taken_back_say_again_who_has_ended(overlapping: LocalCore) -> Non
     assert [step.plan.ended for step in core.loop.inflight] == [[0]] and planner._ended == []
     planner.rollback(core.loop.inflight)
     core.loop.inflight.clear()
-    assert planner._ended == [0] and core.states["one"].request.pending == 0
-    core.abort("one")
+    assert planner._ended == [0] and core.states[0].request.pending == 0
+    core.abort(0)
 
 
 @pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.timeout(300))])
@@ -411,7 +411,7 @@ def test_on_a_gpu_overlap_changes_nothing(count: int) -> None:
         flags = {"device": "cuda", "disable_overlap_schedule": off}
         with Engine(model_path="tiny:qwen3_moe", **flags) as engine:
             core = engine._core
-            assert isinstance(core, LocalCore) and core.loop.overlaps is not off
+            assert isinstance(core, LocalCore) and core.runner.overlaps is not off
             found = engine.generate(input_ids=prompts, sampling_params=params)
             assert isinstance(found, list)
             answers.append([one["output_ids"] for one in found])

@@ -55,7 +55,7 @@ def tokens(runner: ModelRunner) -> list[int | None]:
     items = [
         PlanItem(n, [3, 1, 4, 1, 5 + n], 0, [1 + 2 * n, 2 + 2 * n], None, sample) for n in (0, 1)
     ]
-    found = runner.step(StepPlan(items, [1, 2, 3, 4], True))
+    found = runner.begin(StepPlan(items, [1, 2, 3, 4], True)).wait()
     return [item.token_ids[0] for item in found.items]
 
 

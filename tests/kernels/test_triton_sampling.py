@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine.sampling.gpu_sampler import DeviceSampler
+from moesaic.engine.sampling.gpu_sampler import draw_rows
 from moesaic.engine.sampling.sampler import NonFiniteLogits, SampleRow, sample
 from moesaic.kernels import sampling as twins
 from moesaic.kernels.sampling import RowSampling, SampleParams
@@ -192,16 +192,15 @@ def test_rows_without_a_token_are_marked() -> None:
 
 def test_the_engine_s_joint() -> None:
     """Through the sampler of the engine, on whatever device there is."""
-    sampler = DeviceSampler(torch.device(DEVICE))
     logits, rows = scores(len(ASKED), 300, "sharp"), rows_of(ASKED, 5)
     wanted = sample(logits, rows).token_ids
-    drawn = sampler.draw(logits, rows)
+    drawn = draw_rows(logits, rows)
     assert drawn.device.type == DEVICE and drawn.tolist() == [wanted, [0] * len(rows)]
     logits[2, 5] = torch.nan
-    broken = sampler.draw(logits, rows)[1].tolist()
+    broken = draw_rows(logits, rows)[1].tolist()
     assert [row for row, flag in enumerate(broken) if flag] == [2]
     greedy = [replace(row, params=SamplingParams(temperature=0.0)) for row in rows]
-    assert int(sampler.draw(logits, greedy)[0, 0]) == wanted[0]
+    assert int(draw_rows(logits, greedy)[0, 0]) == wanted[0]
 
 
 @pytest.mark.gpu

@@ -53,7 +53,7 @@ def scored(prompt: int, output: int, top: int) -> Request:
         params=SamplingParams(),
         seed=1,
         max_new_tokens=output,
-        arrival=0,
+        request_no=0,
         return_logprob=True,
         top_logprobs_num=top,
     )

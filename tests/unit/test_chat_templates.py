@@ -327,14 +327,14 @@ def test_templates_that_take_too_much_are_ended(name, monkeypatch):
 
     try:
         assert render("not now") == "fine"
-        first = chat.pid
+        first = chat._child.pid
         limit = r"takes more than (0\.15 s|64 MB of memory) to render these messages"
         with pytest.raises(ChatTemplateError, match="'default' of folder " + limit):
             render("now")
         if name == "empty loops":
-            assert render("not now") == "fine" and chat.pid != first
+            assert render("not now") == "fine" and chat._child.pid != first
             chat.close()
-            assert chat.pid is None
+            assert chat._child.pid is None
             with pytest.raises(RuntimeError, match="shut down"):
                 render("not now")
     finally:
@@ -362,7 +362,7 @@ def test_a_server_does_not_start_with_such_a_template(folder, monkeypatch, tmp_p
 def test_templates_of_tiny_models_are_not_tried():
     for name in ("tiny:qwen3_moe", "tiny:gpt_oss", str(HOUSE)):
         chat = load_tokenizer(str(materialise(name)), None).chat
-        assert (chat.pid is None) == name.startswith("tiny:")
+        assert (chat._child.pid is None) == name.startswith("tiny:")
         chat.close()
 
 
@@ -386,10 +386,10 @@ def test_a_question_that_cannot_be_read_is_refused_and_the_process_lives_on(fold
     deep = [CHAT[1], {"role": "assistant", "content": None, "tool_calls": [call(arguments)]}]
     try:
         assert chat.submit(None, CHAT[:2], True, None, {}).result()
-        first = chat.pid
+        first = chat._child.pid
         with pytest.raises(ChatTemplateError, match=r"does not accept these messages: .*recursion"):
             chat.submit(None, deep, True, None, {}).result()
-        assert chat.submit(None, CHAT[:2], True, None, {}).result() and chat.pid == first
+        assert chat.submit(None, CHAT[:2], True, None, {}).result() and chat._child.pid == first
     finally:
         chat.close()
 

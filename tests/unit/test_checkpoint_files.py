@@ -14,11 +14,11 @@ import pytest
 
 from moesaic import Engine
 from moesaic.config import ServerArgs
-from moesaic.engine.runner.loading import config_eos_ids
 from moesaic.engine.setup.memory_plan import context_length, shape_only_model
 from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.models.checkpoint import INDEX, Checkpoint, check_folder
 from moesaic.models.config import MAX_VALUES, RawConfig, checkpoint_dtype
+from moesaic.models.folder import ModelEosTokens, checked
 from moesaic.models.schemes import detect_scheme
 from moesaic.models.shapes import known, shape_config
 from moesaic.models.tiny import _COMMON, FAMILIES, make_tiny_checkpoint, materialise
@@ -103,7 +103,7 @@ def outline(folder: Path) -> None:
     detect_scheme(raw, folder)
     context_length(ServerArgs.from_kwargs(model_path=str(folder)), raw)
     shape_only_model(raw, checkpoint_dtype(raw), None)
-    config_eos_ids(raw)
+    checked(raw.data, ModelEosTokens, raw.source)
 
 
 def configs() -> Iterator[tuple[str, dict[str, Any], list[tuple[Any, ...]]]]:

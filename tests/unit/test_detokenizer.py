@@ -112,7 +112,7 @@ def test_stop_strings_are_found_where_they_are(ids, stops, keep, step):
         one.push(ids[start : start + step])
         assert whole.startswith(one.text)
     text = one.finish()
-    assert one.matched == matched
+    assert one._stops.matched == matched
     assert text == whole[: end if matched is None or keep else end - len(matched)]
     if len(stops) == 1 and matched is not None and not keep:
         assert len(text) == whole.find(stops[0])

@@ -47,7 +47,7 @@ MANY = 10**9
 def tokens(
     args: ServerArgs, room: DeviceRoom = H200, wanted: int = MANY, step: StepBytes = STEP
 ) -> int:
-    return gpu_cache_tokens(args, CacheRequest(SPEC, 2, wanted, 0, step), room)
+    return gpu_cache_tokens(args, CacheRequest(SPEC.bytes_per_token(2), wanted, 0, step), room)
 
 
 def test_the_share_counts_weights_and_cache():

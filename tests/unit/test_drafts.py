@@ -11,7 +11,6 @@ from moesaic.core.sampling import SamplingParams
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.schedule.inflight import PlannedItem
 from moesaic.engine.schedule.request_state import RequestState
-from moesaic.engine.schedule.scheduler import Scheduled
 from moesaic.engine.worker.local_core import LocalCore
 from moesaic.models.tiny import materialise
 
@@ -91,8 +90,9 @@ def test_a_rollback_gives_the_drafts_back() -> None:
     (request,) = requests()[:1]
     request.token_ids.append(5)
     request.num_computed, request.drafts = len(request.prompt_ids), [7, 8, 9]
-    item = PlannedItem.begin(Scheduled(request, 3, True, 2))
-    assert item.drafts == (7, 8) and item.samples and request.verifying
+    item = PlannedItem.next(request, 3, True, 2)
+    item.begin()
+    assert item.drafts == [7, 8] and item.samples and request.verifying
     assert not request.can_run_ahead and request.drafts == [] and request.pending == 1
     item.undo()
     assert request.drafts == [7, 8] and not request.verifying and request.pending == 0
@@ -105,7 +105,8 @@ def test_rejected_drafts_are_computed_anew() -> None:
     request.token_ids.append(5)
     for num_tokens, computed in ((1, first + 1), (2, first + 2), (3, first + 3)):
         request.num_computed, request.drafts = first, [7, 8]
-        item = PlannedItem.begin(Scheduled(request, 3, True, 2))
+        item = PlannedItem.next(request, 3, True, 2)
+        item.begin()
         assert item.confirmed == first + 1
         item.end(num_tokens)
         assert request.num_computed == computed and request.pending == 0

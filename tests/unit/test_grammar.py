@@ -316,11 +316,11 @@ def test_matchers_follow_the_data_and_forget(tokenizer: Tokenizer) -> None:
         found = matchers.wait()
         keys = list(outputs)
         assert {keys[n]: allowed_tokens(one.bits) for n, one in found.items()} == expected
-    assert len(matchers) == 2 and len(made) == 1
+    assert len(matchers._matchers) == 2 and len(made) == 1
     matchers.begin(plan_of({4: [b]}, none, "a[bc]d"))
-    assert "grammar failed" in matchers.wait()[0].broken and len(matchers) == 2
+    assert "grammar failed" in matchers.wait()[0].broken and len(matchers._matchers) == 2
     matchers.begin(plan_of(dict.fromkeys(range(10, 18), none), none, "a"))
-    assert len(matchers.wait()) == 8 and len(matchers) == 3
+    assert len(matchers.wait()) == 8 and len(matchers._matchers) == 3
 
 
 def test_without_an_end_token_the_request_just_ends(tokenizer: Tokenizer) -> None:

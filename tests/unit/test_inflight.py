@@ -22,9 +22,9 @@ class Fixture:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.commands: list[Callable[[Any], None]] = []
-        self.inflight = InflightRequests(self._submit, self.lock, 4, None, Spans())
+        self.inflight = InflightRequests(self, 4, None, Spans())  # type: ignore[arg-type]
 
-    def _submit(self, command: Callable[[Any], None]) -> None:
+    def submit(self, command: Callable[[Any], None]) -> None:
         assert self.lock._is_owned()  # type: ignore[attr-defined]
         self.commands.append(command)
 

@@ -59,10 +59,10 @@ def serve(core: LocalCore, parts: int, late: int) -> list[Request]:
         plan = receiver.decode(data)
         assert [item.pages for item in plan.items] == [item.pages for item in made.items]
         if plan.items:
-            results.append((step, decode_result(encode(core.runner.step(plan)))))
+            results.append((step, decode_result(encode(core.runner.begin(plan).wait()))))
         if results and (not plan.items or len(results) > late):
             planner.apply(*results.popleft())
-    assert sender._known.keys() == receiver._known.keys() <= {r.arrival for r in served}
+    assert sender._known.keys() == receiver._known.keys() <= {r.request_no for r in served}
     assert sizes[-1] < 200  # one request decodes
     return served
 
@@ -98,11 +98,11 @@ def test_steps_share_the_requests_that_decode():
     core = make_core()
     planner = core.planner
     for request in requests():
-        if request.arrival % 3:  # requests without a common prefix
+        if request.request_no % 3:  # requests without a common prefix
             core.add(RequestState(request, None, lambda progress: None))
     first = planner.plan(3)
     assert first.plan.prefill and planner.plan(3).items == []
-    planner.apply(first, core.runner.step(first.plan))
+    planner.apply(first, core.runner.begin(first.plan).wait())
     plans = [planner.plan(3).plan for _ in range(4)]
     assert [len(plan.items) for plan in plans] == [2, 2, 2, 0]
     assert not any(plan.prefill for plan in plans)
@@ -114,8 +114,8 @@ def test_a_request_may_end_while_its_step_is_in_flight():
     for request in served:
         core.add(RequestState(request, None, lambda progress: None))
     step = core.planner.plan(2)
-    core.abort("0")
-    core.planner.apply(step, core.runner.step(step.plan))
+    core.abort(0)
+    core.planner.apply(step, core.runner.begin(step.plan).wait())
     while core.has_work:
         core.step()
     assert served[0].output_ids == [] and served[0].finish_reason.type == "abort"

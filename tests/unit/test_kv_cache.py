@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moesaic.core.request import Request
+from moesaic.core.request import Request, RequestPhase
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.schedule.kv_cache import PageAllocator, PrefixTree
 from moesaic.engine.schedule.kv_manager import KVManager
@@ -16,9 +16,9 @@ from moesaic.engine.schedule.scheduler import Scheduler, SchedulerConfig
 PAGES = 12
 
 
-def make_request(tokens: list[int], max_new: int = 8, arrival: int = 0, **more: object) -> Request:
+def make_request(tokens: list[int], max_new: int = 8, number: int = 0, **more: object) -> Request:
     params = SamplingParams(max_new_tokens=max_new)
-    return Request("r", tokens, params, 0, max_new, arrival, **more)  # type: ignore[arg-type]
+    return Request("r", tokens, params, 0, max_new, number, **more)  # type: ignore[arg-type]
 
 
 def check_ownership(kv: KVManager, running: list[Request]) -> None:
@@ -64,7 +64,7 @@ class Pages(RuleBasedStateMachine):
         request = make_request(tokens, return_logprob=start < 8, logprob_start=start)
         node, pages = self.kv.lookup(request)
         assert len(pages) * self.kv.page_size < len(tokens)
-        if request.wants_input_logprobs:
+        if request.lacks_input_logprobs:
             assert len(pages) * self.kv.page_size <= start
         self.kv.admit(request, node, pages)
         self.running.append(request)
@@ -176,8 +176,10 @@ class Serving(RuleBasedStateMachine):
 
     @invariant()
     def every_page_has_one_owner(self) -> None:
-        check_ownership(self.kv, sorted(self.scheduler.running, key=lambda r: r.arrival))
-        assert set(self.open) == self.scheduler.running | set(self.scheduler.waiting)
+        check_ownership(self.kv, self.scheduler.running)
+        assert set(self.open) == {*self.scheduler.running, *self.scheduler.waiting}
+        assert {request.phase for request in self.scheduler.running} <= {RequestPhase.RUNNING}
+        assert {request.phase for request in self.scheduler.waiting} <= {RequestPhase.WAITING}
 
     def teardown(self) -> None:
         for _ in range(2000):
@@ -274,8 +276,9 @@ def admissions(scheduler: Scheduler, requests: list[Request]) -> list[int]:
         work = scheduler.schedule()
         counts[-1] += len(scheduler.running)
         assert work, "a step without work"
-        for request, length, *_ in work:
-            request.num_computed += length
+        for item in work:
+            request = item.request
+            request.num_computed = item.stop
             scheduler.kv.share(request, request.num_computed)
             if request.num_computed == len(request.token_ids):
                 request.token_ids.append(99)

@@ -12,7 +12,6 @@ from msgspec.structs import replace as replace_struct
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.supervise.step_rollback import MAX_FAILURES, StepRollbacks
 from moesaic.core.messages import (
-    NewRequest,
     RequestDelta,
     ResumeSteps,
     RollbackStep,
@@ -20,13 +19,12 @@ from moesaic.core.messages import (
     StepFailed,
     Submit,
 )
-from moesaic.core.request import Request
+from moesaic.core.request import NewRequest, Request
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine.schedule.inflight import InflightStep
+from moesaic.engine.schedule.inflight import InflightStep, PlannedItem
 from moesaic.engine.schedule.plan import PlanItem, StepResult
 from moesaic.engine.schedule.quarantine import Quarantine
 from moesaic.engine.schedule.request_state import RequestState
-from moesaic.engine.schedule.scheduler import Scheduled
 from moesaic.engine.worker import planner as planner_module
 from moesaic.engine.worker.leader import Leader
 from moesaic.engine.worker.local_core import LocalCore
@@ -55,7 +53,7 @@ def serve(core: LocalCore, parts: int, chance: random.Random | None) -> tuple[li
         inflight += [step] * bool(plan.items)
         lost = chance is not None and chance.random() < 0.35
         if plan.items and not (lost and chance is not None and chance.random() < 0.5):
-            results.append((step, core.runner.step(plan)))
+            results.append((step, core.runner.begin(plan).wait()))
         elif plan.clear:
             core.runner.cache.keys[:, plan.clear] = math.nan
             core.runner.cache.values[:, plan.clear] = math.nan
@@ -97,7 +95,7 @@ def poison_plans(core: LocalCore, where: str, patch: pytest.MonkeyPatch) -> None
             raise ZeroDivisionError("made up")
         return lookup(request)
 
-    def fail_in_item(work: Scheduled) -> PlanItem:
+    def fail_in_item(work: PlannedItem) -> PlanItem:
         if work.request.rid == "4" and work.request.num_output == 1:
             raise ZeroDivisionError("made up")
         return plan_item(work)
@@ -141,8 +139,8 @@ def test_every_request_ends_though_the_scheduler_is_broken(monkeypatch):
 def test_a_request_of_another_rank_is_told_from_where_it_was():
     """Tokens from the other rank have no logprobs; all later tokens have them."""
     told, core = dict[int, list[RequestDelta]](), make_core()
-    params = {"temperature": 0.0, "ignore_eos": True}
-    asked = NewRequest("7", [5, 6, 7, 8], params, 0, 6, 7, [], True, 1, 2)
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    asked = NewRequest("mine", [5, 6, 7, 8], params, 0, 6, 7, frozenset(), True, 1, 2)
     for emitted in (0, 1, 4):
         sent = told[emitted] = []
         mesh = Mesh()
@@ -155,7 +153,7 @@ def test_a_request_of_another_rank_is_told_from_where_it_was():
         leader.handle(Submit([replace_struct(asked, emitted=before)]))
         while planner.scheduler.has_work:
             step = leader.plan(1)
-            planner.apply(step, core.runner.step(step.plan))
+            planner.apply(step, core.runner.begin(step.plan).wait())
         leader.report()
 
     def column(emitted: int, name: str) -> list[Any]:

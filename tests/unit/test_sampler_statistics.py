@@ -137,11 +137,10 @@ def one_token_less(real):
     """A defect: top-p (or top-k) drops the last token that it should keep."""
 
     def near(scores, *rest):
-        found = real(scores, *rest)
-        flat = found.scores.blocks_RNW.flatten(1)
-        above = flat.masked_fill(flat <= found.floor_R1, float("inf")).amin(-1, keepdim=True)
-        floor = torch.where(above < float("inf"), above, found.floor_R1)
-        return found._replace(floor_R1=floor)
+        blocks, floor, exact = real(scores, *rest)
+        flat = blocks.blocks_RNW.flatten(1)
+        above = flat.masked_fill(flat <= floor, float("inf")).amin(-1, keepdim=True)
+        return blocks, torch.where(above < float("inf"), above, floor), exact
 
     return near
 

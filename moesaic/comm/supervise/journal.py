@@ -7,8 +7,8 @@ from typing import Final
 
 import msgspec
 
-from moesaic.core.messages import NewRequest, RequestDelta, StepOutput
-from moesaic.core.request import FinishReason
+from moesaic.core.messages import RequestDelta, StepOutput
+from moesaic.core.request import FinishReason, NewRequest
 
 # Requests that one message ends.
 ENDED_AT_ONCE: Final = 256
@@ -30,7 +30,7 @@ class Journal:
     """Also spreads new requests over the serving groups. Finished requests are dropped."""
 
     def __init__(self, num_groups: int, method: str) -> None:
-        self.open: dict[str, OpenRequest] = {}
+        self.open: dict[int, OpenRequest] = {}
         self.requests = [0] * num_groups
         """The open requests of each group."""
         self.tokens = [0] * num_groups
@@ -40,40 +40,40 @@ class Journal:
 
     def assign(self, request: NewRequest) -> int:
         """Returns the group that serves the request."""
-        assert request.rid not in self.open, request.rid
+        assert request.request_no not in self.open, request.request_no
         group = self._choose() if request.group is None else request.group
         entry = OpenRequest(request, group, list(request.emitted))
-        self.open[request.rid] = entry
+        self.open[request.request_no] = entry
         self.requests[group] += 1
         self.tokens[group] += entry.tokens
         return group
 
     def record(self, output: StepOutput) -> None:
         for delta in output.deltas:
-            entry = self.open.get(delta.rid)
+            entry = self.open.get(delta.request_no)
             if entry is None:
                 continue
             entry.emitted += delta.token_ids
             self.tokens[entry.group] += len(delta.token_ids)
             if delta.finish is not None:
-                self._drop(delta.rid)
+                self._drop(delta.request_no)
 
-    def replay(self, rid: str) -> NewRequest:
+    def replay(self, request_no: int) -> NewRequest:
         """The request that, submitted to any group, continues an open one."""
-        entry = self.open[rid]
+        entry = self.open[request_no]
         return msgspec.structs.replace(entry.request, emitted=list(entry.emitted))
 
     def end_all(self, message: str) -> list[StepOutput]:
         """Drops all open requests and returns their last outputs."""
         finish = FinishReason("abort", message=message)
-        deltas = [RequestDelta(rid, [], finish=finish) for rid in self.open]
-        for rid in list(self.open):
-            self._drop(rid)
+        deltas = [RequestDelta(number, [], finish=finish) for number in self.open]
+        for number in list(self.open):
+            self._drop(number)
         starts = range(0, len(deltas), ENDED_AT_ONCE)
         return [StepOutput(deltas[start : start + ENDED_AT_ONCE]) for start in starts]
 
-    def _drop(self, rid: str) -> None:
-        entry = self.open.pop(rid)
+    def _drop(self, request_no: int) -> None:
+        entry = self.open.pop(request_no)
         self.requests[entry.group] -= 1
         self.tokens[entry.group] -= entry.tokens
 

@@ -31,7 +31,7 @@ from moesaic.comm.supervise.supervisor_links import (
 from moesaic.core import messages
 from moesaic.core.messages import AnyMessage, Message, decode, encode
 from moesaic.core.rank_state import RankSnapshot, RankState
-from moesaic.core.request import FinishReason
+from moesaic.core.request import FinishReason, NewRequest
 
 logger = logging.getLogger(__name__)
 
@@ -122,8 +122,8 @@ class LeadSupervisor(NodeSupervisor):
         match message:
             case messages.Submit(requests):
                 self._submit(requests)
-            case messages.Abort(rid):
-                entry = self.journal.open.get(rid)
+            case messages.Abort(request_no):
+                entry = self.journal.open.get(request_no)
                 if entry is not None:
                     self.send_rank(self.mesh.leader(entry.group), encode(message))
             case messages.Query():
@@ -230,11 +230,11 @@ class LeadSupervisor(NodeSupervisor):
         names = f"ranks {ranks.start} to {ranks.stop - 1}"
         self.lose_ranks(ranks, f"node {node} ({names}) is lost: {why}")
 
-    def _submit(self, requests: Sequence[messages.NewRequest]) -> None:
-        by_group: dict[int, list[messages.NewRequest]] = {}
+    def _submit(self, requests: Sequence[NewRequest]) -> None:
+        by_group: dict[int, list[NewRequest]] = {}
         for request in requests:
-            if request.rid in self.journal.open:
-                self._refuse(request.rid)
+            if request.request_no in self.journal.open:
+                self._refuse(request.request_no)
             else:
                 by_group.setdefault(self.journal.assign(request), []).append(request)
         for group, chosen in by_group.items():
@@ -242,10 +242,12 @@ class LeadSupervisor(NodeSupervisor):
         for replica in self._replicas:
             self._wake_if_due(replica)
 
-    def _refuse(self, rid: str) -> None:
-        why = f"request id {rid!r} is in use: give another"
+    def _refuse(self, request_no: int) -> None:
+        why = f"request {request_no} is in use: give another"
         finish = FinishReason("abort", message=why, failed=True)
-        self.send_client(messages.StepOutput([messages.RequestDelta(rid, [], finish=finish)]))
+        self.send_client(
+            messages.StepOutput([messages.RequestDelta(request_no, [], finish=finish)])
+        )
 
     def _ask(self, question: messages.Query) -> None:
         if question.what in ("info", "stats"):

@@ -17,18 +17,9 @@ from moesaic.comm.mesh import Mesh, mesh_of
 from moesaic.config import ServerArgs
 from moesaic.config.devices import gpus_of
 from moesaic.config.gpus import describe_shares, max_ranks_per_gpu
-from moesaic.core.messages import (
-    Abort,
-    Fault,
-    NewRequest,
-    Query,
-    QueryReply,
-    RequestDelta,
-    StepOutput,
-    Submit,
-)
-from moesaic.core.request import ABORTED, FinishReason
-from moesaic.engine.frontend.queries import PendingQuery, QueryTimeout
+from moesaic.core import messages
+from moesaic.core.request import ABORTED, FinishReason, failure
+from moesaic.engine.frontend.queries import GROUP_QUERIES, PendingQuery, QueryTimeout
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.setup.memory_plan import check_plan
 from moesaic.engine.worker.planner import ModelFacts
@@ -39,35 +30,28 @@ from moesaic.observe.spans import SpanKind, Spans
 logger = logging.getLogger(__name__)
 
 TARGET = "moesaic.engine.worker.worker:run"
-# Queries to the leaders of serving groups; all others go to every rank.
-GROUP_QUERIES = ("info", "flush_cache")
 
 
 class CoreClient:
-    """Replaces LocalCore: it sends requests to the ranks and receives their tokens.
+    """Replaces LocalCore: it sends requests to the ranks and receives their tokens. A request that
+    ends here by a stop string is aborted on its rank, and surplus tokens are dropped."""
 
-    Texts and stop strings are handled here: a request that ends by a stop string is aborted on its
-    rank, and surplus tokens are dropped. On the ranks a request is known by its arrival number, so
-    its id is free again as soon as it ends here.
-    """
+    idle_timeout: float | None = None
+    """After a fault the engine's thread waits for commands without a timeout."""
 
     def __init__(self, args: ServerArgs, service: Service) -> None:
         self.args, self.service = args, service
         self.facts = msgspec.convert(service.facts, ModelFacts)
-        self.states: dict[str, RequestState] = {}
-        self._by_number: dict[str, RequestState] = {}
+        self.states: dict[int, RequestState] = {}
+        """The open requests, by number."""
         self.fault = ""
         self.rank_facts = msgspec.convert(service.facts["ranks"], list[dict[str, Any]])
         """What each rank has loaded."""
+        self.providers: dict[str, Any] = self.rank_facts[0]["providers"]
         self.front = Spans()
         """Spans of this process."""
         self._num_queries = 0
         self._queries: dict[int, PendingQuery] = {}
-
-    @property
-    def providers(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.rank_facts[0]["providers"]
-        return found
 
     @property
     def has_work(self) -> bool:
@@ -77,11 +61,6 @@ class CoreClient:
     def wake(self) -> None:
         self.service.wake()
 
-    @property
-    def idle_timeout(self) -> float | None:
-        """None: after a fault the engine's thread waits for commands without a timeout."""
-        return None
-
     def idle(self) -> None:
         pass
 
@@ -89,25 +68,24 @@ class CoreClient:
         self.service.close()
 
     def add(self, state: RequestState) -> None:
-        assert state.request.rid not in self.states, f"request id {state.request.rid!r} is in use"
-        state.held = time.monotonic() - state.request.created
+        request = state.request
+        assert request.request_no not in self.states, f"number {request.request_no} is in use"
+        state.held = time.monotonic() - request.created
         if not self.fault:
-            self.service.send(Submit([_new_request(state)]))
-        self.states[state.request.rid] = self._by_number[_number(state)] = state
+            self.service.send(messages.Submit([request.submission()]))
+        self.states[request.request_no] = state
         if self.fault:
-            self._finish(state, FinishReason("abort", message=self.fault, failed=True))
+            self._finish(state, failure(self.fault))
 
-    def abort(self, rid: str, state: RequestState | None = None) -> None:
-        """Aborts the request with this id; with `state` only if it is that one."""
-        found = self.states.get(rid)
-        if found is not None and state in (None, found):
-            self._cancel(found, FinishReason("abort", message=ABORTED))
+    def abort(self, request_no: int) -> None:
+        if (state := self.states.get(request_no)) is not None:
+            self._cancel(state, FinishReason("abort", message=ABORTED))
 
     def fail_all(self, message: str) -> None:
         end = self._finish if self.fault else self._cancel
         for state in list(self.states.values()):
             try:
-                end(state, FinishReason("abort", message=message, failed=True))
+                end(state, failure(message))
             except Exception:
                 logger.exception("request %s did not end cleanly", state.request.rid)
         for query in self._queries.values():
@@ -124,56 +102,48 @@ class CoreClient:
         mesh, every = self.service.spec.mesh, what not in GROUP_QUERIES
         expected = mesh.world if every else mesh.num_groups
         self._queries[self._num_queries] = PendingQuery(what, answer, every, expected)
-        self.service.send(Query(self._num_queries, what, every, dict(options or {})))
+        self.service.send(messages.Query(self._num_queries, what, every, dict(options or {})))
 
     def step(self) -> None:
         """Waits for one message, or to be woken."""
         message = self.service.receive(self._timeout())
         self._expire()
-        if isinstance(message, StepOutput):
+        if isinstance(message, messages.StepOutput):
             begin = self.front.clock()
             for delta in message.deltas:
                 self._apply(delta)
             self.front.add(SpanKind.DETOKENISE, begin, tokens=len(message.deltas))
-        elif isinstance(message, QueryReply):
+        elif isinstance(message, messages.QueryReply):
             self._reply(message)
-        elif isinstance(message, Fault):
+        elif isinstance(message, messages.Fault):
             self.fault = message.message
             logger.error("%s", message.message)
             self.fail_all(message.message)
 
-    def _apply(self, delta: RequestDelta) -> None:
-        state = self._by_number.get(delta.rid)
+    def _apply(self, delta: messages.RequestDelta) -> None:
+        state = self.states.get(delta.request_no)
         if state is None:  # it has ended here already
             return
         try:
             self._advance(state, delta)
         except Exception as error:
             logger.exception("request %s failed", state.request.rid)
-            message = f"its token could not be processed: {error!r}"
-            self._cancel(state, FinishReason("abort", message=message, failed=True))
+            self._cancel(state, failure(f"its token could not be processed: {error!r}"))
 
-    def _advance(self, state: RequestState, delta: RequestDelta) -> None:
+    def _advance(self, state: RequestState, delta: messages.RequestDelta) -> None:
         request = state.request
         request.cached_tokens, request.retractions = delta.cached_tokens, delta.retractions
         if delta.queue_seconds is not None:
             request.queue_seconds = state.held + delta.queue_seconds
         request.input_logprobs += delta.input_logprobs
         request.input_top_logprobs += delta.input_top_logprobs
-        ended = delta.finish
-        for number, token in enumerate(delta.token_ids):
-            logprob = delta.logprobs[number] if delta.logprobs else None
-            top = delta.top_logprobs[number] if delta.top_logprobs else None
-            reason = state.accept(token, logprob, top)
-            if reason is not None:
-                end = self._cancel if ended is None else self._finish
-                end(state, reason)
-                return
-            state.notify_if_due()
-        if ended is not None:
-            self._finish(state, ended)
+        reason = state.accept_all(delta)
+        if delta.finish is not None:
+            self._finish(state, reason or delta.finish)
+        elif reason is not None:
+            self._cancel(state, reason)
 
-    def _reply(self, reply: QueryReply) -> None:
+    def _reply(self, reply: messages.QueryReply) -> None:
         query = self._queries.get(reply.number)
         if query is None:
             return
@@ -215,11 +185,10 @@ class CoreClient:
     def _cancel(self, state: RequestState, reason: FinishReason) -> None:
         """Ends a request that its rank still computes."""
         self._finish(state, reason)
-        self.service.send(Abort(_number(state)))
+        self.service.send(messages.Abort(state.request.request_no))
 
     def _finish(self, state: RequestState, reason: FinishReason) -> None:
-        del self.states[state.request.rid]
-        self._by_number.pop(_number(state), None)
+        del self.states[state.request.request_no]
         state.finish(reason)
 
 
@@ -257,25 +226,4 @@ def service_spec(args: ServerArgs, mesh: Mesh) -> ServiceSpec:
         preload=("moesaic.engine.worker.worker",),
         log_level=args.log_level,
         gpu_sharers=max_ranks_per_gpu(gpus_of(args)) if args.device == "cuda" else 0,
-    )
-
-
-def _number(state: RequestState) -> str:
-    return str(state.request.arrival)
-
-
-def _new_request(state: RequestState) -> NewRequest:
-    request = state.request
-    return NewRequest(
-        rid=_number(state),
-        prompt_ids=request.prompt_ids,
-        params=msgspec.to_builtins(request.params),
-        seed=request.seed,
-        max_new_tokens=request.max_new_tokens,
-        arrival=request.arrival,
-        eos_ids=sorted(request.eos_ids),
-        return_logprob=request.return_logprob,
-        logprob_start=request.logprob_start,
-        top_logprobs_num=request.top_logprobs_num,
-        group=request.group,
     )

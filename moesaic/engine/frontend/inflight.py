@@ -4,40 +4,27 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Hashable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
 
 from moesaic.core.redact import shown_id
-from moesaic.core.request import ABORTED, FinishReason
+from moesaic.core.request import ABORTED, FinishReason, failure
 from moesaic.engine.errors import QueueFull
+from moesaic.engine.frontend.engine_thread import Core, EngineThread
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.observe.spans import SpanKind, Spans
 
 logger = logging.getLogger(__name__)
 
-Lock = AbstractContextManager[Any]
-
-
-class Core(Protocol):
-    def add(self, state: RequestState, /) -> None: ...
-    def abort(self, rid: str, state: RequestState | None = None, /) -> None: ...
-
 
 class InflightRequests:
-    """`submit_command` hands a command to the engine's thread, and raises RuntimeError once that
-    has stopped. `lock` is the engine's own, which is re-entrant."""
+    """Its lock is that of the engine's thread, which is re-entrant."""
 
     def __init__(
-        self,
-        submit_command: Callable[[Callable[[Any], None]], None],
-        lock: Lock,
-        max_running: int,
-        max_queued: int | None,
-        spans: Spans,
+        self, thread: EngineThread, max_running: int, max_queued: int | None, spans: Spans
     ) -> None:
-        self._submit_command, self._lock, self._spans = submit_command, lock, spans
+        self._submit_command, self._lock, self._spans = thread.submit, thread.lock, spans
         self._max_running, self._max_queued = max_running, max_queued
         self._states: dict[str, RequestState] = {}
         self._by_id: dict[str, dict[RequestState, None]] = {}
@@ -77,7 +64,7 @@ class InflightRequests:
                         self._discard(state.request.rid)
                     raise
                 for state in chosen:
-                    state.finish(FinishReason("abort", message=str(error), failed=True))
+                    state.finish(failure(str(error)))
         return len(chosen)
 
     def abort(self, name: str, client: Hashable = None) -> int:
@@ -111,7 +98,6 @@ class InflightRequests:
                     self._submit_command(partial(_abort, state=state))
 
     def release(self, rid: str) -> None:
-        """The request has ended."""
         with self._lock:
             self._discard(rid)
 
@@ -171,9 +157,8 @@ def _add(core: Core, states: Sequence[RequestState]) -> None:
             core.add(state)
         except Exception as error:
             logger.exception("request %s could not be added", state.request.rid)
-            message = f"it could not be added: {error!r}"
-            state.finish(FinishReason("abort", message=message, failed=True))
+            state.finish(failure(f"it could not be added: {error!r}"))
 
 
 def _abort(core: Core, state: RequestState) -> None:
-    core.abort(state.request.rid, state)
+    core.abort(state.request.request_no)

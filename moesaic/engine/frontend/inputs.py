@@ -57,7 +57,7 @@ class EngineLimits:
     num_groups: int = 1
     longest_token: int = 0
     """In characters; 0 without a tokenizer."""
-    arrivals: Iterator[int] = field(default_factory=count)
+    request_numbers: Iterator[int] = field(default_factory=count)
 
     @property
     def max_sequence(self) -> int:
@@ -73,7 +73,6 @@ class EngineLimits:
             )
 
     def check_tokens(self, number: int) -> None:
-        """PromptTooLong for a prompt with this number of tokens."""
         if number >= self.context_length:
             raise PromptTooLong(
                 f"the prompt has {number} tokens; the context holds {self.context_length}, "
@@ -203,7 +202,7 @@ class GenerateInput:
                 params=params,
                 seed=_seed_of_sample(seed, sample),
                 max_new_tokens=length,
-                arrival=next(limits.arrivals),
+                request_no=next(limits.request_numbers),
                 eos_ids=limits.eos_ids,
                 return_logprob=bool(self.return_logprob),
                 logprob_start=start,

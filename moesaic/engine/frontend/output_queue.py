@@ -39,7 +39,9 @@ class OutputSender:
 
     def _deliver(self) -> None:
         with self._lock:
-            ready = [(output, output.pop_ended()) for output in self._ready]
+            ready = [(output, output.ended) for output in self._ready]
+            for output in self._ready:
+                output.ended = 0
             self._ready = {}
         for output, ended in ready:
             output.wake(ended)
@@ -64,10 +66,6 @@ class OutputQueue:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         return found
-
-    def pop_ended(self) -> int:
-        ended, self.ended = self.ended, 0
-        return ended
 
     def wake(self, ended: int) -> None:
         if ended:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Final
+
+import msgspec
 
 from moesaic.core.request import FinishReason, Request, TopLogprobs
 from moesaic.engine.schedule.request_state import Progress, RequestState
@@ -15,8 +16,7 @@ Entry = tuple[float | None, int, str | None]
 MAX_REPEATED: Final = 1 << 18
 
 
-@dataclass(frozen=True, slots=True)
-class RequestUpdate:
+class RequestUpdate(msgspec.Struct, frozen=True, gc=False):
     """The progress of a request; its first `progress.num_output` output tokens belong to it."""
 
     index: int
@@ -26,7 +26,6 @@ class RequestUpdate:
 
     @property
     def text(self) -> str:
-        """The whole text so far."""
         return self.progress.text
 
     @property

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -125,11 +125,12 @@ class Recording:
         data = self._read(states)
         steps = self._common_steps(states, data)
         self.num_steps = sum(len(found) for found in steps.values())
-        tracks = [self._front(steps, data)]
+        tracks = []
         for rank, spans in sorted(data.items()):
             kept = [span for span in spans if span.step in steps[self._replica(rank)]]
             name = self._mesh.describe(rank)
             tracks.append(Track(rank + 1, name, kept, self._ahead(rank)))
+        tracks.insert(0, self._front(tracks))
         path = self._folder / f"moesaic-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         path = _unused(path, ".trace.json.gz")
         write_trace(path, tracks, self._facts(steps, states, missing))
@@ -156,18 +157,14 @@ class Recording:
             common[replica] = common[replica] & steps if replica in common else steps
         return {replica: set(sorted(steps)[: self._steps]) for replica, steps in common.items()}
 
-    def _front(self, steps: Mapping[int, set[int]], data: Mapping[int, list[Span]]) -> Track:
+    def _front(self, ranks: Sequence[Track]) -> Track:
         """The spans of this process, up to the end of the last recorded step."""
-        ends = [
-            span.end - self._ahead(rank)
-            for rank, spans in data.items()
-            for span in spans
-            if span.kind == SpanKind.STEP and span.step in steps[self._replica(rank)]
-        ]
         own = list(unpack(self._spans.read(0, CAPACITY)))
         self._spans.free()
         if self._steps is not None:
-            own = [span for span in own if span.begin <= max(ends, default=0)]
+            steps = ((t, span) for t in ranks for span in t.spans if span.kind == SpanKind.STEP)
+            end = max((span.end - track.ahead for track, span in steps), default=0)
+            own = [span for span in own if span.begin <= end]
         return Track(0, "engine", own)
 
     def _facts(

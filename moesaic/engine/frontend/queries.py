@@ -14,6 +14,8 @@ from moesaic.core.messages import QueryReply
 from moesaic.core.stats import EngineStats, RankStats
 from moesaic.engine.worker.rank_stats import RankStatsReply
 
+# Queries to the leaders of serving groups; all others go to every rank.
+GROUP_QUERIES: Final = ("info", "flush_cache")
 # Ranks reply between two steps; later replies are left out of the statistics.
 STATS_SECONDS: Final = 3.0
 # Other queries wait longer, since a prompt of a large model may take long.
@@ -49,7 +51,6 @@ class PendingQuery:
     every: bool
     """Whether every rank replies, or only the leader of each serving group."""
     expected: int
-    """The number of replies."""
     sent: int = field(default_factory=time.monotonic_ns)
     replies: dict[int, RankReply] = field(default_factory=dict)
     """By rank, or by group."""

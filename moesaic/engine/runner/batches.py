@@ -32,10 +32,12 @@ IDS, POSITIONS, SLOTS, COUNT, OWN, PACKED = range(6)
 
 
 def spans_of(plan: StepPlan) -> list[SequenceSpan]:
-    return [
-        SequenceSpan(start, len(item.token_ids), item.stop, item.pages)
-        for item, start in zip(plan.items, plan.starts(), strict=True)
-    ]
+    spans, start = list[SequenceSpan](), 0
+    for item in plan.items:
+        length = len(item.token_ids)
+        spans.append(SequenceSpan(start, length, item.first + length, item.pages))
+        start += length
+    return spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class EagerBatch:
             np.fromiter(chain.from_iterable(item.token_ids for item in items), np.int64, total),
             np.arange(total) + np.repeat(shifts, lengths),
             numbers.repeat(lengths) if slots else numbers,
-            list(plan.logit_rows()),
+            plan.logit_rows(),
             numbers.repeat([item.num_sampled for item in items]) if slots else numbers,
         )
         if self._future_tokens is not None:
@@ -148,12 +150,7 @@ class GraphBatch:
         event.record()
         if self._x_BH is not None and x_TH is not None:
             self._x_BH[:count].copy_(x_TH)
-        self.attention[key].fill(
-            [
-                SequenceSpan(n * queries, queries, item.first + queries, item.pages)
-                for n, item in enumerate(items)
-            ]
-        )
+        self.attention[key].fill(spans_of(plan))
         self.graphs.run(key)
         return None if self._hidden_BH is None else self._hidden_BH[:count].clone()
 

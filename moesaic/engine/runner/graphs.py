@@ -70,14 +70,11 @@ class GraphCache:
         queries: Sequence[int] = (1,),
     ) -> None:
         self.sizes, self.queries = sizes, tuple(queries)
+        self.keys = [GraphKey(size, count) for size in sizes for count in queries]
         self._body, self._device = body, device
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         self.nbytes = 0
         """Memory of all graphs, estimated."""
-
-    @property
-    def keys(self) -> list[GraphKey]:
-        return [GraphKey(size, queries) for size in self.sizes for queries in self.queries]
 
     def bucket(self, sequences: int, queries: int = 1) -> GraphKey | None:
         """The smallest that holds the sequences, if any does."""

@@ -1,4 +1,4 @@
-"""What a rank needs before it loads a model: memory for weights and KV cache, and collectives."""
+"""What a rank needs before it loads a model: memory for weights and KV cache."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ from moesaic.engine.setup.device_memory import (
     gpu_sharers,
     total_memory,
 )
-from moesaic.engine.setup.moe_setup import kind_of
 from moesaic.engine.worker.rank_context import RankContext
-from moesaic.models.config import RawConfig
-from moesaic.models.folder import ModelEosTokens, checked
 
 logger = logging.getLogger(__name__)
 
@@ -73,17 +70,3 @@ def rank_memory(
     if device.type == "cuda":
         return GpuMemory(device, gpu_sharers(args, ranks.place.rank), ranks)
     return HostMemory(ranks.mesh.ranks_per_node)
-
-
-def with_device_collectives(
-    args: ServerArgs, ranks: RankContext, device: torch.device
-) -> RankContext:
-    if kind_of(args) != "cuda":
-        return ranks
-    # All ranks must decide alike, also one that has a GPU to itself.
-    return ranks.computing_on(device, device.type == "cuda" and gpu_sharers(args) > 1)
-
-
-def config_eos_ids(raw: RawConfig) -> frozenset[int]:
-    """The model configuration's, for engines without a tokenizer; a tokenizer's take precedence."""
-    return checked(raw.data, ModelEosTokens, raw.source).all_ids

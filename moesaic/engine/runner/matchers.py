@@ -59,9 +59,6 @@ class Matchers:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="moesaic-grammar")
         self._masks: Future[dict[int, GrammarMask]] | None = None
 
-    def __len__(self) -> int:
-        return len(self._matchers)
-
     @cached_property
     def _compiler(self) -> Compiler:
         return self._make_compiler()

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,41 +18,31 @@ from moesaic.core.rank_state import RankState
 from moesaic.core.step import Step
 from moesaic.engine.runner.attention import BACKENDS
 from moesaic.engine.runner.graphs import graph_sizes
-from moesaic.engine.runner.loading import config_eos_ids, rank_memory, with_device_collectives
+from moesaic.engine.runner.loading import rank_memory
 from moesaic.engine.runner.matchers import Matchers
 from moesaic.engine.runner.peer_watchdog import PeerWatchdog
 from moesaic.engine.runner.steps import AsynchronousSteps, SynchronousSteps
 from moesaic.engine.runner.warm_up import sorted_parts, warm_steps, warm_up
-from moesaic.engine.schedule.plan import StepAgreement, StepHandle, StepPlan, StepResult
-from moesaic.engine.setup.dense_setup import dense_weights
+from moesaic.engine.schedule.plan import StepAgreement, StepHandle, StepPlan
 from moesaic.engine.setup.device_memory import (
     GIB,
     CacheRequest,
     StepBytes,
-    cache_dtype,
     compute_device,
+    gpu_sharers,
     release_unused,
     smaller_weights,
 )
-from moesaic.engine.setup.memory_plan import (
-    chunk_tokens,
-    context_length,
-    max_running,
-    shape_only_model,
-    shape_only_part,
-    step_limits,
-)
-from moesaic.engine.setup.moe_setup import kind_of, moe_context, report_buffers, weight_format
+from moesaic.engine.setup.memory_plan import ResolvedModel
+from moesaic.engine.setup.moe_setup import kind_of, report_buffers
 from moesaic.engine.text.grammar import Compiler
 from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.engine.worker.rank_context import RankContext
 from moesaic.layers.paged_cache import PagedCache, SequenceSpan
-from moesaic.models.config import DTYPES, BuildContext, RawConfig, checkpoint_dtype
+from moesaic.models.config import BuildContext
 from moesaic.models.registry import build_model
-from moesaic.models.schemes import detect_scheme
 from moesaic.models.weights import fill_randomly, load_weights, sync_input_scales
 from moesaic.moe.layer import FusedMoE
-from moesaic.observe.spans import Spans
 
 logger = logging.getLogger(__name__)
 
@@ -73,19 +62,22 @@ class ModelRunner:
         keep_freed_memory()
         ranks = ranks or RankContext()
         self.device, self.kind = compute_device(args, ranks.place.rank), kind_of(args)
-        self.ranks = ranks = with_device_collectives(args, ranks, self.device)
-        raw = RawConfig.read(Path(args.model_path))
-        self.max_running = max_running(args, ranks.mesh)
-        self.dtype = checkpoint_dtype(raw) if args.dtype == "auto" else DTYPES[args.dtype]
-        self.deterministic = args.enable_deterministic_inference
-        self.context_length = context_length(args, raw)
-        self.chunk_tokens = chunk_tokens(args, ranks.mesh, self.context_length)
-        self.limits = step_limits(args, ranks.mesh, self.context_length)
-        self._max_pages = -(-self.context_length // args.page_size)
+        if self.kind == "cuda":
+            # All ranks must decide alike, also one that has a GPU to itself.
+            shares_gpu = self.device.type == "cuda" and gpu_sharers(args) > 1
+            ranks = ranks.computing_on(self.device, shares_gpu)
+        self.ranks = ranks
         started = time.monotonic()
+        resolved = ResolvedModel.of(args, ranks)
+        self.moe, self.limits = resolved.moe, resolved.limits
+        self.spans = self.moe.comm.spans
+        """The recorder of what was computed when."""
+        self.context_length, self.max_running = resolved.context_length, self.limits.decode_tokens
+        self._cache_dtype = resolved.cache_dtype
+        self._max_pages = -(-self.context_length // args.page_size)
         self._memory = rank_memory(args, self.device, ranks)
-        weight_bytes = self._load_model(args, raw)
-        self.eos_ids = config_eos_ids(raw)
+        weight_bytes = self._load_model(args, resolved)
+        self.eos_ids = resolved.eos_ids
         self.vocab_size = self.model.config.vocab_size
         self.samples = ranks.is_last and ranks.place.attention_rank == 0
         self.matchers = Matchers(partial(self._compiler, args), 2 * self.max_running)
@@ -107,29 +99,23 @@ class ModelRunner:
             self._log_gpu_memory(self.steps)
         else:
             self.steps = SynchronousSteps(self, args.watchdog_timeout)
-        self.overlaps = self.steps.overlaps
+        self.overlaps = self.steps.overlaps and not args.disable_overlap_schedule
         """Whether `begin` returns before a step is computed: plans may then have future tokens."""
 
-    def _load_model(self, args: ServerArgs, raw: RawConfig) -> int:
+    def _load_model(self, args: ServerArgs, resolved: ResolvedModel) -> int:
         """Returns the bytes of all weights."""
-        folder = Path(args.model_path)
-        scheme = detect_scheme(raw, folder)
-        weights = weight_format(args.quantization, scheme.method, scheme.expert_format)
-        whole = shape_only_model(raw, self.dtype, weights)
-        self.moe = moe_context(args, self.dtype, weights, self.limits, whole, self.ranks)
-        self.parallel = self.ranks.parallel(raw.integer("num_hidden_layers"), self.deterministic)
-        dense = dense_weights(scheme, folder, self.moe)
-        part = shape_only_part(raw, self.moe, self.parallel, dense)
+        folder, self.parallel = Path(args.model_path), resolved.parallel(self.ranks)
+        part = resolved.shape_only_part(self.parallel)
         weight_bytes = part.nbytes + report_buffers(self.moe, part)
-        tables = part.rope.nbytes * self.context_length  # an outline has one position
+        tables = part.rope.nbytes * self.context_length  # the part has one position
         self._memory.check_weights(str(folder), weight_bytes + tables, smaller_weights(self.moe))
         with self.device:
-            context = BuildContext(self.context_length, self.moe, self.parallel, dense)
-            self.model = build_model(raw, context)
+            context = BuildContext(self.context_length, self.moe, self.parallel, resolved.dense)
+            self.model = build_model(resolved.raw, context)
         if args.load_format == "dummy":
             fill_randomly(self.model, args.random_seed or 0)
         else:
-            load_weights(self.model, folder, scheme)
+            load_weights(self.model, folder, resolved.scheme)
             sync_input_scales(self.model, folder)
         return weight_bytes
 
@@ -150,8 +136,7 @@ class ModelRunner:
 
     def warm_up(self, args: ServerArgs, steps: Sequence[tuple[int, bool]]) -> None:
         """Runs steps on a KV cache of one page, which all tokens use."""
-        dtype = cache_dtype(args, self.dtype)
-        self.use_cache(PagedCache(self.model.cache, 1, args.page_size, dtype, self.device))
+        self.use_cache(self._new_cache(args, 1))
         for part in (self.cache.keys, self.cache.values):
             part.view(torch.uint8).zero_()
         warm_up(self, steps, args.page_size)
@@ -159,16 +144,18 @@ class ModelRunner:
 
     def use_cache(self, cache: PagedCache) -> None:
         self.cache = cache
-        self.attention = BACKENDS[self.kind](cache, self._max_pages, self.deterministic)
+        self.attention = BACKENDS[self.kind](cache, self._max_pages, self.moe.deterministic)
+
+    def _new_cache(self, args: ServerArgs, pages: int) -> PagedCache:
+        sizes = (pages, args.page_size, self._cache_dtype)
+        return PagedCache(self.model.cache, *sizes, self.device)
 
     def _make_cache(self, args: ServerArgs, weight_bytes: int) -> None:
         """Takes as many pages as every rank of the replica has room for."""
-        dtype = cache_dtype(args, self.dtype)
         self.ranks.least(0, "load the weights")  # free memory is known once all have loaded
         self.step_bytes = StepBytes.of(self.model, self.limits, self.context_length)
         request = CacheRequest(
-            self.model.cache,
-            dtype.itemsize,
+            self.model.cache.bytes_per_token(self._cache_dtype.itemsize),
             self.max_running * self.context_length,
             weight_bytes,
             self.step_bytes,
@@ -176,8 +163,7 @@ class ModelRunner:
         )
         tokens = self._memory.cache_tokens(args, request)
         self.num_pages = self.ranks.least(tokens // args.page_size, "size the KV cache")
-        sizes = (self.num_pages, args.page_size, dtype)
-        self.use_cache(PagedCache(self.model.cache, *sizes, self.device))
+        self.use_cache(self._new_cache(args, self.num_pages))
 
     def _log_loaded(self, args: ServerArgs, weight_bytes: int, seconds: float) -> None:
         tokens = self.num_pages * args.page_size
@@ -192,7 +178,7 @@ class ModelRunner:
             args.model_path,
             seconds,
             weight_bytes / GIB,
-            str(self.dtype).removeprefix("torch."),
+            str(self.moe.dtype).removeprefix("torch."),
             tokens,
             self.cache.num_bytes / GIB,
             reason,
@@ -227,11 +213,6 @@ class ModelRunner:
             layer.register_forward_pre_hook(lambda *_, begin=begin: begin())
 
     @property
-    def spans(self) -> Spans:
-        """The recorder of what was computed when."""
-        return self.moe.comm.spans
-
-    @property
     def moe_layers(self) -> list[FusedMoE]:
         return [module for module in self.model.modules() if isinstance(module, FusedMoE)]
 
@@ -239,14 +220,6 @@ class ModelRunner:
     def num_experts(self) -> int:
         """Logical experts of a layer; 0 in a stage without any."""
         return next((layer.config.num_experts for layer in self.moe_layers), 0)
-
-    def device_info(self) -> dict[str, Any]:
-        """What this rank has on a GPU, beside weights and KV cache."""
-        return self.steps.device_info()
-
-    def step(self, plan: StepPlan) -> StepResult:
-        """A whole step of a rank without peers."""
-        return self.begin(plan).wait()
 
     @torch.inference_mode()
     def begin(
@@ -273,7 +246,7 @@ class ModelRunner:
     def abandon(self, reason: str) -> None:
         """Ends in-flight steps on a device, also waits for other ranks, before a restart."""
         # First, as the device may wait for another rank.
-        self.watchdog.abort(reason)
+        self.watchdog.lifecycle.abort(reason)
         self.steps.drop()
 
     def group_counts(self, agreement: StepAgreement) -> tuple[int, ...]:

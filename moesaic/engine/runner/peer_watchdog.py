@@ -61,15 +61,12 @@ class PeerWatchdog:
         """Compiles the kernels launched inside without exchanging anything."""
         return _all(window.isolated() for window in self.windows)
 
-    def abort(self, reason: str) -> None:
-        self.lifecycle.abort(reason)
-
     def _watch(self, status: RankStatus) -> None:
         while True:
             time.sleep(POLL_SECONDS)
             with self.lifecycle.lock:
                 if status.changed:
-                    self.abort(ROLLED_BACK)
+                    self.lifecycle.abort(ROLLED_BACK)
 
 
 def _all(contexts: Iterable[AbstractContextManager[object]]) -> ExitStack:

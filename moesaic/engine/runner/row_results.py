@@ -78,11 +78,11 @@ def _accept(item: PlanItem, rows: Sequence[ItemResult]) -> None:
     """A row that could not be sampled ends the item like a rejected draft: the next step fails."""
     result = rows[0]
     for draft, row in zip(item.token_ids[-item.num_drafts :], rows[1:], strict=True):
-        if result.token_ids[-1:] != [draft] or not row.token_ids:
+        if not result.token_ids or result.token_ids[-1] != draft or not row.token_ids:
             return
-        result.token_ids += row.token_ids
-        result.logprobs += row.logprobs
-        result.top_logprobs += row.top_logprobs
+        result.token_ids = [*result.token_ids, *row.token_ids]
+        result.logprobs = [*result.logprobs, *row.logprobs]
+        result.top_logprobs = [*result.top_logprobs, *row.top_logprobs]
 
 
 def sample_rows(
@@ -95,34 +95,30 @@ def sample_rows(
     for (item, _), result in zip(rows, found, strict=True) if masks else ():
         if (mask := masks.get(item)) is not None:
             result.broken, result.ended = mask.broken, mask.ended
-    _sample_open_rows(rows, logits_RV, found, {n: mask.bits for n, mask in masks.items()})
+    bits = {item: mask.bits for item, mask in masks.items()}
+    open_rows = _open_rows(found)
+    while open_rows:
+        some_RV = logits_RV if len(open_rows) == len(rows) else logits_RV[open_rows]
+        chosen = [rows[n] for n in open_rows]
+        row_bits = [bits.get(item) for item, _ in chosen] if bits else ()
+        try:
+            sampled = sample(some_RV, [row for _, row in chosen], row_bits)
+        except NonFiniteLogits as error:
+            for n in error.rows:
+                masked = chosen[n][0] in bits and math.isfinite(some_RV[n].max().item())
+                found[open_rows[n]].broken = NONE_LEFT if masked else NOT_FINITE
+            open_rows = _open_rows(found)
+            continue
+        for number, token, logprob, top in zip(open_rows, *sampled, strict=True):
+            result = found[number]
+            result.token_ids = [token]
+            if logprob is not None:
+                result.logprobs, result.top_logprobs = [logprob], [top or []]
+        return
 
 
-def _sample_open_rows(
-    rows: Sequence[SampledRow],
-    logits_RV: Tensor,
-    found: Sequence[ItemResult],
-    masks: Mapping[int, Tensor | None],
-) -> None:
-    open_rows = [n for n, result in enumerate(found) if not (result.broken or result.ended)]
-    if len(open_rows) < len(rows):
-        rows, found = [rows[n] for n in open_rows], [found[n] for n in open_rows]
-        logits_RV = logits_RV[open_rows]
-    if not rows:
-        return
-    bits = [masks.get(item) for item, _ in rows] if masks else ()
-    try:
-        sampled = sample(logits_RV, [row for _, row in rows], bits)
-    except NonFiniteLogits as error:
-        for n in error.rows:
-            masked = rows[n][0] in masks and math.isfinite(logits_RV[n].max().item())
-            found[n].broken = NONE_LEFT if masked else NOT_FINITE
-        _sample_open_rows(rows, logits_RV, found, masks)
-        return
-    for n, result in enumerate(found):
-        result.token_ids = [sampled.token_ids[n]]
-        if (logprob := sampled.logprobs[n]) is not None:
-            result.logprobs, result.top_logprobs = [logprob], [sampled.top_logprobs[n] or []]
+def _open_rows(found: Sequence[ItemResult]) -> list[int]:
+    return [n for n, result in enumerate(found) if not (result.broken or result.ended)]
 
 
 class ScoreQueue:
@@ -143,7 +139,8 @@ class ScoreQueue:
             some_RV = logits_RV[start : start + len(targets)]
             start += len(targets)
             logprobs, top_logprobs = token_logprobs(some_RV, targets, tops[0])
+            result = results[0]
             if not all(map(math.isfinite, logprobs)):
-                results[0].broken = NOT_FINITE
-            results[0].input_logprobs += logprobs
-            results[0].input_top_logprobs += top_logprobs
+                result.broken = NOT_FINITE
+            result.input_logprobs = [*result.input_logprobs, *logprobs]
+            result.input_top_logprobs = [*result.input_top_logprobs, *top_logprobs]

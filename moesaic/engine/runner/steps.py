@@ -25,7 +25,7 @@ from moesaic.config import ServerArgs
 from moesaic.core.step import Step
 from moesaic.engine.runner.batches import PACKED, EagerBatch, EagerOutput, GraphBatch, IdleBatch
 from moesaic.engine.runner.future_tokens import FutureTokens, FutureTokenSlot, SamplingPath
-from moesaic.engine.runner.graphs import GraphCache, GraphKey
+from moesaic.engine.runner.graphs import GraphKey
 from moesaic.engine.runner.matchers import GrammarMask
 from moesaic.engine.runner.pinned import DeviceEvent, PinnedRing
 from moesaic.engine.runner.row_results import (
@@ -38,7 +38,7 @@ from moesaic.engine.runner.row_results import (
     sample_rows,
     sampled_rows,
 )
-from moesaic.engine.sampling.gpu_sampler import DeviceSampler
+from moesaic.engine.sampling.gpu_sampler import draw_rows
 from moesaic.engine.sampling.sampler import SampleRow
 from moesaic.engine.schedule.plan import (
     FinishedStep,
@@ -119,15 +119,11 @@ class AsynchronousSteps:
         self._future_tokens = FutureTokens(2 * runner.max_running, device)
         self._uploads = PinnedRing(device, PACKED * most, self._timeout)
         self._downloads = PinnedRing(device, 2 * runner.max_running, self._timeout)
-        self._sampler = DeviceSampler(device)
         shared = (runner, self._uploads, self._future_tokens)
         self._eager = EagerBatch(*shared)
         self._idle = IdleBatch(runner) if self._has_peers else None
         self.graph_batch = GraphBatch(*shared, sizes, queries)
-
-    @property
-    def graphs(self) -> GraphCache:
-        return self.graph_batch.graphs
+        self.graphs = self.graph_batch.graphs
 
     @torch.inference_mode()
     def prepare(self, idle_steps: Sequence[tuple[int, bool]]) -> None:
@@ -149,7 +145,9 @@ class AsynchronousSteps:
             torch.cuda.set_device(runner.device)  # of this thread
         self._number += 1
         runner.attention.clear(plan.clear)
-        self._end_requests(plan.ended)
+        self._future_tokens.free(plan.ended)
+        for number in plan.ended:
+            self._host_sampled.pop(number, None)
         self._sample_missing_tokens(plan.items)
         slots = [self._future_tokens.slot_for(item) for item in plan.items]
         needs_host = runner.samples and any(slot.path is HOST for slot in slots)
@@ -163,11 +161,6 @@ class AsynchronousSteps:
         for n in step.host_sampled:
             self._host_sampled[plan.items[rows[n][0]].request_no] = step
         return step
-
-    def _end_requests(self, keys: Sequence[int]) -> None:
-        self._future_tokens.free(keys)
-        for key in keys:
-            self._host_sampled.pop(key, None)
 
     def _sample_missing_tokens(self, items: Sequence[PlanItem]) -> None:
         """Samples the tokens that items begin with and that the host has yet to sample."""
@@ -240,7 +233,7 @@ class AsynchronousSteps:
     ) -> DeviceStep:
         """Draws tokens for random rows, leaves others to the host, and starts the download."""
         if len(rows) < output.found_2R.shape[1]:
-            (rows_R,) = self._uploads.upload(list(plan.logit_rows()))
+            (rows_R,) = self._uploads.upload(plan.logit_rows())
             output.logits_RV = output.logits_RV[rows_R]
             output.found_2R = output.found_2R[:, rows_R]
         drawn = [n for n, (item, _) in enumerate(rows) if slots[item].path is DRAW]
@@ -267,7 +260,7 @@ class AsynchronousSteps:
         rows, slots = self._uploads.upload(drawn, numbers)
         logits_RV = output.logits_RV
         some_RV = logits_RV if len(drawn) == len(logits_RV) else logits_RV[rows]
-        drawn_2R = self._sampler.draw(some_RV, asked)
+        drawn_2R = draw_rows(some_RV, asked)
         self._future_tokens.store(slots, drawn_2R[0])
         return output.found_2R.index_copy(1, rows, drawn_2R)
 
@@ -332,6 +325,7 @@ class AsynchronousSteps:
                 logger.error("the GPU is lost to this process: %s", error)
 
     def device_info(self) -> dict[str, Any]:
+        """What this rank has on a GPU, beside weights and KV cache."""
         device = self._runner.device
         return {
             "device": describe_gpu(device.index) if device.type == "cuda" else {},

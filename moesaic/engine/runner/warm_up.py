@@ -13,18 +13,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine.sampling.gpu_sampler import DeviceSampler
+from moesaic.engine.sampling.gpu_sampler import draw_rows
 from moesaic.engine.sampling.sampler import SampleRow
 from moesaic.engine.setup.moe_setup import StepLimits
 from moesaic.kernels.sampling import greedy_rows
 from moesaic.layers.paged_cache import SequenceSpan
+
+if TYPE_CHECKING:
+    from moesaic.engine.runner.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +37,8 @@ DRAWN = SampleRow(SamplingParams(temperature=0.7, top_p=0.9), seed=0, position=1
 
 
 def step_sizes(most: int, parts: Sequence[int] = (1,)) -> list[int]:
-    """Tokens of the steps. Up to 6 these are 1 to 6; up to 20: 1, 2, 3, 4, 7, 8, 15, 16, 19, 20.
-    Where a token has `parts`, the last number of tokens whose parts fit a power of two is included.
-    """
+    """Tokens of the steps, up to 20 these: 1, 2, 3, 4, 7, 8, 15, 16, 19, 20. Where a token has
+    `parts`, the last number of tokens whose parts fit a power of two is included."""
     powers = ((1 << n, part) for part in parts for n in range((most * part).bit_length()))
     marks = {most, *(power // part for power, part in powers)}
     return sorted({size for mark in marks for size in (mark - 1, mark) if size > 0})
@@ -94,20 +95,10 @@ def warm_spans(size: int, singles: int, context: int, page_size: int) -> list[Se
     ]
 
 
-class WarmUpTarget(Protocol):
-    """What the warm-up needs of a runner."""
-
-    device: torch.device
-    max_running: int
-    context_length: int
-
-    def dummy_logits(self, spans: Sequence[SequenceSpan], tokens: int, prefill: bool) -> Tensor: ...
-
-
 @torch.inference_mode()
-def warm_up(runner: WarmUpTarget, steps: Sequence[tuple[int, bool]], page_size: int) -> None:
+def warm_up(runner: ModelRunner, steps: Sequence[tuple[int, bool]], page_size: int) -> None:
     """Runs steps that all use one page, and samples from each. `steps`: see `warm_steps`."""
-    began, sampler = time.monotonic(), DeviceSampler(runner.device)
+    began = time.monotonic()
     kinds = single_tokens(runner.max_running, runner.context_length)
     most = sum(prefill for _, prefill in steps)
     order = tqdm(steps, desc="Compiling kernels", unit="step", disable=None, leave=False)
@@ -123,7 +114,7 @@ def warm_up(runner: WarmUpTarget, steps: Sequence[tuple[int, bool]], page_size: 
             ) from error
         if len(logits_RV):  # one rank of a group samples
             greedy_rows(logits_RV)
-            sampler.draw(logits_RV[:1], [DRAWN])
+            draw_rows(logits_RV[:1], [DRAWN])
     if runner.device.type == "cuda":
         torch.cuda.synchronize(runner.device)
     logger.info(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from moesaic.engine.sampling.sampler import SampleRow
@@ -24,19 +23,15 @@ from moesaic.kernels.sampling import (
 GREEDY = RowSampling()
 
 
-class DeviceSampler:
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def draw(self, logits_RV: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-        """[2, R] on the device: tokens, and 1 for rows that have none."""
-        assert len(logits_RV) == len(rows), (logits_RV.shape, len(rows))
-        if all(row.params.greedy for row in rows):
-            return greedy_rows(logits_RV)
-        params = pack_rows(rows)
-        values = params.values.pin_memory() if self.device.type == "cuda" else params.values
-        values = values.to(self.device, non_blocking=True)
-        return sample_rows(logits_RV, SampleParams(values, params.any_top_p))
+def draw_rows(logits_RV: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """[2, R] on the device: tokens, and 1 for rows that have none."""
+    assert len(logits_RV) == len(rows), (logits_RV.shape, len(rows))
+    if all(row.params.greedy for row in rows):
+        return greedy_rows(logits_RV)
+    params, device = pack_rows(rows), logits_RV.device
+    values = params.values.pin_memory() if device.type == "cuda" else params.values
+    values = values.to(device, non_blocking=True)
+    return sample_rows(logits_RV, SampleParams(values, params.any_top_p))
 
 
 def pack_rows(rows: Sequence[SampleRow]) -> SampleParams:

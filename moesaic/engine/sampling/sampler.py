@@ -66,8 +66,7 @@ class SampleRow(msgspec.Struct, frozen=True, gc=False):
     top_logprobs_num: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """One entry per row; logprobs are the model's own, None where not requested."""
 
     token_ids: list[int]
@@ -125,14 +124,6 @@ class Scores:
         blocks_RMW = self.blocks_RNW.gather(1, ids_RM[:, :, None].expand(-1, -1, BLOCK))
         peaks_RM = self.peaks_RN.gather(1, ids_RM)
         return replace(self, blocks_RNW=blocks_RMW, peaks_RN=peaks_RM, ids_RN=ids_RM)
-
-
-class NearestBlocks(NamedTuple):
-    """The highest blocks and the lowest score kept; rows not `exact` need the histogram."""
-
-    scores: Scores
-    floor_R1: Tensor
-    exact_R: Tensor
 
 
 def sample(
@@ -271,10 +262,9 @@ def _draw(scores: Scores, rows: Sequence[SampleRow]) -> Tensor:
         index, some, their = _select_rows(scores, params, near)
         need = max(_blocks_needed(rows[i].params) for i in near)
         open_rows = [n for n, i in enumerate(near) if rows[i].params.top_k == -1]
-        found = _nearest_blocks(some, their, need, open_rows)
-        ids_R[index] = _walk(found.scores, their, found.floor_R1)
-        exact = found.exact_R.tolist()
-        wide = sorted(wide + [i for i, ok in zip(near, exact, strict=True) if not ok])
+        blocks, floor_R1, exact_R = _nearest_blocks(some, their, need, open_rows)
+        ids_R[index] = _walk(blocks, their, floor_R1)
+        wide = sorted(wide + [i for i, ok in zip(near, exact_R.tolist(), strict=True) if not ok])
     if wide:
         index, some, their = _select_rows(scores, params, wide)
         any_top_k = any(rows[i].params.top_k != -1 for i in wide)
@@ -350,8 +340,9 @@ def _first_above(ends: Tensor, mark_R1: Tensor) -> Tensor:
 
 def _nearest_blocks(
     scores: Scores, params: DrawParams, need: int, open_rows: list[int]
-) -> NearestBlocks:
-    """Thresholds from the `need` highest blocks; `open_rows` have top-p without top-k."""
+) -> tuple[Scores, Tensor, Tensor]:
+    """The `need` highest blocks, the lowest score kept, and whether that is exact: the other rows
+    need the histogram. `open_rows` have top-p without top-k."""
     blocks = min(need, scores.peaks_RN.shape[1])
     near = scores.nearest(blocks)
     sorted_RC, order_RC = near.blocks_RNW.flatten(1).topk(min(need, blocks * BLOCK), dim=-1)
@@ -372,7 +363,7 @@ def _nearest_blocks(
 
     reached_R = enough_RC[:, -1] | (params.top_p[:, 0] == 1)
     inside_R = (scores.peaks_RN >= torch.minimum(floor_R1, kth_R1)).sum(-1) <= blocks
-    return NearestBlocks(near, floor_R1, reached_R & inside_R)
+    return near, floor_R1, reached_R & inside_R
 
 
 def _floor_by_histogram(scores: Scores, params: DrawParams, any_top_k: bool) -> Tensor:
@@ -392,11 +383,9 @@ def _floor_by_histogram(scores: Scores, params: DrawParams, any_top_k: bool) -> 
 
 
 def _score_reaching(scores_RK: Tensor, weights_RK: Tensor, target_R1: Tensor) -> Tensor:
-    """Highest score such that the tokens at or above it weigh at least the target.
-
-    A radix selection on float32 bits made monotone: the first 12 bits by a histogram of the whole
-    vocabulary, two more digits of 10 bits by histograms of the tokens that share what is known.
-    """
+    """The highest score such that the tokens at or above it weigh at least the target: a radix
+    selection on monotone float32 bits, first 12 by a histogram of the whole vocabulary, then twice
+    10 by histograms of the tokens that share what is known."""
     keys_RK = _monotone(scores_RK.contiguous().view(torch.int32))
     digit_RK = (keys_RK >> 20).long() + 2**11
     hist_RD = torch.zeros(len(keys_RK), 2**12, dtype=torch.float64, device=keys_RK.device)

@@ -3,46 +3,60 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+
+import msgspec
 
 from moesaic.core.request import Request
 from moesaic.engine.schedule.plan import StepAgreement, StepHandle, StepPlan
-from moesaic.engine.schedule.scheduler import Scheduled
 
 
-class PlannedItem(NamedTuple):
-    """An item of an in-flight step: the request's tokens up to `stop`, the last ones `drafts`, and
-    whether the step samples after them; the rest restores the request in a rollback."""
+class PlannedItem(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """A request's part of a step: its tokens from `first` up to `stop`, the last ones `drafts`, and
+    whether the step samples after them. The rest restores the request in a rollback."""
 
     request: Request
+    first: int
     stop: int
     samples: bool
-    drafts: tuple[int, ...]
-    first: int
+    decodes: bool
+    """The tokens are no part of a prompt."""
+    drafts: Sequence[int]
     num_scored: int
     retractions: int
 
     @classmethod
-    def begin(cls, work: Scheduled) -> PlannedItem:
-        """Counts the step's work as done: steps run in the order in which they are planned."""
-        request, first, stop = work.request, work.request.num_computed, work.stop
-        drafts = tuple(request.drafts[: work.num_drafts]) if work.num_drafts else ()
+    def next(
+        cls, request: Request, length: int, decodes: bool = False, num_drafts: int = 0
+    ) -> PlannedItem:
+        """The next `length` tokens of a request, the last `num_drafts` of them proposals."""
+        first = request.num_computed
+        stop = first + length
+        samples = stop == request.num_tokens + num_drafts
+        drafts = request.drafts[:num_drafts] if num_drafts else ()
         before = (request.num_scored, request.retractions)
-        planned = cls(request, stop, work.samples, drafts, first, *before)
-        if request.return_logprob:
-            scored = min(stop, request.prompt_len - 1) - request.logprob_start
-            request.num_scored = max(request.num_scored, scored)
-        request.num_computed = stop
-        request.pending += planned.samples
-        if request.drafts:
-            request.drafts, request.verifying = [], bool(drafts)
-        return planned
+        return cls(request, first, stop, samples, decodes, drafts, *before)
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.first
 
     @property
     def confirmed(self) -> int:
         """Tokens that are computed even if all drafts are rejected."""
         return self.stop - len(self.drafts)
+
+    def begin(self) -> None:
+        """Counts the step's work as done: steps run in the order in which they are planned."""
+        request, stop = self.request, self.stop
+        if request.return_logprob:
+            scored = min(stop, request.prompt_len - 1) - request.logprob_start
+            request.num_scored = max(request.num_scored, scored)
+        request.num_computed = stop
+        request.pending += self.samples
+        if request.drafts:
+            request.drafts, request.verifying = [], bool(self.drafts)
 
     def end(self, num_tokens: int) -> None:
         """The step yields `num_tokens` tokens: all drafts but the first ones are rejected."""
@@ -66,14 +80,10 @@ class PlannedItem(NamedTuple):
 class InflightStep:
     """One step of this rank, from its plan to its results."""
 
-    plan: StepPlan = field(default_factory=StepPlan.empty)
+    plan: StepPlan = field(default_factory=StepPlan)
     items: list[PlannedItem] = field(default_factory=list)
     """The requests that this rank planned; empty on ranks that follow a leader."""
     started_at: int = field(default_factory=time.monotonic_ns)
-    prompt_tokens: int = 0
-    admitted: int = 0
-    """Requests that run for the first time, and how many of their tokens the prefix cache has."""
-    cached_tokens: int = 0
     agreement: StepAgreement = field(default_factory=lambda: StepAgreement(0))
     handle: StepHandle | None = None
     """None until the runner has accepted the step."""
@@ -81,3 +91,7 @@ class InflightStep:
     @property
     def number(self) -> int:
         return self.agreement.number
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(item.length for item in self.items if not item.decodes)

@@ -61,7 +61,7 @@ class KVManager:
         if not self.tree.enabled:
             return 0
         limit = len(request.token_ids) - 1
-        if request.wants_input_logprobs:
+        if request.lacks_input_logprobs:
             limit = min(limit, request.next_input_logprob)
         return limit
 

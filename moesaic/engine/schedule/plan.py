@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -25,9 +25,8 @@ class PromptScore(msgspec.Struct, array_like=True):
 
 
 class PlanItem(msgspec.Struct, array_like=True, gc=False):
-    """New tokens of one request, whose first `first` tokens are computed already; all of them are
-    stored in `pages`. A FUTURE_TOKEN is allowed where the runner overlaps steps, as the only one.
-    """
+    """New tokens of one request, whose first `first` tokens are computed; `pages` have room for
+    all. A FUTURE_TOKEN is allowed where the runner overlaps steps, as the only one."""
 
     request_no: int
     token_ids: list[int]
@@ -40,10 +39,6 @@ class PlanItem(msgspec.Struct, array_like=True, gc=False):
     and yields the sampled tokens up to and including the first that differs from its proposal."""
 
     @property
-    def stop(self) -> int:
-        return self.first + len(self.token_ids)
-
-    @property
     def num_sampled(self) -> int:
         """Rows whose logits are sampled: the last ones of the item."""
         return 0 if self.sample is None else 1 + self.num_drafts
@@ -53,37 +48,26 @@ class StepPlan(msgspec.Struct, array_like=True):
     """The work of one serving group. All its ranks carry out all plans in order. `clear`: newly
     allocated pages, zeroed first. `ended`: requests that no later plan names."""
 
-    items: list[PlanItem]
-    clear: list[int]
+    items: list[PlanItem] = []
+    clear: list[int] = []
     prefill: bool = False
     ended: list[int] = []
-
-    @classmethod
-    def empty(cls) -> StepPlan:
-        return cls([], [])
 
     @property
     def num_tokens(self) -> int:
         return sum(len(item.token_ids) for item in self.items)
 
-    def logit_rows(self) -> Iterator[int]:
+    def logit_rows(self) -> list[int]:
         """Rows of the step whose logits are needed: those that sample, then those that score."""
-        starts = self.starts()
-        for item, start in zip(self.items, starts, strict=True):
-            stop = start + len(item.token_ids)
-            yield from range(stop - item.num_sampled, stop)
-        for item, start in zip(self.items, starts, strict=True):
-            if item.score is not None:
-                yield from range(
-                    start + item.score.row, start + item.score.row + len(item.score.targets)
-                )
-
-    def starts(self) -> list[int]:
-        starts, total = [], 0
+        sampled, scored, start = list[int](), list[int](), 0
         for item in self.items:
-            starts.append(total)
-            total += len(item.token_ids)
-        return starts
+            stop = start + len(item.token_ids)
+            sampled += range(stop - item.num_sampled, stop)
+            if item.score is not None:
+                first = start + item.score.row
+                scored += range(first, first + len(item.score.targets))
+            start = stop
+        return sampled + scored
 
 
 class ItemResult(msgspec.Struct, array_like=True, gc=False):
@@ -94,11 +78,11 @@ class ItemResult(msgspec.Struct, array_like=True, gc=False):
     """Why the item has no tokens."""
     ended: bool = False
     """The grammar is complete, and the model has no token to end the text with."""
-    token_ids: list[int] = []
-    logprobs: list[float] = []
-    top_logprobs: list[TopLogprobs] = []
-    input_logprobs: list[float] = []
-    input_top_logprobs: list[TopLogprobs] = []
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    top_logprobs: Sequence[TopLogprobs] = ()
+    input_logprobs: Sequence[float] = ()
+    input_top_logprobs: Sequence[TopLogprobs] = ()
 
 
 class StepResult(msgspec.Struct, array_like=True):

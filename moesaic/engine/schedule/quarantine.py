@@ -8,12 +8,9 @@ from moesaic.core.request import Request
 
 
 class Quarantine:
-    """Sets of suspects, each of which runs in a step of its own.
-
-    A set whose step succeeds is cleared. One whose step fails is cut in two, until a set of one
-    fails: that request is the culprit. n suspects cost at most 2 n - 1 steps, and one culprit among
-    them about 2 log2 n.
-    """
+    """Sets of suspects, each of which runs in a step of its own. A set whose step fails is cut in
+    two, until a set of one fails: that request is the culprit. n suspects cost at most 2 n - 1
+    steps, and one culprit among them about 2 log2 n."""
 
     def __init__(self) -> None:
         self._sets: list[list[Request]] = []
@@ -46,7 +43,7 @@ class Quarantine:
 
 def _cut(suspects: Sequence[Request]) -> tuple[list[Request], list[Request]]:
     """Requests that already decode are less likely to be the culprit than new ones."""
-    by_age = sorted(suspects, key=lambda request: request.arrival)
+    by_age = sorted(suspects, key=lambda request: request.request_no)
     decoding = [request for request in by_age if request.is_decoding]
     if 0 < len(decoding) < len(by_age):
         return decoding, [request for request in by_age if not request.is_decoding]

@@ -7,15 +7,18 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
+import msgspec
+
+from moesaic.core.messages import RequestDelta
 from moesaic.core.request import FinishReason, Request, TopLogprobs
+from moesaic.engine.schedule.plan import ItemResult
 from moesaic.engine.text.detokenizer import IncrementalDetokenizer
 from moesaic.observe.requests import RequestWatch
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True, gc=False):
     """A snapshot of a request that other threads may read."""
 
     rid: str
@@ -45,6 +48,16 @@ class RequestState:
     def ids(self) -> set[str]:
         """An abort of any of these ends it."""
         return {self.request.rid, *self.part_of}
+
+    def accept_all(self, found: ItemResult | RequestDelta) -> FinishReason | None:
+        """Appends tokens up to the one that ends the request; returns the reason."""
+        for number, token_id in enumerate(found.token_ids):
+            logprob = found.logprobs[number] if found.logprobs else None
+            top = found.top_logprobs[number] if found.logprobs else None
+            if (reason := self.accept(token_id, logprob, top)) is not None:
+                return reason
+            self.notify_if_due()
+        return None
 
     def accept(
         self, token_id: int, logprob: float | None, top_logprobs: TopLogprobs | None

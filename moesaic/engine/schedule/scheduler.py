@@ -9,12 +9,13 @@ request ends.
 from __future__ import annotations
 
 import time
+from bisect import insort
 from collections import deque
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
 
-from moesaic.core.request import Request
+from moesaic.core.request import Request, RequestPhase
+from moesaic.engine.schedule.inflight import PlannedItem
 from moesaic.engine.schedule.kv_cache import PrefixNode
 from moesaic.engine.schedule.kv_manager import KVManager
 
@@ -23,7 +24,7 @@ from moesaic.engine.schedule.kv_manager import KVManager
 RESERVE_START, RESERVE_MIN, RESERVE_DECAY, RESERVE_STEP = 0.5, 0.1, 0.002, 0.2
 # Remaining tokens count up to this number.
 RESERVE_TOKENS = 4096
-_arrival = attrgetter("arrival")
+_request_no = attrgetter("request_no")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,37 +34,16 @@ class SchedulerConfig:
     conservativeness: float = 1.0
 
 
-class Scheduled(NamedTuple):
-    """The next `length` tokens of a request, the last `num_drafts` of them proposals."""
-
-    request: Request
-    length: int
-    decodes: bool = False
-    """They are no part of a prompt."""
-    num_drafts: int = 0
-
-    @property
-    def stop(self) -> int:
-        return self.request.num_computed + self.length
-
-    @property
-    def samples(self) -> bool:
-        """Whether this step yields the request's next token."""
-        return self.stop == self.request.num_tokens + self.num_drafts
-
-
-Plan = dict[Request, Scheduled]
+Plan = dict[Request, PlannedItem]
 
 
 class Scheduler:
     def __init__(self, config: SchedulerConfig, kv: KVManager) -> None:
         self.config, self.kv = config, kv
         self.waiting: deque[Request] = deque()
-        self.running: set[Request] = set()
-        self._by_age: list[Request] | None = None
-        """The running requests; None if they have changed."""
-        self.num_retractions = 0
-        self._admitted = (0, 0)
+        self.running: list[Request] = []
+        """Oldest first."""
+        self.num_retractions = self.num_admitted = self.num_cached_tokens = 0
         self._least_reserve = min(1.0, RESERVE_MIN * config.conservativeness)
         self._reserve = min(1.0, RESERVE_START * config.conservativeness)
 
@@ -72,18 +52,19 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
+        request.phase = RequestPhase.WAITING
         self.waiting.append(request)
 
     def schedule(
         self, parts: int = 1, only: frozenset[Request] | None = None, ahead: bool = False
-    ) -> list[Scheduled]:
+    ) -> list[PlannedItem]:
         """The next step's work. `parts`: in-flight steps that share the decoding requests. `only`:
         the requests that may take part (None: all). `ahead`: includes requests whose next token is
         in flight, if they do not need it on the host."""
         planned: Plan = {}
         decoding: list[Request] = []
         filling: list[Request] = []
-        for request in self._running_by_age():
+        for request in self.running:
             if request.pending and not (ahead and request.can_run_ahead):
                 continue
             if only is None or request in only:
@@ -94,7 +75,7 @@ class Scheduler:
             has_room = request.num_computed < len(request.pages) * page_size
             if has_room or self._plan(request, 1, planned):
                 drafts = self._drafts_that_fit(request) if request.drafts else 0
-                planned[request] = Scheduled(request, 1 + drafts, True, drafts)
+                planned[request] = PlannedItem.next(request, 1 + drafts, True, drafts)
         budget = self.config.chunk_tokens
         for request in filling:
             budget -= self._plan(request, min(budget, _uncomputed(request)), planned)
@@ -112,48 +93,39 @@ class Scheduler:
         has_room = count > 0 and self.kv.grow(request, request.num_computed + 1 + count)
         return count if has_room else 0
 
-    def _running_by_age(self) -> list[Request]:
-        if self._by_age is None:
-            self._by_age = sorted(self.running, key=_arrival)
-        return self._by_age
-
-    def take_admitted(self) -> tuple[int, int]:
-        """Requests admitted since the last call, and how many of their tokens were cached."""
-        taken, self._admitted = self._admitted, (0, 0)
-        return taken
-
     def finish(self, request: Request) -> None:
         """Removes a running or waiting request."""
-        if request in self.running:
-            self._leave(request)
-        elif request in self.waiting:
+        if request.phase is RequestPhase.RUNNING:
+            self._leave(request, RequestPhase.FINISHED)
+        elif request.phase is RequestPhase.WAITING:
+            request.phase = RequestPhase.FINISHED
             self.waiting.remove(request)
 
     def _plan(self, request: Request, length: int, planned: Plan) -> int:
         """Plans `length` tokens, retracting the youngest while pages are missing; returns how many
         were planned, 0 if the request itself was retracted."""
-        if length == 0 or request not in self.running:
+        if length == 0 or request.phase is not RequestPhase.RUNNING:
             return 0
         while not self.kv.grow(request, request.num_computed + length):
-            youngest = max(self.running, key=_arrival)
+            youngest = self.running[-1]
             planned.pop(youngest, None)
             self._retract(youngest)
             if youngest is request:
                 return 0
-        planned[request] = Scheduled(request, length)
+        planned[request] = PlannedItem.next(request, length)
         return length
 
     def _retract(self, request: Request) -> None:
         assert len(self.running) > 1, "a request that was admitted alone must fit"
-        self._leave(request)
+        self._leave(request, RequestPhase.WAITING)
         request.retractions += 1
         self.num_retractions += 1
         self._reserve = min(1.0, self._reserve + RESERVE_STEP)
         self.waiting.appendleft(request)
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: Request, phase: RequestPhase) -> None:
+        request.phase = phase
         self.running.remove(request)
-        self._by_age = None
         self.kv.release(request)
 
     def _admit(self, budget: int, planned: Plan, only: frozenset[Request] | None) -> None:
@@ -182,12 +154,14 @@ class Scheduler:
     def _begin(self, request: Request, node: PrefixNode, pages: list[int]) -> None:
         self.kv.admit(request, node, pages)
         self.waiting.remove(request)
-        self.running.add(request)
-        self._by_age = None
+        assert request.phase is RequestPhase.WAITING, request.phase
+        request.phase = RequestPhase.RUNNING
+        insort(self.running, request, key=_request_no)
         if request.num_output == 0 and request.retractions == 0:
             request.cached_tokens = request.num_computed
             request.queue_seconds = time.monotonic() - request.created
-        self._admitted = (self._admitted[0] + 1, self._admitted[1] + request.num_computed)
+        self.num_admitted += 1
+        self.num_cached_tokens += request.num_computed
 
     def _fits(self, request: Request, node: PrefixNode, num_cached: int) -> bool:
         """Whether the sequence has room beside what the running requests are likely to need."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
+
+from msgspec.structs import replace
 
 from moesaic.core.stats import GroupStats
 from moesaic.engine.schedule.inflight import InflightStep
@@ -19,123 +20,96 @@ logger = logging.getLogger(__name__)
 LINE_SECONDS: Final = 1.0
 
 
+class Totals(NamedTuple):
+    """The totals when a line was written, in seconds of the monotonic clock."""
+
+    when: float
+    counts: GroupStats
+    admitted: int
+
+
 class SchedulerMetrics:
-    """Totals of one scheduler. `interval`: the least number of decode steps between log lines."""
+    """Totals of one scheduler. A log line has what was added to them since the last one of its
+    kind. `interval`: the least number of decode steps between lines."""
 
     def __init__(self, scheduler: Scheduler, interval: int, group: int = 0) -> None:
-        self._scheduler = scheduler
+        self._scheduler, self._interval = scheduler, interval
         self.counts = GroupStats(group)
-        self._log = BatchLog(scheduler, interval)
+        self._prefill_line = self._decode_line = Totals(0.0, GroupStats(group), 0)
 
     def observe(self, step: InflightStep, result: StepResult, seconds: float) -> None:
         counts = self.counts
-        generated = sum(len(item.token_ids) for item in result.items)
-        counts.generated_tokens += generated
-        counts.prompt_tokens += step.prompt_tokens
-        counts.cached_tokens += step.cached_tokens
+        counts.generated_tokens += sum(len(item.token_ids) for item in result.items)
+        counts.cached_tokens = self._scheduler.num_cached_tokens
         if step.plan.prefill:
+            counts.prompt_tokens += step.prompt_tokens
             counts.prefill_steps += 1
             counts.prefill_seconds += seconds
         else:
             counts.decode_steps += 1
             counts.decode_seconds += seconds
-        self._log.observe(step, generated, seconds)
+        self.flush_log()
+        before = self._decode_line
+        is_due = counts.decode_steps - before.counts.decode_steps >= self._interval
+        if is_due and time.monotonic() - before.when >= LINE_SECONDS:
+            self._log_decode(before.counts)
 
     def stats(self) -> GroupStats:
-        scheduler, counts = self._scheduler, self.counts
+        scheduler, kv, counts = self._scheduler, self._scheduler.kv, self.counts
         counts.running, counts.waiting = len(scheduler.running), len(scheduler.waiting)
-        counts.pages_used, counts.pages_total = (
-            scheduler.kv.num_used,
-            scheduler.kv.allocator.num_pages,
-        )
+        counts.pages_used, counts.pages_total = kv.num_used, kv.allocator.num_pages
         counts.retractions = scheduler.num_retractions
         return counts
 
     @property
     def idle_timeout(self) -> float | None:
         """Seconds that an idle rank may sleep before `flush_log` is due; None: no limit."""
-        return self._log.idle_timeout(time.monotonic())
+        if self.counts.prefill_steps == self._prefill_line.counts.prefill_steps:
+            return None
+        return max(0.0, self._prefill_line.when + LINE_SECONDS - time.monotonic())
 
     def flush_log(self) -> None:
-        self._log.flush(time.monotonic())
-
-
-class BatchLog:
-    """Writes the log's lines about batches: sums over the steps since the last line of a kind."""
-
-    def __init__(self, scheduler: Scheduler, interval: int) -> None:
-        self._scheduler, self._interval = scheduler, interval
-        self._prefill = BatchSums()
-        self._decode = BatchSums()
-
-    def observe(self, step: InflightStep, generated: int, seconds: float) -> None:
-        prefill, decode, now = self._prefill, self._decode, time.monotonic()
-        # Prompts and decodes share steps: tokens are generated in both.
-        decode.tokens += generated
-        decode.seconds += seconds
-        if step.plan.prefill:
-            prefill.steps += 1
-            prefill.tokens += step.prompt_tokens
-            prefill.seconds += seconds
-            prefill.sequences += step.admitted
-            prefill.cached += step.cached_tokens
-        else:
-            decode.steps += 1
-        self.flush(now)
-        if decode.steps >= self._interval and now - decode.last >= LINE_SECONDS:
-            self._log_decode(now)
-
-    def idle_timeout(self, now: float) -> float | None:
         """Every prefill is logged; decodes are logged at intervals."""
-        if not self._prefill.steps:
-            return None
-        return max(0.0, self._prefill.last + LINE_SECONDS - now)
+        if self.idle_timeout == 0.0:
+            self._log_prefill(self._prefill_line)
 
-    def flush(self, now: float) -> None:
-        if self._prefill.steps and now - self._prefill.last >= LINE_SECONDS:
-            self._log_prefill(now)
-
-    def _log_prefill(self, now: float) -> None:
-        sums, scheduler = self._prefill, self._scheduler
+    def _log_prefill(self, before: Totals) -> None:
+        scheduler, counts = self._scheduler, self.counts
+        tokens = counts.prompt_tokens - before.counts.prompt_tokens
+        seconds = counts.prefill_seconds - before.counts.prefill_seconds
         logger.info(
             "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "
             "#running-req: %d, #queue-req: %d, input throughput (token/s): %.2f",
-            sums.sequences,
-            sums.tokens,
-            sums.cached,
+            scheduler.num_admitted - before.admitted,
+            tokens,
+            counts.cached_tokens - before.counts.cached_tokens,
             self._usage,
             len(scheduler.running),
             len(scheduler.waiting),
-            sums.tokens / max(sums.seconds, 1e-9),
+            tokens / max(seconds, 1e-9),
         )
-        self._prefill = BatchSums(last=now)
+        self._prefill_line = self._totals()
 
-    def _log_decode(self, now: float) -> None:
-        sums, scheduler = self._decode, self._scheduler
+    def _log_decode(self, before: GroupStats) -> None:
+        """Prompts and decodes share steps: tokens are generated in both."""
+        scheduler, counts = self._scheduler, self.counts
+        seconds = counts.decode_seconds + counts.prefill_seconds
+        seconds -= before.decode_seconds + before.prefill_seconds
         logger.info(
             "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, "
             "gen throughput (token/s): %.2f, #queue-req: %d",
             len(scheduler.running),
             scheduler.kv.num_used * scheduler.kv.page_size,
             self._usage,
-            sums.tokens / max(sums.seconds, 1e-9),
+            (counts.generated_tokens - before.generated_tokens) / max(seconds, 1e-9),
             len(scheduler.waiting),
         )
-        self._decode = BatchSums(last=now)
+        self._decode_line = self._totals()
+
+    def _totals(self) -> Totals:
+        return Totals(time.monotonic(), replace(self.counts), self._scheduler.num_admitted)
 
     @property
     def _usage(self) -> float:
         kv = self._scheduler.kv
         return kv.num_used / max(1, kv.allocator.num_pages)
-
-
-@dataclass(slots=True)
-class BatchSums:
-    """Sums since the last line, which was written at `last`."""
-
-    last: float = 0.0
-    steps: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    sequences: int = 0
-    cached: int = 0

@@ -16,7 +16,6 @@ from moesaic.config.devices import num_ranks
 from moesaic.config.gpus import share_gpus
 from moesaic.engine.setup.moe_setup import StepLimits
 from moesaic.layers.attention import Attention, LatentAttention
-from moesaic.layers.context import CacheSpec
 from moesaic.models.blocks import CausalLM
 from moesaic.moe.context import MoeContext
 from moesaic.moe.layer import FusedMoE
@@ -109,7 +108,6 @@ class DeviceRoom:
         return replace(self, held=self.held + nbytes)
 
     def after(self, nbytes: int) -> DeviceRoom:
-        """After allocating `nbytes`."""
         return replace(self, free=self.free - nbytes, held=self.held + nbytes)
 
     def part(self, sharers: int) -> DeviceRoom:
@@ -143,30 +141,21 @@ class StepBytes:
 
     @classmethod
     def of(cls, model: CausalLM, limits: StepLimits, context_length: int) -> StepBytes:
-        config, size = model.config, model.config.dtype.itemsize
-        modules = list(model.modules())
-        widest = max((p.shape[0] for p in _dense(model)), default=0)
-        hidden = config.hidden_size
+        config, tokens, size = model.config, limits.tokens, model.config.dtype.itemsize
+        widest, experts, attention = [0], [0], [0]
+        for module in model.modules():
+            if isinstance(module, FusedMoE):
+                part = config.parallel.most_rows(tokens)
+                experts.append(_expert_bytes(module, tokens, part))
+            elif isinstance(module, Attention | LatentAttention):
+                attention.append(_attention_bytes(module, limits, context_length, size))
+        widest += [matrix.shape[0] for matrix in _dense(model)]
         return cls(
             logits=limits.decode_tokens * config.vocab_size * LOGIT_BYTES,
-            experts=max(
-                (
-                    _expert_bytes(m, limits.tokens, config.parallel.most_rows(limits.tokens))
-                    for m in modules
-                    if isinstance(m, FusedMoE)
-                ),
-                default=0,
-            ),
+            experts=max(experts),
             # The residual, its norm, the widest product and its result.
-            dense=limits.tokens * size * (4 * hidden + 2 * widest),
-            attention=max(
-                (
-                    _attention_bytes(m, limits, context_length, size)
-                    for m in modules
-                    if isinstance(m, Attention | LatentAttention)
-                ),
-                default=0,
-            ),
+            dense=tokens * size * (4 * config.hidden_size + 2 * max(widest)),
+            attention=max(attention),
         )
 
 
@@ -174,8 +163,7 @@ class StepBytes:
 class CacheRequest:
     """What the KV cache is sized by."""
 
-    spec: CacheSpec
-    element_size: int
+    token_bytes: int
     wanted_tokens: int
     """The most that requests can use."""
     fixed_bytes: int
@@ -183,10 +171,6 @@ class CacheRequest:
     step: StepBytes
     window_bytes: int = 0
     """Held on a GPU outside torch's allocator."""
-
-    @property
-    def token_bytes(self) -> int:
-        return self.spec.bytes_per_token(self.element_size)
 
 
 def _dense(model: CausalLM) -> list[torch.Tensor]:

@@ -39,13 +39,13 @@ from moesaic.engine.setup.moe_setup import (
 )
 from moesaic.engine.worker.rank_context import DEVICE_BYTES, RankContext, neighbours
 from moesaic.layers.attention import Attention, LatentAttention
-from moesaic.layers.context import CacheSpec
 from moesaic.layers.parallel import Parallel
 from moesaic.models.blocks import CausalLM
 from moesaic.models.config import DTYPES, BuildContext, RawConfig, checkpoint_dtype
 from moesaic.models.dense import DenseWeights
+from moesaic.models.folder import ModelEosTokens, checked
 from moesaic.models.registry import build_model
-from moesaic.models.schemes import detect_scheme
+from moesaic.models.schemes import Scheme, detect_scheme
 from moesaic.moe.context import MoeContext
 from moesaic.moe.dispatch.base import CommContext
 from moesaic.moe.layer import FusedMoE
@@ -73,7 +73,6 @@ class RankShare:
     kv_heads: int
     dense_bytes: int
     expert_bytes: int
-    cache: CacheSpec
     cache_bytes_per_token: int
     a2a_bytes: int
     """The dispatchers' buffers, used or not."""
@@ -125,8 +124,8 @@ class MemoryPlan:
         return min(self._tokens_of(args, share) for share in self.ranks)
 
     def _tokens_of(self, args: ServerArgs, share: RankShare) -> int:
-        sharers, size = self.mesh.ranks_per_node, cache_dtype(args, self.dtype).itemsize
-        cache = CacheRequest(share.cache, size, self.wanted, share.fixed_bytes, share.step)
+        sharers, per_token = self.mesh.ranks_per_node, share.cache_bytes_per_token
+        cache = CacheRequest(per_token, self.wanted, share.fixed_bytes, share.step)
         if self.moe.resolved.device == "cuda":
             room = gpu_room().part(self.sharers).after(share.fixed_bytes)
             return gpu_cache_tokens(args, cache, room)
@@ -134,7 +133,7 @@ class MemoryPlan:
             return cpu_cache_tokens(args, cache, sharers)
         # By default the cache takes a share of what is free once all ranks of the node have loaded.
         free = max(0, free_memory() - self.fixed_bytes(share.node))
-        budget, per_token = int(DEFAULT_FREE_SHARE * free / sharers), share.cache_bytes_per_token
+        budget = int(DEFAULT_FREE_SHARE * free / sharers)
         tokens = tokens_in_pages(budget, per_token, self.wanted, args.page_size)
         if tokens == 0:
             raise ValueError(
@@ -147,39 +146,38 @@ class MemoryPlan:
 
 def plan_memory(args: ServerArgs) -> MemoryPlan:
     """`args` are resolved and name a folder; ValueError if the model cannot be split this way."""
-    planned = PlannedModel.of(args)
-    mesh, raw = planned.mesh, planned.raw
-    shares = [planned.share(rank) for rank in range(mesh.pp * mesh.tp)]
+    mesh = mesh_of(args)
+    model = ResolvedModel.of(args, _shape_only_rank(mesh, 0))
+    shares = [model.share(_shape_only_rank(mesh, rank)) for rank in range(mesh.pp * mesh.tp)]
     return MemoryPlan(
         mesh=mesh,
-        dtype=planned.moe.dtype,
-        num_layers=planned.num_layers,
-        context_length=context_length(args, raw),
-        limits=planned.limits,
-        moe=planned.moe,
+        dtype=model.moe.dtype,
+        num_layers=model.num_layers,
+        context_length=model.context_length,
+        limits=model.limits,
+        moe=model.moe,
         ranks=tuple(
             replace(shares[rank % len(shares)], place=mesh.place(rank), node=mesh.node_of(rank))
             for rank in range(mesh.world)
         ),
-        wanted=max_running(args, mesh) * context_length(args, raw),
+        wanted=model.limits.decode_tokens * model.context_length,
         sharers=gpu_sharers(args),
     )
 
 
 def check_plan(args: ServerArgs) -> None:
     """Logs the backends and buffers of the ranks before they start; ValueError for bad flags."""
-    planned = PlannedModel.of(args)
-    first = _shape_only_rank(planned.mesh, 0)
-    parallel = first.parallel(planned.num_layers, planned.moe.deterministic)
-    report_buffers(planned.moe, shape_only_part(planned.raw, planned.moe, parallel))
+    first = _shape_only_rank(mesh_of(args), 0)
+    model = ResolvedModel.of(args, first)
+    report_buffers(model.moe, model.shape_only_part(model.parallel(first)))
 
 
 @dataclass(frozen=True)
-class PlannedModel:
+class ResolvedModel:
     """A model's config, resolved with the flags."""
 
     raw: RawConfig
-    mesh: Mesh
+    scheme: Scheme
     limits: StepLimits
     moe: MoeContext
     context_length: int
@@ -187,38 +185,49 @@ class PlannedModel:
     dense: DenseWeights | None
 
     @property
-    def gpu(self) -> torch.device | None:
-        return torch.device("cuda") if self.moe.resolved.device == "cuda" else None
-
-    @property
     def num_layers(self) -> int:
         return self.raw.integer("num_hidden_layers")
 
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """For engines without a tokenizer; a tokenizer's take precedence."""
+        return checked(self.raw.data, ModelEosTokens, self.raw.source).all_ids
+
     @classmethod
-    def of(cls, args: ServerArgs) -> PlannedModel:
-        folder, mesh = Path(args.model_path), mesh_of(args)
+    def of(cls, args: ServerArgs, ranks: RankContext) -> ResolvedModel:
+        folder = Path(args.model_path)
         raw = RawConfig.read(folder)
         dtype = checkpoint_dtype(raw) if args.dtype == "auto" else DTYPES[args.dtype]
+        length = context_length(args, raw)
+        limits = step_limits(args, ranks.mesh, length)
         scheme = detect_scheme(raw, folder)
         weights = weight_format(args.quantization, scheme.method, scheme.expert_format)
-        length = context_length(args, raw)
-        limits = step_limits(args, mesh, length)
         whole = shape_only_model(raw, dtype, weights)
-        moe = moe_context(args, dtype, weights, limits, whole, _shape_only_rank(mesh, 0))
+        moe = moe_context(args, dtype, weights, limits, whole, ranks)
         dense = dense_weights(scheme, folder, moe)
-        return cls(raw, mesh, limits, moe, length, cache_dtype(args, dtype), dense)
+        return cls(raw, scheme, limits, moe, length, cache_dtype(args, dtype), dense)
 
-    def share(self, rank: int) -> RankShare:
-        ranks = _shape_only_rank(self.mesh, rank)
-        moe, parallel = self.moe, ranks.parallel(self.num_layers, self.moe.deterministic)
-        model = shape_only_part(self.raw, moe, parallel, self.dense)
+    def parallel(self, ranks: RankContext) -> Parallel:
+        return ranks.parallel(self.num_layers, self.moe.deterministic)
+
+    def shape_only_part(self, parallel: Parallel) -> CausalLM:
+        """A rank's part of the model on the meta device."""
+        group = ShapeOnlyGroup(parallel.stage.rank, parallel.stage.size)
+        moe = replace(self.moe, comm=CommContext(group))
+        with torch.device("meta"):
+            return build_model(self.raw, BuildContext(1, moe, parallel, self.dense))
+
+    def share(self, ranks: RankContext) -> RankShare:
+        moe, parallel = self.moe, self.parallel(ranks)
+        model = self.shape_only_part(parallel)
         experts = [module for module in model.modules() if isinstance(module, FusedMoE)]
         in_experts = sum(map(expert_bytes, experts))
         attention = (m for m in model.modules() if isinstance(m, Attention | LatentAttention))
+        gpu = torch.device("cuda") if moe.resolved.device == "cuda" else None
         assert parallel.layers is not None
         return RankShare(
             place=ranks.place,
-            node=self.mesh.node_of(rank),
+            node=ranks.mesh.node_of(ranks.place.rank),
             layers=parallel.layers,
             moe_layers=tuple(layer.dispatcher.config.layer for layer in experts),
             first_slot=experts[0].layout.first_slot if experts else 0,
@@ -227,11 +236,10 @@ class PlannedModel:
             kv_heads=model.cache.num_heads,
             dense_bytes=model.nbytes - in_experts,
             expert_bytes=in_experts,
-            cache=model.cache,
             cache_bytes_per_token=model.cache.bytes_per_token(self.cache_dtype.itemsize),
             a2a_bytes=moe.buffers(layer.dispatcher.config for layer in experts).total,
             collective_bytes=collective_bytes(
-                self.mesh, self.limits, model.config.hidden_size, moe.dtype, self.gpu
+                ranks.mesh, self.limits, model.config.hidden_size, moe.dtype, gpu
             ),
             step=StepBytes.of(model, self.limits, self.context_length),
         )
@@ -256,16 +264,6 @@ def collective_bytes(
         pipe = pipe_spec(mesh, limits, hidden_size, dtype)
         windows.append((mesh.pp, pipe.window_bytes(mesh.pp)))
     return sum(nbytes // size for size, nbytes in windows)
-
-
-def shape_only_part(
-    raw: RawConfig, moe: MoeContext, parallel: Parallel, dense: DenseWeights | None = None
-) -> CausalLM:
-    """A rank's part of the model on the meta device."""
-    group = ShapeOnlyGroup(parallel.stage.rank, parallel.stage.size)
-    with torch.device("meta"):
-        context = BuildContext(1, replace(moe, comm=CommContext(group)), parallel, dense)
-        return build_model(raw, context)
 
 
 def max_running(args: ServerArgs, mesh: Mesh) -> int:

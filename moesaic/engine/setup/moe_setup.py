@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -35,6 +36,11 @@ class StepLimits:
 
     tokens: int
     decode_tokens: int
+
+    @property
+    def chunk_tokens(self) -> int:
+        """The most prompt tokens."""
+        return self.tokens - self.decode_tokens
 
 
 # `--quantization` of an unquantised checkpoint: the weight format that loading produces.
@@ -120,15 +126,16 @@ def moe_context(
     if copies > 1:  # placement() places the copies
         problem = replace(problem, ep=mesh.tp, experts=0, redundant=0)
     a2a = A2A_REGISTRY.get(problem.a2a)  # MoeContext.make refuses an unknown name
-    replicated = a2a is not None and a2a.takes_replicated and ranks.replicated
-    own = (lambda tokens: tokens) if replicated else ranks.tokens_of_rank
+    # With one attention group all ranks of the stage have the same tokens.
+    replicated = a2a is not None and a2a.takes_replicated and mesh.dp == 1
+    sharers = 1 if replicated else mesh.attention_tp
     context = MoeContext.make(
         problem,
         dtype,
         ranks.stage_peers,
         timeout=ranks.timeout,
-        max_tokens=own(limits.tokens),
-        max_decode_tokens=own(limits.decode_tokens),
+        max_tokens=-(-limits.tokens // sharers),
+        max_decode_tokens=-(-limits.decode_tokens // sharers),
         redundant_experts=args.ep_num_redundant_experts,
         copies=copies,
         deterministic=deterministic,
@@ -152,20 +159,30 @@ def _programs(args: ServerArgs) -> dict[str, int]:
     return {"dispatch_programs": config.dispatch, "combine_programs": config.combine}
 
 
-def _log_choice(context: MoeContext) -> None:
+def describe_backends(context: MoeContext) -> dict[str, Any]:
+    """The backends of a rank, and why they were chosen."""
     choice = context.resolved
+    a2a, runner = A2A_REGISTRY[choice.a2a], RUNNER_REGISTRY[choice.runner]
+    return {
+        "device": choice.device,
+        "a2a": choice.a2a,
+        "a2a_mode": choice.mode,
+        "a2a_provider": provider_name(a2a.providers[choice.device]),
+        "runner": choice.runner,
+        "runner_provider": provider_name(runner.providers[choice.device]),
+        "payload": choice.payload,
+        "weights": choice.weights.name,
+        "reasons": list(context.reasons),
+    }
+
+
+def _log_choice(context: MoeContext) -> None:
     for reason in context.reasons:
         logger.info("moe: %s", reason)
     logger.info(
-        "moe: a2a %s (%s, %s), runner %s (%s) on %s, %s weights, %s sent",
-        choice.a2a,
-        choice.mode,
-        provider_name(A2A_REGISTRY[choice.a2a].providers[choice.device]),
-        choice.runner,
-        provider_name(RUNNER_REGISTRY[choice.runner].providers[choice.device]),
-        choice.device,
-        choice.weights.name,
-        choice.payload,
+        "moe: a2a %(a2a)s (%(a2a_mode)s, %(a2a_provider)s), runner %(runner)s "
+        "(%(runner_provider)s) on %(device)s, %(weights)s weights, %(payload)s sent",
+        describe_backends(context),
     )
 
 

@@ -69,11 +69,6 @@ class ChatTemplates:
         setup = json.dumps(self.texts).encode()
         self._child = LimitedChild("moesaic.engine.text.template_child", setup, ALLOWANCE)
 
-    @property
-    def pid(self) -> int | None:
-        """The id of the child process while it runs."""
-        return self._child.pid
-
     def submit(
         self,
         client: Hashable,

@@ -11,11 +11,8 @@ from moesaic.engine.text.tokenizer import Tokenizer
 
 
 class IncrementalDetokenizer:
-    """Feed tokens with `push`, read `text` at any time, call `finish` once at the end.
-
-    The stop string that ends first wins, and among those that end together the longest; so the
-    outcome does not depend on the tokenisation.
-    """
+    """Feed tokens with `push`, read `text` at any time, call `finish` once at the end. The stop
+    string that ends first wins, and of those that end together the longest, in any tokenisation."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams
@@ -29,10 +26,6 @@ class IncrementalDetokenizer:
     def text(self) -> str:
         """Whole characters that cannot be the start of a stop string."""
         return self._stops.text
-
-    @property
-    def matched(self) -> str | None:
-        return self._stops.matched
 
     def push(self, token_ids: Sequence[int]) -> str | None:
         """The matched stop string, if any; tokens after it are ignored."""

@@ -87,52 +87,41 @@ def _bracket_depth(text: str) -> int:
     return deepest
 
 
-def _from_json_schema(text: str) -> str:
-    from llguidance import LLMatcher
-
+def _from_json_schema(matcher: type[LLMatcher], text: str) -> str:
     match json.loads(text):
         case True:
             text = "{}"
         case False:
             raise ValueError("nothing matches it")
-    return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITE_SPACE})
+    return matcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITE_SPACE})
 
 
-def _from_regex(text: str) -> str:
+def _from_regex(matcher: type[LLMatcher], text: str) -> str:
     """Removes anchors, which llguidance lacks: the whole output must match anyway."""
-    from llguidance import LLMatcher
-
     if (len(text) - len(text.rstrip("\\"))) % 2:
         raise ValueError("it ends with a single backslash")
     text = text.removeprefix("^")
     body = text.removesuffix("$")
     backslashes = len(body) - len(body.rstrip("\\"))
-    return LLMatcher.grammar_from_regex(text if backslashes % 2 else body)
+    return matcher.grammar_from_regex(text if backslashes % 2 else body)
 
 
-def _from_ebnf(text: str) -> str:
-    from llguidance import LLMatcher
+def _from_ebnf(matcher: type[LLMatcher], text: str) -> str:
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:
-        return LLMatcher.grammar_from_lark(gbnf_to_lark(text))
+        return matcher.grammar_from_lark(gbnf_to_lark(text))
     except Exception as error:  # gbnf_to_lark raises several types, even Exception
         # The message shows the line after its number.
         why = re.sub(r"(at line \d+), .*", r"\1", str(error), flags=re.DOTALL)
         raise ValueError(f"it is not GBNF: {why}") from error
 
 
-def _from_lark(text: str) -> str:
-    from llguidance import LLMatcher
-
-    return LLMatcher.grammar_from_lark(text)
-
-
-SOURCES: Final[dict[str, Callable[[str], str]]] = {
+SOURCES: Final[dict[str, Callable[[type[LLMatcher], str], str]]] = {
     "json_schema": _from_json_schema,
     "regex": _from_regex,
     "ebnf": _from_ebnf,
-    "lark": _from_lark,
+    "lark": lambda matcher, text: matcher.grammar_from_lark(text),
 }
 
 
@@ -150,11 +139,8 @@ class Compiler:
         self._backend = backend
         highest = max(backend.get_vocab(with_added_tokens=True).values())
         self.num_tokens = max(vocab_size, highest + 1)
-
-    @property
-    def mask_bytes(self) -> int:
+        self.mask_bytes = (self.num_tokens + 31) // 32 * 4
         """The size of a mask: one bit per token, in whole words."""
-        return (self.num_tokens + 31) // 32 * 4
 
     @cached_property
     def tokens(self) -> LLTokenizer:
@@ -169,7 +155,7 @@ class Compiler:
 
         limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
         try:
-            source = SOURCES[grammar.kind](grammar.text)
+            source = SOURCES[grammar.kind](LLMatcher, grammar.text)
         except ValueError as error:
             raise ValueError(shown(str(error), grammar)) from error
         matcher = LLMatcher(self.tokens, source, limits=limits, log_level=0)

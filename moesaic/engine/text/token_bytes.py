@@ -84,7 +84,6 @@ class TokenBytes:
         self._run_text += self._added([token_id]) if begins and char else char
 
     def _split(self, ids: list[int]) -> list[bytes]:
-        """The bytes of each token of a run."""
         raw = b"".join(self._tokenizer.form(token_id).raw or b"" for token_id in ids)
         text = self._added(ids)
         encoded = text.encode()

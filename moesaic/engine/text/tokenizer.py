@@ -289,11 +289,7 @@ def _apply_bos_eos(
     use_eos = eos is not None and _or(config.add_eos_token, has_eos)
     if (use_bos, use_eos) == (has_bos, has_eos):
         return
-    parts = ["$A"]
-    if use_bos:
-        parts.insert(0, str(bos))
-    if use_eos:
-        parts.append(str(eos))
+    parts = [str(bos)] * use_bos + ["$A"] + [str(eos)] * use_eos
     tokens = [(part, backend.token_to_id(part)) for part in parts if part != "$A"]
     backend.post_processor = TemplateProcessing(single=parts, special_tokens=tokens)
 

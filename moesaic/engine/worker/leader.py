@@ -5,21 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
+from msgspec.structs import astuple
+
 from moesaic.comm.launch.rank_link import RankLink
 from moesaic.core import messages
-from moesaic.core.request import FinishReason, Request
-from moesaic.core.sampling import SamplingParams
+from moesaic.core.request import NewRequest, Request, failure
 from moesaic.engine.schedule.inflight import InflightStep
 from moesaic.engine.schedule.plan import StepResult
-from moesaic.engine.schedule.request_state import RequestState
+from moesaic.engine.schedule.request_state import Progress, RequestState
 from moesaic.engine.worker.planner import Planner
 
 logger = logging.getLogger(__name__)
 
 
 class Leader:
-    """The requests of a serving group, on the rank that plans for it: it takes them from the
-    supervisor and reports their tokens."""
+    """Takes requests from the supervisor and reports their tokens to it."""
 
     def __init__(self, link: RankLink, planner: Planner) -> None:
         self.link, self.planner = link, planner
@@ -32,7 +32,7 @@ class Leader:
                 self._submit(new)
             self.report()
         elif isinstance(message, messages.Abort):
-            self.planner.abort(message.rid)
+            self.planner.abort(message.request_no)
             self.report()
         elif isinstance(message, messages.Query):
             flush = message.what == "flush_cache"
@@ -62,61 +62,53 @@ class Leader:
         """Sends what requests got since the last report to the supervisor."""
         if self._deltas:
             self.link.send(messages.StepOutput(self._deltas))
-            self._deltas = []
+            self._deltas.clear()
 
-    def _submit(self, new: messages.NewRequest) -> None:
+    def _submit(self, new: NewRequest) -> None:
         """A request that cannot be accepted affects no other."""
         try:
             self._add(new)
         except Exception as error:
             logger.exception("a request was refused")
-            finish = FinishReason("abort", message=f"refused: {error!r}", failed=True)
-            self._deltas.append(messages.RequestDelta(new.rid, [], finish=finish))
+            finish = failure(f"refused: {error!r}")
+            self._deltas.append(messages.RequestDelta(new.request_no, [], finish=finish))
 
-    def _add(self, new: messages.NewRequest) -> None:
-        request = Request(
-            rid=new.rid,
-            prompt_ids=new.prompt_ids,
-            params=SamplingParams.from_dict(new.params),
-            seed=new.seed,
-            max_new_tokens=new.max_new_tokens,
-            arrival=new.arrival,
-            eos_ids=frozenset(new.eos_ids),
-            return_logprob=new.return_logprob,
-            # Logprobs of the prompt were reported with the first token.
-            logprob_start=len(new.prompt_ids) - 1 if new.emitted else new.logprob_start,
-            top_logprobs_num=new.top_logprobs_num,
-            token_ids=[*new.prompt_ids, *new.emitted],
-        )
-        reported = _Reported(request)
-        state = RequestState(request, None, lambda _: self._deltas.append(reported.delta()), 1)
-        self.planner.add(state)
+    def _add(self, new: NewRequest) -> None:
+        request = Request(*astuple(new))
+        if new.emitted:  # logprobs of the prompt were reported with the first token
+            request.logprob_start = request.prompt_len - 1
+        self.planner.add(RequestState(request, None, _Reporter(request, self._deltas).report, 1))
 
 
-class _Reported:
-    """How much of a request the supervisor knows: the prompt, and the tokens that were emitted
-    before this rank got it, of which this rank has no logprobs."""
+class _Reporter:
+    """Adds a request's progress to `deltas`. The supervisor knows the prompt, and the tokens that
+    were emitted before this rank got it, whose logprobs this rank does not have."""
 
-    def __init__(self, request: Request) -> None:
-        self._request = request
+    def __init__(self, request: Request, deltas: list[messages.RequestDelta]) -> None:
+        self._request, self._deltas = request, deltas
         self._num_tokens = len(request.token_ids)
         self._num_logprobs = self._num_scored = 0
 
-    def delta(self) -> messages.RequestDelta:
-        request, tokens = self._request, self._num_tokens
-        seen, scored = self._num_logprobs, self._num_scored
-        self._num_tokens = len(request.token_ids)
-        self._num_logprobs = len(request.output_logprobs)
-        self._num_scored = len(request.input_logprobs)
-        return messages.RequestDelta(
-            rid=request.rid,
-            token_ids=request.token_ids[tokens:],
-            logprobs=request.output_logprobs[seen:],
-            top_logprobs=request.output_top_logprobs[seen:],
-            input_logprobs=request.input_logprobs[scored:],
-            input_top_logprobs=request.input_top_logprobs[scored:],
+    def report(self, _: Progress) -> None:
+        request = self._request
+        delta = messages.RequestDelta(
+            request.request_no,
+            request.token_ids[self._num_tokens :],
             cached_tokens=request.cached_tokens,
             retractions=request.retractions,
             finish=request.finish_reason,
             queue_seconds=request.queue_seconds,
         )
+        self._num_tokens = len(request.token_ids)
+        if request.return_logprob:
+            self._add_logprobs(delta)
+        self._deltas.append(delta)
+
+    def _add_logprobs(self, delta: messages.RequestDelta) -> None:
+        request, seen, scored = self._request, self._num_logprobs, self._num_scored
+        delta.logprobs = request.output_logprobs[seen:]
+        delta.top_logprobs = request.output_top_logprobs[seen:]
+        delta.input_logprobs = request.input_logprobs[scored:]
+        delta.input_top_logprobs = request.input_top_logprobs[scored:]
+        self._num_logprobs = len(request.output_logprobs)
+        self._num_scored = len(request.input_logprobs)

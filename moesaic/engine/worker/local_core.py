@@ -10,16 +10,17 @@ from dataclasses import asdict
 from typing import Any
 
 from moesaic.config import ServerArgs
-from moesaic.engine.frontend.queries import RankAnswers, RankReply
+from moesaic.engine.frontend.queries import GROUP_QUERIES, RankAnswers, RankReply
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.schedule.inflight import InflightStep
 from moesaic.engine.schedule.plan import StepResult
 from moesaic.engine.schedule.request_state import RequestState
-from moesaic.engine.worker.planner import ModelFacts, Planner
-from moesaic.engine.worker.rank_info import providers, rank_info, service_info
+from moesaic.engine.setup.moe_setup import describe_backends
+from moesaic.engine.worker.planner import Planner
+from moesaic.engine.worker.rank_info import rank_info, service_info
 from moesaic.engine.worker.rank_stats import RankStatsReporter
 from moesaic.engine.worker.stage import SingleStage
-from moesaic.engine.worker.step_loop import StepLoop, overlaps_steps
+from moesaic.engine.worker.step_loop import StepLoop
 from moesaic.observe.spans import SpanKind, Spans
 
 logger = logging.getLogger(__name__)
@@ -33,26 +34,14 @@ class LocalCore:
     def __init__(self, args: ServerArgs, runner: ModelRunner | None = None) -> None:
         self.args = args
         self.runner = runner or ModelRunner(args)
-        overlaps = overlaps_steps(self.runner, args)
-        self.planner = Planner(args, self.runner, overlaps)
+        self.planner = Planner(args, self.runner)
+        self.states, self.facts = self.planner.states, self.planner.facts
+        self.providers = describe_backends(self.runner.moe)
         self.stats = RankStatsReporter(self.runner, group=self.planner.metrics.stats)
-        self.loop = StepLoop(self.runner, SingleStage(self.planner), self, self.stats, overlaps)
+        self.loop = StepLoop(self.runner, SingleStage(self.planner), self, self.stats)
         self.loop.on_slow = _log_slow
         self.front = Spans()
         """Spans of the caller's threads."""
-
-    @property
-    def states(self) -> dict[str, RequestState]:
-        """The open requests, by id."""
-        return self.planner.states
-
-    @property
-    def providers(self) -> dict[str, Any]:
-        return providers(self.runner)
-
-    @property
-    def facts(self) -> ModelFacts:
-        return self.planner.facts
 
     @property
     def has_work(self) -> bool:
@@ -76,20 +65,19 @@ class LocalCore:
     def add(self, state: RequestState) -> None:
         self.planner.add(state)
 
-    def abort(self, rid: str, state: RequestState | None = None) -> None:
-        self.planner.abort(rid, state)
+    def abort(self, request_no: int) -> None:
+        self.planner.abort(request_no)
 
     def fail_all(self, message: str) -> None:
         self.planner.fail_all(message)
 
     def ask(self, what: str, answer: Future[Any], options: Mapping[str, Any] | None = None) -> None:
-        """Answers at once. `what`: info, flush_cache, or what RankStatsReporter knows."""
-        if self.stats.knows(what):
-            now = time.monotonic_ns()
-            value = self.stats.answer(what, dict(options or {}))
-            answer.set_result(RankAnswers({0: RankReply(value, now, time.monotonic_ns())}))
+        if what in GROUP_QUERIES:
+            answer.set_result(self.info() if what == "info" else self.planner.kv.flush())
             return
-        answer.set_result({"info": self.info, "flush_cache": self.planner.kv.flush}[what]())
+        now = time.monotonic_ns()
+        value = self.stats.answer(what, dict(options or {}))
+        answer.set_result(RankAnswers({0: RankReply(value, now, time.monotonic_ns())}))
 
     def info(self) -> dict[str, Any]:
         """In the shape that a service of many ranks has."""

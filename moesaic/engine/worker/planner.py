@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moesaic.config import ServerArgs
-from moesaic.core.request import ABORTED, FinishReason, Request
+from moesaic.core.request import ABORTED, FinishReason, Request, failure
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.sampling.sampler import SampleRow
 from moesaic.engine.schedule.inflight import InflightStep, PlannedItem
@@ -23,12 +23,13 @@ from moesaic.engine.schedule.plan import (
 )
 from moesaic.engine.schedule.quarantine import Quarantine
 from moesaic.engine.schedule.request_state import RequestState
-from moesaic.engine.schedule.scheduler import Scheduled, Scheduler, SchedulerConfig
+from moesaic.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from moesaic.engine.schedule.scheduler_metrics import SchedulerMetrics
 
 logger = logging.getLogger(__name__)
 
-Chosen = list[tuple[Scheduled, PlanItem]]
+# The work of a step, and its items in the same order.
+Chosen = tuple[list[PlannedItem], list[PlanItem]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +45,12 @@ class ModelFacts:
 
 
 class Planner:
-    """The requests of one serving group. Not thread-safe: one thread calls it.
+    """The requests of one serving group. Not thread-safe: one thread calls it. Where steps overlap,
+    `plan` makes the next one before the results of the last are known: requests take part with a
+    FUTURE_TOKEN that only the device knows, unless they need their last token on the host."""
 
-    Where steps overlap, `plan` makes the next step before the results of the last are known, and
-    requests take part in it with a FUTURE_TOKEN that only the device knows. Requests that need
-    their last token on the host wait for it.
-    """
-
-    def __init__(
-        self, args: ServerArgs, runner: ModelRunner, overlaps: bool = False, group: int = 0
-    ) -> None:
-        self.args, self.runner, self.overlaps = args, runner, overlaps
+    def __init__(self, args: ServerArgs, runner: ModelRunner, group: int = 0) -> None:
+        self.runner = runner
         self._new_pages: list[int] = []
         """Allocated since the last plan; the next step clears them."""
         self.kv = KVManager(
@@ -65,28 +61,25 @@ class Planner:
         )
         config = SchedulerConfig(
             max_running=runner.max_running,
-            chunk_tokens=runner.chunk_tokens,
+            chunk_tokens=runner.limits.chunk_tokens,
             conservativeness=args.schedule_conservativeness,
         )
         self.scheduler = Scheduler(config, self.kv)
         self.metrics = SchedulerMetrics(self.scheduler, args.decode_log_interval, group)
-        self.states: dict[str, RequestState] = {}
-        self.num_steps = 0
-        self._quarantine = Quarantine()
-        self._ended: list[int] = []
-        """Numbers of requests that ended since the last plan; the next one names them."""
-
-    @property
-    def facts(self) -> ModelFacts:
-        runner = self.runner
-        return ModelFacts(
+        self.facts = ModelFacts(
             vocab_size=runner.vocab_size,
             context_length=runner.context_length,
-            cache_tokens=runner.num_pages * self.args.page_size,
+            cache_tokens=runner.num_pages * args.page_size,
             max_running=runner.max_running,
             eos_ids=tuple(sorted(runner.eos_ids)),
             num_experts=runner.num_experts,
         )
+        self.states: dict[int, RequestState] = {}
+        """The open requests, by number."""
+        self.num_steps = 0
+        self._quarantine = Quarantine()
+        self._ended: list[int] = []
+        """Numbers of requests that ended since the last plan; the next one names them."""
 
     @property
     def num_suspects(self) -> int:
@@ -96,9 +89,9 @@ class Planner:
     def info(self) -> dict[str, Any]:
         """The state of scheduler and cache, for /server_info."""
         return {
-            "max_total_num_tokens": self.runner.num_pages * self.kv.page_size,
-            "max_running_requests": self.runner.max_running,
-            "context_length": self.runner.context_length,
+            "max_total_num_tokens": self.facts.cache_tokens,
+            "max_running_requests": self.facts.max_running,
+            "context_length": self.facts.context_length,
             "running": len(self.scheduler.running),
             "waiting": len(self.scheduler.waiting),
             "pages_used": self.kv.num_used,
@@ -110,23 +103,21 @@ class Planner:
         }
 
     def add(self, state: RequestState) -> None:
-        rid = state.request.rid
-        assert rid not in self.states, f"request id {rid!r} is in use"
+        number = state.request.request_no
+        assert number not in self.states, f"request number {number} is in use"
         self.scheduler.add(state.request)
-        self.states[rid] = state
+        self.states[number] = state
 
-    def abort(self, rid: str, state: RequestState | None = None) -> None:
-        """Ends the request with this id, or with `state` only that one."""
-        found = self.states.get(rid)
-        if found is not None and state in (None, found):
-            self._finish(found, FinishReason("abort", message=ABORTED))
+    def abort(self, request_no: int) -> None:
+        if (state := self.states.get(request_no)) is not None:
+            self._finish(state, FinishReason("abort", message=ABORTED))
 
     def fail_all(self, message: str) -> None:
         """Ends every request; results of in-flight steps are ignored."""
         self._quarantine.clear()
         for state in list(self.states.values()):
             try:
-                self._finish(state, FinishReason("abort", message=message, failed=True))
+                self._finish(state, failure(message))
             except Exception:
                 logger.exception("request %s could not be ended in order", state.request.rid)
 
@@ -135,64 +126,57 @@ class Planner:
         steps share the decoding requests. A request that breaks the plan is found and ended as one
         that breaks a step; an error that no request causes ends all of them."""
         try:
-            chosen = self._try_suspects()
-            if not chosen and self.scheduler.has_work:
-                chosen = self._choose(parts)
+            work, items = self._try_suspects()
+            if not work and self.scheduler.has_work:
+                work, items = self._choose(parts)
         except Exception as error:
             logger.exception("no step can be planned; all %d requests end", len(self.states))
             self.fail_all(f"the engine failed: {error!r}")
-            chosen = []
-        if not chosen:
+            work = []
+        if not work:
             return InflightStep()
-        prompt_tokens = sum(work.length for work, _ in chosen if not work.decodes)
-        plan = StepPlan(
-            [item for _, item in chosen], list(self._new_pages), prompt_tokens > 0, self._ended
-        )
-        self._new_pages.clear()
-        self._ended = []
+        prefill = not all(planned.decodes for planned in work)
+        for planned in work:
+            planned.begin()
+        pages, self._new_pages[:] = list(self._new_pages), []
+        ended, self._ended = self._ended, []
         self.num_steps += 1
-        admitted, cached = self.scheduler.take_admitted()
-        return InflightStep(
-            plan,
-            [PlannedItem.begin(work) for work, _ in chosen],
-            prompt_tokens=prompt_tokens,
-            admitted=admitted,
-            cached_tokens=cached,
-        )
+        return InflightStep(StepPlan(items, pages, prefill, ended), work)
 
     def _choose(self, parts: int) -> Chosen:
         """The work of the next step. Nothing counts as done before all of it is known, so that an
         error leaves all requests as they were; the error is raised if no request causes it."""
-        suspects = [state.request for state in self.states.values()]
-        num_open = len(suspects)
+        num_open, work = len(self.states), list[PlannedItem]()
         try:
-            work = self.scheduler.schedule(parts, ahead=self.overlaps)
-            suspects = [item.request for item in work]
-            return _with_items(work)
+            work = self.scheduler.schedule(parts, ahead=self.runner.overlaps)
+            return work, [_plan_item(planned) for planned in work]
         except Exception as error:
             logger.exception("a step could not be planned")
-            self.report_failure(suspects, repr(error), alone=True)
+            suspects = [planned.request for planned in work]
+            all_open = [state.request for state in self.states.values()]
+            self.report_failure(suspects or all_open, repr(error), alone=True)
             chosen = self._try_suspects()
-            if not chosen and len(self.states) == num_open:
+            if not chosen[0] and len(self.states) == num_open:
                 raise
             return chosen
 
     def _try_suspects(self) -> Chosen:
         """A step for the next set of suspects; those that cannot be computed now are dropped."""
         while self._quarantine:
-            suspects = [r for r in self._quarantine.next_suspects() if self._is_open(r)]
+            next_suspects = self._quarantine.next_suspects()
+            suspects = [r for r in next_suspects if r.request_no in self.states]
             try:
                 work = self.scheduler.schedule(only=frozenset(suspects)) if suspects else []
-                chosen = _with_items(work)
+                items = [_plan_item(planned) for planned in work]
             except Exception as error:
                 logger.info("a step could not be planned", exc_info=True)
                 self.report_failure(suspects, repr(error), alone=True)
                 continue
-            if chosen:
-                tried = {item.request for item in work}
+            if work:
+                tried = {planned.request for planned in work}
                 self._quarantine.put_back([r for r in suspects if r not in tried])
-                return chosen
-        return []
+                return work, items
+        return [], []
 
     def rollback(self, steps: Iterable[InflightStep]) -> list[Request]:
         """Undoes all in-flight steps and returns their requests; their pages are cleared again."""
@@ -202,7 +186,7 @@ class Planner:
             self._ended += step.plan.ended if step.items else []
             for item in step.items:
                 item.undo()
-                if self._is_open(item.request):
+                if item.request.request_no in self.states:
                     suspects[item.request] = None
         return list(suspects)
 
@@ -225,7 +209,8 @@ class Planner:
 
     def _apply_item(self, item: PlannedItem, found: ItemResult) -> None:
         request = item.request
-        if not self._is_open(request):  # it ended while the step was in flight
+        state = self.states.get(request.request_no)
+        if state is None:  # it ended while the step was in flight
             return
         if found.broken:
             self._fail(request, found.broken)
@@ -238,60 +223,40 @@ class Planner:
         if not item.samples:
             return
         item.end(len(found.token_ids))
-        state = self.states[request.rid]
-        reason = FinishReason("stop") if found.ended else _accept_tokens(state, found)
+        reason = state.accept_all(found)
+        if found.ended:
+            reason = FinishReason("stop")
+        elif not found.token_ids:
+            reason = FinishReason("length", length=0)
         if reason is not None:
             self._finish(state, reason)
 
     def _fail(self, request: Request, message: str) -> None:
-        if self._is_open(request):
-            state = self.states[request.rid]
-            self._finish(state, FinishReason("abort", message=message, failed=True))
-
-    def _is_open(self, request: Request) -> bool:
-        """Another request may have its id by now."""
-        state = self.states.get(request.rid)
-        return state is not None and state.request is request
+        if (state := self.states.get(request.request_no)) is not None:
+            self._finish(state, failure(message))
 
     def _finish(self, state: RequestState, reason: FinishReason) -> None:
-        del self.states[state.request.rid]
+        del self.states[state.request.request_no]
         try:
             self.scheduler.finish(state.request)
         finally:
-            self._ended.append(state.request.arrival)
+            self._ended.append(state.request.request_no)
             state.finish(reason)
 
 
-def _accept_tokens(state: RequestState, found: ItemResult) -> FinishReason | None:
-    """Appends sampled tokens up to the one that ends the request; returns the reason."""
-    if not found.token_ids:
-        return FinishReason("length", length=0)
-    for number, token_id in enumerate(found.token_ids):
-        logprob = found.logprobs[number] if found.logprobs else None
-        top = found.top_logprobs[number] if found.logprobs else None
-        reason = state.accept(token_id, logprob, top)
-        if reason is not None:
-            return reason
-        state.notify_if_due()
-    return None
-
-
-def _with_items(work: Sequence[Scheduled]) -> Chosen:
-    return [(item, _plan_item(item)) for item in work]
-
-
-def _plan_item(work: Scheduled) -> PlanItem:
-    request, drafts = work.request, work.num_drafts
-    first, tokens = request.num_computed, request.token_ids
-    stop, position = work.stop - drafts, len(tokens) + request.pending
+def _plan_item(planned: PlannedItem) -> PlanItem:
+    request, first, stop, drafts = planned.request, planned.first, planned.confirmed, planned.drafts
+    tokens = request.token_ids
+    position = len(tokens) + request.pending
     ids = tokens[first:stop] if first < len(tokens) else [FUTURE_TOKEN]
     sample = None
     if stop == position and position < request.prompt_len + request.max_new_tokens:
         sample = _sample_row(request, position)
     score = _score(request, stop) if request.return_logprob else None
     if drafts:
-        ids = ids + request.drafts[:drafts]
-    return PlanItem(request.arrival, ids, first, list(request.pages), score, sample, drafts)
+        ids = [*ids, *drafts]
+    pages = list(request.pages)
+    return PlanItem(request.request_no, ids, first, pages, score, sample, len(drafts))
 
 
 def _score(request: Request, stop: int) -> PromptScore | None:
@@ -306,7 +271,6 @@ def _score(request: Request, stop: int) -> PromptScore | None:
 
 
 def _sample_row(request: Request, position: int) -> SampleRow:
-    """What the sampler needs to know of the request for the token at `position`."""
     params = request.params
     return SampleRow(
         params,

@@ -52,15 +52,6 @@ class RankContext:
     def is_last(self) -> bool:
         return self.place.stage == self.mesh.pp - 1
 
-    @property
-    def replicated(self) -> bool:
-        """Whether all ranks of the stage hold the same tokens."""
-        return self.mesh.dp == 1
-
-    def tokens_of_rank(self, tokens: int) -> int:
-        """The most tokens of a group of `tokens` that a rank takes to an expert layer."""
-        return -(-tokens // self.mesh.attention_tp)
-
     def computing_on(self, device: torch.device, shares_gpu: bool) -> RankContext:
         """Adds the collective of layers on a GPU, or where a GPU's code runs."""
         if device.type == "cuda" and self.place.rank == 0:

@@ -10,7 +10,7 @@ from typing import Any, Final
 from moesaic.comm.mesh import Mesh
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.setup.memory_plan import collective_bytes, expert_bytes
-from moesaic.moe.registry import A2A_REGISTRY, RUNNER_REGISTRY, provider_name
+from moesaic.engine.setup.moe_setup import describe_backends
 
 logger = logging.getLogger(__name__)
 
@@ -47,25 +47,8 @@ def rank_info(runner: ModelRunner) -> dict[str, Any]:
         "moe_layers": [layer.dispatcher.config.layer for layer in layers],
         "first_slot": layers[0].layout.first_slot if layers else 0,
         "experts": list(layers[0].local_experts) if layers else [],
-        "providers": providers(runner),
-        **runner.device_info(),
-    }
-
-
-def providers(runner: ModelRunner) -> dict[str, Any]:
-    """The backends of this rank, and why they were chosen."""
-    choice = runner.moe.resolved
-    a2a, runners = A2A_REGISTRY[choice.a2a], RUNNER_REGISTRY[choice.runner]
-    return {
-        "device": choice.device,
-        "a2a": choice.a2a,
-        "a2a_mode": choice.mode,
-        "a2a_provider": provider_name(a2a.providers[choice.device]),
-        "runner": choice.runner,
-        "runner_provider": provider_name(runners.providers[choice.device]),
-        "payload": choice.payload,
-        "weights": choice.weights.name,
-        "reasons": list(runner.moe.reasons),
+        "providers": describe_backends(runner.moe),
+        **runner.steps.device_info(),
     }
 
 

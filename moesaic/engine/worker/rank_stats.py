@@ -48,24 +48,29 @@ class RankStatsReporter:
         self._steps = 0
         self.busy = 0.0
         """Seconds in steps, for a rank without a control page."""
-        self._answers: dict[str, Callable[[dict[str, Any]], Any]] = {
-            "stats": lambda _: RankStatsReply(self.stats(), self._group and self._group()),
-            "record": self._record,
-            "record_until": self._record_until,
-            "record_state": self._state,
-            "record_stop": self._record_stop,
-            "record_read": self._record_read,
-        }
 
     def count_step(self, seconds: float) -> None:
         self._steps += 1
         self.busy += seconds
 
-    def knows(self, what: str) -> bool:
-        return what in self._answers
-
     def answer(self, what: str, options: dict[str, Any]) -> Any:
-        return self._answers[what](options)
+        spans = self._spans
+        match what:
+            case "stats":
+                return RankStatsReply(self.stats(), self._group and self._group())
+            case "record":
+                spans.start()
+            case "record_until":
+                spans.end_after(options["steps"], options["firsts"][self._rank])
+            case "record_stop":
+                spans.stop()
+            case "record_read":
+                return self._read(options["first"])
+            case "record_state":
+                pass
+            case _:
+                raise ValueError(f"unknown query {what!r}")
+        return self._state()
 
     def stats(self) -> RankStats:
         runner, ranks = self._runner, self._runner.ranks
@@ -85,27 +90,14 @@ class RankStatsReporter:
             pid=os.getpid(),
         )
 
-    def _record(self, _: dict[str, Any]) -> RecordingState:
-        self._spans.start()
-        return self._state()
-
-    def _record_until(self, options: dict[str, Any]) -> RecordingState:
-        self._spans.end_after(options["steps"], options["firsts"][self._rank])
-        return self._state()
-
-    def _record_stop(self, _: dict[str, Any]) -> RecordingState:
-        self._spans.stop()
-        return self._state()
-
-    def _record_read(self, options: dict[str, Any]) -> RecordingState:
+    def _read(self, first: int) -> RecordingState:
         """A piece of the recording; the last one frees it."""
-        first = options["first"]
-        state = self._state(data=self._spans.read(first, CHUNK))
+        state = self._state(self._spans.read(first, CHUNK))
         if first + CHUNK >= self._spans.count:
             self._spans.free()
         return state
 
-    def _state(self, _: dict[str, Any] | None = None, data: bytes = b"") -> RecordingState:
+    def _state(self, data: bytes = b"") -> RecordingState:
         spans = self._spans
         first = spans.first
         if spans.lost:  # the oldest step may lack its beginning

@@ -44,21 +44,47 @@ class PipelineReply:
         return decode_result(self.pipe.take_reply())
 
 
-class SingleStage:
-    """A single rank, without peers."""
+class Stage:
+    """The ranks that compute a step together with this one."""
 
+    number = 0
+    """The step that was agreed on last."""
     pipeline_depth = 1
+    """Steps that a pipeline has in flight at once."""
+
+    @property
+    def is_trial(self) -> bool:
+        """The next step looks for a request that breaks it: one step, and one group, at a time."""
+        return False
+
+    def may_plan(self) -> bool:
+        return True
+
+    def agree(self, step: InflightStep) -> Tensor | None:
+        """Sets the step's agreement and, on followers, its plan; the previous stage's output."""
+        raise NotImplementedError
+
+    def hand_on(self, step: InflightStep, handle: StepHandle) -> StepHandle:
+        """Gives the hidden states to the next stage; returns the handle of the step's results."""
+        return handle
+
+    def stop(self) -> None:
+        """Lets the next stage sleep until ranks are woken."""
+
+    def restart(self, number: int, suspects: list[int]) -> None:
+        """`suspects`: sets of requests that each serving group has to run by themselves."""
+        self.number = number
+
+
+class SingleStage(Stage):
+    """A single rank, without peers."""
 
     def __init__(self, planner: Planner, status: RankStatus | None = None) -> None:
         self._planner, self._status = planner, status
-        self.number = 0
 
     @property
     def is_trial(self) -> bool:
         return self._planner.num_suspects > 0
-
-    def may_plan(self) -> bool:
-        return True
 
     def agree(self, step: InflightStep) -> None:
         self.number += 1
@@ -67,17 +93,8 @@ class SingleStage:
         counts = (step.plan.num_tokens,) if step.plan.items else ()
         step.agreement = StepAgreement(self.number, counts, prefill=step.plan.prefill)
 
-    def hand_on(self, step: InflightStep, handle: StepHandle) -> StepHandle:
-        return handle
 
-    def stop(self) -> None:
-        """No other stage waits for orders."""
-
-    def restart(self, number: int, suspects: list[int]) -> None:
-        self.number = number
-
-
-class FirstStage:
+class FirstStage(Stage):
     """The first or only stage of a pipeline. `planner`: the serving group's, on its leader."""
 
     def __init__(
@@ -89,7 +106,6 @@ class FirstStage:
         self.restart(0, [0] * self._mesh.dp)
 
     def restart(self, number: int, suspects: list[int]) -> None:
-        """`suspects`: sets of requests that each serving group has to run by themselves."""
         self.number, self._suspects = number, suspects
         self._sender, self._receiver = PlanSender(), PlanReceiver()
         self._encoded = plan_codec.NOTHING
@@ -109,7 +125,7 @@ class FirstStage:
         plan, mesh, operation = step.plan, self._mesh, f"agree on step {self.number}"
         self._encoded = self._encode(step)
         data = self._encoded if mesh.attention_tp > 1 and plan.items else b""
-        logits = sum(1 for _ in plan.logit_rows())
+        logits = len(plan.logit_rows())
         suspects = 0 if self._planner is None else self._planner.num_suspects
         own = torch.tensor([[plan.num_tokens, logits, int(plan.prefill), len(data), suspects]])
         rows = self._ranks.stage.gather_rows(own, [1] * mesh.tp, operation)
@@ -145,17 +161,13 @@ class FirstStage:
         return FinishedStep(StepResult([]))
 
     def stop(self) -> None:
-        """Lets the next stage sleep until ranks are woken."""
         if self._pipe is not None:
             order = StageOrder(StepAgreement(self.number), plan_codec.NOTHING)
             self._pipe.send(encode(order), None)
 
 
-class LaterStage:
+class LaterStage(Stage):
     """A later stage of a pipeline: it carries out the orders of the previous one."""
-
-    pipeline_depth = 1
-    is_trial = False
 
     def __init__(self, ranks: RankContext, status: RankStatus, pipe: Pipe) -> None:
         self._ranks, self._status, self._pipe = ranks, status, pipe

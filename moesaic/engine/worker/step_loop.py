@@ -12,19 +12,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from torch import Tensor
-
-from moesaic.config import ServerArgs
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.runner.step_time import SlowStepDetector
 from moesaic.engine.schedule.inflight import InflightStep
-from moesaic.engine.schedule.plan import StepHandle, StepResult
+from moesaic.engine.schedule.plan import StepResult
 from moesaic.engine.worker.rank_stats import RankStatsReporter
+from moesaic.engine.worker.stage import Stage
 from moesaic.observe.spans import SpanKind
-
-
-def overlaps_steps(runner: ModelRunner, args: ServerArgs) -> bool:
-    return runner.overlaps and not args.disable_overlap_schedule
 
 
 class StepGroup(Protocol):
@@ -35,38 +29,11 @@ class StepGroup(Protocol):
     def apply(self, step: InflightStep, result: StepResult, seconds: float) -> None: ...
 
 
-class Stage(Protocol):
-    """The ranks that compute a step together with this one."""
-
-    number: int
-    """The step that was agreed on last."""
-    pipeline_depth: int
-    """Steps that a pipeline has in flight at once."""
-
-    @property
-    def is_trial(self) -> bool:
-        """The next step looks for a request that breaks it: one step, and one group, at a time."""
-
-    def may_plan(self) -> bool: ...
-
-    def agree(self, step: InflightStep) -> Tensor | None:
-        """Sets the step's agreement and, on followers, its plan; the previous stage's output."""
-
-    def hand_on(self, step: InflightStep, handle: StepHandle) -> StepHandle:
-        """Gives the hidden states to the next stage; returns the handle of the step's results."""
-
-
 class StepLoop:
     def __init__(
-        self,
-        runner: ModelRunner,
-        stage: Stage,
-        group: StepGroup | None,
-        stats: RankStatsReporter,
-        overlaps: bool,
+        self, runner: ModelRunner, stage: Stage, group: StepGroup | None, stats: RankStatsReporter
     ) -> None:
         self.runner, self.stage, self.group, self.stats = runner, stage, group, stats
-        self.overlaps = overlaps
         self.inflight: deque[InflightStep] = deque()
         """Planned steps whose results have not been applied, oldest first."""
         self.on_slow: Callable[[InflightStep, float, float], None] | None = None
@@ -82,7 +49,7 @@ class StepLoop:
         """Steps that may be in flight at once."""
         if self.in_trial:
             return 1
-        return 2 if self.overlaps else self.stage.pipeline_depth
+        return 2 if self.runner.overlaps else self.stage.pipeline_depth
 
     def step(self) -> bool:
         """Begins a step and completes the oldest if enough are in flight; False without work."""

@@ -29,8 +29,8 @@ from moesaic.engine.worker.planner import Planner
 from moesaic.engine.worker.rank_context import RankContext
 from moesaic.engine.worker.rank_info import rank_info
 from moesaic.engine.worker.rank_stats import RankStatsReporter
-from moesaic.engine.worker.stage import FirstStage, LaterStage, SingleStage
-from moesaic.engine.worker.step_loop import StepLoop, overlaps_steps
+from moesaic.engine.worker.stage import FirstStage, LaterStage, SingleStage, Stage
+from moesaic.engine.worker.step_loop import StepLoop
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +68,7 @@ class Worker:
         self.stats = RankStatsReporter(self.runner, link.rank, group)
         self.pipe = self._make_pipe()
         self.stage = self._make_stage()
-        overlaps = overlaps_steps(self.runner, self.args)
-        self.loop = StepLoop(self.runner, self.stage, self.leader, self.stats, overlaps)
+        self.loop = StepLoop(self.runner, self.stage, self.leader, self.stats)
         if self.place.tp_rank == 0:  # one rank of a replica is enough to see a slow step
             self.loop.on_slow = self._report_slow
         self._wake: messages.Wake | None = None
@@ -81,9 +80,8 @@ class Worker:
     def _make_leader(self) -> Leader | None:
         if not self.place.is_leader:
             return None
-        overlaps = overlaps_steps(self.runner, self.args)
         group = self.mesh.group_of(self.place)
-        return Leader(self.link, Planner(self.args, self.runner, overlaps, group))
+        return Leader(self.link, Planner(self.args, self.runner, group))
 
     def _make_pipe(self) -> Pipe | None:
         if self.mesh.pp == 1:
@@ -95,7 +93,7 @@ class Worker:
         spec = pipe_spec(self.mesh, self.runner.limits, config.hidden_size, config.dtype)
         return Pipe(peers, spec, self.ranks.timeout)
 
-    def _make_stage(self) -> SingleStage | FirstStage | LaterStage:
+    def _make_stage(self) -> Stage:
         status = self.link.status
         if self.mesh.world == 1:
             assert self.planner is not None
@@ -119,15 +117,14 @@ class Worker:
 
     def _sleep(self) -> None:
         """Handles messages until one wakes the rank."""
-        timeout = None if self.planner is None else self.planner.metrics.idle_timeout
         while True:
             wake, self._wake = self._wake, None
+            timeout = None if self.planner is None else self.planner.metrics.idle_timeout
             message = wake or self.link.receive(timeout)
             if isinstance(message, messages.Wake):
                 self.stage.number = message.round
                 return
             self._handle(message)
-            timeout = None if self.planner is None else self.planner.metrics.idle_timeout
 
     def _handle(self, message: messages.AnyMessage | None) -> None:
         if isinstance(message, messages.RollbackStep):
