@@ -39,16 +39,16 @@ def planned(x: Tensor, weight: Tensor, blocked: bool = True) -> LinearConstants:
 
 def test_shares_of_lines() -> None:
     """Of qkv and o of Qwen3 on 132 processors: 40 and 16 lines, of 128 programs each."""
-    qkv, o = plan_for(8, 5120, 2048, 2, 132), plan_for(8, 2048, 4096, 2, 132)
+    qkv, o = plan_for(8, (5120, 2048), 2, 132), plan_for(8, (2048, 4096), 2, 132)
     assert qkv is not None and qkv == LinearConstants(2048, UNITS=5, ROWS=16, WARPS=8, PART=4)
     assert o == LinearConstants(4096, UNITS=2, ROWS=16, WARPS=8, PART=8)
     assert (qkv.steps, qkv.slab, qkv.shared) == (4, 512, 40 * 4096 + 5 * 8 * 16 * 8 * 4)
-    fp8 = plan_for(32, 5120, 2048, 1, 132)
+    fp8 = plan_for(32, (5120, 2048), 1, 132)
     assert fp8 is not None and fp8 == LinearConstants(
         2048, UNITS=5, ROWS=16, WARPS=8, PART=1, SIZE=1
     )
     assert (fp8.steps, fp8.chunk, fp8.groups) == (2, 128, 16)
-    assert plan_for(2, 2048, 1280, 2, 132) == LinearConstants(
+    assert plan_for(2, (2048, 1280), 2, 132) == LinearConstants(
         1280, UNITS=2, ROWS=16, WARPS=4, PART=5
     )
 
@@ -60,11 +60,11 @@ def test_shares_of_lines() -> None:
 )  # fmt: skip
 def test_left_to_others(rows: int, outputs: int, inputs: int) -> None:
     """One row, rows that are too much to read for all, a router, matrices that do not fit."""
-    assert plan_for(rows, outputs, inputs, 2, 132) is None
+    assert plan_for(rows, (outputs, inputs), 2, 132) is None
 
 
 def test_no_numbers_of_four_bytes() -> None:
-    assert plan_for(8, 5120, 2048, 4, 132) is None
+    assert plan_for(8, (5120, 2048), 4, 132) is None
     assert hopper.choose(torch.ones(8, 2048), torch.ones(5120, 2048)) is None
 
 
