@@ -245,5 +245,5 @@ def prefetch_gate_up(expert, column, w, P: tl.constexpr, PREFETCH: tl.constexpr)
 @triton.jit
 def prefetch_down(expert, column, w, P: tl.constexpr, PREFETCH: tl.constexpr, ON: tl.constexpr):
     if ON and PREFETCH:
-        inner_N = tl.minimum(column * P.BN + tl.arange(0, P.BN), P.HIDDEN - 1)
-        _prefetch(w, expert * P.HIDDEN + inner_N, P.INNER, PREFETCH)
+        line_N = expert * P.HIDDEN + tl.minimum(column * P.BN + tl.arange(0, P.BN), P.HIDDEN - 1)
+        _prefetch(w, line_N, P.INNER, PREFETCH)
