@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moesaic.kernels import linear as twins
+from moesaic.kernels.experts import Rows
 from moesaic.kernels.linear import Fp8Matrix, quantise_groups
 from moesaic.kernels.triton import linear as kernels
 from moesaic.kernels.triton import linear_hopper as hopper
@@ -78,7 +79,7 @@ def test_rows_and_shapes(shape: tuple[int, int]) -> None:
         x = drawn(rows, shape[1] + 16)[:, : shape[1]]
         wanted = x.double() @ weight.double().T + bias.double()
         y = poisoned(rows, shape[0])
-        assert hopper.multiply(x, None, weight, None, bias, y, planned(x, weight)) is y
+        assert hopper.multiply(Rows(x), weight, None, bias, y, planned(x, weight)) is y
         assert relative_error(y, wanted) < ERROR[y.dtype], rows
 
 
@@ -94,7 +95,7 @@ def test_plans_and_types(change: dict[str, int]) -> None:
         x, weight = drawn(21, 1024, dtype=dtype), drawn(1061, 1024, dtype=dtype) / 8
         plan = replace(LinearConstants(1024, UNITS=2, ROWS=16, WARPS=8, PART=1), **change)
         y = poisoned(21, 1061, dtype=torch.float32)
-        hopper.multiply(x, None, weight, None, None, y, plan)
+        hopper.multiply(Rows(x), weight, None, None, y, plan)
         assert relative_error(y, x.double() @ weight.double().T) < ERROR[torch.float32]
 
 
@@ -115,8 +116,7 @@ def test_fp8(shape: tuple[int, int], block: int) -> None:
         wanted = twins.linear_fp8.twin(x, matrix, bias, torch.float32)
         plan = planned(x.values, matrix.values, block > 1)
         y = poisoned(rows, shape[0], dtype=torch.float32)
-        tensors = (x.values, x.scales, matrix.values, matrix.scales, bias, y)
-        hopper.multiply(*tensors, plan)
+        hopper.multiply(x, matrix.values, matrix.scales, bias, y, plan)
         assert relative_error(y, wanted) < 1e-4, rows
 
 
