@@ -1,5 +1,4 @@
-"""Writes docs/backends.md from the declarations: `python -m moesaic.moe.matrix_docs
-docs/backends.md`."""
+"""docs/backends.md from the declarations: `python -m moesaic.moe.matrix_docs docs/backends.md`."""
 
 from __future__ import annotations
 
@@ -25,23 +24,23 @@ from moesaic.moe.registry import (
 HEAD = """\
 # Backends
 
-`make docs` writes this page from the backends' declarations; a test compares the two.
+Written by `make docs` from what the backends declare; a test compares the two.
 
-A MoE layer consists of an a2a backend, which sends tokens to their experts and results back
-(`--moe-a2a-backend`, `--deepep-mode`), a runner backend, which computes the experts
-(`--moe-runner-backend`), a payload, the format of the sent rows (`--deepep-dispatch-output-dtype`),
-and the format of the weights, which the checkpoint decides. This page shows what can be combined.
+A MoE layer is put together from an a2a backend, which carries tokens to their experts and results
+back (`--moe-a2a-backend`, `--deepep-mode`), a runner backend, which computes the experts
+(`--moe-runner-backend`), a payload, in which rows travel (`--deepep-dispatch-output-dtype`), and
+the format of the weights, which the checkpoint decides. This page shows what goes with what.
 """
 
 AUTO = """\
 
 ## How `auto` is resolved
 
-`auto` is resolved once, at start; every choice is logged with its reason. The runner is the first
-that works and prefers the weights, else the first that works. The payload is the activation format
-of the weights, if both backends support it and the hidden size fits; else the type of the model. A
-backend with one mode uses it; `deepep` has two and uses normal in steps in which any rank prefills
-and low_latency in the others.
+Once, at start, and every choice is logged with its reason. The runner is the first that works and
+prefers the weights, else the first that works. The payload is what the weights are multiplied with,
+if both backends take it and the hidden size fits; else activations travel in the type of the model.
+The mode of a backend that has one is that one; `deepep` with both uses normal in steps in which any
+rank prefills and low_latency in the others.
 
 """
 
@@ -49,14 +48,14 @@ REFUSAL = """\
 
 ## What refusal looks like
 
-Unsupported combinations are refused at start, with the reason and the fewest flags to change. Each
-of these suggestions is itself accepted.
+A combination that cannot work is refused at start, with the reason and the fewest flags that must
+change. Each of these suggestions is itself accepted.
 
 """
 
 RUNNER_LAYOUTS = """\
-Layouts are those on CPU. CUDA has one for all formats: pairs of row and expert are sorted by expert
-on the device without moving rows, and the rows of a block are used in place.
+Layouts are those on CPU. On CUDA there is one for all formats: pairs of row and expert are sorted
+by expert on the device and stay where they are, and the rows of a block are used as they lie.
 
 """
 
@@ -80,6 +79,7 @@ REFUSED = (
 
 
 def markdown() -> str:
+    """The whole page."""
     load_builtin()
     parts = [HEAD, AUTO, *_code(_resolved()), REFUSAL, *_code(_refused())]
     parts += ["\n## A2a backends\n\n", *_a2a_table()]
@@ -103,7 +103,7 @@ def _code(lines: Iterator[str]) -> Iterator[str]:
 
 
 def flags(problem: MoeProblem) -> str:
-    """The command line of a problem, preceded by its weights."""
+    """A problem as it is asked for on the command line; weights in front."""
     default = MoeProblem()
     asked = [
         ("--device", problem.device, default.device),
@@ -145,7 +145,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _devices(backend: A2aBackend | RunnerBackend) -> str:
-    """The devices, each with its provider if that is not ours."""
+    """Where it runs, and by whose provider if not by ours."""
     found = []
     for device, make in backend.providers.items():
         name = provider_name(make)
@@ -154,7 +154,7 @@ def _devices(backend: A2aBackend | RunnerBackend) -> str:
 
 
 def _format_of(backend: A2aBackend, mode: str) -> str:
-    """The format, and those of devices that differ."""
+    """And what it is on devices that differ."""
     format = backend.formats[mode]
     others = (
         f"{device}: `{backend.formats_for(device)[mode]}`"
@@ -208,8 +208,7 @@ def _ticks(
 
 
 def _decode_problem(weights: str, **choices: str) -> MoeProblem:
-    """A problem with only decode steps, which all backends support, and activations that fit the
-    weights."""
+    """Steps of decode only, which all backends serve; activations that fit the weights."""
     dtype = weights if weights in UNQUANTIZED else "bf16"
     return MoeProblem(weights=WEIGHT_FORMATS[weights], dtype=dtype, phases=("decode",), **choices)  # type: ignore[arg-type]
 

@@ -1,10 +1,10 @@
-"""Long sequences in rounds ("ant-moving"), configured by the variables of DeepEP on Ascend:
+"""Long sequences in rounds ("ant-moving"), as the variables of DeepEP on Ascend ask for it.
 
 DEEPEP_NORMAL_LONG_SEQ_PER_ROUND_TOKENS  tokens of a rank in one round (8192)
 DEEPEP_NORMAL_LONG_SEQ_ROUND             rounds at most (1)
-DEEPEP_NORMAL_COMBINE_ENABLE_LONG_SEQ    1: results return in rounds, too (0)
-HCCL_BUFFSIZE                            limit of a rank's buffers in MiB; rounds shrink, and
-                                         become more, until they fit
+DEEPEP_NORMAL_COMBINE_ENABLE_LONG_SEQ    1: results come back in rounds too (0)
+HCCL_BUFFSIZE                            MiB that the buffers of a rank may take; rounds are made
+                                         smaller, and more, until they fit
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BUFFSIZE = "HCCL_BUFFSIZE"
 
 @dataclass(frozen=True, slots=True)
 class LongSequences:
-    """Values of the variables; None if unset."""
+    """The variables' values; None where one is not set."""
 
     per_round_tokens: int | None = None
     rounds: int | None = None
@@ -61,8 +61,8 @@ def _number(
 
 
 def formula_mib(tokens: int, hidden_size: int, top_k: int, in_rounds: bool) -> float:
-    """DeepEP's minimum of HCCL_BUFFSIZE on Ascend; `tokens`: of a round, or of the whole sequence
-    without rounds."""
+    """What DeepEP on Ascend asks HCCL_BUFFSIZE to be at least: `tokens` are those of a round, or
+    without rounds those of the whole sequence."""
     width = (3 if in_rounds else 2) * hidden_size
     return 2 * (102 + 4 + tokens * width * top_k / MIB) + PADDING_MIB
 
@@ -89,13 +89,13 @@ def rounds_from_environment(
 
 
 def _fit(config: DispatchConfig, rounds: Rounds, budget_mib: int) -> Rounds:
-    """Halves the tokens and doubles the rounds until a rank's buffers fit. Results must then return
-    in rounds, too: otherwise their buffer would not shrink."""
+    """Half the tokens and twice the rounds until a rank's buffers fit. Results must then come back
+    in rounds too: their buffer would not shrink otherwise."""
     fitted = rounds
     while buffer_bytes(config, fitted) > budget_mib * MIB:
         if fitted.tokens == 1:
             raise ValueError(
-                f"{BUFFSIZE} is {budget_mib}: rounds of one token take "
+                f"{BUFFSIZE} is {budget_mib}: rounds of one token already take "
                 f"{buffer_bytes(config, fitted) / MIB:.1f} MiB a rank: raise it"
             )
         tokens = -(-fitted.tokens // 2)
@@ -104,7 +104,7 @@ def _fit(config: DispatchConfig, rounds: Rounds, budget_mib: int) -> Rounds:
 
 
 def buffer_bytes(config: DispatchConfig, rounds: Rounds) -> int:
-    """Bytes of one rank that other ranks access; its receive buffer does not shrink with rounds."""
+    """One rank's bytes that other ranks access; its receive buffer does not shrink with rounds."""
     spec = replace(RowsDispatcher.buffer_spec(config, rounds), inbox_rows=0)
     return spec.nbytes(config.layout.size)
 
@@ -113,7 +113,7 @@ def buffer_bytes(config: DispatchConfig, rounds: Rounds) -> int:
 class Summary:
     text: str
     formula: float
-    """MiB by DeepEP's formula."""
+    """MiB that DeepEP's formula asks for."""
     short: bool
     """Whether HCCL_BUFFSIZE is less than that."""
 
@@ -121,7 +121,7 @@ class Summary:
 def summarise(
     config: DispatchConfig, environment: Mapping[str, str] | None = None
 ) -> Summary | None:
-    """None if no variable is set."""
+    """None where no variable is set."""
     environment = os.environ if environment is None else environment
     asked = LongSequences.read(environment)
     if asked == LongSequences():
@@ -138,6 +138,6 @@ def summarise(
     text = (
         f"normal mode: up to {rounds.most} rounds of {rounds.tokens} tokens a rank, results "
         f"{'in rounds' if rounds.combine else 'at once'}, {buffer_bytes(config, rounds) / MIB:.1f} "
-        f"MiB a rank that others access (DeepEP on Ascend requires {needed:.0f} MiB{given})"
+        f"MiB a rank that others reach (DeepEP on Ascend would ask for {needed:.0f} MiB{given})"
     )
     return Summary(text, needed, short)

@@ -1,1 +1,1 @@
-"""Number formats of payloads between ranks and of the experts' weights."""
+"""Quantised numbers: of what travels between ranks (payload) and of the experts' weights."""

@@ -1,4 +1,4 @@
-"""A codec defines which tensors ("planes") hold a matrix [N, K], and how to fill and read them.
+"""A codec: which tensors ("planes") hold a matrix [N, K], and how to fill and read them.
 
 N rows · K columns · any number of dimensions before them.
 """
@@ -20,8 +20,10 @@ WHOLE = 0
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One tensor of a format, with an entry for each block of (rows, cols) of the matrix. `cols`
-    WHOLE: one entry for all columns of a row."""
+    """One tensor of a format, with an entry per block of (rows, cols) of the matrix.
+
+    `cols` WHOLE: one entry for all columns of a row.
+    """
 
     name: str
     dtype: torch.dtype
@@ -41,21 +43,21 @@ class Codec(Protocol):
         """The first one holds the values."""
 
     def encode(self, w_NK: Tensor) -> tuple[Tensor, ...]:
-        """One tensor for each plane, in their order."""
+        """A tensor for every plane, in their order."""
 
     def decode(self, tensors: Sequence[Tensor], out: Tensor) -> Tensor:
-        """Writes to `out` [N, K], of any float type."""
+        """Into `out` [N, K], of any float type."""
 
     def error_bound(self, w_NK: Tensor) -> Tensor:
-        """float64 [N, K]: the largest change of each element by encoding and decoding in float32,
-        from the scales of `w_NK` and the spacing of the format's numbers; infinite in a block that
-        is not finite."""
+        """float64 [N, K]: the most by which an element may change when it is encoded and decoded in
+        float32, from the scales of `w_NK` and the spacing of the format's numbers; infinite in a
+        block that is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The numbers of a type: `mantissa` bits after the leading one, equally spaced below 2 **
-    min_exponent."""
+    """The numbers of a type: `mantissa` bits after the leading one, equally spaced below
+    2 ** min_exponent."""
 
     mantissa: int
     min_exponent: int
@@ -69,7 +71,7 @@ class Grid:
         return (halves + 1023 << 52).view(torch.float64)
 
     def error_bound(self, x: Tensor, scales: Tensor) -> Tensor:
-        """Half a step or the saturated part, plus the rounding of float32 in scaling both ways."""
+        """Half a step or what is cut off; and what float32 loses in scaling both ways."""
         size, scales = x.double().abs(), scales.double()
         scaled = size / scales
         off = torch.maximum(self.half_step(scaled), scaled - self.largest) * scales
@@ -84,13 +86,13 @@ WHOLE_NUMBERS = Grid(mantissa=8, min_exponent=8, largest=numerics.INT8_MAX)
 
 @cache
 def _values(dtype: torch.dtype) -> tuple[Plane, ...]:
-    """Cached, as every step of every layer needs it."""
+    """Asked for by every step of every layer."""
     return (Plane("values", dtype),)
 
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """Unquantised numbers in a float type. Values beyond its range become infinite."""
+    """The numbers themselves, in a float type. What is too large for it becomes infinite."""
 
     dtype: torch.dtype
 
@@ -115,8 +117,8 @@ class Plain:
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """e4m3 with a float32 scale for each block; `cols` WHOLE: for each row; `per_tensor`: one for
-    all rows, repeated in every row so that rows can be cut."""
+    """e4m3 with a float32 scale per block; `cols` WHOLE: per row; `per_tensor`: one for all rows,
+    repeated in every row so that rows can be cut."""
 
     rows: int = 1
     cols: int = WHOLE
@@ -196,8 +198,8 @@ class Int4:
 
 @dataclass(frozen=True, slots=True)
 class Nvfp4:
-    """e2m1 with an e4m3 scale for each 16 columns and a global one: a constant that both sides
-    know, or (None) one for each matrix, in a third plane."""
+    """e2m1 with an e4m3 scale per 16 columns and a global one: a constant that both sides know, or
+    (None) that of each matrix, in a third plane."""
 
     global_scale: float | None = None
 

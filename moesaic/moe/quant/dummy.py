@@ -1,4 +1,4 @@
-"""Random matrices in a weight format, for measurements, without encoding.
+"""Random matrices straight in a weight format, for measurements: nothing is encoded.
 
 N rows · K columns.
 """
@@ -15,10 +15,10 @@ from moesaic.moe.quant import numerics
 from moesaic.moe.quant.codecs import Codec, Fp8, Int4, Int8, Mxfp4, Nvfp4, Plain
 from moesaic.moe.quant.weights import WeightFormat
 
-# Standard deviations of stored numbers before scaling: well inside the range of their type.
+# How far stored numbers spread before their scale: well inside the range of their type.
 FP8_SPREAD = 64.0
 INT8_SPREAD = 32.0
-# All sixteen codes are equally likely.
+# Of all sixteen codes alike.
 INT4_SPREAD = math.sqrt(sum((q - numerics.INT4_ZERO) ** 2 for q in range(16)) / 16)
 FP4_SPREAD = math.sqrt(sum(x * x for x in numerics.FP4_GRID) / len(numerics.FP4_GRID))
 E8M0_BIAS = 127
@@ -27,8 +27,8 @@ Planes = Mapping[str, Tensor]
 
 
 def fill_planes(format: WeightFormat, planes: Planes, spread: float, noise: Generator) -> None:
-    """Fills in numbers around zero with standard deviation `spread`, approximately if scales are
-    powers of two."""
+    """Numbers around zero whose standard deviation is `spread`, nearly so for powers of two as
+    scales."""
     FILLS[type(format.codec)](planes, spread, noise)
 
 

@@ -1,9 +1,10 @@
-"""Number formats: encodes float tensors to values with scales, and decodes them.
+"""Number formats: from float tensors to values with scales, and back.
 
-N rows · K columns · any number of dimensions before them. Encoders compute in float32. Decoders
-compute in float32, round once to the type of `out` (default float32), and accept views as `out`. A
-block of zeros has scale 1. A block with a NaN or an infinity has scale NaN: it decodes to NaN, and
-its neighbours are unaffected. Two columns share a byte, the even one in the low half.
+N rows · K columns · any number of dimensions before them.
+Encoders compute in float32. Decoders compute in float32, round once to the type of `out` (float32
+where there is none) and may be given a part of a larger tensor. A block of zeros has scale 1. A
+block that holds a NaN or an infinity has scale NaN: all of it decodes to NaN, its neighbours do not
+notice. Pairs share a byte with the even column in the low half.
 """
 
 from __future__ import annotations
@@ -25,22 +26,20 @@ from moesaic.kernels.payloads import encode_nvfp4 as encode_nvfp4
 from moesaic.kernels.payloads import in_groups, pack_pairs
 from moesaic.kernels.payloads import mxfp4_scales as mxfp4_scales
 from moesaic.kernels.quantise import FP8_MAX as FP8_MAX
-from moesaic.kernels.quantise import INT8_MAX as INT8_MAX
 from moesaic.kernels.quantise import TINY as TINY
 from moesaic.kernels.quantise import absmax_scales as absmax_scales
-from moesaic.kernels.quantise import quantise_rows
 
 FP8 = torch.float8_e4m3fn
+INT8_MAX = 127.0
 INT4_MAX = 15.0
 INT4_ZERO = 8
 
 
 def encode_fp8(w_NK: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
-    """e4m3 values [N, K] and one float32 scale for each block of (rows, cols); the last blocks may
-    be smaller.
+    """e4m3 values [N, K] and one float32 scale per block of (rows, cols).
 
-    Example with blocks of (1, 2): [[448, 1, -4]] -> values [[448, 1, -448]] (bytes 7E 38 FE),
-    scales [[1, 4 / 448]].
+    The last blocks may be smaller. Example with blocks of (1, 2): [[448, 1, -4]] -> values
+    [[448, 1, -448]] (bytes 7E 38 FE), scales [[1, 4 / 448]].
     """
     size_N, size_K = w_NK.shape[-2:]
     padding = (0, -size_K % cols, 0, -size_N % rows)
@@ -68,8 +67,11 @@ def decode_fp8(
 
 
 def encode_int8(w_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 values [N, K] in -127..127 and one float32 scale for each row [N, 1]."""
-    return quantise_rows.twin(w_NK, "int8")
+    """int8 values [N, K] in -127..127 and one float32 scale per row [N, 1]."""
+    w_NK = w_NK.float()
+    scales = absmax_scales(w_NK.abs().amax(-1, keepdim=True), INT8_MAX)
+    scaled = (w_NK / scales).round_().clamp_(-INT8_MAX, INT8_MAX)
+    return scaled.nan_to_num_(0).to(torch.int8), scales
 
 
 def decode_int8(values: Tensor, scales: Tensor, out: Tensor | None = None) -> Tensor:
@@ -79,9 +81,9 @@ def decode_int8(values: Tensor, scales: Tensor, out: Tensor | None = None) -> Te
 def encode_int4(w_NK: Tensor, group: int, symmetric: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """Bytes [N, K / 2], float32 scales and uint8 zeros [N, K / group]: w = (q - zero) * scale.
 
-    Symmetric groups have zero 8 and use q in 1..15; others map the range from the smallest to the
-    largest value (including zero, which is always exact) to q in 0..15. Example with groups of 4:
-    [[-7, 7, 1, 0]] -> q [1, 15, 9, 8], bytes F1 89, scale 1, zero 8.
+    Symmetric groups have zero 8 and use q in 1..15; the others stretch from the smallest to the
+    largest value (or to zero, which is always exact) over q in 0..15.
+    Example with groups of 4: [[-7, 7, 1, 0]] -> q [1, 15, 9, 8], bytes F1 89, scale 1, zero 8.
     """
     grouped = in_groups(w_NK.float(), group)
     if symmetric:
@@ -99,7 +101,7 @@ def encode_int4(w_NK: Tensor, group: int, symmetric: bool = True) -> tuple[Tenso
 def decode_int4(packed: Tensor, scales: Tensor, zeros: Tensor, out: Tensor | None = None) -> Tensor:
     nibbles = unpack(packed)
     group = nibbles.shape[-1] // scales.shape[-1]
-    # Subtracts bytes: a quarter of the traffic of floats.
+    # Differences are taken as bytes, a quarter of the traffic of floats.
     offsets = in_groups(nibbles.view(torch.int8), group).sub_(zeros.view(torch.int8).unsqueeze(-1))
 
     def fill(work: Tensor) -> None:
@@ -120,7 +122,7 @@ def decode_nvfp4(
 
 
 def nvfp4_scales(scales: Tensor, global_scale: Tensor | float) -> Tensor:
-    """The product of both scales in float32, rounded."""
+    """What fp4 numbers are multiplied with, in float32: both scales in one, rounded."""
     floats = torch.empty(scales.shape, dtype=torch.float32, device=scales.device)
     return _fp8_to_float(scales, floats).mul_(global_scale)
 
@@ -130,13 +132,13 @@ def decode_mxfp4(packed: Tensor, scales: Tensor, out: Tensor | None = None) -> T
 
 
 def spread(scales: Tensor, rows: int, cols: int, size_N: int, size_K: int) -> Tensor:
-    """Repeats one scale for each block of (rows, cols) to one for each element [N, K]."""
+    """One scale per block of (rows, cols) -> one per element [N, K]."""
     by_row = scales.repeat_interleave(rows, -2)[..., :size_N, :]
     return by_row.repeat_interleave(cols, -1)[..., :size_K]
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """Bytes [N, K / 2] -> nibbles [N, K] as uint8, through 16-bit words that hold both."""
+    """Bytes [N, K / 2] -> nibbles [N, K] as uint8, through 16 bits that hold both."""
     pairs = packed.contiguous().to(torch.int16)
     pairs.bitwise_or_(pairs * 16).bitwise_and_(0x0F0F)
     return pairs.view(torch.uint8)
@@ -150,7 +152,7 @@ def _blocks(w_NK: Tensor, rows: int, cols: int) -> Tensor:
 def _decoded(
     shape: torch.Size, device: torch.device, out: Tensor | None, fill: Callable[[Tensor], object]
 ) -> Tensor:
-    """Passes a contiguous float32 tensor to `fill`: `out` itself if it is one."""
+    """`fill` gets a contiguous float32 tensor: `out` itself where it is one."""
     assert out is None or out.shape == shape, f"out is {tuple(out.shape)}, not {tuple(shape)}"
     if out is not None and out.dtype == torch.float32 and out.is_contiguous():
         fill(out)
@@ -171,13 +173,15 @@ def _decode_scaled_fp4(packed: Tensor, scales: Tensor, out: Tensor | None) -> Te
 
 
 def _to_fp8(x: Tensor) -> Tensor:
-    """Clamps first: torch's result beyond 448 depends on its version and device."""
+    """Clamped first: what torch does beyond 448 depends on its version and device."""
     return x.clamp_(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 def _fp8_to_float(values: Tensor, out: Tensor) -> Tensor:
-    """`out` is contiguous float32. On CPU torch converts float8 element by element, five times
-    slower than looking up two at once."""
+    """`out` is contiguous float32.
+
+    On CPU torch converts float8 element by element, five times slower than looking up two at once.
+    """
     if not values.is_cpu:
         return out.copy_(values)
     flat = values.contiguous().flatten()

@@ -1,6 +1,6 @@
-"""Rows of hidden states in the formats in which they are sent between ranks.
+"""Rows of hidden states as they travel between ranks, in one of several formats.
 
-T rows (tokens) · H hidden. [T] may be [e, M] everywhere: M rows of each of e experts.
+T rows (tokens) · H hidden. Everywhere [T] may be [e, M]: M rows of each of e experts.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from moesaic.moe.quant.codecs import WHOLE, Codec, Fp8, Int8, Mxfp4, Nvfp4, Plai
 
 @dataclass(frozen=True, slots=True)
 class PayloadFormat:
-    """The format of a row of H channels. A global scale (nvfp4 only) is a constant of the layer
-    that all ranks know; it is not sent."""
+    """How a row of H channels is written.
+
+    A global scale (nvfp4 only) is a constant of the layer that all ranks know; it does not travel.
+    """
 
     name: str
     codec: Codec
@@ -37,17 +39,17 @@ class PayloadFormat:
         return isinstance(self.codec, Nvfp4)
 
     def group(self, hidden: int) -> int:
-        """Channels of a scale; 0 without scales."""
+        """Channels per scale; 0 where there are none."""
         if self.scales is None:
             return 0
         return hidden if self.scales.cols == WHOLE else self.scales.cols
 
     def value_width(self, hidden: int) -> int:
-        """Elements of the stored tensor for each row."""
+        """Elements of the stored tensor per row."""
         return self.values.width(hidden)
 
     def row_bytes(self, hidden: int) -> int:
-        """Bytes of values and scales."""
+        """The bytes of values and scales."""
         return sum(plane.width(hidden) * plane.dtype.itemsize for plane in self.codec.planes)
 
     def check(self, hidden: int) -> None:
@@ -58,15 +60,15 @@ class PayloadFormat:
             )
 
     def encode(self, x_TH: Tensor, global_scale: float = 1.0) -> Payload:
-        """A group of channels with a NaN or an infinity decodes to NaN; other groups are
-        unaffected. Unquantised formats keep NaN and infinities in place."""
+        """A row with a NaN or an infinity: that group of channels decodes to NaN, other rows stay
+        as they are. Unquantised formats keep NaN and infinities where they stand."""
         self.check(x_TH.shape[-1])
         values, *scales = self.at(global_scale).encode(x_TH)
         return Payload(values, scales[0] if scales else None, self, global_scale)
 
     def error_bound(self, x_TH: Tensor, global_scale: float = 1.0) -> Tensor:
-        """float64, in the shape of x: the largest change of each element by encoding and decoding
-        in float32; infinite if the result is not finite."""
+        """float64, in the shape of x: the most by which encoding and decoding in float32 may change
+        each element. Infinite where the outcome is not finite."""
         self.check(x_TH.shape[-1])
         return self.at(global_scale).error_bound(x_TH)
 
@@ -137,20 +139,20 @@ class Payload:
         return prod(self.shape[:-1]) * self.format.row_bytes(self.hidden_size)
 
     def dense(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """[T, H] in `dtype`; the stored values themselves if they have that type."""
+        """[T, H] in `dtype`; where that is how the values are stored, the values themselves."""
         if out is None:
             if self.values.dtype == dtype and self.scales is None:
                 return self.values
             out = torch.empty(self.shape, dtype=dtype, device=self.values.device)
         if out.dtype != dtype or out.shape != self.shape:
             raise ValueError(
-                f"out is {out.dtype} {list(out.shape)}, but must be {dtype} {list(self.shape)}"
+                f"out is {out.dtype} {list(out.shape)}, but {dtype} {list(self.shape)} is wanted"
             )
         tensors = [self.values] if self.scales is None else [self.values, self.scales]
         return self.format.at(self.global_scale).decode(tensors, out)
 
     def select(self, index: Tensor) -> Payload:
-        """Selects entries of the first dimension."""
+        """Entries of the first dimension."""
         scales = None if self.scales is None else _select(self.scales, index)
         return replace(self, values=_select(self.values, index), scales=scales)
 
@@ -170,7 +172,7 @@ def _check_tensor(
 
 
 def _select(tensor: Tensor, index: Tensor) -> Tensor:
-    """Indexes eight-bit types as bytes: not every device can index float8."""
+    """Eight-bit types travel as bytes: not every device can index float8."""
     if tensor.dtype.itemsize > 1:
         return tensor.index_select(0, index)
     return tensor.view(torch.uint8).index_select(0, index).view(tensor.dtype)

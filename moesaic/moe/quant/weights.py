@@ -35,12 +35,12 @@ class WeightFormat:
 
     @property
     def group_size(self) -> int:
-        """Columns of a scale; 0: no scales, or one for a whole row."""
+        """Columns per scale; 0: there are no scales, or one for a whole row."""
         return next((plane.cols for plane in self.codec.planes if plane.name == "scales"), 0)
 
     @property
     def block(self) -> tuple[int, int]:
-        """Rows and columns of the smallest block that a cut may separate."""
+        """The smallest rows and columns that a cut may separate."""
         planes = self.codec.planes
         return max(plane.rows for plane in planes), max(plane.cols for plane in planes)
 
@@ -58,8 +58,8 @@ class WeightFormat:
             )
 
     def check_cut(self, size: int) -> None:
-        """Checks that the inner dimension, rows of one matrix and columns of the next, can be cut
-        into shards of `size`."""
+        """Whether the inner dimension, rows of one matrix and columns of the next, can be cut into
+        shards of `size`."""
         multiple = lcm(*self.block)
         if size % multiple:
             raise ValueError(
@@ -73,12 +73,12 @@ class WeightFormat:
         return dict(zip(names, self.codec.encode(w_NK), strict=True))
 
     def decode(self, planes: Mapping[str, Tensor], out: Tensor) -> Tensor:
-        """Writes to `out` [N, K] of any float type, rounded once from float32."""
+        """Into `out` [N, K] of any float type, rounded once from float32."""
         return self.codec.decode([planes[plane.name] for plane in self.codec.planes], out)
 
     def error_bound(self, w_NK: Tensor) -> Tensor:
-        """float64 [N, K]: the largest change of each element by encoding and decoding in
-        float32."""
+        """float64 [N, K]: the most by which encoding and decoding in float32 may change each
+        element."""
         self.check(*w_NK.shape[-2:])
         return self.codec.error_bound(w_NK)
 
@@ -121,7 +121,7 @@ def _view(tensor: Tensor, plane: Plane, cut_N: range, cut_K: range) -> Tensor:
 
 
 def int4_format(group: int, symmetric: bool = True) -> WeightFormat:
-    """Four-bit weights with another group size than 128, or asymmetric ones."""
+    """Four-bit weights with another group size than the usual 128, or encoded asymmetrically."""
     if group < 2 or group % 2:
         raise ValueError(f"int4 group size {group} must be a multiple of 2")
     return WeightFormat("int4_w4a16", Int4(group, symmetric))
@@ -148,9 +148,9 @@ WEIGHT_FORMATS = {
 class ExpertMatrix:
     """One projection of all local experts: [E, parts * N, K].
 
-    Gate and up are two parts: blocks do not cross them. Planes are [E, parts, *shape of one part's
-    plane] and uninitialised until `part` is filled. Unquantised weights are stored in the compute
-    type.
+    Gate and up are two parts: the blocks of each start anew. Planes are [E, parts, *shape of one
+    part's plane] and uninitialised until `part` is filled. Unquantised weights are stored in the
+    compute type.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class ExpertMatrix:
             for name, (shape, stored) in format.planes(rows, cols).items()
         }
         self.plain = None if format.quantised else self.planes["values"].flatten(1, 2)
-        """[E, parts * N, K] if the weights need no decoding."""
+        """[E, parts * N, K] where nothing needs decoding."""
 
     @property
     def nbytes(self) -> int:
@@ -182,8 +182,7 @@ class ExpertMatrix:
         return {name: plane[expert, part] for name, plane in self.planes.items()}
 
     def dense(self, expert: int, out: Tensor | None = None) -> Tensor:
-        """[parts * N, K] of one expert in the compute type; a view if unquantised and without
-        `out`."""
+        """[parts * N, K] of one expert in the compute type; unquantised without `out`, a view."""
         if out is None and self.plain is not None:
             return self.plain[expert]
         if out is None:

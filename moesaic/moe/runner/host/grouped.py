@@ -1,9 +1,9 @@
 """The experts' feed-forward networks as grouped matrix products on CPU.
 
 e local slots · H hidden · I intermediate · J = 2 * I · C rows of a slot · Y rows of all slots.
-Weights are the left operand and activations are transposed ([H, C]): in that order oneDNN reads the
-weights without repacking them. Batched products need activations that are contiguous in that order:
-otherwise they read the weights up to three times as slowly.
+Weights stand on the left of the products and activations are transposed ([H, C]): in that order
+oneDNN reads the weights without repacking them. Batched products need the activations contiguous in
+that order: otherwise they read the weights up to three times as slowly.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class SlotGroup:
-    """Neighbouring slots with `rows` rows each, the first at row `start`, the next `stride` rows
-    later."""
+    """Neighbouring slots with `rows` rows each, the first at row `start`, the next `stride` on."""
 
     slots: range
     start: int
@@ -49,16 +48,16 @@ class SlotGroup:
 
 
 def round_up(rows: int) -> int:
-    """Rounds up to a power of two, or above SMALL_ROWS to a multiple of it: oneDNN compiles a
-    kernel for every new shape, which takes longer than the product itself. A product with one row
-    takes longer than one with two."""
+    """To a power of two, or from SMALL_ROWS on to a multiple of it: oneDNN compiles a kernel for
+    every new shape, which takes longer than the product itself. A product with one row takes
+    longer than one with two."""
     if rows > SMALL_ROWS:
         return -(-rows // SMALL_ROWS) * SMALL_ROWS
     return max(2, 1 << (rows - 1).bit_length()) if rows else 0
 
 
 def runs(slots: list[int]) -> list[range]:
-    """Groups neighbours in powers of two: [1, 2, 3, 7, 8] -> [1..2, 3..3, 7..8]."""
+    """Neighbours together, in powers of two: [1, 2, 3, 7, 8] -> [1..2, 3..3, 7..8]."""
     found: list[range] = []
     start = 0
     for stop in range(1, len(slots) + 1):
@@ -72,8 +71,7 @@ def runs(slots: list[int]) -> list[range]:
 
 
 def in_pieces(groups: Iterable[SlotGroup]) -> Iterator[SlotGroup]:
-    """Cuts groups into pieces of exactly SMALL_ROWS, whose bits do not depend on the number of
-    rows."""
+    """The same rows as groups of exactly SMALL_ROWS, whose bits do not depend on their number."""
     for group in groups:
         assert group.rows % SMALL_ROWS == 0
         if group.rows == SMALL_ROWS:
@@ -84,8 +82,8 @@ def in_pieces(groups: Iterable[SlotGroup]) -> Iterator[SlotGroup]:
 
 
 def invariant(weight_OI: Tensor, x_IC: Tensor) -> Tensor:
-    """A product whose bits depend neither on the number of threads nor on the other rows. Without
-    the compiled kernel this holds for one number of threads and pieces of equal size."""
+    """A product whose bits depend neither on the number of threads nor on the rows beside; without
+    the compiled kernel, for one number of threads and pieces of equal size."""
     if kernel.fits(weight_OI):
         return kernel.run(x_IC.t(), weight_OI).t()
     return widened.mm(weight_OI, x_IC)
@@ -94,7 +92,9 @@ def invariant(weight_OI: Tensor, x_IC: Tensor) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class GroupedMLP:
     """y = down(activation(gate(x), up(x))) of each group's rows, by the weights of its slots.
-    `quantized`: the rows are already rounded to the weights' activation format."""
+
+    `quantized`: the rows are already on the grid of the weights' activation format.
+    """
 
     config: MoeRunnerConfig
     weights: ExpertWeights
@@ -116,14 +116,14 @@ class GroupedMLP:
                 y_YH[start : start + group.rows].copy_(y_HC.t())
 
     def _on_grid(self, x_CH: Tensor, scale: float) -> Tensor:
-        """Rounds rows to the format that the weights are multiplied with."""
+        """Rows rounded to what the weights are multiplied with."""
         activation = self.weights.w13_eJH.format.activation
         if activation is None:
             return x_CH
         return PAYLOAD_FORMATS[activation].encode(x_CH, scale).dense(x_CH.dtype)
 
     def _mlp(self, product: Product, which: int | slice, x: Tensor) -> Tensor:
-        """Computes one slot ([H, C] -> [H, C]) or several neighbours ([e, H, C] -> [e, H, C])."""
+        """One slot ([H, C] -> [H, C]) or several neighbours ([e, H, C] -> [e, H, C])."""
         weights = self.weights
         gate_up = product(self._matrix(weights.w13_eJH, which), x)
         if weights.b13_eJ is not None:
