@@ -21,7 +21,7 @@ from torch import Tensor
 from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.windows.factory import create_device_window
 from moesaic.core.step import Step
-from moesaic.kernels.timing_ranks import MEETINGS, Length, Link, TimedRank, Together
+from moesaic.kernels.timing_ranks import NUM_CHANNELS, NumberedCall, RankTimer, RunLength, TimedRank
 from moesaic.moe.backends import load_backends
 from moesaic.moe.dispatch.base import CommContext, DispatchConfig
 from moesaic.moe.dispatch.device.rows import DeviceRowsDispatcher
@@ -67,14 +67,14 @@ def work(group: RankGroup, job: Job, place: TimedRank) -> list[Found]:
     with torch.inference_mode():
         with torch.device(device):  # not around what is measured: every call would cost more
             made = dispatcher_of(group, job)
-        window = create_device_window(group, [], TIMEOUT, MEETINGS, device)
-        calls = tuple(window.call(n, "start together") for n in range(MEETINGS))
-        together = Together(calls, lambda: group.barrier("benchmark"))
+        window = create_device_window(group, [], TIMEOUT, NUM_CHANNELS, device)
+        calls = tuple(window.call(n, "start together") for n in range(NUM_CHANNELS))
+        timer = RankTimer(calls, lambda: group.barrier("benchmark"))
         # As in an engine's rank: what is there by now is not looked through for garbage.
         gc.collect()
         gc.freeze()
         try:
-            found = [measure(made, job, tokens, together) for tokens in job.tokens]
+            found = [measure(made, job, tokens, timer) for tokens in job.tokens]
             window.check()
         finally:
             gc.unfreeze()
@@ -126,7 +126,7 @@ class Rows:
 
     dispatcher: DeviceRowsDispatcher
     sets: list[tuple[Tensor, TopKOutput]]
-    together: Together
+    timer: RankTimer
     step: Step
     given: list[RowsCombineInput] = field(default_factory=list)
 
@@ -149,12 +149,12 @@ class Rows:
     def dispatch(self, number: int) -> None:
         self._dispatch(number)
         self.dispatcher.exchange.release(0)
-        self.together.meet(number)
+        self.timer.synchronise(number)
 
     def combine(self, number: int) -> None:
         self.dispatcher.exchange.acquire(0, "benchmark")
         self.dispatcher.combine(self.given[number % len(self.given)])
-        self.together.meet(number)
+        self.timer.synchronise(number)
 
     def _dispatch(self, number: int) -> StandardDispatchOutput:
         x_TH, topk = self.sets[number % len(self.sets)]
@@ -203,13 +203,13 @@ def bytes_of(dispatcher: DeviceRowsDispatcher, topk: TopKOutput) -> dict[str, in
     }
 
 
-def measure(dispatcher: DeviceRowsDispatcher, job: Job, tokens: int, together: Together) -> Found:
+def measure(dispatcher: DeviceRowsDispatcher, job: Job, tokens: int, timer: RankTimer) -> Found:
     few = tokens <= FEW_TOKENS
     rank, size = dispatcher.layout.rank, dispatcher.layout.size
     seeds = range(rank, (4 if few else 2) * size, size)
-    device = together.device
+    device = timer.device
     sets = [route(job, tokens, seed, device) for seed in seeds]
-    rows = Rows(dispatcher, sets, together, Step(rows=tokens))
+    rows = Rows(dispatcher, sets, timer, Step(rows=tokens))
     error = rows.check()
     if not error <= MOST_ERROR:
         raise AssertionError(
@@ -217,24 +217,24 @@ def measure(dispatcher: DeviceRowsDispatcher, job: Job, tokens: int, together: T
             f"plain computation gives, which is more than {MOST_ERROR:.0%}"
         )
     found = Found(tokens, error, bytes_of(dispatcher, rows.sets[0][1]))
-    if together.on_gpu:
-        length = Length(32, 4, job.rounds) if few else Length(4, 3, job.rounds)
+    if timer.on_gpu:
+        length = RunLength(32, 4, job.rounds) if few else RunLength(4, 3, job.rounds)
     else:
-        length = Length(2, 1, job.rounds)
-    links: dict[str, Link] = {"pair": rows.pair, "dispatch": rows.dispatch}
-    links |= {"combine": rows.combine, "meet": together.meet}
+        length = RunLength(2, 1, job.rounds)
+    links: dict[str, NumberedCall] = {"pair": rows.pair, "dispatch": rows.dispatch}
+    links |= {"combine": rows.combine, "meet": timer.synchronise}
     for (name, link), graph in ((one, graph) for one in links.items() for graph in job.graphs):
         link(0), link(1)  # compiles
-        found.us[name, graph] = together.microseconds(link, length, graph)
+        found.us[name, graph] = timer.microseconds(link, length, graph)
         dispatcher.exchange.check()
     for name, nbytes in found.nbytes.items():
         copy = copier(nbytes, len(rows.sets), device)
         copy(0)
-        found.us[f"{name} copy", False] = together.microseconds(copy, length, together.on_gpu)
+        found.us[f"{name} copy", False] = timer.microseconds(copy, length, timer.on_gpu)
     return found
 
 
-def copier(nbytes: int, sets: int, device: torch.device) -> Link:
+def copier(nbytes: int, sets: int, device: torch.device) -> NumberedCall:
     """So many bytes, half of them read and half written; by a kernel, since a graph gives `copy_`
     to the copy engine, which is slower."""
     words = max(1, nbytes // 8)

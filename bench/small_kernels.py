@@ -23,11 +23,19 @@ from bench import gpu
 from bench.common import print_table
 from moesaic.kernels.norm import add_rms_norm
 from moesaic.kernels.quantise import quantise_rows, silu_mul
-from moesaic.kernels.routing import MAX_ROWS, RouterWeights, TopKConfig, route, route_rows
+from moesaic.kernels.routing import (
+    MAX_ROWS,
+    RouterWeights,
+    TopKConfig,
+    TopKInputs,
+    route,
+    route_rows,
+)
 from moesaic.kernels.sampling import RowSampling, SampleParams, greedy_rows, sample_rows
 
 HIDDEN, INNER, EXPERTS, VOCAB = 2048, 768, 128, 151_936
 SPEC = TopKConfig(8, renormalize=True)
+GIVEN = TopKInputs(SPEC)
 Work = Callable[[], object]
 
 
@@ -83,7 +91,7 @@ def step_cases(rows: int) -> Iterator[Case]:
         plain_norm,
         norm_bytes,
     )
-    yield Case("route", rows, lambda: route(logits, SPEC), plain_route, rows * EXPERTS * 2 + pairs)
+    yield Case("route", rows, lambda: route(logits, GIVEN), plain_route, rows * EXPERTS * 2 + pairs)
     yield Case(
         "quantise_rows fp8", rows, lambda: quantise_rows(x, "fp8"), plain_quantise, 3 * row_bytes
     )
@@ -98,8 +106,8 @@ def router_case(rows: int) -> Case:
     return Case(
         "route_rows",
         rows,
-        lambda: route_rows(x, router, SPEC),
-        lambda: route(F.linear(x, weight), SPEC),
+        lambda: route_rows(x, router, GIVEN),
+        lambda: route(F.linear(x, weight), GIVEN),
         EXPERTS * HIDDEN * 2,
     )
 

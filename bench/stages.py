@@ -39,7 +39,7 @@ KERNELS: Final = {
     "experts": (
         *("_gate_up_kernel", "_down_kernel", "_gate_up_down_kernel", "_gate_up_remote_kernel"),
         *("_down_row_kernel", "gate_up_kernel", "down_kernel", "experts_kernel"),
-        *("_sum_pairs", "weigh_kernel", "_zero_nobodies_kernel", "_silu_mul_kernel"),
+        *("_sum_pairs", "weigh_kernel", "_zero_missing_kernel", "_silu_mul_kernel"),
     ),
     "combine": ("collect_kernel",),
     "wait": ("_wait_kernel", "_signal_kernel"),

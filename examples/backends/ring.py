@@ -120,7 +120,7 @@ class GlooDispatcher(BaseDispatcher):
 
 
 class RingDispatcher(GlooDispatcher):
-    """P rounds: in round d each rank sends to the rank d places further on, so no rank receives from
+    """P rounds: in round d each rank sends to the rank d places further on. No rank receives from
     two at once."""
 
     name = "ring"

@@ -165,8 +165,8 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def balance(self, rate: float, slack: float) -> None:
-        """Balances without an auxiliary loss: lowers the bias of experts above `slack` times the mean
-        load, raises it for those below the mean over `slack`; skew between is natural."""
+        """Balances without an auxiliary loss: lowers the bias of experts above `slack` times the
+        mean load, raises it for those below the mean over `slack`; skew between is natural."""
         share = self.load / self.load.mean()
         self.bias += rate * ((share < 1 / slack).float() - (share > slack).float())
         self.load.zero_()

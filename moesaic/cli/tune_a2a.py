@@ -28,8 +28,8 @@ from moesaic.config.resolve import MAX_RANKS_PER_NODE
 from moesaic.core.step import Step
 from moesaic.kernels import a2a_tuned, tuning
 from moesaic.kernels.a2a_plan import GpuModel, LaunchPlan
-from moesaic.kernels.a2a_tuned import Kernel, trying
-from moesaic.kernels.timing_ranks import MEETINGS, Length, TimedRank, Together
+from moesaic.kernels.a2a_tuned import Kernel, override_plan
+from moesaic.kernels.timing_ranks import NUM_CHANNELS, RankTimer, RunLength, TimedRank
 from moesaic.moe.backends import load_backends
 from moesaic.moe.dispatch.base import CommContext, DispatchConfig
 from moesaic.moe.dispatch.device.rows import DeviceRowsDispatcher
@@ -42,8 +42,8 @@ SHAPES = ((128, 8, 2048), (256, 8, 7168))
 SECONDS = 300.0
 PEER_SECONDS = 30.0
 FEW_TOKENS = 256
-FEW, MANY = Length(16, 3, 5), Length(4, 2, 5)
-TWINS = Length(2, 1, 1)
+FEW, MANY = RunLength(16, 3, 5), RunLength(4, 2, 5)
+TWINS = RunLength(2, 1, 1)
 """Without a GPU."""
 MODES = {"collect_rows": "normal", "collect_pairs": "low_latency"}
 
@@ -153,19 +153,19 @@ def measure(
     with torch.inference_mode():
         with torch.device(device):
             dispatcher = make_dispatcher(group, case)
-        window = create_device_window(group, [], PEER_SECONDS, MEETINGS, device)
-        calls = tuple(window.call(number, "tune") for number in range(MEETINGS))
-        together = Together(calls, lambda: group.barrier("tune"))
-        timed = TimedCalls(dispatcher, together, *route(case, group.rank, device))
+        window = create_device_window(group, [], PEER_SECONDS, NUM_CHANNELS, device)
+        calls = tuple(window.call(number, "tune") for number in range(NUM_CHANNELS))
+        timer = RankTimer(calls, lambda: group.barrier("tune"))
+        timed = TimedCalls(dispatcher, timer, *route(case, group.rank, device))
         call = timed.dispatch if case.kernel.sends else timed.combine
         few = case.tokens <= FEW_TOKENS
-        length = (FEW if few else MANY) if together.on_gpu else TWINS
+        length = (FEW if few else MANY) if timer.on_gpu else TWINS
         found = []
         try:
             for plan in plans:
-                with trying(case.kernel, plan):
+                with override_plan(case.kernel, plan):
                     call(0), call(1)  # compiles
-                    found.append(together.microseconds(call, length, together.on_gpu))
+                    found.append(timer.microseconds(call, length, timer.on_gpu))
                 dispatcher.exchange.check()
                 window.check()
         finally:
@@ -180,9 +180,9 @@ class TimedCalls:
     """Dispatches and combines to measure; the results are arbitrary data."""
 
     def __init__(
-        self, dispatcher: DeviceRowsDispatcher, together: Together, x_TH: Tensor, topk: TopKOutput
+        self, dispatcher: DeviceRowsDispatcher, timer: RankTimer, x_TH: Tensor, topk: TopKOutput
     ) -> None:
-        self._dispatcher, self._together = dispatcher, together
+        self._dispatcher, self._timer = dispatcher, timer
         self._x_TH, self._topk = x_TH, topk
         out = self._dispatched()
         y_RH = out.y_OH if out.y_NH is None else out.y_NH
@@ -190,17 +190,17 @@ class TimedCalls:
         self._results = RowsCombineInput(out.handle, y_RH, pairs=out.y_NH is not None)
         dispatcher.combine(self._results)
         for number in range(2):  # a combine must not follow a combine
-            together.meet(number)
+            timer.synchronise(number)
 
     def dispatch(self, number: int) -> None:
         self._dispatched()
         self._dispatcher.exchange.release(0)
-        self._together.meet(number)
+        self._timer.synchronise(number)
 
     def combine(self, number: int) -> None:
         self._dispatcher.exchange.acquire(0, "tune")
         self._dispatcher.combine(self._results)
-        self._together.meet(number)
+        self._timer.synchronise(number)
 
     def _dispatched(self) -> StandardDispatchOutput:
         out = self._dispatcher.dispatch(self._x_TH, self._topk, Step(rows=len(self._x_TH)))

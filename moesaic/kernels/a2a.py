@@ -25,10 +25,10 @@ a graph can be replayed. `tag` identifies the operation (a layer). A wait expect
 own rank wrote last: an older word means that the peer has not arrived, any other word that the two
 ranks are not in the same operation. Flags survive a restart, so every word of a generation must
 exceed all words of earlier ones; hence `count` wraps around below the generation's bits. Within a
-generation `ahead` compares words modulo 2**32, as ranks that wait for each other are never far
-apart. A wait that fails records why in the failure words and returns; later calls neither wait nor
-signal until the rank restarts. So every kernel ends, whatever its peers do, and the host reads the
-reason (comm/windows/device_window.py).
+generation `ahead` compares words modulo 2**32, as ranks that wait for each other are at most a few
+counts off. A wait that fails records why in the failure words and returns; later calls neither wait
+nor signal until the rank restarts. So every kernel ends, whatever its peers do, and the host reads
+the reason (comm/windows/device_window.py).
 
 moe/dispatch/host/exchange.py explains why nothing is overwritten too early; it holds here, too.
 """
@@ -167,6 +167,15 @@ class SlotOwners:
     slots: int
     width: int = 1
     everywhere: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ResultPlane:
+    """The results' plane at byte offset `offset` of every region. `rows`: C."""
+
+    rows: int
+    offset: int
+    owners: SlotOwners
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,21 +330,19 @@ def receive(call: ChannelCall, rows: int, top_k: int, ids: int) -> None:
 def collect_rows(
     out_TH: Tensor,
     tokens: LocalTokens,
-    rows: int,
-    results: int,
-    owners: SlotOwners,
+    results: ResultPlane,
     call: ChannelCall,
     signal_first: bool = False,
 ) -> Tensor:
     """Waits, then out[t] = sum over the ranks r that token t went to, in order, of row p * C + t of
-    their results (planes [P * C, H] at offset `results`, of the type of out), in float32; p is this
-    rank. A token that went nowhere gets zeros; rows without a token are not written. With
-    `signal_first` this rank signals first that its own results are complete."""
+    their results (planes [P * C, H] of the type of out), in float32; p is this rank. A token that
+    went nowhere gets zeros; rows without a token are not written. With `signal_first` this rank
+    signals first that its own results are complete."""
     _exchange_flags(call, signal_first)
-    signals, count, hidden = call.signals, tokens.count, out_TH.shape[1]
+    signals, owners, count, hidden = call.signals, results.owners, tokens.count, out_TH.shape[1]
     groups_TK = tokens.ids_TK[:count].div(owners.slots, rounding_mode="floor")
     total_TH = torch.zeros(count, hidden, dtype=torch.float32, device=out_TH.device)
-    offset = results + signals.rank * rows * hidden * out_TH.element_size()
+    offset = results.offset + signals.rank * results.rows * hidden * out_TH.element_size()
     for rank in _active(signals):
         went_T = (groups_TK == rank // owners.width).any(1) | owners.everywhere
         y_TH = signals.plane(rank, offset, (count, hidden), out_TH.dtype)
@@ -348,28 +355,25 @@ def collect_rows(
 def collect_pairs(
     out_TH: Tensor,
     tokens: LocalTokens,
-    rows: int,
-    results: int,
-    owners: SlotOwners,
+    results: ResultPlane,
     call: ChannelCall,
     signal_first: bool = False,
 ) -> Tensor:
     """Waits, then out[t] = sum over k, in order, of weights[t, k] times the sum, over the ranks of
     the slot's group, of row (p * C + t) * K + k of their results (planes [P * C * K, H])."""
     _exchange_flags(call, signal_first)
-    signals, count, hidden = call.signals, tokens.count, out_TH.shape[1]
-    active = set(_active(signals))
+    signals, owners, count, hidden = call.signals, results.owners, tokens.count, out_TH.shape[1]
     top_k = tokens.ids_TK.shape[1]
-    offset = results + signals.rank * rows * top_k * hidden * out_TH.element_size()
+    row_bytes = hidden * out_TH.element_size()
+    offset = results.offset + signals.rank * results.rows * top_k * row_bytes
     total_TH = torch.zeros(count, hidden, dtype=torch.float32, device=out_TH.device)
     for k in range(top_k):
         groups_T = tokens.ids_TK[:count, k].div(owners.slots, rounding_mode="floor")
         y_TH = torch.zeros_like(total_TH)
-        for rank in range(signals.size):
-            if rank in active:
-                y_TKH = signals.plane(rank, offset, (count, top_k, hidden), out_TH.dtype)
-                here_T = groups_T == rank // owners.width
-                y_TH += torch.where(here_T[:, None], y_TKH[:, k].float(), 0.0)
+        for rank in _active(signals):
+            y_TKH = signals.plane(rank, offset, (count, top_k, hidden), out_TH.dtype)
+            here_T = groups_T == rank // owners.width
+            y_TH += torch.where(here_T[:, None], y_TKH[:, k].float(), 0.0)
         weighted_TH = y_TH * tokens.weights_TK[:count, k, None]
         total_TH += torch.where((groups_T >= 0)[:, None], weighted_TH, 0.0)
     out_TH[:count] = total_TH

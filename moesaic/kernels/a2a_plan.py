@@ -6,19 +6,18 @@ A kernel moves items: rows or pieces of rows. Its programs process them in round
 
 A round is a load, and a store that overlaps with the next load; an arrival is the cost of counting
 a program before the kernel signals. The plan has the best number of programs by this model, up to
-the given limit, which leaves room for other kernels. On an H200 that four
-ranks share (2048 bfloat16 a row, 16 to 4096 rows), its plans were at most 4% slower than the best
-of up to 20 that `moesaic tune --a2a` measured. What the model says of 4.3 TB/s of reads and writes
-together, 4 ranks with a GPU each, 8 of 128 experts chosen, so that a token goes to 3.6 ranks on
-average:
+the given limit, which leaves room for other kernels. On an H200 that four ranks share (2048
+bfloat16 a row, 16 to 4096 rows), its plans were at most 4% slower than the best of up to 20 that
+`moesaic tune --a2a` measured. The model predicts, for 4.3 TB/s of reads and writes together, 4
+ranks with a GPU each and 8 of 128 experts chosen, so that a token goes to 3.6 ranks on average:
 
     tokens of a rank    send: bytes, time      collect_rows: bytes, time
     1                   19 KB     2 us         19 KB     2 us
     128                 2.4 MB    2.4 us       2.4 MB    2 us
     4096                77 MB     20 us        77 MB     18 us
 
-and four times the bytes, and so the time of the last line, where four ranks share a GPU. What a
-launch, a fence and a flag take comes on top, and is not in it.
+If four ranks share a GPU, the bytes, and with them the time of the last line, are four times as
+large. Launches, fences and flags are not included.
 """
 
 from __future__ import annotations
@@ -43,12 +42,13 @@ GROUPS = {"fp8": FP8_GROUP, "nvfp4": NVFP4_GROUP, "mxfp4": MXFP4_GROUP}
 
 @dataclass(frozen=True, slots=True)
 class GpuModel:
-    """`limit`: most programs; 0: no limit. `name`: the GPU whose measured plans apply; empty:
-    none."""
+    """The GPU that a plan is for."""
 
     processors: int = 132
     limit: int = 0
+    """Most programs; 0: no limit."""
     name: str = ""
+    """The GPU whose measured plans apply; empty: none."""
 
     def at_most(self, programs: int) -> int:
         return min(programs, self.limit) if self.limit else programs
@@ -75,7 +75,7 @@ def send_plan(rows: int, hidden: int, payload: str, ranks: int, machine: GpuMode
 
 
 def collect_plan(tokens: int, hidden: int, machine: GpuModel) -> LaunchPlan:
-    """One item for each program: these do not wait, and are not counted."""
+    """One item for each program: they neither wait nor are counted."""
     block = even_block(hidden, 1)
     return LaunchPlan(block, warps_of(block), machine.at_most(tokens * -(-hidden // block)))
 
@@ -100,10 +100,8 @@ def even_block(hidden: int, group: int) -> int:
 
 
 def power_of_two(number: int) -> int:
-    """The next power of two."""
     return 1 << max(0, number - 1).bit_length()
 
 
 def warps_of(block: int) -> int:
-    """Warps of a program with items of `block` channels."""
     return min(MAX_WARPS, max(1, block // (32 * CHANNELS_OF_A_THREAD)))

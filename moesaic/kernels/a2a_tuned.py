@@ -1,12 +1,12 @@
-"""Programs of the kernels between ranks: what was measured on the device, or a guess (a2a_plan.py).
+"""Launch plans of the all-to-all kernels: measured on the device, or predicted by a2a_plan.py.
 
-Measured plans are in `tuned/<device>-a2a.json`, one entry a kernel and number of rows:
+Measured plans are in `tuned/<device>-a2a.json`, one entry for each kernel and number of rows:
 
     {"send P=4 H=2048 bf16": {
         "128": {"block": 2048, "warps": 4, "programs": 128, "us": 6.1}}}
 
-`128` stands for 65 to 128 rows of a rank; of fewer than were measured, there are fewer programs.
-Who was told to take few takes few. `moesaic tune --a2a` writes the file (tuning.py tells how).
+`128` stands for 65 to 128 rows of a rank; fewer rows use fewer programs, and a limit on programs
+always applies. `moesaic tune --a2a` writes the file (see tuning.py).
 """
 
 from __future__ import annotations
@@ -34,20 +34,22 @@ from moesaic.kernels.payloads import PLAIN
 FORMAT = "a2a"
 SENDERS = ("send", "gather")
 COLLECTORS = ("collect_rows", "collect_pairs")
-# Programs that are worth being measured, of a processor's.
+# Programs of a processor that are worth measuring, besides DENSITIES.
 PARTS = (0.125, 0.25, 0.5)
-# Numbers of rows whose plans are kept: steps differ, the layers of one do not.
+# Row counts whose plans are cached: they vary by step, not by layer.
 KEPT = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """`name`: of SENDERS (`gather`: to all ranks) or COLLECTORS; `payload`: of what is sent."""
+    """An all-to-all kernel and its sizes."""
 
     name: str
+    """One of SENDERS (`gather`: to all ranks) or COLLECTORS."""
     ranks: int
     hidden: int
     payload: str = ""
+    """Format of the rows that are sent."""
 
     def __str__(self) -> str:
         return f"{self.name} P={self.ranks} H={self.hidden} {self.payload}".rstrip()
@@ -57,24 +59,24 @@ class Kernel:
         return self.name in SENDERS
 
 
-_tried: dict[Kernel, LaunchPlan] = {}
+_overrides: dict[Kernel, LaunchPlan] = {}
 
 
 @contextmanager
-def trying(kernel: Kernel, plan: LaunchPlan) -> Iterator[None]:
-    """That kernel goes by this plan meanwhile, whatever its rows; for the tuner."""
-    _tried[kernel] = plan
+def override_plan(kernel: Kernel, plan: LaunchPlan) -> Iterator[None]:
+    """Overrides the kernel's plan for any number of rows; for the tuner."""
+    _overrides[kernel] = plan
     plan_of.cache_clear()
     try:
         yield
     finally:
-        del _tried[kernel]
+        del _overrides[kernel]
         plan_of.cache_clear()
 
 
 @lru_cache(maxsize=KEPT)
 def plan_of(kernel: Kernel, rows: int, machine: GpuModel, ranks: int) -> LaunchPlan:
-    """What a kernel goes by; `ranks`: that a token may be sent to. Kept, as every launch asks."""
+    """The plan of a launch, cached. `ranks`: most destinations of a token."""
     return planned(kernel, rows, machine, _guess(kernel, rows, machine, ranks))
 
 
@@ -85,8 +87,8 @@ def _guess(kernel: Kernel, rows: int, machine: GpuModel, ranks: int) -> LaunchPl
 
 
 def planned(kernel: Kernel, rows: int, machine: GpuModel, guess: LaunchPlan) -> LaunchPlan:
-    """What was measured, with no more programs than there are items, or than are allowed."""
-    found = _tried.get(kernel)
+    """The measured plan, with no more programs than there are items or than the limit allows."""
+    found = _overrides.get(kernel)
     if found is None and machine.name:
         found = _measured(machine.name, kernel, tuning.bucket(rows))
     if found is None:
@@ -106,12 +108,12 @@ def _measured(device: str, kernel: Kernel, rows: int) -> LaunchPlan | None:
 
 
 def _fits(kernel: Kernel, plan: LaunchPlan) -> bool:
-    """Scales must be of whole items."""
+    """A sender's items must have whole scales."""
     return not kernel.sends or plan.block in blocks(kernel)
 
 
 def blocks(kernel: Kernel) -> list[int]:
-    """Channels of an item that the kernel can take."""
+    """Item sizes that the kernel supports."""
     if not kernel.sends:
         return sorted({collect_plan(1, kernel.hidden, GpuModel()).block, *BLOCKS})
     default = send_plan(1, kernel.hidden, kernel.payload, kernel.ranks, GpuModel()).block
@@ -122,7 +124,7 @@ def blocks(kernel: Kernel) -> list[int]:
 
 
 def candidates(kernel: Kernel, rows: int, machine: GpuModel) -> list[LaunchPlan]:
-    """Plans that are worth being measured; the guess comes first."""
+    """Plans worth measuring, the predicted one first."""
     found = dict.fromkeys([_guess(kernel, rows, machine, kernel.ranks)])
     for block in blocks(kernel):
         items = rows * -(-kernel.hidden // block)
@@ -132,32 +134,21 @@ def candidates(kernel: Kernel, rows: int, machine: GpuModel) -> list[LaunchPlan]
 
 
 def load(device: str, folder: Path = tuning.TUNED) -> dict[tuple[str, int], LaunchPlan]:
-    """What was measured, by kernel and number of rows."""
-    path = folder / tuning.file_name(device, FORMAT)
-    return {
-        (kernel, int(rows)): _decode(entry, path)
-        for kernel, sizes in tuning.read(path).items()
-        for rows, entry in sizes.items()
-    }
+    """Measured plans by kernel and number of rows."""
+    return tuning.decode_entries(folder / tuning.file_name(device, FORMAT), _decode)
 
 
-def _decode(entry: dict[str, Any], path: Path) -> LaunchPlan:
-    try:
-        plan = LaunchPlan(**{name: value for name, value in entry.items() if name != "us"})
-        tuning.check_config(plan)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error} in entry {entry}: {tuning.MEND}") from error
+def _decode(entry: dict[str, Any]) -> LaunchPlan:
+    plan = LaunchPlan(**{name: value for name, value in entry.items() if name != "us"})
+    tuning.check_config(plan)
     return plan
 
 
 def save(
     device: str, kernel: Kernel, rows: int, plan: LaunchPlan, us: float, folder: Path = tuning.TUNED
 ) -> None:
-    """Adds an entry or replaces it."""
+    """Adds or replaces an entry."""
     path = folder / tuning.file_name(device, FORMAT)
-    entries = tuning.read(path)
-    entry = {**asdict(plan), "us": round(us, 2)}
-    entries.setdefault(str(kernel), {})[str(tuning.bucket(rows))] = entry
-    tuning.write(path, entries)
+    tuning.write_entry(path, str(kernel), rows, {**asdict(plan), "us": round(us, 2)})
     _measured.cache_clear()
     plan_of.cache_clear()

@@ -1,4 +1,4 @@
-"""Attention over a paged cache on a GPU: what its kernels take and give, and the same in torch.
+"""Attention over a paged cache on a GPU: the interface of its kernels, and their torch twins.
 
 T rows of the step · B sequences · N query heads · M key/value heads · D key size · V value size ·
 R rotated channels · C latent size · X tiles.
@@ -8,11 +8,11 @@ R rotated channels · C latent size · X tiles.
     decode_attention   one query of each sequence over all its cached tokens, in splits
     enter_and_decode   enter_heads and decode_attention of a step that only decodes
     prefill_attention  many queries of each sequence
-    invariant_attention  any number of queries of each sequence, whose bits depend on that alone
+    invariant_attention  any number of queries of each sequence, for deterministic mode
 
-The pages of all sequences stand in one list, those of a sequence from its `first` on: pages [4, 7,
-2] with first [0, 2] give pages 4 and 7 to the first sequence. What lies behind a sequence's last
-token, or in pages of nobody, may be anything: it never reaches a result.
+One list holds the pages of all sequences, those of a sequence from its `first` on: pages [4, 7, 2]
+with first [0, 2] give pages 4 and 7 to the first sequence. Slots behind a sequence's last token and
+unused pages may hold anything: they never affect a result.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ Out = TypeVar("Out", bound=Tensor | Rows)
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """One layer of the cache: keys [pages, page, M, D] and values [pages, page, M, V]. Without
-    values the first V channels of the keys serve (latents). In float8_e4m3fn the real numbers are
-    those of the cache times the scales."""
+    """One layer of the cache: keys [pages, page, M, D] and values [pages, page, M, V]."""
 
     keys: Tensor
     values: Tensor | None
+    """None: the first V channels of the keys are the values (latents)."""
     value_dim: int
     k_scale: float = 1.0
+    """In float8_e4m3fn, a cached number times its scale is the real one."""
     v_scale: float = 1.0
 
     @property
@@ -56,7 +56,7 @@ class LayerPages:
 
 @dataclass(frozen=True, slots=True)
 class Queries:
-    """[T, N, D], or in two parts whose channels follow each other: `values` and `rest`."""
+    """[T, N, D], or two parts of the channels: `values`, then `rest`."""
 
     values: Tensor
     rest: Tensor | None = None
@@ -67,54 +67,54 @@ class Queries:
 
 @dataclass(frozen=True, slots=True)
 class Softmax:
-    """`window`: how many tokens a query sees, its own among them. `sinks_N`: one more logit of each
-    head, whose value is zero."""
-
     scale: float
     window: int | None = None
+    """Tokens that a query sees, its own included."""
     sinks_N: Tensor | None = None
+    """One more logit of each head, with a value of zero."""
 
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """How a sequence is cut for decoding: into at most `count` parts of at least `chunk` tokens. If
-    count * chunk holds every context, parts are always of `chunk` tokens, and the bits of a result
-    do not depend on the batch. `lone`: no processor has more than one part."""
+    """Decoding cuts a sequence into at most `count` splits of at least `chunk` tokens. If count *
+    chunk covers every context, splits always have `chunk` tokens, and no bit of a result depends on
+    the batch."""
 
     count: int
     chunk: int
     lone: bool = False
+    """Whether no processor runs more than one split."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitPolicy:
-    """How many parts are wanted. `programs` for each processor of a GPU, if contexts are long
-    enough; parts of fewer than `chunk` tokens are not worth it, as what they find must be merged.
-    One for each processor is enough where sequences in at most `lone` parts keep nearly all of
-    them busy. Of more sequences than a processor runs `at_once`, the last few would run nearly
-    alone: two parts of each are better, unless this is 0."""
+    """How `choose_splits` determines the number of splits."""
 
     programs: int
+    """Target number for each processor of the GPU."""
     chunk: int
+    """Fewer tokens than this do not repay the merge of a split."""
     lone: int = 0
+    """If up to this many splits a sequence keep nearly all processors busy, each runs only one."""
     at_once: int = 0
+    """Sequences that a processor runs concurrently. With slightly more, the last few would run
+    nearly alone, so that all get two splits; 0 disables this."""
 
 
 HEADS = SplitPolicy(programs=2, chunk=128, lone=1, at_once=3)
 FP8_HEADS = SplitPolicy(programs=2, chunk=64)
-# Many heads share a latent, and its values are wide, so that there it is more to merge.
+# Many heads share a latent, and its values are wide: merging costs more.
 LATENTS = SplitPolicy(programs=2, chunk=128)
-# How many more than run at once are few.
+# Factor above `at_once` that counts as slightly more.
 FEW_MORE = 4 / 3
-# Processors that may be idle where each of the others has one program.
+# Share of the processors that may idle while each of the others runs one program.
 LONE_IDLE = 0.1
 
 
 def choose_splits(
     batch: int, kv_heads: int, max_kv_len: int, processors: int, cut: SplitPolicy = HEADS
 ) -> Splits:
-    """Enough programs to fill the GPU with `batch` sequences. All runs of a graph use those of its
-    largest context."""
+    """Enough programs to fill the GPU. All replays of a graph use those of its largest context."""
     heads = max(1, batch * kv_heads)
     lone = processors // heads
     if 1 <= lone <= cut.lone and lone * heads >= (1 - LONE_IDLE) * processors:
@@ -129,24 +129,23 @@ def choose_splits(
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """Sequences with one query each, all int32: its row of the step, tokens with itself (0: none,
-    the row becomes zero), where its pages begin. These and `pages` are written before the step's
-    first kernel, not by kernels of the step. `counters`: zeros, B * N of them at least; they are
-    zeros again when the kernel has ended."""
+    """Sequences with one query each, all int32. All but the counters is written before the step's
+    first kernel."""
 
     rows_B: Tensor
     kv_lens_B: Tensor
+    """Tokens including the query's own; 0 sets the row to zero."""
     first_B: Tensor
     pages: Tensor
     splits: Splits
     counters: Tensor
+    """At least B * N zeros; the kernel resets them."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillRows:
     """Sequences with any number of queries, all int32: rows [start, start + length) of the step are
-    the last `length` of its `kv_len` tokens. `tiles(n)` gives [X, 2], sequence and offset of each
-    piece of n queries, on the device."""
+    the last `length` of the sequence's `kv_len` tokens."""
 
     starts_B: Tensor
     lengths_B: Tensor
@@ -154,12 +153,13 @@ class PrefillRows:
     first_B: Tensor
     pages: Tensor
     tiles: Callable[[int], Tensor] = field(repr=False)
+    """tiles(n): sequence and offset [X, 2] of each tile of n queries, on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadEntry:
-    """How rows of query, key and value heads, one after the other, go into attention. cos and sin:
-    float32 [T, D / 2]. Norm weights [D], or none."""
+    """How rows of query, key and value heads, in this order, are normed and rotated. cos and sin:
+    float32 [T, D / 2]."""
 
     num_heads: int
     cos_TR: Tensor
@@ -172,7 +172,7 @@ class HeadEntry:
 
 @dataclass(frozen=True, slots=True)
 class LatentEntry:
-    """cos and sin: float32 [T, R / 2]; the norm is that of the latent without its R channels."""
+    """cos and sin: float32 [T, R / 2]; the norm excludes the R rotated channels."""
 
     cos_TR: Tensor
     sin_TR: Tensor
@@ -183,8 +183,8 @@ class LatentEntry:
 
 @native(ENTER)
 def enter_heads(qkv_TX: Tensor, entry: HeadEntry, cache: LayerPages, slots_T: Tensor) -> Tensor:
-    """Norms and rotates queries and keys, writes keys and values at their slots (below 0: nowhere)
-    and gives the queries [T, N, D]. All in float32, rounded once.
+    """Norms and rotates queries and keys in float32, rounded once; writes keys and values to their
+    slots (skips negative ones) and returns the queries [T, N, D].
 
     One query, one key, one value head of 2 channels, no norms, cos 0 and sin 1: the row
     [1, 2, 3, 4, 5, 6] at slot 0 gives the query [-2, 1], the key [-4, 3] and the value [5, 6].
@@ -205,8 +205,8 @@ def enter_heads(qkv_TX: Tensor, entry: HeadEntry, cache: LayerPages, slots_T: Te
 def enter_latent(
     q_TNR: Tensor, latents_TC: Tensor, entry: LatentEntry, cache: LayerPages, slots_T: Tensor
 ) -> Tensor:
-    """Rotates the R channels of all queries, which it gives back, and of the latents, norms the
-    others of the latents, and writes these at their slots (below 0: nowhere).
+    """Rotates and returns the queries [T, N, R]; rotates R channels of the latents, norms the
+    others and writes both to their slots (skips negative ones).
 
     The query [1, 2], the latent [3, 4, 5, 6] with R = 2, norm weights of 1, eps 0, cos 0 and sin 1:
     gives [-2, 1], and [0.8485, 1.1314, -6, 5] goes into the cache.
@@ -223,9 +223,8 @@ def enter_latent(
 def decode_attention(
     q: Queries, cache: LayerPages, batch: DecodeRows, softmax: Softmax, out: Out
 ) -> Out:
-    """out[row] for each sequence's row, and no other. `Rows`: float8, [T, N * V], of heads of whole
-    groups; the same bits as `quantise_rows` makes of what a tensor [T, N, V] would get. Their
-    scales may lie by column.
+    """Writes only the rows of the sequences. `Rows`: float8 [T, N * V] of heads of whole groups,
+    with the bits of `quantise_rows` of a result [T, N, V]; scales may be stored by column.
 
     Query [1, 0], scale 1, keys [ln 3, 0] and [0, 0] with values [4, 0] and [0, 8]: the weights are
     3/4 and 1/4, and the result is [3, 2].
@@ -236,13 +235,8 @@ def decode_attention(
         rows_B = batch.rows_B.long()
         store_rows(out, rows_B, mixed_TNV[rows_B].flatten(1))
         return out
-    sequences = (batch.rows_B.tolist(), batch.kv_lens_B.tolist(), batch.first_B.tolist())
-    for row, kv_len, first in zip(*sequences, strict=True):
-        out[row] = 0
-        if kv_len:
-            part = slice(row, row + 1)
-            out[part] = _attend(q, cache, softmax, part, kv_len, batch.pages[first:])
-    return out
+    columns = (batch.rows_B, torch.ones_like(batch.rows_B), batch.kv_lens_B, batch.first_B)
+    return _attend_all(q, cache, softmax, columns, batch.pages, out)
 
 
 @native(DECODE)
@@ -255,9 +249,9 @@ def enter_and_decode(
     softmax: Softmax,
     out: Out,
 ) -> Out:
-    """`enter_heads` and then `decode_attention`, with the bits of the two. Every row is that of one
-    sequence, and its slot that of the sequence's newest token; slots, and all older tokens, are
-    written before the step's first kernel, as `batch` is.
+    """`enter_heads`, then `decode_attention`, bit for bit. Every row belongs to one sequence, and
+    its slot to that sequence's newest token. Slots and all older tokens are written before the
+    step's first kernel.
 
     One head of 2 channels, scale 1, no norms, cos 0 and sin 1: the row [0, -1, 0, ln 3, 4, 0] has
     the query [1, 0] and the key [-ln 3, 0]. Behind a token with key [0, 0] and value [0, 8] the
@@ -271,38 +265,47 @@ def enter_and_decode(
 def prefill_attention(
     q: Queries, cache: LayerPages, batch: PrefillRows, softmax: Softmax, out_TNV: Tensor
 ) -> Tensor:
-    """out of all rows of the sequences, and no other: each query sees what stands up to itself.
+    """Writes only the rows of the sequences. Each query sees the tokens up to its own.
 
     Two queries [1, 0] over the keys and values of the example above: [4, 0] and [3, 2].
     """
-    sequences = (batch.starts_B, batch.lengths_B, batch.kv_lens_B, batch.first_B)
-    for start, length, kv_len, first in torch.stack(sequences, dim=1).tolist():
-        part = slice(start, start + length)
-        out_TNV[part] = _attend(q, cache, softmax, part, kv_len, batch.pages[first:])
-    return out_TNV
+    columns = (batch.starts_B, batch.lengths_B, batch.kv_lens_B, batch.first_B)
+    return _attend_all(q, cache, softmax, columns, batch.pages, out_TNV)
 
 
 @native(PREFILL)
 def invariant_attention(
     q: Queries, cache: LayerPages, batch: PrefillRows, softmax: Softmax, out_TNV: Tensor
 ) -> Tensor:
-    """`prefill_attention`; on a GPU no bit of a row depends on the other sequences, nor on how
-    many queries of its own come with it. A sequence may have queries and no tokens: zeros.
+    """`prefill_attention`; on a GPU no bit of a row depends on other sequences or on the number of
+    queries. Queries of a sequence without tokens get zeros.
 
     One query [1, 0] over both keys and values of the example above: [3, 2].
     """
-    some = torch.nonzero(batch.kv_lens_B > 0).flatten()
-    columns = (batch.starts_B, batch.lengths_B, batch.kv_lens_B, batch.first_B)
-    for start, length in zip(batch.starts_B.tolist(), batch.lengths_B.tolist(), strict=True):
-        out_TNV[start : start + length] = 0
-    chosen = PrefillRows(*(column[some] for column in columns), batch.pages, batch.tiles)
-    return prefill_attention.twin(q, cache, chosen, softmax, out_TNV)
+    return prefill_attention.twin(q, cache, batch, softmax, out_TNV)
+
+
+def _attend_all(
+    q: Queries,
+    cache: LayerPages,
+    softmax: Softmax,
+    columns: tuple[Tensor, ...],
+    pages: Tensor,
+    out_TNV: Tensor,
+) -> Tensor:
+    """`columns`: start, length, kv_len and first page of each sequence."""
+    for start, length, kv_len, first in torch.stack(columns, dim=1).tolist():
+        rows = slice(start, start + length)
+        out_TNV[rows] = 0
+        if kv_len:
+            out_TNV[rows] = _attend(q, cache, softmax, rows, kv_len, pages[first:])
+    return out_TNV
 
 
 def _attend(
     q: Queries, cache: LayerPages, softmax: Softmax, rows: slice, kv_len: int, pages: Tensor
 ) -> Tensor:
-    """Of one sequence, in float32."""
+    """Attends one sequence, in float32."""
     q_QND = q.whole()[rows].float()
     k_LMD = _gather(cache.keys, pages, kv_len) * cache.k_scale
     v_LMV = k_LMD[..., : cache.value_dim]

@@ -72,8 +72,7 @@ class CollectivePlanes:
         return max(1, -(-count // (self.lanes * block))) * block
 
     def part_offset(self, call: ChannelCall, source: int) -> int:
-        """Where the part of `source` begins, behind its head, in the half of the call's channel;
-        for twins."""
+        """Offset of `source`'s part, after its head, in the half of the call's channel."""
         if call.channel >= self.publish_channel:
             half = call.channel - self.publish_channel
             return self.published + half * (HEAD_BYTES + self.publish_bytes) + HEAD_BYTES
@@ -94,7 +93,7 @@ class ElementRange:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Sums the parts in rank order, from element `first` on: floats in float32 at least, rounded
+    """Sums the parts in rank order from element `first` on: floats in float32 at least, rounded
     once; integers in their own type."""
 
     first: int = 0
@@ -102,16 +101,18 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Places parts, matrices [R, V], side by side, from row `first` on. `width`: V of this rank.
-    `even`: all ranks have the same V; otherwise each part's head has it. `shift`: where the result
-    begins; elements before 0 or from `limit` on are left out."""
+    """Places the parts, matrices [R, V], side by side."""
 
     rows: int
     width: int
+    """V of this rank."""
     even: bool
+    """All ranks have the same V; otherwise each part's head stores it."""
     total: int
     first: int = 0
+    """First row of the result."""
     shift: int = 0
+    """Offset of the result; elements before 0 or from `limit` on are dropped."""
     limit: int | None = None
 
 
@@ -127,11 +128,11 @@ def push(
     span: ElementRange,
     target: Target,
 ) -> None:
-    """Gives this rank's part to all, and takes the result from all parts. Without x_N it only
-    takes, without out_M it only gives. `call` is on channel 0.
+    """Writes this rank's part to all ranks, and combines the parts that arrive. Without x_N it only
+    reads, without out_M it only writes. `call` is on channel 0.
 
-    Ranks 0 and 1 with [1, 2, 3] and [10, 20, 30], ElementRange(0, 3): Sum(1) gives [22, 33]; as
-    Columns(3, 1, True, 2) it gives [1, 10, 2, 20, 3, 30].
+    Ranks 0 and 1 with [1, 2, 3] and [10, 20, 30], ElementRange(0, 3): Sum(1) returns [22, 33];
+    Columns(3, 1, True, 2) returns [1, 10, 2, 20, 3, 30].
     """
     given = x_N if x_N is not None else out_M
     assert given is not None
@@ -146,10 +147,10 @@ def push(
     assert len(lanes) <= planes.lanes, (span, planes)
     if x_N is not None:
         for own, part in lanes:
-            _give(_turn(own, 0), planes, x_N[part.begin : part.stop], target)
+            _write_part(_round_call(own, 0), planes, x_N[part.begin : part.stop], target)
     if out_M is not None:
         for own, part in lanes:
-            _take(_turn(own, 1), planes, out_M, part, target)
+            _read_parts(_round_call(own, 1), planes, out_M, part, target)
 
 
 @native(COLLECTIVES)
@@ -158,7 +159,7 @@ def publish(
 ) -> None:
     """Writes this rank's part where peers can read it, then signals. `call` is on
     `publish_channel`, here and below."""
-    _give(_turn(call, 0), planes, x_N[span.begin : span.stop], target)
+    _write_part(_round_call(call, 0), planes, x_N[span.begin : span.stop], target)
 
 
 @native(COLLECTIVES)
@@ -170,8 +171,8 @@ def publish_sums(
     start = min(len(span), call.signals.rank * size)
     share = ElementRange(start, min(len(span), start + size))
     sums = torch.empty(len(share), dtype=dtype)
-    _take(_turn(call, 1), planes, sums, ElementRange(0, share.stop), Sum(start))
-    _give(_turn(call, 0), planes, sums, Sum())
+    _read_parts(_round_call(call, 1), planes, sums, ElementRange(0, share.stop), Sum(start))
+    _write_part(_round_call(call, 0), planes, sums, Sum())
 
 
 @native(COLLECTIVES)
@@ -179,18 +180,18 @@ def pull(
     call: ChannelCall, planes: CollectivePlanes, out_M: Tensor, span: ElementRange, target: Target
 ) -> None:
     """Waits until all ranks have published, then sums their parts or lays them out."""
-    _take(_turn(call, 1), planes, out_M, span, target)
+    _read_parts(_round_call(call, 1), planes, out_M, span, target)
 
 
-def _turn(call: ChannelCall, back: int) -> ChannelCall:
-    """The call on the channel of the next round (0), or of the last round that this rank gave its
-    part to (1); `call` is on that of the first round."""
+def _round_call(call: ChannelCall, back: int) -> ChannelCall:
+    """The call on the channel of the next round (0) or of the last round this rank wrote to (1);
+    `call` is on that of the first round."""
     state, place = call.signals.state, DeviceStateWord.CHANNELS + 2 * call.channel
     rounds = int(state[place] + state[place + 2])
     return ChannelCall(call.signals, call.channel + (rounds - back) % HALVES, call.tag)
 
 
-def _give(call: ChannelCall, planes: CollectivePlanes, part: Tensor, target: Target) -> None:
+def _write_part(call: ChannelCall, planes: CollectivePlanes, part: Tensor, target: Target) -> None:
     """Writes a pushed part to all ranks, a published one to this rank; then signals."""
     signals = call.signals
     if signals.state[DeviceStateWord.BROKEN]:
@@ -200,15 +201,15 @@ def _give(call: ChannelCall, planes: CollectivePlanes, part: Tensor, target: Tar
         signals.plane(peer, offset, tuple(part.shape), part.dtype).copy_(part)
         if isinstance(target, Columns):
             signals.plane(peer, offset - HEAD_BYTES, (1,), torch.int64).fill_(target.width)
-    signal.twin(call)  # type: ignore[attr-defined]
+    signal.twin(call)
 
 
-def _take(
+def _read_parts(
     call: ChannelCall, planes: CollectivePlanes, out_M: Tensor, span: ElementRange, target: Target
 ) -> None:
-    """Waits, then writes those of elements `span` that the result has."""
+    """Waits, then writes the elements of `span` that the result contains."""
     signals = call.signals
-    wait.twin(call)  # type: ignore[attr-defined]
+    wait.twin(call)
     if signals.state[DeviceStateWord.BROKEN]:
         out_M.zero_()
         return

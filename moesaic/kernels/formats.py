@@ -1,7 +1,7 @@
-"""Weights of four bits, and activations on the grid of nvfp4: what the kernels of experts compute.
+"""Four-bit weights and nvfp4 activations, as the experts' kernels compute them.
 
-E experts · N rows · K columns of a matrix · T rows of activations · G groups of a row.
-Pairs share a byte with the even column in the low half.
+E experts · N rows · K columns of a matrix · T rows of activations · G groups of a row. Two columns
+share a byte, the even one in the low half.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ FP8_TINY = 2.0**-9
 
 @native(FORMATS)
 def nvfp4_grid(x_TK: Tensor, scale: float) -> Tensor:
-    """The nvfp4 numbers next to x / scale, as floats in the type of x: e2m1 times an e4m3 scale for
-    each 16 columns. Six bits of mantissa: exact in bfloat16 and float16.
+    """Rounds x / scale to nvfp4 and returns it in the type of x: e2m1 times an e4m3 scale for each
+    16 columns. The result has six bits of mantissa: exact in bfloat16 and float16.
 
-    [24, -11, 7, 1, 0, …] with scale 1: the largest is 24 = 6 * 4, so the group's scale is 4:
-    [24, -12, 8, 0, 0, …] (-2.75 -> -3, 1.75 -> 2, .25 -> 0).
-    A group of zeros stays so; one that holds a NaN or an infinity becomes NaN.
+    [24, -11, 7, 1, 0, …] with scale 1: the largest is 24 = 6 * 4, so the group's scale is 4: [24,
+    -12, 8, 0, 0, …] (-2.75 -> -3, 1.75 -> 2, .25 -> 0). A group of zeros stays zero; one with a NaN
+    or an infinity becomes NaN.
     """
     grouped = x_TK.float().unflatten(-1, (-1, NVFP4_GROUP))
     amax_TG = grouped.abs().amax(-1)
-    by = torch.full_like(amax_TG, scale)  # CUDA takes the reciprocal of a plain number
+    by = torch.full_like(amax_TG, scale)  # CUDA multiplies by the reciprocal of a plain number
     wanted = (amax_TG / (by * FP4_MAX)).clamp(FP8_TINY, FP8_MAX)
     wanted = wanted.masked_fill(amax_TG == 0, 1.0).masked_fill(~amax_TG.isfinite(), torch.nan)
     scales_TG1 = wanted.to(torch.float8_e4m3fn).float().unsqueeze(-1)
@@ -41,7 +41,7 @@ def nvfp4_grid(x_TK: Tensor, scale: float) -> Tensor:
 
 
 def _round_fp4(x: Tensor) -> Tensor:
-    """To the nearest of ±0, .5, 1, 1.5, 2, 3, 4, 6; of two equally near that with an even code."""
+    """Rounds to the nearest of ±0, .5, 1, 1.5, 2, 3, 4, 6; ties go to the even code."""
     size = x.abs()
     by_half = (size * 2).round() / 2
     by_one = size.round()
@@ -56,7 +56,7 @@ def unpack(packed: Tensor) -> Tensor:
 
 
 def spread_groups(scales: Tensor, columns: int) -> Tensor:
-    """One for each group of a row -> one for each column."""
+    """Repeats each group's scale for all its columns."""
     return scales.repeat_interleave(columns // scales.shape[-1], -1)
 
 
@@ -90,4 +90,4 @@ FOUR_BITS: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
     "mxfp4": dense_mxfp4,
     "nvfp4": dense_nvfp4,
 }
-"""The planes [parts, N, …] of an expert in float32 [parts, N, K]."""
+"""Decoders of an expert's planes [parts, N, …] to float32 [parts, N, K]."""

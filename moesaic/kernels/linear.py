@@ -1,4 +1,4 @@
-"""Dense projections: what the GPU's kernels compute, and the same in torch.
+"""Dense projections: the interface of the GPU kernels, and their torch twins.
 
 T tokens · N heads · I inputs · O outputs · G groups of 128 inputs.
 """
@@ -13,29 +13,23 @@ from torch import Tensor
 
 from moesaic.kernels.cpu import linear as compiled
 from moesaic.kernels.cpu import widened
-from moesaic.kernels.experts import Rows
+from moesaic.kernels.experts import Rows, dense
 from moesaic.kernels.native import native
 from moesaic.kernels.norm import SumToNorm, add_rms_norm
-from moesaic.kernels.quantise import (
-    FP8_GROUP,
-    FP8_MAX,
-    absmax_scales,
-    quantise_rows,
-    silu_and_mul,
-)
+from moesaic.kernels.quantise import FP8_GROUP, FP8_MAX, absmax_scales, quantise_rows, silu_and_mul
 
 LINEAR = "moesaic.kernels.triton.linear"
 LINEAR_HEADS = "moesaic.kernels.triton.linear_heads"
 LINEAR_FP8 = "moesaic.kernels.triton.linear_fp8"
 NORM_LINEAR = "moesaic.kernels.triton.norm_linear"
-# For so few rows the compiled kernel reads bfloat16 weights faster than oneDNN does.
+# Up to this many rows the compiled kernel reads bfloat16 weights faster than oneDNN.
 FEW_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Matrix:
-    """float8_e4m3fn numbers [O, I] with float32 scales: of blocks of 128 x 128 (`rows` 128), the
-    last ones smaller; or of whole rows, [O, 1] (`rows` 1)."""
+    """float8_e4m3fn numbers [O, I] with float32 scales of blocks of 128 x 128 (`rows` 128; the last
+    ones may be smaller) or of whole rows, [O, 1] (`rows` 1)."""
 
     values: Tensor
     scales: Tensor
@@ -55,7 +49,6 @@ class Fp8Matrix:
         return cls(values.contiguous().to(torch.float8_e4m3fn), scales, rows)
 
     def dense(self) -> Tensor:
-        """In float32."""
         outputs, inputs = self.values.shape
         columns = FP8_GROUP if self.rows > 1 else inputs
         by_row = self.scales.repeat_interleave(self.rows, 0)[:outputs]
@@ -76,8 +69,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
 
 @native(LINEAR)
 def linear_invariant(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """`linear`; on a GPU no bit of a row depends on the other rows, nor on what other outputs there
-    are. (layers/invariant.py does the same on a CPU.)
+    """`linear`; on a GPU no bit of a row depends on other rows or outputs.
 
     x [[1, 2], [3, 4]], weight [[5, 6]]: [[17], [39]].
     """
@@ -86,7 +78,7 @@ def linear_invariant(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = No
 
 @native(LINEAR_HEADS)
 def heads_invariant(x_NTI: Tensor, w_NOI: Tensor) -> Tensor:
-    """`linear_invariant` of each head's rows with its matrix: [N, T, O]. Matrices may be turned.
+    """`linear_invariant` of each head's rows and matrix: [N, T, O]. Matrices may be transposed.
 
     x [[[1, 2]], [[3, 4]]], w [[[5, 6]], [[7, 8]]]: [[[17]], [[53]]].
     """
@@ -96,7 +88,7 @@ def heads_invariant(x_NTI: Tensor, w_NOI: Tensor) -> Tensor:
 
 @native(LINEAR)
 def linear_float32(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """As `linear`, and not rounded at all: 16-bit numbers in, float32 out.
+    """`linear` without rounding: 16-bit numbers in, float32 out.
 
     x [[1, 2**-8]], weight [[1, 1]] in bfloat16: [[1.00390625]], where `linear` gives 1.
     """
@@ -106,13 +98,13 @@ def linear_float32(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None
 
 @native(LINEAR)
 def logits(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-    """`linear` in float32. A GPU does not round on the way there, a CPU does."""
+    """`linear` in float32. Only a CPU rounds to the type of the inputs in between."""
     return linear(x_TI, weight_OI).float()
 
 
 @native(LINEAR)
 def gate_up_silu(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """silu(gate) * up; the matrix holds the rows of gate, then as many of up.
+    """silu(gate) * up; the matrix holds the rows of gate, then those of up.
 
     x [[1]], weight [[0], [2], [5], [3]]: gate [0, 2], up [5, 3], result [[0, 5.2848]].
     """
@@ -122,8 +114,8 @@ def gate_up_silu(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) 
 
 @native(LINEAR_FP8)
 def linear_fp8(x: Rows, weight: Fp8Matrix, bias_O: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`linear` of float8 rows and a float8 matrix, in `dtype`. Rows in another type are quantised
-    first, as `quantise_groups` does it.
+    """`linear` of float8 rows and a float8 matrix, in `dtype`. `quantise_groups` converts rows of
+    another type first.
 
     Rows [[448, 1]] with scale 0.5, weight [[2], [0]]' with scale 3: [[1344]].
     """
@@ -135,7 +127,7 @@ def linear_fp8(x: Rows, weight: Fp8Matrix, bias_O: Tensor | None, dtype: torch.d
 def gate_up_silu_fp8(
     x: Rows, weight: Fp8Matrix, bias_O: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """`gate_up_silu`, as `linear_fp8`. The rows of up begin a block of scales of their own."""
+    """`gate_up_silu` in float8. The rows of up begin a new block of scales."""
     gate, up = linear_fp8(x, weight, bias_O, torch.float32).chunk(2, dim=-1)
     return silu_and_mul(gate, up).to(dtype)
 
@@ -144,7 +136,7 @@ def gate_up_silu_fp8(
 def scales_by_column(
     x_TI: Tensor, weight: Fp8Matrix, bias_O: Tensor | None, dtype: torch.dtype
 ) -> bool:
-    """Whether `linear_fp8` wants the scales of such rows so: `by_column` of who quantises them."""
+    """Whether `linear_fp8` is faster with `by_column` scales of these rows."""
     return False
 
 
@@ -152,7 +144,7 @@ def scales_by_column(
 def norm_linear(
     rows: SumToNorm, weight_OI: Tensor, bias_O: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(`linear` of the normed rows, the sum): `add_rms_norm` first; of one row in one kernel.
+    """(`linear` of the normed rows, the sum) after `add_rms_norm`; a single kernel for one row.
 
     values [[1, 0]], residual [[0, 1]], weight [1, 1], eps 0: sum and normed [[1, 1]]; with the
     matrix [[3, 4], [5, 6]]: [[7, 11]].
@@ -162,16 +154,15 @@ def norm_linear(
 
 
 def multiplied_fp8(x: Rows, weight: Fp8Matrix) -> Tensor:
-    """In float32."""
+    """The product in float32."""
     quantised = quantise_groups(x.values) if x.scales is None else x
     assert quantised.scales is not None and quantised.scale == 1.0
-    spread = quantised.scales.repeat_interleave(FP8_GROUP, 1)[:, : x.values.shape[1]]
-    return (quantised.values.float() * spread) @ weight.dense().T
+    return dense(quantised) @ weight.dense().T
 
 
 def quantise_groups(x_TI: Tensor, by_column: bool = False) -> Rows:
-    """float8 values and a float32 scale for each 128 channels, the last group may be smaller. A
-    group of zeros has scale 1, one that is not finite NaN. `by_column`: as in `quantise_rows`.
+    """float8 values and a float32 scale for each 128 channels; the last group may be smaller. A
+    group of zeros has scale 1, a group that is not finite NaN. `by_column`: as in `quantise_rows`.
 
     [[-4, 1]]: values [[-448, 112]], scales [[4 / 448]].
     """

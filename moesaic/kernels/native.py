@@ -1,10 +1,10 @@
-"""Which implementation computes: Triton for tensors on a GPU, torch for all others.
+"""Chooses the implementation: Triton for tensors on a GPU, torch for all others.
 
     @native("moesaic.kernels.triton.norm")
     def rms_norm(x_TH, weight_H, eps): …torch…
 
-The function under the decorator is the torch twin: it defines what the kernel of the same name and
-signature in that module must give. Triton is only imported for the first tensor on a GPU.
+The decorated function is the torch twin; it defines the result of the kernel with the same name and
+signature in that module. Triton is imported with the first tensor on a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar, cast
 
 from torch import Tensor
 
@@ -20,11 +20,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def native(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """The first argument says where to compute: a tensor, or what has one as its `values`
-    (or as theirs)."""
+class NativeFunction(Protocol[P, R]):
+    twin: Callable[P, R]
 
-    def decorate(twin: Callable[P, R]) -> Callable[P, R]:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+
+def native(module: str) -> Callable[[Callable[P, R]], NativeFunction[P, R]]:
+    """The first argument decides the device: a tensor, or an object with one in `values`."""
+
+    def decorate(twin: Callable[P, R]) -> NativeFunction[P, R]:
         kernel: Callable[P, R] | None = None
 
         @wraps(twin)
@@ -40,6 +45,6 @@ def native(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             return kernel(*args, **kwargs)
 
         call.twin = twin  # type: ignore[attr-defined]
-        return call
+        return cast(NativeFunction[P, R], call)
 
     return decorate

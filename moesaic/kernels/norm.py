@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.kernels.experts import PairSum, Rows, finished
+from moesaic.kernels.experts import PairSum, Rows, summed
 from moesaic.kernels.native import native
 from moesaic.kernels.quantise import quantise_rows
 
@@ -19,7 +19,7 @@ NORM = "moesaic.kernels.triton.norm"
 
 @dataclass(frozen=True, slots=True)
 class SumToNorm:
-    """Rows `values` [T, H] and what is added to them before they are normed."""
+    """Rows `values` [T, H], the residual to add, and the norm of the sum."""
 
     values: Tensor | PairSum
     residual_TH: Tensor
@@ -40,12 +40,12 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 def add_rms_norm(
     x_TH: Tensor | PairSum, residual_TH: Tensor, weight_H: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """(norm of the sum, the sum): the sum is rounded to its type first, then normed. So are those
-    of pairs, before the residual is added.
+    """(norm of the sum, the sum). The sum is rounded to its type before the norm; a sum of pairs is
+    rounded before the residual is added.
 
     x [1, 1], residual [2, 3], weight [1, 2], eps 0: sum [3, 4], normed as in `rms_norm`.
     """
-    sum_TH = residual_TH + finished(x_TH)
+    sum_TH = residual_TH + summed(x_TH)
     return F.rms_norm(sum_TH, weight_H.shape, weight_H, eps), sum_TH
 
 
@@ -57,7 +57,7 @@ def add_rms_norm_fp8(
     eps: float,
     by_column: bool = False,
 ) -> tuple[Rows, Tensor]:
-    """As `add_rms_norm`, with the normed rows quantised, as `quantise_rows` does it.
+    """`add_rms_norm`, with the normed rows quantised as by `quantise_rows`.
 
     x [1, 1], residual [1, 3], weight [1, 1], eps 0: sum [2, 4], normed [0.6325, 1.2649], which is
     [224, 448] with scale 0.002823.

@@ -1,9 +1,8 @@
-"""Rows as they travel: values and scales of each payload format; and numbers of four bits, which
-weights are made of, too.
+"""Encoders of rows sent between ranks, and of four-bit weights.
 
 T, N rows · H, K channels · any number of dimensions before N. Encoders compute in float32. A block
-of zeros has scale 1, one that holds a NaN or an infinity scale NaN. Pairs share a byte with the
-even channel in the low half.
+of zeros has scale 1, one with a NaN or an infinity scale NaN. Two channels share a byte, the even
+one in the low half.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ MXFP4_GROUP = 32
 
 
 def encode_rows(x_TH: Tensor, payload: str, scale: float = 1.0) -> tuple[Tensor, Tensor | None]:
-    """Values and scales in the format `payload` of moe.quant.payload; `scale`: the global one of
-    nvfp4."""
+    """Values and scales in a payload format of moe.quant.payload; `scale` is nvfp4's global one."""
     if payload in PLAIN:
         return x_TH.to(PLAIN[payload]), None
     if payload in ("fp8", "int8"):
@@ -32,15 +30,15 @@ def encode_rows(x_TH: Tensor, payload: str, scale: float = 1.0) -> tuple[Tensor,
     if payload == "mxfp4":
         return encode_mxfp4(x_TH)
     raise ValueError(
-        f"there is no payload {payload!r}: take one of {', '.join(PLAIN)}, fp8, int8, nvfp4, mxfp4"
+        f"unknown payload {payload!r}: use one of {', '.join(PLAIN)}, fp8, int8, nvfp4, mxfp4"
     )
 
 
 def encode_fp4(x_NK: Tensor) -> Tensor:
-    """Bytes [N, K / 2] of e2m1 numbers: the nearest of ±0, .5, 1, 1.5, 2, 3, 4, 6; of two equally
-    near the one with an even code; ±6 beyond. Example: [[1, -6, .25, 5]] -> bytes F2 60."""
+    """Bytes [N, K / 2] of e2m1 numbers: the nearest of ±0, .5, 1, 1.5, 2, 3, 4, 6; ties go to the
+    even code; larger values saturate to ±6. Example: [[1, -6, .25, 5]] -> bytes F2 60."""
     rest = x_NK.abs()
-    # Each term counts the steps of one stretch of the grid: 0..2 by .5, 2..4 by 1, 4..6 by 2.
+    # Each term counts the steps of one interval of the grid: 0..2 by .5, 2..4 by 1, 4..6 by 2.
     codes = (rest * 2).clamp_(max=4).round_()
     codes += rest.sub_(2).clamp(0, 2).round_()
     codes += rest.sub_(2).mul_(0.5).clamp_(0, 1).round_()
@@ -50,11 +48,11 @@ def encode_fp4(x_NK: Tensor) -> Tensor:
 def encode_nvfp4(
     w_NK: Tensor, global_scale: Tensor | float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """fp4 bytes [N, K / 2], e4m3 scales [N, K / 16] and the global scale in float32 [N, 1], the
-    same in every row: w = fp4 * (scale * global).
+    """fp4 bytes [N, K / 2], e4m3 scales [N, K / 16] and the global scale in float32 [N, 1],
+    repeated in every row: w = fp4 * (scale * global).
 
-    Without a global scale the one is taken that gives the matrix's largest value the largest
-    scale. With one, blocks beyond 6 * 448 * global saturate.
+    The default global scale maps the matrix's largest value to the largest scale. With a given one,
+    blocks beyond 6 * 448 * global saturate.
     """
     w_NK = w_NK.float()
     grouped = in_groups(w_NK, NVFP4_GROUP)
@@ -70,13 +68,13 @@ def encode_nvfp4(
 
 
 def encode_mxfp4(w_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """fp4 bytes [N, K / 2] and the exponents of the scales plus 127 as uint8 [N, K / 32].
+    """fp4 bytes [N, K / 2], and the scales' exponents plus 127 as uint8 [N, K / 32].
 
-    Not the rule of the OCP specification (floor of log2 of the largest value, less 2): that cuts
-    anything from 6 to 8 down to 6. Here the largest value is first rounded to fp4's one bit of
-    mantissa, so that what would round to 8 takes the next scale, and no element is off by more than
-    half a step. On Gaussian blocks the squared error is 5 % smaller (0.0125 for 0.0132), as small
-    as with the better of both scales chosen for each block. Decoding is the same for all rules.
+    The OCP specification's rule (floor of log2 of the largest value, less 2) cuts values from 6 to
+    8 down to 6. Here the largest value is first rounded to fp4's one bit of mantissa, so values
+    that round to 8 use the next scale, and no element is off by more than half a step. On Gaussian
+    blocks the squared error is 5 % smaller (0.0125 instead of 0.0132), as small as with the better
+    of both scales for each block. Decoding is the same for all rules.
     """
     grouped = in_groups(w_NK.float(), MXFP4_GROUP)
     amax = grouped.abs().amax(-1)
@@ -94,7 +92,7 @@ def mxfp4_scales(scales: Tensor) -> Tensor:
 
 
 def pack_pairs(nibbles: Tensor) -> Tensor:
-    """Numbers of four bits, [N, K] -> bytes [N, K / 2]."""
+    """Packs four-bit numbers: [N, K] -> bytes [N, K / 2]."""
     return nibbles[..., 0::2] | nibbles[..., 1::2] << 4
 
 

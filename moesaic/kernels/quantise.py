@@ -1,4 +1,4 @@
-"""Activations as 8-bit values with scales, and the gated activation before them.
+"""8-bit activations with scales, and the gated activation that precedes them.
 
 T tokens · H channels · J = 2 * I channels of gate and up side by side · G groups of 128 channels.
 """
@@ -26,13 +26,14 @@ RowFormat = Literal["fp8", "int8"]
 def quantise_rows(
     x_TH: Tensor, format: RowFormat, by_column: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Values [T, H] and float32 scales: of 128 channels each [T, G] for fp8 (e4m3; the last group
-    may be smaller), of whole rows [T, 1] for int8.
+    """Values [T, H] and float32 scales: [T, G] by 128 channels for fp8 (e4m3; the last group may be
+    smaller), [T, 1] by row for int8.
 
-    The largest value of a group becomes 448 or 127. A group of zeros has scale 1, one that is not
-    finite scale NaN. int8 of [[1, -0.5, 0.25]]: [[127, -64, 32]], scale 1 / 127.
+    The largest value of a group becomes 448 or 127. A group of zeros has scale 1, one with a NaN or
+    an infinity scale NaN. int8 of [[1, -0.5, 0.25]]: [[127, -64, 32]], scale 1 / 127.
 
-    `by_column`: scales of fp8 lie so, [T, G] with strides (1, T), which our kernels do not read.
+    `by_column`: fp8 scales are stored by column, [T, G] with strides (1, T), for other kernels than
+    ours.
     """
     x_TH = x_TH.float()
     if format == "int8":
@@ -50,7 +51,7 @@ def quantise_rows(
 
 @native(QUANTISE)
 def silu_mul(gate_up_TJ: Tensor) -> Tensor:
-    """silu of the first half of the channels times the second half: [T, I].
+    """silu of the first half of the channels, times the second half: [T, I].
 
     [0, 1, 5, 2]: silu(0) * 5 = 0, silu(1) * 2 = 1.4621.
     """
@@ -58,16 +59,16 @@ def silu_mul(gate_up_TJ: Tensor) -> Tensor:
 
 
 def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """By element, in float32 too, where F.silu computes the last few of a tensor otherwise."""
+    """Computes every element alike; F.silu treats a float32 tensor's last elements differently."""
     silu = gate / (1 + torch.exp(-gate)) if gate.dtype == torch.float32 else F.silu(gate)
     return silu * up
 
 
 def absmax_scales(amax: Tensor, largest: float) -> Tensor:
-    """Scales that bring `amax` to `largest`: of zeros 1, of what is not finite NaN.
+    """Scales that map `amax` to `largest`; 1 for zeros, NaN if `amax` is not finite.
 
-    Not below the smallest normal number, whose reciprocal and products are still exact enough.
-    Divided by a tensor: CUDA takes the reciprocal of a plain number, and bits would differ.
+    Clamped to the smallest normal number, whose reciprocal and products are exact enough. The
+    divisor is a tensor, as CUDA multiplies by the reciprocal of a plain number, which changes bits.
     """
     scales = (amax / torch.full_like(amax, largest)).clamp_(min=TINY)
     return scales.masked_fill_(amax == 0, 1.0).masked_fill_(~amax.isfinite(), torch.nan)

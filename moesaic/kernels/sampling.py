@@ -1,7 +1,7 @@
 """From logits to tokens without waiting for the device.
 
-R rows · V vocabulary. What is drawn is defined in engine/sampling/sampler.py: for the same
-logits and numbers the same token comes out of both.
+R rows · V vocabulary. engine/sampling/sampler.py defines the draw: for the same logits and
+parameters, both give the same token.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from moesaic.core.sampling import GREEDY_BELOW
 from moesaic.kernels.native import native
 
 SAMPLING = "moesaic.kernels.triton.sampling"
-# -inf / inf is NaN; beyond this bound a draw is uniform anyway. Temperatures may not be higher.
+# The highest temperature: -inf / inf is NaN, and beyond this bound a draw is uniform anyway.
 MAX_TEMPERATURE = 1e30
 MASK = 2**64 - 1
 PACKED = struct.Struct("=dqddQq")
 
 
 class RowSampling(NamedTuple):
-    """What one row asks for; `top_k` -1 keeps every token. A temperature of 0 is greedy. The seed
-    is one of 64 bits."""
-
     temperature: float = 0.0
+    """0 is greedy."""
     top_k: int = -1
+    """-1 keeps every token."""
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    """64 bits."""
     position: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SampleParams:
-    """Draws as int64 [R, 6], on the device of the logits: temperature, top_p and min_p are the bits
-    of float64 numbers."""
+    """`RowSampling` of each row, on the device of the logits."""
 
     values: Tensor
+    """int64 [R, 6]; temperature, top_p and min_p are the bits of float64 numbers."""
     any_top_p: bool = True
-    """Whether any row may ask for top-p and not for top-k. If none does, what is only for them is
-    left out; one that does all the same gets its token, but slowly."""
+    """Whether any row may use top-p without top-k. False skips the kernels for such rows; they
+    still get correct tokens, but slowly."""
 
     @classmethod
     def pack(cls, draws: Iterable[RowSampling]) -> SampleParams:
-        """On the CPU; bring it to the device with `values.to`."""
+        """Packs on the CPU; copy `values` to the device."""
         draws = list(draws)
         data = bytearray(b"".join(PACKED.pack(*draw) for draw in draws))
         flat = (
@@ -65,8 +65,8 @@ class SampleParams:
 
 @native(SAMPLING)
 def greedy_rows(logits_RV: Tensor) -> Tensor:
-    """[2, R] in int64: the first token with the highest logit; and 1 where a row cannot be sampled,
-    which holds NaN or +inf or nothing but -inf (its token is a valid one, but means nothing).
+    """int64 [2, R]: the first token with the highest logit; and 1 for a row that cannot be sampled
+    as it holds NaN or +inf or only -inf (its token is valid but meaningless).
 
     [[1, 3, 3], [0, nan, 0]] -> [[1, 1], [0, 1]].
     """
@@ -78,7 +78,7 @@ def greedy_rows(logits_RV: Tensor) -> Tensor:
 
 @native(SAMPLING)
 def sample_rows(logits_RV: Tensor, params: SampleParams) -> Tensor:
-    """As `greedy_rows`, with a token drawn as each row's `RowSampling` says.
+    """As `greedy_rows`, with a token drawn by each row's `RowSampling`.
 
     [[0, ln 3, 0]] at temperature 1: weights 1, 3, 1 of 5; seed 4, position 0 has the number 0.0686,
     so the first token is drawn. With top_k 1 or top_p 0.5 it is the second.
@@ -92,13 +92,13 @@ def sample_rows(logits_RV: Tensor, params: SampleParams) -> Tensor:
 
 
 def uniform(seed: int, position: int) -> float:
-    """The one random number in [0, 1) of a position: splitmix64 keyed by the mixed seed."""
+    """The random number in [0, 1) of a position: splitmix64 keyed by the mixed seed."""
     state = _mix(seed) + (position + 1) * 0x9E3779B97F4A7C15
     return float(_mix(state) >> 11) * 2.0**-53
 
 
 def weight_scale(vocab: int) -> float:
-    """V integers of at most so much add up to less than 2**53: exact in float64."""
+    """The largest weight of a token: V of them add up to less than 2**53, exactly in float64."""
     return 2.0 ** (53 - vocab.bit_length())
 
 

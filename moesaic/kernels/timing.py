@@ -1,8 +1,8 @@
-"""How long work on a GPU takes.
+"""Measures work on a GPU.
 
-What is measured runs many times inside one CUDA graph, with the L2 cache emptied before each time.
-A second graph that only empties the cache is measured too, and its time taken off: so neither the
-launch of a graph nor the emptying counts. The median of several such pairs is the result.
+The work runs many times inside one CUDA graph, with the L2 cache emptied before each run. The time
+of a second graph that only empties the cache is subtracted, so neither the graph launch nor the
+emptying counts. The result is the median of several such pairs.
 """
 
 from __future__ import annotations
@@ -15,44 +15,33 @@ from itertools import cycle, islice
 import torch
 
 Work = Callable[[], object]
-ROUNDS = 7
-MAX_REPEATS = 20
-# A graph holds about so much work; longer ones only cost time.
-GRAPH_MICROSECONDS = 20_000.0
-# The same of a first impression.
-QUICK_ROUNDS = 3
-QUICK_REPEATS = 5
-QUICK_MICROSECONDS = 2_000.0
-# Times the size of the L2 cache that are read to empty it.
+# Rounds, the most calls of a graph, and microseconds of work in it: more only costs time.
+PRECISE = (7, 20, 20_000.0)
+QUICK = (3, 5, 2_000.0)
+# Multiples of the L2 cache's size that are read to empty it.
 FLUSHED = 3
 
 
 def measure(work: Work | Sequence[Work], *, flush: bool = True, quick: bool = False) -> float:
-    """Microseconds of one call. Of several they take turns (the same on other buffers, say), and
-    the result is their mean. Without `flush` the cache keeps what the call before left in it.
-    `quick`: a tenth of the calls, for a first impression."""
+    """Microseconds of one call. Several works alternate (on different buffers, for instance), and
+    the result is their mean. Without `flush` the cache keeps what the previous call left. `quick`:
+    a tenth of the calls."""
     works = [work] if callable(work) else list(work)
-    rounds = QUICK_ROUNDS if quick else ROUNDS
+    rounds, most, room = QUICK if quick else PRECISE
     once = _warm_up(works)
-    repeats = max(len(works), _repeats(once, quick))
+    repeats = max(len(works), min(most, int(room / max(once, 1.0))))
     empty = _flusher() if flush else _nothing
     both = _capture([call for one in islice(cycle(works), repeats) for call in (empty, one)])
     graphs = [both, _capture([empty] * repeats)] if flush else [both]
     return _median(graphs, rounds) / repeats
 
 
-def _repeats(microseconds: float, quick: bool) -> int:
-    """As many calls as a graph is to hold."""
-    most, room = (QUICK_REPEATS, QUICK_MICROSECONDS) if quick else (MAX_REPEATS, GRAPH_MICROSECONDS)
-    return min(most, int(room / max(microseconds, 1.0)))
-
-
 def _nothing() -> None:
-    """Where the cache stays as it is."""
+    """Leaves the cache as it is."""
 
 
 def _warm_up(works: Sequence[Work]) -> float:
-    """Compiles and allocates; gives a rough time of one call, in microseconds."""
+    """Compiles and allocates; returns a rough time of one call in microseconds."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -79,7 +68,7 @@ def _capture(calls: Sequence[Work]) -> torch.cuda.CUDAGraph:
 
 
 def _median(graphs: Sequence[torch.cuda.CUDAGraph], rounds: int) -> float:
-    """Microseconds of the first graph less those of the second."""
+    """Microseconds of the first graph minus those of the second."""
     found = []
     for _ in range(rounds):
         times = [_replay(graph) for graph in graphs]
@@ -97,7 +86,7 @@ def _replay(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def _flusher() -> Work:
-    """Reads rather than writes: lines that are written back later would slow down what follows."""
+    """Reads rather than writes: later write-backs would slow down the measured work."""
     size = FLUSHED * torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     return _reader(size)
 

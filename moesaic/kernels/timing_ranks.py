@@ -1,8 +1,8 @@
-"""How long work takes that several ranks do together, on one GPU that they share or on one each.
+"""Measures work that several ranks do together, on one shared GPU or on one GPU each.
 
-What is measured is done many times in a row: inside one CUDA graph, or launched one by one. The
-ranks begin together: their hosts meet, then their devices, then a graph runs that does not count.
-Where kernels' twins compute on CPU tensors, the host's clock is read, and there are no graphs.
+The work runs many times in a row: inside one CUDA graph, or launched one by one. The ranks start
+together: first their hosts synchronise, then their devices, then an uncounted run follows. The
+twins on CPU tensors are measured by the host's clock, without graphs.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ import torch
 
 from moesaic.kernels.a2a import ChannelCall, signal, wait
 
-# Two to meet on in turn, as a rank that comes twice on one would overtake another; one to start.
-MEETINGS = 3
-START = 2
-Link = Callable[[int], object]
-"""One of a row of calls, given its number: it may take other buffers than the one before."""
+# Two alternate, as a rank that signals twice on one channel would overtake another; one is for
+# starts.
+NUM_CHANNELS = 3
+START_CHANNEL = 2
+NumberedCall = Callable[[int], object]
+"""One call of a row, given its number; it may use other buffers than the previous one."""
 
 
 @dataclass(frozen=True)
 class TimedRank:
-    """Of a rank. `environment` is set before CUDA is opened; `gpu` below 0: kernels' twins, on
-    CPU tensors."""
+    """One rank of a measurement."""
 
     environment: dict[str, str]
+    """Set before CUDA is initialised."""
     gpu: int
+    """Below 0: the kernels' twins, on CPU tensors."""
 
     def open(self) -> torch.device:
         os.environ.update(self.environment)
@@ -40,21 +42,22 @@ class TimedRank:
 
 
 @dataclass(frozen=True, slots=True)
-class Length:
-    """`links` of a row (an even number), `repeats` of it that count as one, `rounds` of that."""
+class RunLength:
+    """`calls` in a row (an even number), `repeats` of the row per time, `rounds` times."""
 
-    links: int
+    calls: int
     repeats: int
     rounds: int
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
-    """`calls`: of channels that nothing else uses. `barrier`: of the ranks' hosts. All ranks ask
-    for the same in the same order."""
+class RankTimer:
+    """Synchronised measurements. All ranks make the same calls in the same order."""
 
     calls: tuple[ChannelCall, ...]
+    """On channels that no other code uses."""
     barrier: Callable[[], None]
+    """Synchronises the ranks' hosts."""
 
     @property
     def device(self) -> torch.device:
@@ -64,53 +67,53 @@ class Together:
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
-    def meet(self, number: int) -> None:
-        """Until all ranks are here; numbers in a row differ by one."""
-        self._meet(number % 2)
+    def synchronise(self, number: int) -> None:
+        """Waits for all ranks; consecutive numbers differ by one."""
+        self._signal_and_wait(number % 2)
 
-    def microseconds(self, link: Link, length: Length, graph: bool) -> list[float]:
-        """Of one link on this rank, in each round. What it needs is compiled before."""
-        assert length.links % 2 == 0 and (self.on_gpu or not graph)
-        run = _captured(link, length.links) if graph else _one_by_one(link, length.links)
+    def microseconds(self, call: NumberedCall, length: RunLength, graph: bool) -> list[float]:
+        """Times of one call on this rank, one for each round. Everything is compiled before."""
+        assert length.calls % 2 == 0 and (self.on_gpu or not graph)
+        run = _captured(call, length.calls) if graph else _one_by_one(call, length.calls)
         read = self._on_device if self.on_gpu else self._on_host
         return [read(run, length) for _ in range(length.rounds)]
 
-    def _on_device(self, run: Callable[[], None], length: Length) -> float:
+    def _on_device(self, run: Callable[[], None], length: RunLength) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         self.barrier()
-        self._meet(START)
+        self._signal_and_wait(START_CHANNEL)
         run()
         begin.record()
         for _ in range(length.repeats):
             run()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) * 1e3 / (length.repeats * length.links)
+        return begin.elapsed_time(end) * 1e3 / (length.repeats * length.calls)
 
-    def _on_host(self, run: Callable[[], None], length: Length) -> float:
+    def _on_host(self, run: Callable[[], None], length: RunLength) -> float:
         self.barrier()
         begin = time.perf_counter()
         for _ in range(length.repeats):
             run()
-        return (time.perf_counter() - begin) * 1e6 / (length.repeats * length.links)
+        return (time.perf_counter() - begin) * 1e6 / (length.repeats * length.calls)
 
-    def _meet(self, channel: int) -> None:
+    def _signal_and_wait(self, channel: int) -> None:
         signal(self.calls[channel])
         wait(self.calls[channel])
 
 
-def _one_by_one(link: Link, links: int) -> Callable[[], None]:
+def _one_by_one(call: NumberedCall, count: int) -> Callable[[], None]:
     def run() -> None:
-        for number in range(links):
-            link(number)
+        for number in range(count):
+            call(number)
 
     return run
 
 
-def _captured(link: Link, links: int) -> Callable[[], None]:
+def _captured(call: NumberedCall, count: int) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for number in range(links):
-            link(number)
+        for number in range(count):
+            call(number)
     return graph.replay

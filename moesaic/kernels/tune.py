@@ -1,8 +1,8 @@
-"""Finds the fastest configuration of the experts' kernels on the GPU that is there.
+"""Finds the fastest configuration of the experts' kernels on this GPU.
 
-The two products are independent but for the block of places that both share: for every block the
-best configurations of each are found by themselves, by a glance at all and a closer look at the
-best. Then whole layers compete: with and without fetching ahead and, where that may matter, with
+The two products are independent except for their common block of places. For every block the best
+configurations of each product are found separately, by a quick measurement of all and a precise one
+of the best. Then whole layers compete: with and without prefetching and, if it may matter, with
 both products in one kernel.
 """
 
@@ -40,22 +40,22 @@ FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FORMATS = ("bf16", "fp16", *FP8_FORMATS)
 SMALL_BLOCKS = (16, 32, 64)
 LARGE_BLOCKS = (64, 128)
-# Of a product in a block, that are looked at again; and by how much a block may be slower than the
-# best one at first sight.
+# Configurations of a product and block that are measured again; and how much slower than the best a
+# block may be in the quick measurement.
 FINALISTS = 3
 MARGIN = 1.1
-# Longer layers do not notice a launch more or less.
+# In longer layers one launch does not matter.
 FUSED_MICROSECONDS = 100.0
-# What Triton raises for a configuration that the device has no room for, or cannot compile.
+# Raised for configurations that do not fit the device or do not compile.
 UNFIT = (TritonError, RuntimeError, ValueError, AssertionError)
 
 Clock = Callable[[Callable[[], object]], float]
-GLANCE: Clock = partial(measure, quick=True)
+QUICK_CLOCK: Clock = partial(measure, quick=True)
 
 
 @dataclass(frozen=True)
 class TuneCase:
-    """One entry of a file: a shape of experts at a number of tokens."""
+    """One entry of a file: a shape of experts and a number of tokens."""
 
     shape: ExpertsShape
     top_k: int
@@ -66,7 +66,7 @@ class TuneCase:
         return self.tokens * self.top_k
 
     def blocks(self, implementation: str) -> list[int]:
-        """Those that neither cut a typical expert into many tiles nor leave most of one empty."""
+        """Blocks of which a typical expert neither needs many nor leaves one nearly empty."""
         mean = self.pairs / self.shape.experts
         if implementation == "large":
             most = (2 * LARGE_BLOCKS[0], math.inf)
@@ -86,8 +86,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Tensors:
-    """Of one case, with random contents. `x` and `h` are in a float type; where the weights are fp8
-    the same are there `quantised`."""
+    """Random tensors of one case; `quantised`: `x` and `h` for fp8 weights."""
 
     x: Rows
     h: Rows
@@ -99,7 +98,7 @@ class Tensors:
     out: Tensor
 
     def rows(self, implementation: str, gate_up: Any) -> tuple[Rows, Rows]:
-        """What that gate_up reads and writes; h as `quantises_inner` has it."""
+        """The rows that this gate_up reads and writes; h as `quantises_inner` decides."""
         if self.quantised is None:
             return self.x, self.h
         x, h = self.quantised
@@ -122,8 +121,7 @@ def candidates(case: TuneCase, device: tuning.DeviceTuning) -> Iterator[Candidat
 
 
 def _large(shape: ExpertsShape, block: int) -> Iterator[Any]:
-    """Only whole tiles have a kernel with warps that load; others, and other GPUs, have a plain
-    one."""
+    """Only whole tiles on Hopper can use the specialised kernel; all others use the plain one."""
     kind = tuning.config_class("large")
     base = kind(block_m=block, block_k=tuning.LINE // tuning.ITEM_BYTES[shape.format])
     if block == tuning.LARGE_BLOCK:
@@ -165,7 +163,7 @@ def _quantised(x_TH: Tensor) -> Rows:
 def _matrices(
     shape: ExpertsShape, held: int, size: tuple[int, int, int], generator: torch.Generator
 ) -> Matrices:
-    """Random values and, where the format has them, equal scales."""
+    """Random values, and equal scales if the format has any."""
     parts, rows, columns = size
     device, sizes = generator.device, (held, *size)
     planes = {}
@@ -188,31 +186,31 @@ def runs(tensors: Tensors, candidate: Candidate, groups: Groups) -> Callable[[],
     if candidate.product == "gate_up":
         x, h = tensors.rows(candidate.implementation, config)
         return partial(function, x, experts.w13, groups, experts.activation, h, config)
-    # Whatever its own width, it is given h as a wide gate_up leaves it.
+    # `down` always gets h as a wide gate_up writes it.
     h = tensors.h if tensors.quantised is None else tensors.quantised[1]
     return partial(function, h, experts.w2, groups, tensors.weights, tensors.y, config)
 
 
 def grouped(tensors: Tensors, case: TuneCase, candidate: Candidate) -> Groups:
-    """As the engine has them before such a product."""
+    """The groups that the engine would use for such a product."""
     config = candidate.config
     plan = ExpertsPlan(candidate.implementation, config.block_m, config, config)
-    with tuning.trying(case.shape, plan):
+    with tuning.override_plan(case.shape, plan):
         return group_pairs(tensors.ids, tensors.experts.w2)
 
 
 def kernels(
     cases: Sequence[TuneCase], device: tuning.DeviceTuning
 ) -> list[tuple[TuneCase, Candidate]]:
-    """What is to be compiled for all cases: each kernel once, with a case that uses it. Triton
-    makes another one where the pairs are not a multiple of 16, and a single row has its own."""
+    """The kernels to compile, each once, with a case that uses it. Triton compiles another one if
+    the number of pairs is no multiple of 16, and a single row has its own."""
     found: dict[tuple[object, ...], tuple[TuneCase, Candidate]] = {}
     for case in cases:
         sizes = case.shape, case.top_k, case.pairs % 16 == 0, case.tokens == 1
         for candidate in candidates(case, device):
             for variant in (candidate, *_without_prefetch(candidate)):
                 found.setdefault((*sizes, variant), (case, variant))
-    # Those that take longest are dealt out first.
+    # The slowest to compile come first.
     return sorted(found.values(), key=lambda kernel: kernel[1].implementation)
 
 
@@ -222,16 +220,15 @@ def _without_prefetch(candidate: Candidate) -> Iterator[Candidate]:
 
 
 def compile_all(cases: Sequence[TuneCase], device: torch.device, share: tuple[int, int]) -> int:
-    """Runs every `share[1]`-th kernel once, so that it lies compiled in Triton's cache; how many
-    can run."""
+    """Runs every `share[1]`-th kernel once, to fill Triton's cache; returns how many can run."""
     wanted = kernels(cases, tuning.device_facts(device))[share[0] :: share[1]]
     made, able = None, 0
     for case, candidate in wanted:
-        if made != case:  # many processes do this at once, in one GPU's memory
+        if made != case:  # many processes share one GPU's memory
             made, tensors = case, make_tensors(case, device, few=True)
         groups = grouped(tensors, case, candidate)
         if device.type == "cuda":
-            # Right behind the sorting, `down` would read its tiles before they are there.
+            # Directly after the sorting, `down` would read the tiles too early.
             torch.cuda.synchronize(device)
         with suppress(*UNFIT):
             runs(tensors, candidate, groups)()
@@ -242,7 +239,7 @@ def compile_all(cases: Sequence[TuneCase], device: torch.device, share: tuple[in
 Key = tuple[str, int]
 """Implementation and block."""
 Times = dict[Key, dict[str, list[tuple[float, Any]]]]
-"""By product: microseconds and configurations, ascending."""
+"""Microseconds and configurations by product, ascending."""
 
 
 def search(
@@ -250,10 +247,10 @@ def search(
     device: torch.device,
     tick: Callable,
     clock: Clock = measure,
-    glance: Clock = GLANCE,
+    quick_clock: Clock = QUICK_CLOCK,
 ) -> tuple[ExpertsPlan, float]:
-    """The fastest plan and its microseconds by the `clock`; `glance`: a quicker one for all
-    candidates, `tick` is called after each of them."""
+    """The fastest plan and its microseconds by `clock`; `quick_clock` is a quicker clock for all
+    candidates. Calls `tick` after each candidate."""
     tensors, facts = make_tensors(case, device), tuning.device_facts(device)
 
     def timed(candidate: Candidate, by: Clock) -> float | None:
@@ -261,7 +258,7 @@ def search(
 
     first: list[tuple[float, Candidate]] = []
     for candidate in candidates(case, facts):
-        us = timed(candidate, glance)
+        us = timed(candidate, quick_clock)
         first += [] if us is None else [(us, candidate)]
         tick()
     chosen = [(timed(candidate, clock), candidate) for candidate in _finalists(first)]
@@ -277,7 +274,7 @@ def search(
 
 
 def _sorted(times: list[tuple[float, Candidate]]) -> Times:
-    """Of blocks in which both products can run."""
+    """Groups the times by block, for blocks in which both products run."""
     found: Times = {}
     for us, candidate in sorted(times, key=lambda pair: pair[0]):
         products = found.setdefault((candidate.implementation, candidate.config.block_m), {})
@@ -286,7 +283,7 @@ def _sorted(times: list[tuple[float, Candidate]]) -> Times:
 
 
 def _both(products: dict[str, list[tuple[float, Any]]]) -> float:
-    """Microseconds of the best of each."""
+    """Microseconds of the best configuration of each product."""
     return sum(times[0][0] for times in products.values())
 
 
@@ -315,8 +312,7 @@ def _plans(shape: ExpertsShape, best: Times) -> Iterator[ExpertsPlan]:
 
 
 def layer_time(tensors: Tensors, case: TuneCase, plan: ExpertsPlan, clock: Clock) -> float | None:
-    """Microseconds of everything after routing, as the engine would do it by that plan: rows come
-    in a float type."""
+    """Microseconds of everything after routing, as the engine computes it by that plan."""
     experts, x, y = tensors.experts, tensors.x, tensors.y
     _, h = tensors.rows(plan.implementation, plan.gate_up)
 
@@ -325,12 +321,12 @@ def layer_time(tensors: Tensors, case: TuneCase, plan: ExpertsPlan, clock: Clock
         gate_up_down(x, experts, groups, tensors.weights, h, y)
         return sum_pairs(y, tensors.ids, y if case.top_k == 1 else tensors.out)
 
-    with tuning.trying(case.shape, plan):
+    with tuning.override_plan(case.shape, plan):
         return _time(run, clock)
 
 
 def _time(work: Callable[[], object], clock: Clock) -> float | None:
-    """None for what cannot run."""
+    """None if the configuration cannot run."""
     try:
         return clock(work)
     except UNFIT:

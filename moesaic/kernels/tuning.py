@@ -1,14 +1,14 @@
-"""With what configuration the experts' kernels run: what was measured on the device, or a guess.
+"""Configurations of the experts' kernels: measured on the device, or predicted.
 
-Measured configurations are in `tuned/<device>-<format>.json`, one entry a shape and size:
+Measured configurations are in `tuned/<device>-<format>.json`, one entry for each shape and size:
 
     {"E=128 H=2048 I=768": {
         "256": {"implementation": "small", "fused": false, "us": 251.3,
                 "gate_up": {"block_m": 16, "block_n": 32, …}, "down": {"block_m": 16, …}}}}
 
-`256` stands for 129 to 256 pairs of row and expert; `us` is what was measured, for people. Fields
-of `gate_up` and `down` are those of the implementation's configuration. Entries are written one by
-one, so a tuner that was stopped goes on with those that are missing.
+`256` stands for 129 to 256 pairs of row and expert; `us` is the measured time, for people.
+`gate_up` and `down` have the fields of the implementation's configuration. Entries are written one
+by one, so a restarted tuner continues with the missing ones.
 """
 
 from __future__ import annotations
@@ -18,53 +18,53 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from importlib import import_module
-from itertools import product
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 TUNED = Path(__file__).parent / "tuned"
 VARIABLE = "MOESAIC_TUNED"
-MEND = "remove it, or replace it by `moesaic tune … --again`"
+FIX_HINT = "remove it, or replace it by `moesaic tune … --again`"
 KIB = 1024
 LINE = 128
 """Bytes of a cache line."""
 FP8_FORMATS = ("fp8_block", "fp8_channel", "fp8_tensor")
 FP8_WEIGHT_ONLY = {name: f"{name}_w8a16" for name in FP8_FORMATS}
-"""What fp8 matrices are called whose rows are not quantised."""
+"""Names of fp8 matrices whose rows are not quantised."""
 BLOCK_SCALED = ("fp8_block", FP8_WEIGHT_ONLY["fp8_block"])
-"""Formats with a scale for each block of 128 by 128."""
+"""Formats with one scale for each block of 128 by 128."""
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, **dict.fromkeys(FP8_FORMATS, 1)}
-"""Formats of `small`; those that are not here are `formats`."""
+"""Formats of the implementation `small`; all others use `formats`."""
 SCRATCH = 2 * KIB
-"""Of a program's shared memory, for all but what is on its way."""
+"""Bytes of a program's shared memory that the pipeline's stages leave free."""
 LARGE_FORMATS = ("bf16", "fp16", *FP8_FORMATS)
 LARGE_BLOCK = 128
 LEAST_BLOCK = 16
 MANY_ROWS = 40
 MANY_FP8_ROWS = 24
-"""Rows of an expert, on average, from which the matrix units are worth being filled; of fp8 sooner,
-as partial sums take the registers of a second program."""
+"""Mean rows of an expert from which the implementation `large` pays off. fp8 switches earlier: its
+partial sums take the registers of a second program."""
 GATE_WIDTHS = ((64, 2), (32, 2))
 FP8_GATE_WIDTHS = ((LINE, 3), *GATE_WIDTHS)
-"""Widths of tiles, and the programs of each processor from which on they are taken. A tile of 128
-can quantise h; where those are few, a last round of them costs more than a small kernel behind."""
+"""Tile widths, and the number of programs per processor that each requires. A tile of 128 can
+quantise h; with few such tiles, a partial last round costs more than a small separate kernel."""
 DOWN_WIDTHS = ((128, 2), (64, 2))
 
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """Of one product of experts_small.py. A tile is `block_m` rows by `block_n` columns (of gate
-    and of up), summed `block_k` at a time; `prefetch`: lines of each row of weights that are
-    fetched before the kernel before has ended: of gate_up where that one quantises its rows."""
+    """Configuration of one product of experts_small.py. A tile is `block_m` rows by `block_n`
+    columns (of gate and of up), summed `block_k` at a time."""
 
     block_m: int
     block_n: int
@@ -72,11 +72,13 @@ class TileConfig:
     num_warps: int = 4
     num_stages: int = 4
     prefetch: int = 0
+    """Cache lines of each row of weights to fetch while the previous kernel still runs. `gate_up`
+    uses it only behind the kernel that quantises its rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsPlan:
-    """How a layer's two products are computed. None: the implementation's own default."""
+    """How a layer's two products are computed. None: the implementation's default."""
 
     implementation: str
     block: int
@@ -87,8 +89,6 @@ class ExpertsPlan:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsShape:
-    """A layer's experts: `format`, E, H, I."""
-
     format: str
     experts: int
     hidden: int
@@ -103,12 +103,12 @@ class DeviceTuning:
     name: str
     processors: int
     shared: int
-    """Bytes of a processor's shared memory that programs can have."""
+    """Bytes of a processor's shared memory that programs can use."""
 
 
 @cache
 def device_facts(device: torch.device) -> DeviceTuning:
-    """Of what is not a GPU: numbers that make the interpreter take the same ways."""
+    """Without a GPU, numbers that make the interpreter choose the same plans."""
     if device.type != "cuda":
         return DeviceTuning(device.type, 8, 224 * KIB)
     facts = torch.cuda.get_device_properties(device)
@@ -124,7 +124,7 @@ def block_for(
     num_pairs: int,
     device: torch.device | None = None,
 ) -> int:
-    """Places of a tile, for `sort_pairs` and `blocks`; without a device, of the current GPU."""
+    """Places of a tile, for `sort_pairs` and `blocks`. `device` defaults to the current GPU."""
     if device is None:
         here = torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if here else torch.device("cpu")
@@ -134,8 +134,8 @@ def block_for(
 def quantises_inner(
     format: str, experts: int, hidden: int, inner: int, num_pairs: int, device: torch.device
 ) -> bool:
-    """Whether `gate_up` should be given h with scales; else h is quantised between the products,
-    which lets the tiles of `gate_up` be narrow where there are few."""
+    """Whether `gate_up` should get h with scales. Otherwise h is quantised between the products,
+    and `gate_up` can use narrow tiles if there are few."""
     if format not in FP8_FORMATS or inner % LINE:
         return False
     plan = plan_for(device, ExpertsShape(format, experts, hidden, inner), num_pairs)
@@ -143,19 +143,19 @@ def quantises_inner(
 
 
 def bucket(num_pairs: int) -> int:
-    """The power of two that stands for a number of pairs: 129..256 -> 256."""
+    """Rounds a number of pairs up to a power of two: 129..256 -> 256."""
     return 1 << max(0, num_pairs - 1).bit_length()
 
 
 def plan_for(device: torch.device, shape: ExpertsShape, num_pairs: int) -> ExpertsPlan:
-    return _tried.get(shape) or _plan(device, shape, bucket(num_pairs))
+    return _overrides.get(shape) or _plan(device, shape, bucket(num_pairs))
 
 
 def plan_for_block(
     device: torch.device, shape: ExpertsShape, num_pairs: int, block: int
 ) -> ExpertsPlan:
-    """As `block_for` had it; for tiles of another size, one that depends on that size alone, so
-    that rows give the same bits whatever comes with them."""
+    """The plan that `block_for` used. For another block, a plan that depends on the block alone: a
+    row's bits then do not depend on the other rows."""
     plan = plan_for(device, shape, num_pairs)
     return plan if plan.block == block else plan_of_block(device, shape, block)
 
@@ -165,17 +165,17 @@ def plan_of_block(device: torch.device, shape: ExpertsShape, block: int) -> Expe
     return guess(device_facts(device), shape, shape.experts * block, block)
 
 
-_tried: dict[ExpertsShape, ExpertsPlan] = {}
+_overrides: dict[ExpertsShape, ExpertsPlan] = {}
 
 
 @contextmanager
-def trying(shape: ExpertsShape, plan: ExpertsPlan) -> Iterator[None]:
-    """Everything of that shape goes by this plan meanwhile; for the tuner."""
-    _tried[shape] = plan
+def override_plan(shape: ExpertsShape, plan: ExpertsPlan) -> Iterator[None]:
+    """Overrides the plan of that shape; for the tuner."""
+    _overrides[shape] = plan
     try:
         yield
     finally:
-        del _tried[shape]
+        del _overrides[shape]
 
 
 @cache
@@ -183,7 +183,7 @@ def _plan(device: torch.device, shape: ExpertsShape, pairs: int) -> ExpertsPlan:
     facts = device_facts(device)
     own, *_ = searched = folders()
     if own != TUNED and shape.format in LARGE_FORMATS:
-        _tell_if_missing(own / file_name(facts.name, shape.format))
+        _warn_if_missing(own / file_name(facts.name, shape.format))
     for folder in searched:
         measured = load(facts.name, shape.format, folder).get((str(shape), pairs))
         if measured is not None:
@@ -192,12 +192,12 @@ def _plan(device: torch.device, shape: ExpertsShape, pairs: int) -> ExpertsPlan:
 
 
 @cache
-def _tell_if_missing(path: Path) -> None:
-    """Once: files for another GPU or format would else do nothing without a word."""
+def _warn_if_missing(path: Path) -> None:
+    """Warns once: files for another GPU or format would otherwise be ignored silently."""
     if not path.is_file():
         logger.warning(
-            "%s has no %s: for such weights nothing in that folder is used on this GPU; "
-            "`moesaic tune … --out %s` makes the file",
+            "%s has no %s: such weights do not use that folder on this GPU; "
+            "`moesaic tune … --out %s` writes the file",
             VARIABLE,
             path,
             path.parent,
@@ -205,14 +205,14 @@ def _tell_if_missing(path: Path) -> None:
 
 
 def folders() -> list[Path]:
-    """Of measured configurations: the user's, then the package's."""
+    """Folders of measured configurations: the user's, then the package's."""
     own = os.environ.get(VARIABLE)
     if not own:
         return [TUNED]
     folder = Path(own).expanduser()
     if not folder.is_dir():
         raise ValueError(
-            f"{VARIABLE} is {own!r} and that is no folder: unset it, or make one with "
+            f"{VARIABLE} is {own!r}, which is no folder: unset it, or create one with "
             f"`moesaic tune … --out {own}`"
         )
     return [folder, TUNED]
@@ -221,10 +221,10 @@ def folders() -> list[Path]:
 def guess(
     device: DeviceTuning, shape: ExpertsShape, pairs: int, block: int | None = None
 ) -> ExpertsPlan:
-    """What to take where nothing was measured; with `block`, for tiles of that many places."""
+    """The plan without measurements; `block`: for tiles of that many places."""
     mean = pairs / shape.experts
     if block is None:
-        # Most experts then are one tile: weights are read once.
+        # Most experts fit one tile: their weights are read once.
         enough = (size for size in (16, 32, 64) if size >= 1.5 * mean)
         many = MANY_FP8_ROWS if shape.format in FP8_FORMATS else MANY_ROWS
         block = LARGE_BLOCK if mean > many else next(enough)
@@ -240,13 +240,13 @@ def guess(
 def guess_small(
     device: DeviceTuning, shape: ExpertsShape, block: int, tiles: float
 ) -> tuple[TileConfig, TileConfig]:
-    """Of gate_up and down.
+    """Configurations of gate_up and down.
 
-    A step is 128 bytes of a row of weights. Tiles are as wide as leaves every processor some
-    programs, but never so narrow that Hopper's products of 64 lines do not fit: of one kind of
-    product, rows get the same bits whatever comes with them. Programs of a processor share its
-    memory for what is on its way to them: 40 KiB would do while all of them run, more keeps the
-    memory busy when few are left.
+    A step is 128 bytes of a row of weights. Tiles are as wide as the required number of programs
+    per processor allows, but not too narrow for Hopper's products of 64 lines: with one kind of
+    product, a row's bits do not depend on the other rows. The programs of a processor share its
+    memory for loads in flight: 40 KiB suffice while all of them run, more keep the memory busy when
+    few are left.
     """
     item = ITEM_BYTES[shape.format]
     step = LINE // item
@@ -264,7 +264,7 @@ def guess_small(
 def _widest(
     device: DeviceTuning, tiles: float, total: int, widths: tuple[tuple[int, int], ...]
 ) -> tuple[int, float]:
-    """The first width that gives every processor enough programs, and how many it gives."""
+    """The first width with enough programs per processor, and that number of programs."""
     for width, enough in widths:
         programs = tiles * -(-total // width) / device.processors
         if programs >= enough:
@@ -275,10 +275,11 @@ def _widest(
 def _staged(
     device: DeviceTuning, config: TileConfig, item: int, lines: int, programs: float
 ) -> TileConfig:
-    """`item` bytes of a weight, `lines` of them in a tile; `programs` that each processor gets."""
+    """Adds stages and warps. `item`: bytes of a weight; `lines`: rows of weights in a tile;
+    `programs`: per processor."""
     stage = _stage_bytes(item, lines, config.block_m, config.block_k)
     wide = _is_wide(lines, config.block_m)
-    # Wide tiles of fp8, whose partial sums are scaled one by one, take the registers of all.
+    # Wide fp8 tiles scale each partial sum, which takes all registers.
     most = 1 if wide else 3 if 4 * stage <= device.shared // 3 else 2
     resident = max(1, min(most, math.ceil(programs)))
     stages = (device.shared // resident - SCRATCH) // stage
@@ -286,8 +287,7 @@ def _staged(
 
 
 def _prefetch(row: int, width: int) -> int:
-    """Lines of a row of so many bytes: 32 KiB a program, of all that run a quarter of Hopper's L2
-    cache."""
+    """Cache lines of a row of `row` bytes: 32 KiB a program, a quarter of Hopper's L2 in all."""
     lines = -(-row // LINE)
     return min(256 // width, 1 << (lines.bit_length() - 1))
 
@@ -297,44 +297,38 @@ def _prefetch_gate(shape: ExpertsShape, width: int) -> int:
 
 
 def _stage_bytes(item: int, lines: int, rows: int, step: int) -> int:
-    """Of weights and of rows."""
+    """Shared memory of one stage: weights and rows."""
     return (lines + rows) * item * step
 
 
 def _is_wide(lines: int, rows: int) -> bool:
-    """Sums of a tile that need eight warps."""
+    """Whether a tile's sums need eight warps."""
     return lines * rows >= 256 * 64
 
 
 def candidates(
     device: DeviceTuning, shape: ExpertsShape, block: int
 ) -> tuple[list[TileConfig], list[TileConfig]]:
-    """Configurations of gate_up and of down that are worth being measured; each product's by
-    itself, as neither depends on the other's. None is too narrow for Hopper's products of 64 lines.
-    What `prefetch` gives only shows behind the other product: it is as `guess` has it."""
+    """Configurations of gate_up and of down worth measuring. The products are measured separately,
+    as they are independent. No tile is too narrow for Hopper's products of 64 lines. `prefetch` is
+    as predicted: its effect shows only in a whole layer."""
     item, quantised = ITEM_BYTES[shape.format], shape.format in FP8_FORMATS
     steps = (LINE,) if quantised else (LINE // item, 2 * LINE // item)
 
-    def fitting(lines: int, step: int) -> Iterator[tuple[int, int]]:
-        """Warps and stages that leave room for one, two, three or four programs a processor."""
-        stage = _stage_bytes(item, lines, block, step)
-        counts = {
-            min(10, (device.shared // programs - SCRATCH) // stage) for programs in (1, 2, 3, 4)
-        }
-        warps = 8 if _is_wide(lines, block) else 4
-        return ((warps, count) for count in sorted(counts) if count >= 2)
+    def fitting(width: int, parts: int, prefetch: int) -> Iterator[TileConfig]:
+        """Stages that leave room for one to four programs per processor."""
+        warps = 8 if _is_wide(parts * width, block) else 4
+        for step in steps:
+            stage = _stage_bytes(item, parts * width, block, step)
+            rooms = (device.shared // programs - SCRATCH for programs in (1, 2, 3, 4))
+            counts = {min(10, room // stage) for room in rooms}
+            for count in sorted(counts):
+                if count >= 2:
+                    yield TileConfig(block, width, step, warps, count, prefetch)
 
-    gates = [
-        TileConfig(block, width, step, warps, stages, _prefetch_gate(shape, width))
-        for width, step in product((128, 64, 32), steps)
-        for warps, stages in fitting(2 * width, step)
-    ]
-    downs = [
-        TileConfig(block, width, step, warps, stages, _prefetch(shape.inner * item, width))
-        for width, step in product((128, 64), steps)
-        for warps, stages in fitting(width, step)
-    ]
-    return gates, downs
+    gates = (fitting(width, 2, _prefetch_gate(shape, width)) for width in (128, 64, 32))
+    downs = (fitting(width, 1, _prefetch(shape.inner * item, width)) for width in (128, 64))
+    return [*chain(*gates)], [*chain(*downs)]
 
 
 def config_class(implementation: str) -> type:
@@ -352,17 +346,26 @@ def file_name(device: str, format: str) -> str:
 
 
 def load(device: str, format: str, folder: Path = TUNED) -> dict[tuple[str, int], ExpertsPlan]:
-    """What was measured, by shape ("E=… H=… I=…") and number of pairs."""
-    path = folder / file_name(device, format)
-    return {
-        (shape, int(pairs)): _decode(entry, path)
-        for shape, sizes in read(path).items()
-        for pairs, entry in sizes.items()
-    }
+    """Measured plans by shape ("E=… H=… I=…") and number of pairs."""
+    return decode_entries(folder / file_name(device, format), _decode)
+
+
+def decode_entries(path: Path, decode: Callable[[Any], T]) -> dict[tuple[str, int], T]:
+    """The decoded entries of a file by name and number of pairs or rows."""
+    found = {}
+    for name, sizes in read(path).items():
+        for size, entry in sizes.items():
+            try:
+                found[name, int(size)] = decode(entry)
+            except KeyError as error:
+                raise ValueError(f"{path}: no {error} in entry {entry}: {FIX_HINT}") from error
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{path}: {error} in entry {entry}: {FIX_HINT}") from error
+    return found
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
-    """The entries of a file by shape and pairs, as they are; none where there is no file."""
+    """The undecoded entries of a file by shape and pairs; empty without a file."""
     try:
         shapes = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -379,34 +382,31 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
     return shapes
 
 
-def _decode(entry: dict[str, Any], path: Path) -> ExpertsPlan:
-    try:
-        kind = config_class(entry["implementation"])
-        gate_up, down = (kind(**entry[which]) for which in ("gate_up", "down"))
-        check_config(gate_up)
-        check_config(down)
-        if gate_up.block_m != down.block_m:
-            raise ValueError("gate_up and down have different block_m")
-        fused = entry.get("fused", False)
-        if type(fused) is not bool or (fused and kind is not TileConfig):
-            raise ValueError(f"fused is {fused!r}: only 'small' can be, and it is true or false")
-    except KeyError as error:
-        raise ValueError(f"{path}: no {error} in entry {entry}: {MEND}") from error
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error} in entry {entry}: {MEND}") from error
+def _decode(entry: dict[str, Any]) -> ExpertsPlan:
+    kind = config_class(entry["implementation"])
+    gate_up, down = (kind(**entry[which]) for which in ("gate_up", "down"))
+    check_config(gate_up)
+    check_config(down)
+    if gate_up.block_m != down.block_m:
+        raise ValueError("gate_up and down have different block_m")
+    fused = entry.get("fused", False)
+    if type(fused) is not bool or (fused and kind is not TileConfig):
+        raise ValueError(
+            f"fused is {fused!r}: it must be true or false, and only 'small' can be fused"
+        )
     return ExpertsPlan(entry["implementation"], gate_up.block_m, gate_up, down, fused)
 
 
 def check_config(config: Any) -> None:
-    """ValueError for what would end in a message of Triton's that names no file."""
+    """Raises ValueError for values that would fail inside Triton, whose message names no file."""
     for field in fields(config):
         name, value = field.name, getattr(config, field.name)
         if isinstance(field.default, bool):
             if type(value) is not bool:
-                raise ValueError(f"{name} is {value!r}, which is neither true nor false")
+                raise ValueError(f"{name} is {value!r}, which is not true or false")
             continue
         if type(value) is not int:
-            raise ValueError(f"{name} is {value!r}, which is no whole number")
+            raise ValueError(f"{name} is {value!r}, which is not an integer")
         least = LEAST_BLOCK if name.startswith("block") else 0 if name == "prefetch" else 1
         power = name.startswith("block") or name.endswith("warps")
         if value < least or (power and value & (value - 1)):
@@ -417,22 +417,22 @@ def check_config(config: Any) -> None:
 def save(
     device: str, shape: ExpertsShape, pairs: int, plan: ExpertsPlan, us: float, folder: Path = TUNED
 ) -> None:
-    """Adds an entry or replaces it; a reader sees the file before or after, never between."""
-    path = folder / file_name(device, shape.format)
-    shapes = read(path)
-    shapes.setdefault(str(shape), {})[str(bucket(pairs))] = {
+    """Adds or replaces an entry, atomically for readers."""
+    entry = {
         "implementation": plan.implementation,
         "fused": plan.fused,
         "us": round(us, 2),
         "gate_up": asdict(plan.gate_up),
         "down": asdict(plan.down),
     }
-    write(path, shapes)
+    write_entry(folder / file_name(device, shape.format), str(shape), pairs, entry)
     _plan.cache_clear()
 
 
-def write(path: Path, shapes: dict[str, dict[str, Any]]) -> None:
-    """Entries as `read` gives them, in place of the file's."""
+def write_entry(path: Path, name: str, size: int, entry: dict[str, Any]) -> None:
+    """`size`: a number of pairs or rows, which is rounded up to its bucket."""
+    shapes = read(path)
+    shapes.setdefault(name, {})[str(bucket(size))] = entry
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_suffix(f".{os.getpid()}")
     written.write_text(_text(shapes))
@@ -440,7 +440,7 @@ def write(path: Path, shapes: dict[str, dict[str, Any]]) -> None:
 
 
 def _text(shapes: dict[str, dict[str, Any]]) -> str:
-    """A line for each entry, in the order of shapes and sizes."""
+    """One line for each entry, sorted by shape and size."""
     parts = []
     for shape in sorted(shapes):
         sizes = sorted(shapes[shape].items(), key=lambda item: int(item[0]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moesaic.kernels.experts import PairSum, finished
+from moesaic.kernels.experts import PairSum, summed
 from moesaic.kernels.norm import add_rms_norm, rms_norm
 from moesaic.layers.module import Module, parameter
 
@@ -22,6 +22,6 @@ class RMSNorm(Module):
     def add(self, x_TH: Tensor | PairSum, residual_TH: Tensor | None) -> tuple[Tensor, Tensor]:
         """The norm of the sum, and the sum; without a residual the sum is `x_TH`."""
         if residual_TH is None:
-            x_TH = finished(x_TH)
+            x_TH = summed(x_TH)
             return self(x_TH), x_TH
         return add_rms_norm(x_TH, residual_TH, self.weight, self.eps)

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from moesaic.core.step import PREFILL, Step
-from moesaic.kernels.experts import PairSum, finished
+from moesaic.kernels.experts import PairSum, summed
 from moesaic.kernels.linear import linear_float32
 from moesaic.kernels.norm import SumToNorm
 from moesaic.kernels.routing import (
     MAX_NORM_ROWS,
     MAX_ROWS,
     RouterWeights,
+    TopKInputs,
     norm_route_rows,
     route_rows,
 )
@@ -176,7 +177,8 @@ class SparseBlock(Module):
         if router is None or spec is None:
             return self.topk(self.gate(x_TH), bias, slot_map, num_tokens_1)
         slots = slot_map.table_on(x_TH.device)
-        return TopKOutput(*route_rows(x_TH, router, spec, bias, num_tokens_1, slots))
+        given = TopKInputs(spec, bias, num_tokens_1, slots)
+        return TopKOutput(*route_rows(x_TH, router, given))
 
     def add_norm(
         self, norm: RMSNorm, x_TH: Tensor, residual_TH: Tensor, step: Step
@@ -191,7 +193,8 @@ class SparseBlock(Module):
         bias, slot_map = self.gate.e_score_correction_bias, self.experts.slot_map
         rows = SumToNorm(x_TH, residual_TH, norm.weight, norm.eps)
         slots = slot_map.table_on(x_TH.device)
-        made = norm_route_rows(rows, router, spec, bias, step.num_tokens_1, slots)
+        given = TopKInputs(spec, bias, step.num_tokens_1, slots)
+        made = norm_route_rows(rows, router, given)
         if begin:
             spans.add(SpanKind.ROUTER, begin, self.experts.dispatcher.config.layer, len(x_TH))
         return made[0], made[1], TopKOutput(made[2], made[3])
@@ -287,7 +290,7 @@ class Backbone(Module):
             x_TH, residual_TH = layer(x_TH, ctx, residual_TH)
         if self.norm is not None:
             return self.norm.add(x_TH, residual_TH)[0]
-        return x_TH if residual_TH is None else residual_TH + finished(x_TH)
+        return x_TH if residual_TH is None else residual_TH + summed(x_TH)
 
 
 class CausalLM(Module):

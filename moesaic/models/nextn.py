@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moesaic.core.step import PREFILL, Step
-from moesaic.kernels.experts import finished
+from moesaic.kernels.experts import summed
 from moesaic.layers.context import AttentionStep, ForwardContext
 from moesaic.layers.embedding import Embedding, LMHead
 from moesaic.layers.linear import Linear
@@ -114,7 +114,7 @@ class NextN(Module):
         x_TH = layer.join(embedding(next_ids_T), hidden_TH)
         ctx = ForwardContext(self.rope.at(positions_T), attention, step)
         x_TH, residual_TH = layer(x_TH, ctx)
-        return residual_TH + finished(x_TH)
+        return residual_TH + summed(x_TH)
 
     def logits(self, x_RH: Tensor, rows: Sequence[int] = (), depth: int = 0) -> Tensor:
         """Logits of the token after the next; `rows` as in the main model's `logits`."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moesaic.kernels.routing import TopKConfig as TopKConfig
-from moesaic.kernels.routing import route
+from moesaic.kernels.routing import TopKInputs, route
 from moesaic.layers.invariant import sigmoid
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.placement import SlotMap
@@ -35,7 +35,7 @@ class TopK:
                 "an int would wait for the device"
             )
             slots = None if slot_map is None else slot_map.table_on(logits_TE.device)
-            return TopKOutput(*route(logits_TE, self.spec, bias_E, num_tokens, slots))
+            return TopKOutput(*route(logits_TE, TopKInputs(self.spec, bias_E, num_tokens, slots)))
         ids_TK, weights_TK = self._choose(logits_TE.float(), bias_E)
         weights_TK = weights_TK * self.config.routed_scaling_factor
         if num_tokens is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.launch.local_ranks import LocalRanks
 from moesaic.core.step import Step
-from moesaic.kernels.experts import finished
+from moesaic.kernels.experts import summed
 from moesaic.layers.linear import Linear, LinearConfig
 from moesaic.layers.mlp import GatedMLP
 from moesaic.layers.parallel import Parallel
@@ -67,7 +67,7 @@ def interleaved(block: SparseBlock, states: list[LayerState]) -> list[Tensor]:
         for state in states:
             for operation in segment:
                 operation(state)
-    return [finished(state.output) for state in states]
+    return [summed(state.output) for state in states]
 
 
 def expected(block: SparseBlock, x_TH: Tensor, experts: Experts) -> Tensor:
@@ -87,7 +87,7 @@ def two_batches(group: RankGroup, a2a: str, mode: str, device: str, shared: bool
     for number, counts in enumerate(COUNTS):
         seeds = [100 * number + 10 * group.rank + lane for lane in (0, 1)]
         x = [batch(count, seed)[0] for count, seed in zip(counts, seeds, strict=True)]
-        plain = [finished(block(x_TH, step_of(lane))) for lane, x_TH in enumerate(x)]
+        plain = [summed(block(x_TH, step_of(lane))) for lane, x_TH in enumerate(x)]
         states = [LayerState(x_TH, step_of(lane)) for lane, x_TH in enumerate(x)]
         together = interleaved(block, states)
         for lane, (x_TH, alone_TH, y_TH) in enumerate(zip(x, plain, together, strict=True)):
@@ -128,4 +128,4 @@ def test_the_operations_and_their_order() -> None:
     x_TH, (state,) = batch(3, 0)[0], [LayerState(batch(3, 0)[0], Step())]
     for operation in block.ops():
         operation(state)  # a yield does nothing where one micro-batch runs
-    assert torch.equal(finished(state.output), finished(block(x_TH, Step())))
+    assert torch.equal(summed(state.output), summed(block(x_TH, Step())))

@@ -28,6 +28,7 @@ from moesaic.config.devices import cuda_missing
 from moesaic.config.gpus import processor_percent
 from moesaic.kernels.a2a import (
     LocalTokens,
+    ResultPlane,
     RowPlanes,
     SlotOwners,
     collect_rows,
@@ -177,7 +178,7 @@ def round_trip(group: RankGroup, environment: dict[str, str]) -> tuple[float, fl
         call = window.call(1, "results", step)
         signal(call)
         out_TH = torch.zeros(C, H, dtype=torch.bfloat16, device=device)
-        collect_rows(out_TH, tokens, C, offsets["results"], spread, call)
+        collect_rows(out_TH, tokens, ResultPlane(C, offsets["results"], spread), call)
         torch.cuda.synchronize()
         window.check()
         factors = [sum({int(slot) // SLOTS + 1 for slot in row}) for row in ids_TK]

@@ -23,7 +23,7 @@ from moesaic.core.sampling import SamplingParams
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.sampling.sampler import SampleRow
 from moesaic.engine.schedule.plan import PlanItem, StepPlan
-from moesaic.kernels.routing import RouterWeights
+from moesaic.kernels.routing import RouterWeights, TopKInputs
 from moesaic.models import blocks
 from moesaic.models.blocks import Router, SparseBlock
 from moesaic.moe.formats import TopKOutput
@@ -102,7 +102,7 @@ def choose(self: SparseBlock, x_TH: Tensor, num_tokens_1: Tensor | None) -> TopK
     router = RouterWeights(gate.weight, gate.bias, not gate.float32, gate._counter_1)
     bias = gate.e_score_correction_bias
     rows = [
-        route_rows(x_TH[at : at + 8], router, spec, bias, None if at else num_tokens_1, None)
+        route_rows(x_TH[at : at + 8], router, TopKInputs(spec, bias, None if at else num_tokens_1))
         for at in range(0, len(x_TH), 8)
     ]
     return TopKOutput(*(torch.cat(parts) for parts in zip(*rows, strict=True)))

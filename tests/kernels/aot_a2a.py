@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from moesaic.kernels.a2a import RowPlanes
+from moesaic.kernels.a2a import RowPlanes, SlotOwners
 from moesaic.kernels.a2a_plan import GpuModel, collect_plan, send_plan
 from moesaic.kernels.triton import a2a, a2a_collect
 from moesaic.kernels.triton.a2a_signals import lanes
@@ -31,7 +31,7 @@ TYPES = {
 ALIGNED = ("stride", "values", "scales", "ids", "weights", "results", "flags")
 TOP_K = 8
 # Of 4 ranks with 32 slots each; a group may have two.
-SPREAD = {"SLOTS": 32, "WIDTH": 1, "EVERYWHERE": False}
+SPREAD = {"OWNERS": SlotOwners(32)}
 # A fence comes with each of these: of all the system, unless all ranks are on one GPU.
 RELEASE, ACQUIRE = "atom.global.sys.release.exch.b64", "ld.acquire.sys.global.b64"
 ARRIVAL = "atom.global.sys.acq_rel.add"
@@ -110,11 +110,10 @@ def check_collect(pairs: bool, tokens: int, hidden: int, size: int = 4) -> None:
 
 def check_variants() -> None:
     """With a number of tokens that only the device knows, and groups of two ranks."""
-    spread = {"SLOTS": 32, "WIDTH": 2}
     plan = send_plan(4, 2048, "bf16", 4, GpuModel())
     planes = RowPlanes("bf16", 0, 0, 0, 0, 4096, 0)
     for everywhere in (False, True):
-        fixed = {**spread, "EVERYWHERE": everywhere}
+        fixed: dict[str, Any] = {"OWNERS": SlotOwners(32, 2, everywhere)}
         constants = a2a.send_constants(planes, 2048, TOP_K, plan)
         use(a2a._send_kernel, plan.warps, 4, **constants, **fixed, RECEIVES=False)
         few = collect_plan(4, 2048, GpuModel())

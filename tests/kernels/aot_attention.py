@@ -14,7 +14,6 @@ from typing import Any
 
 from moesaic.kernels.attention import Splits
 from moesaic.kernels.triton import attention_decode, attention_hopper, attention_prefill, rotary
-from moesaic.kernels.triton.attention_blocks import padded
 from tests.kernels.aot import Usage, build
 from tests.kernels.aot_experts_large import warnings
 
@@ -47,14 +46,10 @@ class Shape:
         made = {
             "GROUP": self.group,
             "D1": self.dim,
-            "D1P": padded(self.dim),
             "D2": self.rest,
-            "D2P": padded(self.rest),
             "V": self.value_dim,
-            "VP": padded(self.value_dim),
             "PAGE": page,
             "SHARED": self.shared,
-            "SINKS": self.sinks,
             "WINDOW": self.window,
             "PDL": True,
         }
@@ -101,14 +96,14 @@ def decode(
     entering: bool = False,
 ) -> Usage:
     config = attention_decode.choose_config(shape.group, shape.key_bytes, Splits(count, 64, lone))
-    tall = attention_decode.tall(shape.group, shape.dim, config) if entering else 0
+    entry_rows = attention_decode.entry_rows(shape.group, shape.dim, config) if entering else 0
     if entering:
         shape = replace(shape, dim=shape.dim // 2, rest=shape.dim // 2)
     constants = shape.constants(page) | {
         "ROWS": config.rows,
         "BLOCK_N": config.block,
         "SPLIT": count > 1,
-        "TALL": tall,
+        "ENTRY_ROWS": entry_rows,
     }
     if not entering:
         constants |= dict.fromkeys(ENTERING)
@@ -126,8 +121,7 @@ def decode(
 
 def prefill(shape: Shape, page: int, invariant: bool = False) -> Usage:
     key_bytes = (shape.dim + shape.rest) * 2
-    config = attention_prefill.choose_config(key_bytes, shape.window)
-    config = attention_prefill.invariant_config(key_bytes) if invariant else config
+    config = attention_prefill.choose_config(key_bytes, shape.window, invariant)
     constants = shape.constants(page) | {
         "ROWS": config.rows,
         "PER_TILE": min(shape.group, config.rows),
@@ -143,8 +137,7 @@ def specialised(shape: Shape, page: int) -> Usage:
     config = attention_hopper.choose_config((shape.dim + shape.rest) * 2)
     plan = attention_hopper.AttentionConstants(
         shape.group, min(shape.group, attention_hopper.ROWS), shape.dim, shape.rest,
-        shape.value_dim, page, shape.window, config.block, config.stages, config.tiles,
-        config.turns,
+        shape.value_dim, page, shape.window, config,
     )  # fmt: skip
     kernel = attention_hopper.attention_kernel
     types = shape.types(kernel) | {"q1": "*bf16", "q2": "*bf16", "items": "i32"}
@@ -169,11 +162,8 @@ def enter(cache: str = "*bf16") -> Usage:
         "HEADS": 32,
         "KV_HEADS": 4,
         "D": 128,
-        "DP": 128,
         "ROWS": rotary.TILE // 128,
         "INTERLEAVED": False,
-        "NORM": True,
-        "FP8": cache != "*bf16",
         "PDL": True,
     }
     return build(kernel, types, constants, aligned=strides, num_warps=rotary.WARPS)

@@ -14,14 +14,14 @@ from moesaic.kernels.triton import collectives
 from moesaic.kernels.triton.collectives import WARPS
 from tests.kernels.aot import Usage, build
 
-POINTERS = {"bases": "*i64", "state": "*i64", "failure": "*i64"}
+POINTERS = {"bases_ptr": "*i64", "state_ptr": "*i64", "failure_ptr": "*i64"}
 PLAIN = ("tag", "rank", "channel")
 BYTES = {"*bf16": 2, "*fp32": 4, "*i64": 8}
 
 
 def compiled(kernel: Any, ranks: int, kind: str, **constants: Any) -> Usage:
     """Numbers are multiples of 16, as they are with any model, except which rank and channel."""
-    blocks = {"P": ranks, "THREADS": 32 * WARPS, "PDL": True}
+    blocks = {"SIZE": ranks, "LANES": 32 * WARPS, "PDL": True}
     if "SCOPE" in kernel.arg_names:
         blocks["SCOPE"] = "sys"
     if "BLOCK" in kernel.arg_names:

@@ -13,6 +13,7 @@ from typing import Any
 
 from moesaic.kernels import tuning
 from moesaic.kernels.triton import experts_small, sort
+from moesaic.kernels.triton.experts_tiles import TileConstants
 from moesaic.kernels.tuning import (
     FP8_FORMATS,
     KIB,
@@ -40,7 +41,7 @@ def gate_up_usage(
     types = {"x": kind, "w": kind, "h": kind if h_scales else "*bf16", **LISTS}
     types |= dict.fromkeys(("x_scale", "alpha", "limit"), "fp32")
     scales = {"x_scales": quantised, "w_scales": quantised, "h_scales": h_scales}
-    constants = {"bias": None, "LIMITED": False, **_constants(shape, config)}
+    constants = {"bias": None, "P": tile_constants(shape, config), "PDL": True}
     constants["PREFETCH"] = config.prefetch
     types |= {"num_pairs": "i32", "num_counters": "i32"}
     if direct:
@@ -56,9 +57,8 @@ def down_usage(shape: ExpertsShape, config: TileConfig) -> Usage:
     types = {"h": kind, "w": kind, "y": "*bf16", "weights": "*fp32"}
     types |= {"h_scale": "fp32", **LISTS}
     scales = {"h_scales": quantised, "w_scales": quantised}
-    constants = {"bias": None, "PREFETCH": config.prefetch, **_constants(shape, config)}
-    constants["ids"] = None
-    del constants["TOP_K"]
+    constants = {"bias": None, "PREFETCH": config.prefetch, "ids": None, "PDL": True}
+    constants["P"] = tile_constants(shape, config)
     return _build(experts_small._down_kernel, types, scales, constants, config)
 
 
@@ -68,9 +68,11 @@ def fused_usage(shape: ExpertsShape, plan: ExpertsPlan) -> Usage:
     types |= {"counters": INTEGERS, "num_slots": "i32", **LISTS}
     types |= dict.fromkeys(("x_scale", "h_scale", "alpha", "limit"), "fp32")
     scales = dict.fromkeys(("x_scales", "h_scales", "w13_scales", "w2_scales"), quantised)
-    constants = {"b13": None, "b2": None, "LIMITED": False, **_constants(shape, plan.gate_up)}
-    constants |= {"DOWN_BN": plan.down.block_n, "DOWN_BK": plan.down.block_k}
-    constants["PREFETCH"] = plan.down.prefetch
+    constants = {"b13": None, "b2": None, "PREFETCH": plan.down.prefetch, "PDL": True}
+    constants |= {
+        "P": tile_constants(shape, plan.gate_up),
+        "DOWN": tile_constants(shape, plan.down),
+    }
     stages = min(plan.gate_up.num_stages, plan.down.num_stages)
     config = replace(plan.gate_up, num_stages=stages)
     return _build(experts_small._gate_up_down_kernel, types, scales, constants, config)
@@ -81,18 +83,18 @@ def _kind(shape: ExpertsShape) -> tuple[str, bool]:
     return ("*fp8e4nv" if quantised else f"*{shape.format}"), quantised
 
 
-def _constants(shape: ExpertsShape, config: TileConfig) -> dict[str, Any]:
-    return {
-        "HIDDEN": shape.hidden,
-        "INNER": shape.inner,
-        "TOP_K": 8,
-        "BM": config.block_m,
-        "BN": config.block_n,
-        "BK": config.block_k,
-        "PRECISION": "tf32",
-        "BLOCK_SCALES": shape.format == "fp8_block",
-        "PDL": True,
-    }
+def tile_constants(shape: ExpertsShape, config: TileConfig) -> TileConstants:
+    return TileConstants(
+        HIDDEN=shape.hidden,
+        INNER=shape.inner,
+        BM=config.block_m,
+        BN=config.block_n,
+        BK=config.block_k,
+        PRECISION="tf32",
+        BLOCK_SCALES=shape.format == "fp8_block",
+        TOP_K=8,
+        LIMITED=False,
+    )
 
 
 def _build(
@@ -135,25 +137,25 @@ def check_shape(shape: ExpertsShape, pairs: int) -> None:
 
 def check_sort() -> None:
     arrays = LISTS | {"counters": INTEGERS, "ids": INTEGERS, "load": "*i64"}
-    sizes = sort._Sizes.of(128, 16)
+    sizes = sort.constants(128, 16)
     few = build(
         sort._sort_few,
         arrays | dict.fromkeys(("num_pairs", "num_counters"), "i32"),
-        sizes.constants() | {"BI": 16, "BJ": 256, "NP": 256, "PDL": True},
+        sizes | {"BI": 16, "BJ": 256, "NP": 256, "PDL": True},
     )
     assert few.local == 0
     many = build(
         sort._place_chunks,
         arrays | {"hist": INTEGERS, "before": INTEGERS}
         | dict.fromkeys(("num_pairs", "num_counters", "num_chunks"), "i32"),
-        sizes.constants()
+        sizes
         | {"CHUNK": sort.CHUNK, "PARTS": sort.chunk_parts(128), "BC": 128, "BJ": 32, "PDL": True},
         num_warps=sort.PLACE_WARPS,
     )  # fmt: skip
     # A version of ptxas puts one number there, to run two programs at once.
     assert many.local <= 8
     zeroed = build(
-        sort._zero_nobodies_kernel,
+        sort._zero_missing_kernel,
         {"y": "*bf16", "ids": INTEGERS, "rows": "i32"},
         {"H": 7168, "BR": sort.ZEROED_ROWS, "BH": sort.ZEROED_COLUMNS, "PDL": True},
     )

@@ -19,6 +19,7 @@ from moesaic.kernels.triton.experts_product import (
     PLAIN,
     LargeConfig,
     Product,
+    ProductConstants,
     constants,
 )
 from tests.kernels.aot import TOOLS, Usage, build
@@ -28,13 +29,16 @@ TYPES = {PLAIN: "bf16", CHANNEL: "fp8e4nv", BLOCK: "fp8e4nv"}
 MASKED = "masked"
 QWEN3 = {
     "gate and up": Product(2048, 768, 2, PLAIN, False, True),
-    "down": Product(768, 2048, 1, PLAIN, False, False),
+    "down": Product(768, 2048, 1, PLAIN, False, SCATTER=True),
 }
 PRODUCTS = {
     **QWEN3,
-    **{f"{name}, {MASKED}": replace(product, gather=False) for name, product in QWEN3.items()},
     **{
-        f"{name}, {kind}": replace(product, scaling=scaling, promote=True)
+        f"{name}, {MASKED}": replace(product, GATHER=False, SCATTER=False)
+        for name, product in QWEN3.items()
+    },
+    **{
+        f"{name}, {kind}": replace(product, SCALING=scaling, PROMOTE=True)
         for kind, scaling in (("blocks", BLOCK), ("channels", CHANNEL))
         for name, product in QWEN3.items()
     },
@@ -48,12 +52,12 @@ COUNTER = {"counter": "*i32"}
 
 def arguments(product: Product, sorted_rows: bool) -> tuple[dict[str, str], dict[str, Any]]:
     """Types of what is passed and None for all else."""
-    quantised, back = product.promote, product.parts == 1
+    quantised, back = product.PROMOTE, product.PARTS == 1
     types = {
-        "x": f"*{TYPES[product.scaling]}",
+        "x": f"*{TYPES[product.SCALING]}",
         "x_scales": "*fp32" if quantised else "",
         "w_scales": "*fp32" if quantised else "",
-        "bias": "*bf16" if product.scaling == CHANNEL else "",
+        "bias": "*bf16" if product.SCALING == CHANNEL else "",
         "order": "*i32" if sorted_rows else "",
         **dict.fromkeys(INTEGERS, "*i32"),
         "out": "*fp8e4nv" if quantised and not back else "*bf16",
@@ -66,22 +70,15 @@ def arguments(product: Product, sorted_rows: bool) -> tuple[dict[str, str], dict
 
 
 def config_of(product: Product) -> LargeConfig:
-    return LargeConfig(block_k=128 if product.promote else 64)
+    return LargeConfig(block_k=128 if product.PROMOTE else 64)
 
 
 def portable(product: Product, sorted_rows: bool) -> Usage:
     config = config_of(product)
-    descriptor = f"tensordesc<{TYPES[product.scaling]}[{config.block_n},{config.block_k}]>"
+    descriptor = f"tensordesc<{TYPES[product.SCALING]}[{config.block_n},{config.block_k}]>"
     types, none = arguments(product, sorted_rows)
-    fixed = {
-        **none,
-        **constants(product, 8, config),
-        "LIMITED": False,
-        "SCATTER": sorted_rows and product.parts == 1,
-        "COPIES": True,
-        "IEEE": False,
-        "PDL": True,
-    }
+    plan = ProductConstants(**constants(product, 8, config, pdl=True))
+    fixed = {**none, "P": plan, "COPIES": True, "IEEE": False}
     return build(
         experts_large.experts_kernel,
         {**types, "w": descriptor},
@@ -95,14 +92,13 @@ def specialised(
     product: Product, sorted_rows: bool, limited: bool = False, tall: bool = True
 ) -> Usage:
     config = replace(config_of(product), tall=tall)
-    kind = TYPES[product.scaling]
-    layout = gl.NVMMASharedLayout(128, 8 if product.promote else 16, 2)
+    kind = TYPES[product.SCALING]
+    layout = gl.NVMMASharedLayout(128, 8 if product.PROMOTE else 16, 2)
     descriptor = f"tensordesc<{kind}[128, {config.block_k}],{layout!r}>"
     types, none = arguments(product, sorted_rows)
-    scatter = sorted_rows and product.parts == 1
-    plan = experts_hopper.plan_of(product, 8, scatter, limited, config)
+    plan = experts_hopper.plan_of(replace(product, LIMITED=limited), 8, config)
     narrow = descriptor.replace("[128", "[64")
-    for name, there in (("x_desc", not product.gather), ("half_desc", plan.halves)):
+    for name, there in (("x_desc", not product.GATHER), ("half_desc", plan.halves)):
         (types if there else none)[name] = narrow if there else None
     return build(
         experts_hopper.experts_kernel,
@@ -136,20 +132,20 @@ def main(names: tuple[str, ...]) -> None:
         product = PRODUCTS[name]
         sorted_rows = MASKED not in name
         usage = portable(product, sorted_rows)
-        check(f"{name}, portable", usage, spills=128 if product.promote else 0)
+        check(f"{name}, portable", usage, spills=128 if product.PROMOTE else 0)
         usage = specialised(product, sorted_rows)
-        check(f"{name}, specialised", usage, SPILLS[product.scaling])
+        check(f"{name}, specialised", usage, SPILLS[product.SCALING])
         assert usage.count("setmaxnreg.inc"), name
         # In each group's loops, for wide items and tall ones, products overlap; after them the last
         # one is awaited.
         overlapping = usage.count("wgmma.wait_group.sync.aligned 1")
-        assert overlapping == (0 if product.promote else 4), name
-        if product.promote:
+        assert overlapping == (0 if product.PROMOTE else 4), name
+        if product.PROMOTE:
             check_scaling(name, usage)
         # One claim an item, and none of the loads before it has to wait for it.
         assert usage.count("atom.") == 1, name
         gathers = usage.count("cp.async.mbarrier.arrive.noinc")
-        assert gathers == (0 if not product.gather else 1 if product.promote else 2), name
+        assert gathers == (0 if not product.GATHER else 1 if product.PROMOTE else 2), name
 
 
 def check_scaling(name: str, usage: Usage) -> None:

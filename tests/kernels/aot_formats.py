@@ -12,15 +12,15 @@ from moesaic.kernels.triton import experts_formats, grid
 from tests.kernels.aot import Usage, build
 
 MOST_SHARED = 227 * 1024
-# Types of values, scales, zeros and what belongs to whole rows; columns of a group.
-FORMATS = {
-    "int8_w8a8": ("*i8", "*fp32", "*fp32", "*fp32", 0),
-    "int8_w8a16": ("*i8", "*fp32", "*fp32", "*fp32", 0),
-    "int4_w4a16": ("*u8", "*fp32", "*u8", "*fp32", 128),
-    "mxfp4": ("*u8", "*u8", "*u8", "*u8", 32),
-    "nvfp4": ("*u8", "*u8", "*u8", "*fp32", 16),
-    "fp8_channel_w8a16": ("*u8", "*fp32", "*fp32", "*fp32", 0),
-    "fp8_block_w8a16": ("*u8", "*fp32", "*fp32", "*fp32", 128),
+# Types of values, scales, zeros and the scales of whole rows; columns of a group.
+FORMATS: dict[str, tuple[str, str, str | None, str | None, int]] = {
+    "int8_w8a8": ("*i8", "*fp32", None, "*fp32", 0),
+    "int8_w8a16": ("*i8", "*fp32", None, "*fp32", 0),
+    "int4_w4a16": ("*u8", "*fp32", "*u8", None, 128),
+    "mxfp4": ("*u8", "*u8", None, None, 32),
+    "nvfp4": ("*u8", "*u8", None, "*fp32", 16),
+    "fp8_channel_w8a16": ("*u8", "*fp32", None, "*fp32", 0),
+    "fp8_block_w8a16": ("*u8", "*fp32", None, None, 128),
 }
 TENSORS = ("order", "tile_expert", "tile_place", "num_tiles", "first", "count")
 SIZES = ("K", "N", "width", "x_width")
@@ -35,12 +35,8 @@ def compile_product(format: str, block: int, which: str) -> Usage:
     config = experts_formats.config_for(format, block)
     types = {
         "x": "*i8" if bytes_too else "*i32" if packed else "*bf16",
-        "x_scales": "*fp32",
         "w": values,
         "w_scales": scales,
-        "w_zeros": zeros,
-        "w_rows": rows,
-        "bias": "*bf16",
         "scale": "fp32",
         **dict.fromkeys(TENSORS, "*i32"),
         **dict.fromkeys(SIZES, "i32"),
@@ -48,11 +44,8 @@ def compile_product(format: str, block: int, which: str) -> Usage:
     constants: dict[str, Any] = {
         "FORMAT": "fp8" if format.startswith("fp8") else format,
         "GROUP": group,
-        "ROWS": format not in ("int4_w4a16", "mxfp4", "fp8_block_w8a16"),
-        "SORTED": True,
         "PAIRED": packed,
         "DTYPE": tl.int8 if bytes_too else tl.bfloat16,
-        "BIAS": False,
         "BM": block,
         "BN": config.block_n,
         "BK": config.block_k,
@@ -60,6 +53,9 @@ def compile_product(format: str, block: int, which: str) -> Usage:
         "ASM": True,
         "PDL": True,
     }
+    given = {"x_scales": "*fp32" if bytes_too else None, "w_zeros": zeros, "w_rows": rows}
+    types |= {name: kind for name, kind in given.items() if kind is not None}
+    constants |= {name: None for name in (*given, "bias") if name not in types}
     kernel = experts_formats.down_kernel
     if which == "gate_up":
         kernel = experts_formats.gate_up_kernel
@@ -67,7 +63,6 @@ def compile_product(format: str, block: int, which: str) -> Usage:
         constants |= {"TOP_K": 8, "LIMITED": False}
     else:
         types |= {"y": "*bf16", "weights": "*fp32"}
-        constants |= {"WEIGHTED": True}
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "launch_pdl": True}
     return build(kernel, types, constants, aligned=SIZES, **options)
 

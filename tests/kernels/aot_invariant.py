@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from moesaic.kernels.routing import TopKConfig
 from moesaic.kernels.triton import pairs, rotary, routing
 from tests.kernels.aot import Usage, build
 from tests.kernels.aot_attention import LATENT_16, QWEN3, prefill
@@ -40,9 +41,8 @@ def enter(heads: int, kv_heads: int) -> Usage:
     strides = ("qkv_row", "cos_row", "k_slot", "k_head", "v_slot", "v_head")
     types |= dict.fromkeys(strides, "i32")
     types |= dict.fromkeys(("eps", "k_factor", "v_factor"), "fp32")
-    constants = {"HEADS": heads, "KV_HEADS": kv_heads, "D": 128, "DP": 128}
-    constants |= {"ROWS": rotary.TILE // 128, "INTERLEAVED": False, "NORM": True}
-    constants |= {"FP8": False, "PDL": True}
+    constants = {"HEADS": heads, "KV_HEADS": kv_heads, "D": 128}
+    constants |= {"ROWS": rotary.TILE // 128, "INTERLEAVED": False, "PDL": True}
     kernel = rotary.enter_heads_kernel
     return build(kernel, types, constants, aligned=strides, num_warps=rotary.WARPS)
 
@@ -54,10 +54,9 @@ def route(padded: bool, mapped: bool) -> Usage:
     lists = {"num_tokens_ptr": padded, "slots_ptr": mapped, "count_ptr": mapped}
     types |= {name: "*i32" for name, there in lists.items() if there}
     constants: dict[str, Any] = {name: None for name, there in lists.items() if not there}
-    constants |= {"bias_ptr": None, "E": 128, "BLOCK_E": 128, "ROWS": 1, "K": 8, "BLOCK_K": 8}
-    constants |= {"SIGMOID": False, "BIASED": False, "BY_LOGITS": True, "RENORMALIZE": True}
-    constants |= {"GROUPS": 1, "TOPK_GROUPS": 1, "TOP2": False, "BLOCK_Z": 1, "REPLICAS": 1}
-    constants |= {"MAPPED": mapped, "PADDED": padded, "PDL": True}
+    spec = TopKConfig(8, renormalize=True)
+    constants |= {"P": routing.constants(128, spec, biased=False, replicas=int(mapped))}
+    constants |= {"bias_ptr": None, "ROWS": 1, "PDL": True}
     return build(routing._route_kernel, types, constants, aligned=("stride",), num_warps=1)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from triton.runtime import driver
 
+from moesaic.kernels.a2a import ResultPlane
 from moesaic.kernels.triton import a2a as kernels
 from moesaic.kernels.triton.launch import Relaunch, device_of
 from tests.kernels.a2a_cases import RESULTS, ROWS, Case
@@ -163,9 +164,10 @@ def step(case: Case, window: Any, seed: int) -> None:
     kernels.send(tokens, case.rows, case.planes(window), case.spread, rows)
     kernels.receive(rows, case.rows, case.top_k, window.offset("ids"))
     kernels.signal(results)
-    out_TH, places = torch.empty_like(tokens.x_TH), (case.rows, window.offset("results"))
-    kernels.collect_rows(out_TH, tokens, *places, case.spread, results)
-    kernels.collect_pairs(out_TH, tokens, *places, case.spread, results, True)
+    out_TH = torch.empty_like(tokens.x_TH)
+    plane = ResultPlane(case.rows, window.offset("results"), case.spread)
+    kernels.collect_rows(out_TH, tokens, plane, results)
+    kernels.collect_pairs(out_TH, tokens, plane, results, True)
 
 
 def check_cost(gpu: NoGpu) -> None:

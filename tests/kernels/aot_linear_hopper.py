@@ -21,7 +21,7 @@ def compiled(plan: LinearConstants, bias: bool = False) -> Usage:
     kind = "*bf16" if plan.SIZE == 2 else "*fp8e4nv"
     types = {"x": kind, "w": kind, "y": "*bf16", **SIZES}
     fixed = {"P": plan}
-    scales = ("x_scales", "w_scales") if plan.scaling else ()
+    scales = ("x_scales", "w_scales") if plan.SIZE == 1 else ()
     given = dict.fromkeys(scales, "*fp32") | ({"bias": "*bf16"} if bias else {})
     missing = {name: None for name in ("x_scales", "w_scales", "bias") if name not in given}
     return build(
@@ -57,13 +57,13 @@ def check(name: str, plan: LinearConstants | None, bias: bool = False) -> None:
 
 
 def main(everything: bool) -> None:
-    check("qkv, 8 rows", plan_for(8, *SHAPES["qkv"], 2, 132))
+    check("qkv, 8 rows", plan_for(8, SHAPES["qkv"], 2, 132))
     if not everything:
         return
     for name, shape in SHAPES.items():
         for size in (2, 1):
-            check(f"{name}, 16 rows of {size} bytes", plan_for(16, *shape, size, 132))
-    check("qkv, by lines, bias", plan_for(8, *SHAPES["qkv"], 1, 132, blocked=False), bias=True)
+            check(f"{name}, 16 rows of {size} bytes", plan_for(16, shape, size, 132))
+    check("qkv, by lines, bias", plan_for(8, SHAPES["qkv"], 1, 132, blocked=False), bias=True)
 
 
 if __name__ == "__main__":

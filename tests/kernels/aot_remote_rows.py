@@ -8,6 +8,7 @@ Run without TRITON_INTERPRET. So does what leaves them there, which sends nothin
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from moesaic.kernels import tuning
 from moesaic.kernels.a2a import RowPlanes
@@ -16,7 +17,7 @@ from moesaic.kernels.triton import a2a, experts_remote_rows
 from moesaic.kernels.tuning import FP8_FORMATS, ExpertsShape, TileConfig
 from tests.kernels import aot_a2a
 from tests.kernels.aot import Usage, build
-from tests.kernels.aot_experts import H200, LISTS, SHAPES, check
+from tests.kernels.aot_experts import H200, LISTS, SHAPES, check, tile_constants
 
 
 def far_usage(shape: ExpertsShape, config: TileConfig, h_scales: bool) -> Usage:
@@ -27,21 +28,8 @@ def far_usage(shape: ExpertsShape, config: TileConfig, h_scales: bool) -> Usage:
     types |= dict.fromkeys(("x_scale", "alpha", "limit"), "fp32")
     there = {"x_scales": quantised, "w_scales": quantised, "h_scales": h_scales}
     types |= {name: "*fp32" for name, is_there in there.items() if is_there}
-    constants = {name: None for name, is_there in there.items() if not is_there}
-    constants |= {
-        "bias": None,
-        "LIMITED": False,
-        "HIDDEN": shape.hidden,
-        "INNER": shape.inner,
-        "TOP_K": 8,
-        "ALIGN": 16,
-        "BM": config.block_m,
-        "BN": config.block_n,
-        "BK": config.block_k,
-        "PRECISION": "tf32",
-        "BLOCK_SCALES": shape.format == "fp8_block",
-        "PDL": True,
-    }
+    constants: dict[str, Any] = {name: None for name, is_there in there.items() if not is_there}
+    constants |= {"bias": None, "ALIGN": 16, "P": tile_constants(shape, config), "PDL": True}
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     kernel = experts_remote_rows._gate_up_remote_kernel
     return build(kernel, types, constants, aligned=("values", "scales"), **options)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch
-
 from moesaic.kernels.routing import TopKConfig
 from moesaic.kernels.triton import norm, quantise, routing, sampling, sampling_narrow
 from tests.kernels.aot import Usage, build
@@ -51,7 +49,6 @@ TYPES = {
 ALIGNED = ("stride", "residual_stride", "stride_outer", "stride_inner", "stride_residual", "V")
 QWEN = TopKConfig(8, renormalize=True)
 DEEPSEEK = TopKConfig(8, "sigmoid", True, 2.5, 8, 4, "top2")
-FLAG = torch.ones(1)
 
 
 def use(kernel: Any, types: dict[str, str], **constants: Any) -> Usage:
@@ -75,8 +72,10 @@ def use(kernel: Any, types: dict[str, str], **constants: Any) -> Usage:
 
 
 def check_norm(size: int, add: bool, fp8: bool, top_k: int = 0) -> None:
-    fixed = {"H": size, "K": top_k, "ADD": add, "FP8": fp8, "BY_COLUMN": fp8}
-    fixed |= norm.tiling(size) | ({} if top_k else {"ids_ptr": None})
+    fixed: dict[str, Any] = {"H": size, "K": top_k, "BY_COLUMN": fp8, **norm.tiling(size)}
+    given = {"ids_ptr": top_k, "residual_ptr": add, "sum_ptr": add}
+    given |= {"normed_ptr": not fp8, "values_ptr": fp8, "scales_ptr": fp8}
+    fixed |= {name: None for name, there in given.items() if not there}
     usage = use(norm._norm_kernel, {}, **fixed)
     assert usage.registers <= 64 + 4 * top_k
     assert usage.count("ld.global.v4") >= 1 + add + max(0, top_k - 1)
@@ -84,15 +83,15 @@ def check_norm(size: int, add: bool, fp8: bool, top_k: int = 0) -> None:
 
 
 def check_route() -> None:
-    fixed = routing.constants(128, QWEN, None, FLAG, None)
+    fixed = {"P": routing.constants(128, QWEN, biased=False, replicas=0)}
     logits = {"logits_ptr": "*bf16"}
-    usage = use(routing._route_kernel, logits, ROWS=1, num_warps=1, **fixed)
+    usage = use(routing._route_kernel, logits, ROWS=1, num_warps=1, bias_ptr=None, **fixed)
     # A choice takes three maxima over the warp, and nothing but them.
     assert usage.count("redux.sync") == 3 * QWEN.top_k and usage.registers <= 64
 
 
 def check_deepseek_route() -> None:
-    fixed = routing.constants(256, DEEPSEEK, FLAG, FLAG, None)
+    fixed = {"P": routing.constants(256, DEEPSEEK, biased=True, replicas=0)}
     usage = use(routing._route_kernel, {}, ROWS=1, num_warps=1, **fixed)
     assert usage.count("redux.sync") >= 3 * 8 and usage.registers <= 128
 
@@ -101,8 +100,8 @@ def check_router(rows: int, norm: bool = False) -> None:
     experts, channels = routing.ROUTER_TILE
     sizes = {"H": 2048, "SPLITS": 2048 // channels}
     blocks = {"BLOCK_H": channels, "BLOCK_X": experts}
-    fixed = {**routing.constants(128, QWEN, None, FLAG, None), **sizes, **blocks}
-    flags = {"ROUTER_BIAS": False, "ROUNDS": True}
+    fixed = {"P": routing.constants(128, QWEN, biased=False, replicas=0), **sizes, **blocks}
+    flags: dict[str, Any] = {"router_bias_ptr": None, "bias_ptr": None, "ROUNDS": True}
     if not norm:
         flags |= dict.fromkeys(("residual_ptr", "norm_ptr", "normed_ptr", "sum_ptr"))
     usage = use(routing._router_kernel, {}, ROWS=rows, num_warps=rows, **flags, **fixed)
@@ -133,13 +132,13 @@ def check_int8() -> None:
 
 
 def check_greedy() -> None:
-    usage = use(sampling._peaks_kernel, {}, PEAKS=False)
+    usage = use(sampling._peaks_kernel, {}, peaks_ptr=None)
     assert usage.count("ld.global.v4") == 8 and usage.registers <= 128
     use(sampling._greedy_kernel, {}, BLOCK_C=64, num_warps=1)
 
 
 def check_draw() -> None:
-    use(sampling._peaks_kernel, {}, PEAKS=True)
+    use(sampling._peaks_kernel, {})
     usage = use(sampling._sums_kernel, {}, BLOCK_C=64)
     # The exact division, and the exponential that torch has.
     assert usage.count("div.rn.f32") == 32 and usage.count("ex2.approx.ftz.f32") == 32

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moesaic.comm.windows.device_window import HostWindow
 from moesaic.kernels import a2a as twins
-from moesaic.kernels.a2a import LocalTokens
+from moesaic.kernels.a2a import LocalTokens, ResultPlane
 from moesaic.kernels.triton import a2a as kernels
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from tests.kernels.a2a_cases import RESULTS, ROWS, Case, on_device
@@ -90,8 +90,8 @@ class Rank:
 
     def combine(self, signals: bool) -> None:
         call = self.window.call(RESULTS, "combine")
-        place = (self.case.rows, self.window.offset("results"), self.case.spread)
-        kernels.collect_rows(self.out_TH, self.tokens, *place, call, signals)
+        results = ResultPlane(self.case.rows, self.window.offset("results"), self.case.spread)
+        kernels.collect_rows(self.out_TH, self.tokens, results, call, signals)
 
     def check(self) -> None:
         self.window.check()

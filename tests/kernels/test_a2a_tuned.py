@@ -11,7 +11,7 @@ from moesaic.cli.main import main
 from moesaic.cli.tune_a2a import A2aCase, TuneJob, list_cases, slowest
 from moesaic.kernels import a2a_tuned, tuning
 from moesaic.kernels.a2a_plan import GpuModel, LaunchPlan, collect_plan, send_plan
-from moesaic.kernels.a2a_tuned import Kernel, blocks, candidates, plan_of, planned, trying
+from moesaic.kernels.a2a_tuned import Kernel, blocks, candidates, override_plan, plan_of, planned
 from moesaic.kernels.a2a_tuned import load as read_plans
 
 H200 = GpuModel(132, name="NVIDIA H200 of a test")
@@ -70,7 +70,7 @@ def test_entries_that_cannot_be(folder: Path):
 def test_what_is_tried():
     guess = plan_of(SEND, 4096, GpuModel(132), 4)
     assert guess == send_plan(4096, 2048, "bf16", 4, GpuModel(132)) != FOUND
-    with trying(SEND, FOUND):
+    with override_plan(SEND, FOUND):
         assert planned(SEND, 4096, H200, GUESS) == FOUND
         assert plan_of(SEND, 4096, GpuModel(132), 4) == FOUND
         assert planned(PAIRS, 64, H200, GUESS) == GUESS

@@ -30,5 +30,5 @@ def test_the_example_of_fp4() -> None:
 
 
 def test_an_unknown_payload_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"there is no payload 'fp7': take one of fp32, .* mxfp4"):
+    with pytest.raises(ValueError, match=r"unknown payload 'fp7': use one of fp32, .* mxfp4"):
         encode_rows(torch.zeros(1, 32), "fp7")

@@ -13,7 +13,14 @@ from moesaic.comm.errors import PeerTimeout, WindowAborted
 from moesaic.comm.lifecycle import Membership
 from moesaic.comm.windows.device_window import HostWindow, OutOfStep
 from moesaic.kernels import a2a as twins
-from moesaic.kernels.a2a import MAX_TAG, DeviceStateWord, Failure, FailureWords, LocalTokens
+from moesaic.kernels.a2a import (
+    MAX_TAG,
+    DeviceStateWord,
+    Failure,
+    FailureWords,
+    LocalTokens,
+    ResultPlane,
+)
 from moesaic.kernels.triton import a2a as kernels
 from tests.kernels.a2a_cases import (
     RESULTS,
@@ -112,7 +119,8 @@ def collected(
     out_TH = torch.full_like(tokens.x_TH, 7.0)
     offset = window.offset("pairs" if pairs else "results")
     call = window.call(RESULTS, "combine", tag=int(pairs))
-    out_TH = collect(out_TH, tokens, case.rows, offset, case.spread, call, signals)
+    results = ResultPlane(case.rows, offset, case.spread)
+    out_TH = collect(out_TH, tokens, results, call, signals)
     window.check()
     return out_TH.cpu()
 
@@ -309,8 +317,8 @@ def test_a_peer_that_is_not_there(
     call = ours[0].call(RESULTS, "combine", tag=1)
     if collects:
         tokens = on_device(case.tokens(0))
-        place = (case.rows, ours[0].offset("results"), case.spread)
-        kernels.collect_rows(torch.empty_like(tokens.x_TH), tokens, *place, call)
+        results = ResultPlane(case.rows, ours[0].offset("results"), case.spread)
+        kernels.collect_rows(torch.empty_like(tokens.x_TH), tokens, results, call)
     else:
         kernels.wait(call)
     if GPU:
@@ -360,9 +368,10 @@ def collected_among(
     name = "collect_pairs" if pairs else "collect_rows"
     collect = getattr(twins, name).twin if twin else getattr(kernels, name)
     tokens: LocalTokens = case.tokens(rank) if twin else on_device(case.tokens(rank))
-    place = (case.rows, windows[rank].offset("pairs" if pairs else "results"), case.spread)
+    offset = windows[rank].offset("pairs" if pairs else "results")
+    results = ResultPlane(case.rows, offset, case.spread)
     call = windows[rank].call(RESULTS, "combine")
-    return collect(torch.empty_like(tokens.x_TH), tokens, *place, call).cpu()
+    return collect(torch.empty_like(tokens.x_TH), tokens, results, call).cpu()
 
 
 def test_few_programs_do_the_same() -> None:

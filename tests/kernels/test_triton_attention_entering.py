@@ -176,7 +176,7 @@ def test_other_heads_enter_in_a_kernel_of_their_own(
     if change == "interleaved":
         step = replace(step, entry=replace(step.entry, interleaved=True))
     if change == "many rows":
-        monkeypatch.setattr(attention_decode, "MAX_ENTERING", 1)
+        monkeypatch.setattr(attention_decode, "MAX_FUSED_ENTRIES", 1)
     called = []
     enter = rotary.enter_heads
     monkeypatch.setattr(

@@ -22,6 +22,7 @@ from moesaic.kernels.a2a import (
     DeviceStateWord,
     FailureWords,
     LocalTokens,
+    ResultPlane,
     RowPlanes,
     SignalPlanes,
     SlotOwners,
@@ -119,8 +120,8 @@ class Ranks:
         outs = []
         for signals, own in zip(self.all_signals, tokens, strict=True):
             call, out_TH = ChannelCall(signals, RESULT_CHANNEL), torch.empty_like(own.x_TH)
-            results = self.offsets["results"]
-            outs.append(a2a.collect_pairs(out_TH, own, ROWS, results, self.spread, call))
+            results = ResultPlane(ROWS, self.offsets["results"], self.spread)
+            outs.append(a2a.collect_pairs(out_TH, own, results, call))
         return outs
 
 

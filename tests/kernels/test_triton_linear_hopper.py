@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moesaic.kernels import linear as twins
+from moesaic.kernels.experts import Rows
 from moesaic.kernels.linear import Fp8Matrix, quantise_groups
 from moesaic.kernels.triton import linear as kernels
 from moesaic.kernels.triton import linear_hopper as hopper
@@ -39,16 +40,16 @@ def planned(x: Tensor, weight: Tensor, blocked: bool = True) -> LinearConstants:
 
 def test_shares_of_lines() -> None:
     """Of qkv and o of Qwen3 on 132 processors: 40 and 16 lines, of 128 programs each."""
-    qkv, o = plan_for(8, 5120, 2048, 2, 132), plan_for(8, 2048, 4096, 2, 132)
+    qkv, o = plan_for(8, (5120, 2048), 2, 132), plan_for(8, (2048, 4096), 2, 132)
     assert qkv is not None and qkv == LinearConstants(2048, UNITS=5, ROWS=16, WARPS=8, PART=4)
     assert o == LinearConstants(4096, UNITS=2, ROWS=16, WARPS=8, PART=8)
     assert (qkv.steps, qkv.slab, qkv.shared) == (4, 512, 40 * 4096 + 5 * 8 * 16 * 8 * 4)
-    fp8 = plan_for(32, 5120, 2048, 1, 132)
+    fp8 = plan_for(32, (5120, 2048), 1, 132)
     assert fp8 is not None and fp8 == LinearConstants(
         2048, UNITS=5, ROWS=16, WARPS=8, PART=1, SIZE=1
     )
     assert (fp8.steps, fp8.chunk, fp8.groups) == (2, 128, 16)
-    assert plan_for(2, 2048, 1280, 2, 132) == LinearConstants(
+    assert plan_for(2, (2048, 1280), 2, 132) == LinearConstants(
         1280, UNITS=2, ROWS=16, WARPS=4, PART=5
     )
 
@@ -60,11 +61,11 @@ def test_shares_of_lines() -> None:
 )  # fmt: skip
 def test_left_to_others(rows: int, outputs: int, inputs: int) -> None:
     """One row, rows that are too much to read for all, a router, matrices that do not fit."""
-    assert plan_for(rows, outputs, inputs, 2, 132) is None
+    assert plan_for(rows, (outputs, inputs), 2, 132) is None
 
 
 def test_no_numbers_of_four_bytes() -> None:
-    assert plan_for(8, 5120, 2048, 4, 132) is None
+    assert plan_for(8, (5120, 2048), 4, 132) is None
     assert hopper.choose(torch.ones(8, 2048), torch.ones(5120, 2048)) is None
 
 
@@ -78,7 +79,7 @@ def test_rows_and_shapes(shape: tuple[int, int]) -> None:
         x = drawn(rows, shape[1] + 16)[:, : shape[1]]
         wanted = x.double() @ weight.double().T + bias.double()
         y = poisoned(rows, shape[0])
-        assert hopper.multiply(x, None, weight, None, bias, y, planned(x, weight)) is y
+        assert hopper.multiply(Rows(x), weight, None, bias, y, planned(x, weight)) is y
         assert relative_error(y, wanted) < ERROR[y.dtype], rows
 
 
@@ -94,7 +95,7 @@ def test_plans_and_types(change: dict[str, int]) -> None:
         x, weight = drawn(21, 1024, dtype=dtype), drawn(1061, 1024, dtype=dtype) / 8
         plan = replace(LinearConstants(1024, UNITS=2, ROWS=16, WARPS=8, PART=1), **change)
         y = poisoned(21, 1061, dtype=torch.float32)
-        hopper.multiply(x, None, weight, None, None, y, plan)
+        hopper.multiply(Rows(x), weight, None, None, y, plan)
         assert relative_error(y, x.double() @ weight.double().T) < ERROR[torch.float32]
 
 
@@ -115,8 +116,7 @@ def test_fp8(shape: tuple[int, int], block: int) -> None:
         wanted = twins.linear_fp8.twin(x, matrix, bias, torch.float32)
         plan = planned(x.values, matrix.values, block > 1)
         y = poisoned(rows, shape[0], dtype=torch.float32)
-        tensors = (x.values, x.scales, matrix.values, matrix.scales, bias, y)
-        hopper.multiply(*tensors, plan)
+        hopper.multiply(x, matrix.values, matrix.scales, bias, y, plan)
         assert relative_error(y, wanted) < 1e-4, rows
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moesaic.kernels import norm as twins
-from moesaic.kernels.experts import PairSum, finished
+from moesaic.kernels.experts import PairSum, summed
 from moesaic.kernels.triton import norm as kernels
 from tests.kernels.triton_cases import DEVICE, FLOATS, GPU
 
@@ -92,7 +92,7 @@ def test_pairs_are_summed_before_they_are_added(
     y[ids.flatten() < 0] = torch.nan
     residual, weight = draw(rows, size, dtype=dtype), draw(size, dtype=dtype)
     pairs = PairSum(y, ids)
-    x = finished(pairs)
+    x = summed(pairs)
     assert len(pairs) == len(x) == rows and not x[:1].any()
     normed, total = kernels.add_rms_norm(pairs, residual, weight, 1e-5)
     wanted, wanted_total = kernels.add_rms_norm(x, residual, weight, 1e-5)

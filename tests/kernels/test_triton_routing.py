@@ -10,7 +10,7 @@ import torch
 
 from moesaic.kernels import routing as twins
 from moesaic.kernels.norm import SumToNorm
-from moesaic.kernels.routing import RouterWeights
+from moesaic.kernels.routing import RouterWeights, TopKInputs
 from moesaic.kernels.triton import routing as kernels
 from moesaic.moe.placement import Placement, SlotMap
 from moesaic.moe.topk import TopK, TopKConfig
@@ -44,15 +44,15 @@ def assert_same(
 
 def test_the_examples() -> None:
     spec = TopKConfig(2, renormalize=True)
-    ids, weights = twins.route(torch.tensor([[0.0, math.log(3), 0.0]]), spec)
+    ids, weights = twins.route(torch.tensor([[0.0, math.log(3), 0.0]]), TopKInputs(spec))
     assert ids.tolist() == [[1, 0]]
     torch.testing.assert_close(weights, torch.tensor([[0.75, 0.25]]))
     router = RouterWeights(torch.tensor([[0.0, 5], [2, 0]]), None, True, torch.zeros(1).int())
-    ids, weights = twins.route_rows(torch.tensor([[1.0, 0.0]]), router, TopKConfig(1))
+    ids, weights = twins.route_rows(torch.tensor([[1.0, 0.0]]), router, TopKInputs(TopKConfig(1)))
     assert ids.tolist() == [[1]] and weights.item() == pytest.approx(0.8808, abs=1e-4)
     rows = SumToNorm(torch.tensor([[1.0, 0]]), torch.tensor([[0.0, 1]]), torch.ones(2), 0.0)
     router = RouterWeights(torch.tensor([[0.0, 1], [2, 0]]), None, True, torch.zeros(1).int())
-    normed, total, ids, weights = twins.norm_route_rows(rows, router, TopKConfig(1))
+    normed, total, ids, weights = twins.norm_route_rows(rows, router, TopKInputs(TopKConfig(1)))
     assert normed.tolist() == total.tolist() == [[1, 1]]
     assert ids.tolist() == [[1]] and weights.item() == pytest.approx(0.7311, abs=1e-4)
 
@@ -61,13 +61,15 @@ def test_the_examples() -> None:
 def test_equals_its_twin(name: str) -> None:
     experts, spec, biased = SPECS[name]
     logits, bias = draw(5, experts + 3)[:, :experts], biases(experts, biased)
-    assert_same(kernels.route(logits, spec, bias), twins.route.twin(logits, spec, bias))
+    given = TopKInputs(spec, bias)
+    assert_same(kernels.route(logits, given), twins.route.twin(logits, given))
     # A few distinct values: ties everywhere, zeros of both signs among them.
     tied = (logits * 1.5).round() / 2
     bias = None if bias is None else (bias * 2).round() / 4
     coarse = replace(spec, scoring="softmax") if bias is None else spec
-    assert_same(kernels.route(tied, coarse, bias), twins.route.twin(tied, coarse, bias))
-    assert kernels.route(logits[:0], spec)[0].shape == (0, spec.top_k)
+    given = TopKInputs(coarse, bias)
+    assert_same(kernels.route(tied, given), twins.route.twin(tied, given))
+    assert kernels.route(logits[:0], TopKInputs(spec))[0].shape == (0, spec.top_k)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -76,7 +78,7 @@ def test_the_twin_is_what_the_engine_has_on_cpu(name: str) -> None:
     logits = torch.randn(40, experts)
     bias = torch.randn(experts) if biased else None
     wanted = TopK(spec)(logits, bias)
-    ids, weights = twins.route(logits, spec, bias)
+    ids, weights = twins.route(logits, TopKInputs(spec, bias))
     assert ids.tolist() == wanted.ids_TK.tolist()
     torch.testing.assert_close(weights, wanted.weights_TK)
 
@@ -88,9 +90,10 @@ def test_slots_and_padding() -> None:
     num_tokens = torch.tensor([5], dtype=torch.int32, device=DEVICE)
     slots = slot_map.table_on(logits.device)
     assert slots is not None and slots.slots_EX.dtype == torch.int32
-    ids, weights = kernels.route(logits, spec, None, num_tokens, slots)
-    assert_same((ids, weights), twins.route.twin(logits, spec, None, num_tokens, slots))
-    experts = kernels.route(logits, spec)[0].cpu()
+    given = TopKInputs(spec, None, num_tokens, slots)
+    ids, weights = kernels.route(logits, given)
+    assert_same((ids, weights), twins.route.twin(logits, given))
+    experts = kernels.route(logits, TopKInputs(spec))[0].cpu()
     assert ids[:5].tolist() == slot_map(experts.long())[:5].tolist()
     assert set(ids[5:].flatten().tolist()) == {-1} and weights[5:].abs().sum() == 0
 
@@ -104,8 +107,8 @@ def test_what_is_no_number_still_has_slots(name: str) -> None:
     logits[2] = -torch.inf
     logits[3, 1:] = -torch.inf
     logits[4, 2] = torch.inf
-    ids, weights = kernels.route(logits, spec, bias)
-    assert_same((ids, weights), twins.route.twin(logits, spec, bias))
+    ids, weights = kernels.route(logits, TopKInputs(spec, bias))
+    assert_same((ids, weights), twins.route.twin(logits, TopKInputs(spec, bias)))
     for row in ids.tolist():
         assert len(set(row)) == spec.top_k and set(row) <= set(range(experts))
     assert bool(weights[0].isnan().all()) and bool(weights[1].isnan().any())
@@ -123,12 +126,12 @@ def check_router(rows: int, hidden: int, name: str, dtype: torch.dtype, bias: bo
     num_tokens = torch.tensor([max(1, rows - 1)], dtype=torch.int32, device=DEVICE)
     for _ in range(2):  # the counter must be left as it was found
         x = draw(rows, hidden + 8).to(dtype)[:, :hidden]
-        ids, weights = kernels.route_rows(x, router, spec, correction, num_tokens)
+        ids, weights = kernels.route_rows(x, router, TopKInputs(spec, correction, num_tokens))
         assert router.counter_1.item() == 0
         logits = x.double() @ router.weight_EH.double().T
         if router.bias_E is not None:
             logits += router.bias_E.double()
-        wanted = twins.route_rows.twin(x, router, spec, correction, num_tokens)
+        wanted = twins.route_rows.twin(x, router, TopKInputs(spec, correction, num_tokens))
         # Experts whose scores differ by rounding alone may change places.
         torch.testing.assert_close(weights, wanted[1], rtol=5e-3, atol=1e-5)
         same = (ids == wanted[0]).float().mean().item() if rows else 1.0
@@ -144,8 +147,10 @@ def check_normed_router(rows: int, hidden: int, name: str, dtype: torch.dtype) -
         wide[:, hidden:], draw(rows, hidden).to(dtype), draw(hidden).to(dtype) + 2, 1e-3
     )
     for _ in range(2):
-        made = kernels.norm_route_rows(to_norm, router, spec, correction, num_tokens)
-        wanted = twins.norm_route_rows.twin(to_norm, router, spec, correction, num_tokens)
+        made = kernels.norm_route_rows(to_norm, router, TopKInputs(spec, correction, num_tokens))
+        wanted = twins.norm_route_rows.twin(
+            to_norm, router, TopKInputs(spec, correction, num_tokens)
+        )
         assert router.counter_1.item() == 0
         assert torch.equal(made[1], wanted[1])
         torch.testing.assert_close(made[0], wanted[0], rtol=1e-2, atol=1e-2)
@@ -180,8 +185,8 @@ def test_real_sizes(rows: int) -> None:
     )
     for experts, spec, biased in cases:
         logits, bias = draw(rows, experts).bfloat16(), biases(experts, biased)
-        ids, weights = kernels.route(logits, spec, bias)
-        wanted = twins.route.twin(logits, spec, bias)
+        ids, weights = kernels.route(logits, TopKInputs(spec, bias))
+        wanted = twins.route.twin(logits, TopKInputs(spec, bias))
         torch.testing.assert_close(weights, wanted[1], rtol=1e-5, atol=1e-7)
         assert (ids == wanted[0]).float().mean() > (0.999 if biased else 0.9999999)
 

@@ -125,7 +125,7 @@ def test_a_file_that_cannot_be_right(tmp_path: Path, text: str, complaint: str) 
 
 def test_a_folder_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOESAIC_TUNED", str(tmp_path / "tunde"))
-    with pytest.raises(ValueError, match=r"MOESAIC_TUNED is '.*tunde' and that is no folder"):
+    with pytest.raises(ValueError, match=r"MOESAIC_TUNED is '.*tunde', which is no folder"):
         tuning.folders()
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "tuned").mkdir()

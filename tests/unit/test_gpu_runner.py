@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moesaic.core.step import PREFILL
-from moesaic.kernels.experts import PairSum, finished
+from moesaic.kernels.experts import PairSum, summed
 from moesaic.kernels.tuning import block_for, quantises_inner
 from moesaic.layers.module import MatrixSlot
 from moesaic.moe.activations import Swiglu
@@ -281,7 +281,7 @@ def test_sums_that_are_left_to_the_norm(deterministic: bool) -> None:
         x_TH = tokens(count).to(DEVICE)
         y = layer(x_TH, there, PREFILL, defer_reduce=True)
         assert isinstance(y, PairSum) == (left and not deterministic) and len(y) == count
-        assert torch.equal(finished(y), layer(x_TH, there))
+        assert torch.equal(summed(y), layer(x_TH, there))
     few = TopKOutput(there.ids_TK[:7], there.weights_TK[:7])
     handle = layer.dispatcher.register_hook("post_combine", lambda dispatcher, y_TH: None)
     assert isinstance(layer(x_TH[:7], few, PREFILL, defer_reduce=True), Tensor)

@@ -120,14 +120,14 @@ def test_padding_chooses_nothing(num_tokens: int, slot_map: SlotMap | None) -> N
 @pytest.mark.parametrize(
     ("cfg", "experts", "message"),
     [
-        (TopKConfig(5), 4, "num_experts_per_tok 5 is more than the 4 experts on offer"),
-        (TopKConfig(3, num_groups=4, topk_groups=1), 8, "more than the 2 experts on offer"),
+        (TopKConfig(5), 4, "num_experts_per_tok 5 exceeds the 4 selectable experts"),
+        (TopKConfig(3, num_groups=4, topk_groups=1), 8, "exceeds the 2 selectable experts"),
         (TopKConfig(1, num_groups=3), 8, "n_group 3 and topk_group 1 do not fit 8 experts"),
         (TopKConfig(1, num_groups=2, topk_groups=3), 8, "topk_group 3 do not fit 8 experts"),
         (
             TopKConfig(1, num_groups=4, topk_groups=2, group_score="top2"),
             4,
-            "n_group 4 leaves fewer than two of 4 experts a group",
+            "n_group 4 leaves a group fewer than two of 4 experts",
         ),
     ],
 )

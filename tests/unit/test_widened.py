@@ -14,7 +14,9 @@ each_type = pytest.mark.parametrize("dtype", HALF_STEP)
 
 @pytest.fixture(params=[True, False], ids=["widened", "as torch does"])
 def lacks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(widened, "lacks", lambda dtype: request.param and dtype in HALF_STEP)
+    monkeypatch.setattr(
+        widened, "lacks_fast_products", lambda dtype: request.param and dtype in HALF_STEP
+    )
     return bool(request.param)
 
 

@@ -18,7 +18,9 @@ from moesaic.core.process import child_environment
 logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-SECONDS = 60
+COMPILE_TIMEOUT = 60
+TILE_FLAGS = {"amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512vl", "avx512_bf16"}
+TILE_OPTIONS = ("-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
 
 
 @cache
@@ -37,22 +39,22 @@ def cache_folder() -> Path:
 
 
 def load_library(name: str, options: tuple[str, ...]) -> ctypes.CDLL | None:
-    """The library of a C file; None, with a line in the log, where it cannot be made."""
+    """The library of a C file; None, with a log line, if it cannot be built."""
     compiler, *extra = shlex.split(os.environ.get("CC") or "cc") or ["cc"]
     if shutil.which(compiler) is None:
-        logger.info("no C compiler (%s): %s is computed by torch, which is slower", compiler, name)
+        logger.info("no C compiler (%s): torch computes %s, which is slower", compiler, name)
         return None
     source = FOLDER / f"{name}.c"
     command = [compiler, *extra, "-O3", *options, "-shared", "-fPIC", str(source)]
     try:
-        library = _built(command, source)
+        library = _build(command, source)
         try:
             return ctypes.CDLL(str(library))
-        except OSError:  # damaged: make it again
+        except OSError:  # damaged: build it again
             library.unlink()
-            return ctypes.CDLL(str(_built(command, source)))
+            return ctypes.CDLL(str(_build(command, source)))
     except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("%s is computed by torch, which is slower: %s", name, _reason(error))
+        logger.warning("torch computes %s, which is slower: %s", name, _reason(error))
         return None
 
 
@@ -61,9 +63,9 @@ def _reason(error: Exception) -> str:
     return said.strip() if isinstance(said, str) and said.strip() else str(error)
 
 
-def _built(command: list[str], source: Path) -> Path:
-    """Named by what it is made from and for, since homes may be shared between machines; and put in
-    place whole, since ranks may build at the same time."""
+def _build(command: list[str], source: Path) -> Path:
+    """The file name depends on the sources and the CPU, as machines may share a home. The file is
+    moved into place atomically, as ranks may build it at the same time."""
     made_for = repr((command, sorted(cpu_flags()))).encode()
     headers = b"".join(path.read_bytes() for path in sorted(FOLDER.glob("*.h")))
     key = hashlib.sha256(source.read_bytes() + headers + made_for).hexdigest()[:16]
@@ -82,7 +84,7 @@ def _built(command: list[str], source: Path) -> Path:
             check=True,
             capture_output=True,
             text=True,
-            timeout=SECONDS,
+            timeout=COMPILE_TIMEOUT,
         )
         made.chmod(0o700)
         made.replace(library)
@@ -90,7 +92,7 @@ def _built(command: list[str], source: Path) -> Path:
 
 
 def _refuse_if_others_write(path: Path) -> None:
-    """What others could have written is not run."""
+    """Refuses files that other users could have written."""
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise OSError(f"{path} may be written by others: remove it, or chmod go-w it")
+        raise OSError(f"other users can write {path}: remove it, or chmod go-w it")

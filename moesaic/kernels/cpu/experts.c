@@ -1,11 +1,10 @@
 /* Feed-forward networks of experts in bfloat16 with AMX tiles.
 
-   Weights are read once, as they lie, 16 rows of 32 columns at a time; tokens stand in the other
-   operand, 16 to a tile, so a product with one token costs what one with 16 costs: reading the
-   weights. Every sum runs over the columns in order, in float32, whatever else is computed, so the
-   bits of a row depend on that row alone.
+   Weights are read once, in place, 16 rows of 32 columns at a time; tokens are the other operand, 16
+   to a tile, so a product with one token costs as much as one with 16: reading the weights. Every sum
+   runs over the columns in order, in float32, so the bits of a row depend on that row alone.
 
-   slots, starts, rows: for each job the expert, its first row in x, h and y, and how many it has.
+   slots, starts, rows: each job's expert, its first row in x, h and y, and its number of rows.
    The work of every job is split by rows of the weights: `part` of `parts`. */
 
 #include <stdlib.h>
@@ -49,7 +48,7 @@ static __m512 exponential(__m512 x)
     return _mm512_scalef_ps(sum, n);
 }
 
-/* x / (1 + e^(-scale * x)); a NaN stays one. */
+/* x / (1 + e^(-scale * x)); keeps NaN. */
 static __m512 swish(__m512 x, float scale)
 {
     __m512 bottom = exponential(_mm512_mul_ps(x, _mm512_set1_ps(-scale)));
@@ -153,7 +152,7 @@ int experts_inward(const struct experts *e, int64_t part, int64_t parts)
     return run(e, inward, e->x, e->h, e->hidden, e->inner, TILE, part, parts);
 }
 
-/* The last products: h -> y, once all parts of h are there. */
+/* The last products: h -> y, after all parts of h. */
 int experts_outward(const struct experts *e, int64_t part, int64_t parts)
 {
     return run(e, outward, e->h, e->y, e->inner, e->hidden, 2 * TILE, part, parts);

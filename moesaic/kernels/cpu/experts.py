@@ -1,4 +1,4 @@
-"""Feed-forward networks of experts in bfloat16 by AMX tiles, and the same in torch.
+"""Experts' feed-forward networks in bfloat16 with AMX tiles, and their torch reference.
 
 e experts · H hidden · I intermediate · J = 2 * I · Y rows of all experts.
 """
@@ -6,38 +6,31 @@ e experts · H hidden · I intermediate · J = 2 * I · Y rows of all experts.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import repeat
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.kernels.cpu.build import cpu_flags, load_library
-from moesaic.kernels.cpu.threads import threads
-
-NEEDED_FLAGS = {"amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512vl", "avx512_bf16"}
-OPTIONS = (
-    "-mavx512f",
-    "-mavx512bw",
-    "-mavx512vl",
-    "-mavx512bf16",
-    "-mamx-tile",
-    "-mamx-bf16",
-)
-Call = Callable[[object, int, int], int]
+from moesaic.kernels.cpu.build import TILE_FLAGS, TILE_OPTIONS, cpu_flags, load_library
+from moesaic.kernels.cpu.threads import Call, call_in_parts
 
 
 @dataclass(frozen=True, slots=True)
 class SwigluSpec:
-    """silu(gate) * up; or, with a limit, gate * sigmoid(alpha * gate) * (up + 1) of clamped
-    values."""
+    """silu(gate) * up; with a limit, gate * sigmoid(alpha * gate) * (up + 1) of clamped values."""
 
     alpha: float = 1.0
     limit: float | None = None
+
+    def reference(self, gate: Tensor, up: Tensor) -> Tensor:
+        if self.limit is None:
+            return gate * torch.sigmoid(gate) * up
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit) + 1
+        return gate * torch.sigmoid(self.alpha * gate) * up
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,28 +66,23 @@ class _ExpertsStruct(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertsLibrary:
-    inward: Call
-    outward: Call
-
-
 @cache
-def library() -> ExpertsLibrary | None:
-    """The compiled kernel; None where the machine or the compiler does not allow it."""
-    if not cpu_flags() >= NEEDED_FLAGS:
+def library() -> tuple[Call, Call] | None:
+    """The two compiled products; None if the CPU or the compiler does not support them."""
+    if not cpu_flags() >= TILE_FLAGS:
         return None
-    loaded = load_library("experts", OPTIONS)
+    loaded = load_library("experts", ("-mavx512f", *TILE_OPTIONS))
     if loaded is None or loaded.experts_enable() != 0:
         return None
     arguments = [ctypes.POINTER(_ExpertsStruct), ctypes.c_int64, ctypes.c_int64]
-    for function in (loaded.experts_inward, loaded.experts_outward):
+    products = (loaded.experts_inward, loaded.experts_outward)
+    for function in products:
         function.argtypes, function.restype = arguments, ctypes.c_int
-    return ExpertsLibrary(loaded.experts_inward, loaded.experts_outward)
+    return products
 
 
 def fits(hidden: int, inner: int, dtype: torch.dtype) -> bool:
-    """Whether `run` can compute layers of this shape here."""
+    """Whether `run` supports layers of this shape on this machine."""
     whole = hidden % 32 == 0 and inner % 32 == 0
     return dtype == torch.bfloat16 and whole and library() is not None
 
@@ -102,42 +90,26 @@ def fits(hidden: int, inner: int, dtype: torch.dtype) -> bool:
 def run(
     x_YH: Tensor, y_YH: Tensor, h_YI: Tensor, jobs: Sequence[ExpertRows], experts: ExpertTensors
 ) -> None:
-    """Writes the rows of the jobs to y; h is room for what lies between. On all of torch's threads,
-    each with a share of every expert's weights."""
-    kernel = library()
-    assert kernel is not None
-    for tensor in (
-        x_YH,
-        y_YH,
-        h_YI,
-        experts.w13_eJH,
-        experts.w2_eHI,
-        experts.b13_eJ,
-        experts.b2_eH,
-    ):
+    """Writes the rows of the jobs to y; h is workspace. Runs on all of torch's threads, each with a
+    share of every expert's weights."""
+    products = library()
+    assert products is not None
+    weights = (experts.w13_eJH, experts.w2_eHI, experts.b13_eJ, experts.b2_eH)
+    for tensor in (x_YH, y_YH, h_YI, *weights):
         assert tensor is None or (tensor.is_contiguous() and tensor.dtype == torch.bfloat16)
     assert len(x_YH) == len(y_YH) == len(h_YI)
     assert all(job.start >= 0 and job.start + job.rows <= len(x_YH) for job in jobs)
+    if not jobs:
+        return
     arguments = _arguments(x_YH, y_YH, h_YI, jobs, experts)
-    parts = torch.get_num_threads() if jobs else 0
-    for stage in (kernel.inward, kernel.outward):
-        if parts == 1:
-            _check(stage(arguments, 0, 1))
-        elif parts:
-            calls = threads(parts).map(stage, repeat(arguments), range(parts), repeat(parts))
-            for failed in calls:
-                _check(failed)
-
-
-def _check(failed: int) -> None:
-    if failed:
-        raise MemoryError("no memory to pack rows for the experts")
+    for product in products:
+        call_in_parts(product, arguments, torch.get_num_threads())
 
 
 def _arguments(
     x_YH: Tensor, y_YH: Tensor, h_YI: Tensor, jobs: Sequence[ExpertRows], experts: ExpertTensors
 ) -> object:
-    """A pointer to the kernel's arguments; it keeps what it points to alive."""
+    """A pointer to the kernel's arguments; it keeps them alive."""
     array = ctypes.c_int64 * len(jobs)
     activation = experts.activation
     return ctypes.pointer(
@@ -165,17 +137,13 @@ def _arguments(
 def reference(
     x_YH: Tensor, y_YH: Tensor, h_YI: Tensor, jobs: Sequence[ExpertRows], experts: ExpertTensors
 ) -> None:
-    """What `run` computes, in torch: sums in float32, h and y rounded once."""
+    """Computes the same in torch: sums in float32, h and y rounded once."""
     for job in jobs:
         rows = slice(job.start, job.start + job.rows)
         gate_up = F.linear(x_YH[rows].float(), experts.w13_eJH[job.slot].float())
         if experts.b13_eJ is not None:
             gate_up += experts.b13_eJ[job.slot].float()
-        gate, up = gate_up.chunk(2, dim=1)
-        limit = experts.activation.limit
-        if limit is not None:
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
-        h_YI[rows] = (gate * torch.sigmoid(experts.activation.alpha * gate) * up).to(h_YI.dtype)
+        h_YI[rows] = experts.activation.reference(*gate_up.chunk(2, dim=1)).to(h_YI.dtype)
         y = F.linear(h_YI[rows].float(), experts.w2_eHI[job.slot].float())
         if experts.b2_eH is not None:
             y += experts.b2_eH[job.slot].float()

@@ -1,9 +1,8 @@
-/* Products of rows with a matrix, y = x W^T + bias, in which no row of y depends on any row of x but
-   its own.
+/* y = x W^T + bias, where each row of y depends only on the same row of x.
 
-   Weights are read as they lie. Tokens stand in the other operand, 16 to a vector or tile, so a
-   product with one token costs little more than reading the weights. Every sum runs over the columns
-   in one order, in float32, however many tokens, outputs or threads there are.
+   Weights are read in place. Tokens are the other operand, 16 to a vector or tile, so a product with
+   one token costs little more than reading the weights. Every sum runs over the columns in one order,
+   in float32, for any number of tokens, outputs and threads.
 
    The work is split by rows of the weights: `part` of `parts`. */
 
@@ -23,7 +22,7 @@ struct linear {
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* 0 .. count - 1 in `parts` shares of whole steps. */
+/* The start of a share, if `parts` shares of whole steps divide 0 .. count - 1. */
 static int64_t share(int64_t count, int64_t step, int64_t part, int64_t parts)
 {
     int64_t steps = (count + step - 1) / step;
@@ -39,8 +38,9 @@ static void pack_floats(const float *rows, int64_t count, int64_t depth, int64_t
             packed[k * vectors * LANES + c] = c < count ? rows[c * depth + k] : 0.0f;
 }
 
-/* Adds `outputs` rows of w times packed tokens to sums; pieces of the columns are summed apart, which
-   keeps long sums accurate. `outputs` and `vectors` are constants, so that the sums are registers. */
+/* Adds `outputs` rows of w times packed tokens to sums; pieces of the columns are summed
+   separately, which keeps long sums accurate. `outputs` and `vectors` are constants, so the sums stay
+   in registers. */
 static inline __attribute__((always_inline)) void
 multiply_floats(const float *w, int64_t depth, const float *packed, const int outputs,
                 const int vectors, __m512 sums[OUTPUTS][2])
@@ -139,7 +139,7 @@ static void store_tile(const struct linear *l, int64_t row, int64_t count, int64
     }
 }
 
-/* 32 outputs at a time. The last strips reach back over ones that are done, with the same bits. */
+/* 32 outputs at a time. The last strips overlap earlier ones and write the same bits again. */
 static void tiles(const struct linear *l, int64_t row, int64_t count, const bf16 *packed,
                   int64_t first, int64_t last)
 {

@@ -1,4 +1,4 @@
-"""Matrix products whose rows do not depend on each other: by AVX-512 and AMX, and in torch.
+"""Matrix products whose rows are independent, with AVX-512 and AMX, and their torch reference.
 
 T tokens · I inputs · O outputs.
 """
@@ -6,27 +6,21 @@ T tokens · I inputs · O outputs.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from functools import cache
-from itertools import repeat
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.kernels.cpu.build import cpu_flags, load_library
-from moesaic.kernels.cpu.threads import threads
+from moesaic.kernels.cpu.build import TILE_FLAGS, TILE_OPTIONS, cpu_flags, load_library
+from moesaic.kernels.cpu.threads import Call, call_in_parts
 
 FLOAT_FLAGS = {"avx512f"}
-TILE_FLAGS = {"amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512vl", "avx512_bf16"}
-TILE_OPTIONS = ("-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
-# Outputs that tiles compute at a time.
+# Outputs of a tile.
 TILE_OUTPUTS = 16
-# A product with fewer multiplications than this is done before a second thread has started.
+# Products with fewer multiplications finish before a second thread starts.
 SMALL_WORK = 1 << 20
-
-Call = Callable[[object, int, int], int]
 
 
 class _LinearStruct(ctypes.Structure):
@@ -40,7 +34,7 @@ class _LinearStruct(ctypes.Structure):
 
 @cache
 def library() -> dict[torch.dtype, Call]:
-    """The compiled kernel of each type that this machine can compute."""
+    """The compiled kernels by type, for the types that this CPU supports."""
     flags = cpu_flags()
     if not flags >= FLOAT_FLAGS:
         return {}
@@ -58,7 +52,7 @@ def library() -> dict[torch.dtype, Call]:
 
 
 def fits(weight_OI: Tensor) -> bool:
-    """Whether `run` can multiply with this matrix here."""
+    """Whether `run` supports this matrix on this machine."""
     inputs = weight_OI.shape[1]
     if weight_OI.dtype not in library() or not weight_OI.is_contiguous():
         return False
@@ -72,7 +66,7 @@ def run(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
     assert bias_O is None or (bias_O.shape == weight_OI.shape[:1] and bias_O.dtype == x_TI.dtype)
     outputs = len(weight_OI)
     if outputs < TILE_OUTPUTS and weight_OI.dtype == torch.bfloat16:
-        # A cut over many ranks may be so narrow: its bits are those of the whole matrix.
+        # A shard of many ranks may be this narrow. Its bits equal those of the whole matrix.
         missing = TILE_OUTPUTS - outputs
         bias_O = None if bias_O is None else F.pad(bias_O, (0, missing))
         return run(x_TI, F.pad(weight_OI, (0, 0, 0, missing)), bias_O)[:, :outputs]
@@ -89,22 +83,12 @@ def run(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
             outputs=len(weight_OI),
         )
     )
-    _call(library()[x_TI.dtype], arguments, len(x_TI) * weight_OI.numel())
+    large = len(x_TI) * weight_OI.numel() > SMALL_WORK
+    call_in_parts(library()[x_TI.dtype], arguments, torch.get_num_threads() if large else 1)
     return y_TO
 
 
-def _call(kernel: Call, arguments: object, work: int) -> None:
-    parts = torch.get_num_threads() if work > SMALL_WORK else 1
-    if parts == 1:
-        failed = kernel(arguments, 0, 1)
-    else:
-        calls = threads(parts).map(kernel, repeat(arguments), range(parts), repeat(parts))
-        failed = max(list(calls))
-    if failed:
-        raise MemoryError("no memory to pack rows for a matrix product")
-
-
 def reference(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """What `run` computes, in torch: sums in float32, rounded once."""
+    """Computes the same in torch: sums in float32, rounded once."""
     bias = None if bias_O is None else bias_O.float()
     return F.linear(x_TI.float(), weight_OI.float(), bias).to(x_TI.dtype)

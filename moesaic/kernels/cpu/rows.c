@@ -1,8 +1,8 @@
-/* Where rows go, and sums of rows: the small work around dispatch and combine.
+/* Plans of rows and sums of rows, for dispatch and combine.
 
    P ranks · C tokens of a rank at most · T tokens of this rank · K slots of a token, -1 for none ·
-   G groups of slots, each of `slots` · H hidden. Rows of all ranks lie in one array; token t of rank
-   p is row p * stride + t of it, counted from `ids` and `weights` as they are given. */
+   G groups of slots, each of `slots` · H hidden. Rows of all ranks are in one array; token t of rank
+   p is row p * stride + t, counted from the given `ids` and `weights`. */
 
 #ifdef __AVX512F__
 #include <immintrin.h>
@@ -24,11 +24,11 @@ struct tokens {
 
 /* Tokens that go to this rank's group, in the order of ranks and tokens.
 
-   For each: its row, its ids within the group (-1 for others), its weights. For this rank's own
-   tokens: their place in every group they go to, [T, G]; with `pairs` the place of every pair of
-   token and slot in the group that has the slot, [T, K]. `everywhere`: all tokens go to all groups.
-   `cursors`: rows that each group already has; moved on. Gives how many rows, or -1 if a slot is not
-   there; `own`: of them, how many are this rank's. */
+   Writes for each its row, its ids within the group (-1 for others) and its weights; for this rank's
+   own tokens the place in every group they go to, [T, G], or with `pairs` the place of every pair of
+   token and slot in the slot's group, [T, K]. `everywhere`: all tokens go to all groups. `cursors`:
+   rows that each group already has; advanced. Returns the number of rows, or -1 for an invalid slot;
+   `own`: how many of them are this rank's. */
 int64_t plan_rows(const struct tokens *in, int pairs, int everywhere, int64_t *cursors,
                   int64_t *rows, int64_t *local_ids, float *weights, int64_t *places, int64_t *own)
 {
@@ -70,12 +70,12 @@ int64_t plan_rows(const struct tokens *in, int pairs, int everywhere, int64_t *c
     return found;
 }
 
-/* Pairs of token and slot by slot, in each in the order of ranks and tokens.
+/* Sorts pairs of token and slot by slot, and within a slot by rank and token.
 
-   `rows`: the rows of this rank's group, slot after slot; `filled`: how many each of its slots has;
-   `places`: of this rank's own pairs, [T, K]: how many stand before it in its slot. `cursors` [G *
-   slots] is room to count. Gives how many rows, or -1 if a slot is not there; `own`: of them, how
-   many are this rank's. */
+   `rows`: the rows of this rank's group, slot after slot; `filled`: the rows of each of its slots;
+   `places` [T, K]: the position of this rank's own pairs in their slots. `cursors` [G * slots] is
+   workspace. Returns the number of rows, or -1 for an invalid slot; `own`: how many of them are this
+   rank's. */
 int64_t plan_pairs(const struct tokens *in, int64_t *cursors, int64_t *rows, int64_t *filled,
                    int64_t *places, int64_t *own)
 {
@@ -172,7 +172,7 @@ static void store(const struct sums *in, const float *sum, int64_t at, int64_t c
         }
 }
 
-/* The terms of one token as rows and weights; how many there are. */
+/* Lists the terms of one token as rows and weights; returns their number. */
 static int64_t terms_of(const struct sums *in, int64_t t, int64_t *rows, float *weights,
                         int64_t *foreign)
 {
@@ -190,8 +190,8 @@ static int64_t terms_of(const struct sums *in, int64_t t, int64_t *rows, float *
     return found;
 }
 
-/* One token from its terms. The type is a constant wherever this is called, so that the choice by it
-   is made there and not for every number. */
+/* Sums the terms of one token. The type is a constant in each call, so it is not tested for every
+   number. */
 static inline __attribute__((always_inline)) void sum_token(
     const struct sums *in, int32_t type, int64_t t, const int64_t *rows, const float *weights,
     int64_t count)
@@ -213,8 +213,8 @@ static inline __attribute__((always_inline)) void sum_token(
 }
 
 /* out[t] = sum over s and w of weights[t, s] * y[(owners[t, s] * width + w) * stride + places[t, s]],
-   in that order, in float32, for tokens first .. last. `foreign`: how many rows were those of other
-   ranks than `rank`, a rank's being those of one stride. 0 on success, 1 without memory. */
+   in that order, in float32, for tokens first .. last. `foreign`: the number of rows of other ranks
+   than `rank`; a rank has the rows of one stride. Returns 0, or 1 without memory. */
 int64_t sum_rows(const struct sums *in, int64_t first, int64_t last, int64_t *foreign)
 {
     int64_t most = in->terms * in->width;

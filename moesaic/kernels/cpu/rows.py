@@ -1,7 +1,7 @@
-"""Where rows go, and sums of rows: C where it can be compiled, else torch.
+"""Plans of rows and sums of rows: C if it can be compiled, else torch.
 
-P ranks · C tokens of a rank at most · T tokens of this rank · N tokens of all · K slots of a
-token · G groups of slots · R rows of this rank's group · S results of a token · H hidden.
+P ranks · C tokens of a rank at most · T tokens of this rank · N tokens of all · K slots of a token
+· G groups of slots · R rows of this rank's group · S results of a token · H hidden.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from moesaic.kernels.cpu.build import load_library
 from moesaic.kernels.cpu.threads import threads
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# A bit for each group.
+# One bit for each group.
 MOST_GROUPS = 64
-# Smaller sums than this are not worth waking other threads for.
+# Smaller sums do not pay for waking other threads.
 THREAD_ELEMENTS = 1 << 21
 
 
 @dataclass(frozen=True, slots=True)
 class GatheredTokens:
-    """The tokens of all ranks: the slots of each, -1 for none, and their weights. Group g has
-    `slots` slots from g * slots on; `group` is this rank's."""
+    """The tokens of all ranks: their slots, -1 for none, and weights. Group g has `slots` slots
+    from g * slots on; `group` is this rank's."""
 
     ids_PCK: Tensor
     weights_PCK: Tensor
@@ -41,29 +41,31 @@ class GatheredTokens:
 
     @property
     def stride(self) -> int:
-        """Rows from one rank's tokens to the next one's."""
+        """Rows between the first tokens of two neighbouring ranks."""
         return self.ids_PCK.stride(0) // self.ids_PCK.shape[2]
 
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """Tokens that go to this rank's group, by rank and token: their rows, counted in strides of a
-    rank, and what they bring. `places_TS`: where this rank's own tokens are in the groups they go
-    to ([T, G], or with pairs [T, K]), -1 for nowhere. `ends`: how many rows each group has. `own`:
-    how many of R are this rank's."""
+    """Tokens that go to this rank's group, by rank and token."""
 
     rows_R: Tensor
+    """Rows of these tokens, counted in strides of a rank."""
     ids_RK: Tensor
     weights_RK: Tensor
     places_TS: Tensor
+    """Positions of this rank's own tokens in the groups they go to ([T, G], or with pairs [T, K]);
+    -1 for none."""
     ends: list[int]
+    """Rows of each group."""
     own: int
+    """Rows of R that belong to this rank's tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairPlan:
-    """Rows of this rank's group slot after slot, how many each has, and where this rank's own pairs
-    stand in their slots."""
+    """Rows of this rank's group by slot, the number of rows of each slot, and the positions of this
+    rank's own pairs in their slots."""
 
     rows_R: Tensor
     filled: list[int]
@@ -73,8 +75,8 @@ class PairPlan:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What is added up for each token: the owner of each result, its row there (-1: none) and its
-    weight; None: 0, and 1."""
+    """Terms of each token's sum: the owner of each result (None: 0), its row there (-1: none) and
+    its weight (None: 1)."""
 
     owners_TS: Tensor | None
     places_TS: Tensor
@@ -82,7 +84,7 @@ class Terms:
 
 
 def plan_rows(tokens: GatheredTokens, starts: list[int], pairs: bool, everywhere: bool) -> RowPlan:
-    """`starts`: rows that each group has already. `everywhere`: all tokens go to all groups.
+    """`starts`: rows that each group already has. `everywhere`: all tokens go to all groups.
 
     Example: two ranks of one slot each, two tokens each with ids [[0], [1]]: rank 0 gets rows 0 and
     (with a stride of 2) 2, its own tokens are at places [[0, -1], [-1, 0]], ends are [2, 2].
@@ -91,10 +93,8 @@ def plan_rows(tokens: GatheredTokens, starts: list[int], pairs: bool, everywhere
     if kernel is None or tokens.groups > MOST_GROUPS:
         return reference_plan_rows(tokens, starts, pairs, everywhere)
     total, top_k = sum(tokens.counts), tokens.ids_PCK.shape[2]
-    rows_R, ids_RK = (
-        torch.empty(total, dtype=torch.int64),
-        torch.empty(total, top_k, dtype=torch.int64),
-    )
+    rows_R = torch.empty(total, dtype=torch.int64)
+    ids_RK = torch.empty(total, top_k, dtype=torch.int64)
     weights_RK = torch.empty(total, top_k)
     count = tokens.counts[tokens.rank]
     places_TS = torch.empty(count, top_k if pairs else tokens.groups, dtype=torch.int64)
@@ -119,7 +119,7 @@ def plan_rows(tokens: GatheredTokens, starts: list[int], pairs: bool, everywhere
 
 def plan_pairs(tokens: GatheredTokens) -> PairPlan:
     """Example: two ranks with slots 0..1 and 2..3, one token each with ids [[0, 2]] and [[0, 1]]:
-    rank 0 gets rows [0, 1, 1] for its slots, filled [2, 1]; its own pairs stand at [[0, 0]]."""
+    rank 0 gets rows [0, 1, 1] for its slots, filled [2, 1]; its own pairs are at [[0, 0]]."""
     kernel = library()
     if kernel is None:
         return reference_plan_pairs(tokens)
@@ -138,7 +138,7 @@ def plan_pairs(tokens: GatheredTokens) -> PairPlan:
 
 def _check_ids(found: int, tokens: GatheredTokens) -> None:
     if found < 0:
-        raise ValueError(f"a rank sent a slot beyond the {tokens.groups * tokens.slots} there are")
+        raise ValueError(f"a rank sent a slot id of {tokens.groups * tokens.slots} or more")
 
 
 def sum_rows(
@@ -149,11 +149,11 @@ def sum_rows(
     rank: int = 0,
     out: Tensor | None = None,
 ) -> tuple[Tensor, int]:
-    """out[t] = sum over s of weights[t, s] * the row at a place of the owner's rows; and how many
-    rows were those of other ranks than `rank`.
+    """out[t] = sum over s of weights[t, s] * the owner's row at the place; also returns the number
+    of rows of ranks other than `rank`.
 
-    Rank r's rows begin at r * stride; an owner is a group of `width` ranks whose rows add up. Sums
-    are taken in float32, in the order of s and ranks.
+    Rank r's rows begin at r * stride; an owner is a group of `width` ranks whose rows are summed.
+    Sums are in float32, in the order of s and ranks.
     """
     kernel = library()
     places_TS = terms.places_TS
@@ -195,7 +195,7 @@ def _in_parts(function: Callable[..., int], arguments: object, tokens: int, each
     calls = (repeat(arguments), firsts, lasts, map(ctypes.byref, foreign))
     failed = map(function, *calls) if parts == 1 else threads(parts).map(function, *calls)
     if any(failed):
-        raise MemoryError("no memory to add up rows")
+        raise MemoryError("no memory to sum rows")
     return sum(count.value for count in foreign)
 
 
@@ -243,8 +243,8 @@ def _tokens(tokens: GatheredTokens) -> Any:
 
 @cache
 def library() -> Any | None:
-    """None where it cannot be compiled."""
-    # Without contraction a product is rounded before it is added, as torch does it.
+    """None if it cannot be compiled."""
+    # Without contraction a product is rounded before it is added, as in torch.
     loaded = load_library("rows", ("-march=native", "-ffp-contract=off"))
     if loaded is None:
         return None
@@ -260,7 +260,7 @@ def library() -> Any | None:
 def reference_plan_rows(
     tokens: GatheredTokens, starts: list[int], pairs: bool, everywhere: bool
 ) -> RowPlan:
-    """What `plan_rows` computes, in torch."""
+    """Computes `plan_rows` in torch."""
     rows_N, ids_NK, weights_NK, own = _flatten(tokens)
     groups = tokens.groups
     owners_NK = torch.div(ids_NK, tokens.slots, rounding_mode="floor")
@@ -293,7 +293,7 @@ def reference_plan_rows(
 
 
 def reference_plan_pairs(tokens: GatheredTokens) -> PairPlan:
-    """What `plan_pairs` computes, in torch."""
+    """Computes `plan_pairs` in torch."""
     rows_N, ids_NK, _, own = _flatten(tokens)
     top_k, flat = ids_NK.shape[1], ids_NK.flatten()
     places_NK = rank_within(flat).view_as(ids_NK).masked_fill(ids_NK < 0, -1)
@@ -306,7 +306,7 @@ def reference_plan_pairs(tokens: GatheredTokens) -> PairPlan:
 
 
 def rank_within(keys: Tensor) -> Tensor:
-    """How many equal keys stand before each: [5, 3, 5, 5] -> [0, 0, 1, 2]."""
+    """The number of equal keys before each key: [5, 3, 5, 5] -> [0, 0, 1, 2]."""
     order = keys.argsort(stable=True)
     ordered = keys[order]
     first = torch.searchsorted(ordered, ordered)
@@ -328,7 +328,7 @@ def _flatten(tokens: GatheredTokens) -> tuple[Tensor, Tensor, Tensor, slice]:
 def reference_sum_rows(
     y_YH: Tensor, terms: Terms, stride: int = 0, width: int = 1, rank: int = 0
 ) -> tuple[Tensor, int]:
-    """What `sum_rows` computes, in torch, to the bit: term by term."""
+    """Computes `sum_rows` in torch with the same bits, term by term."""
     places_TS = terms.places_TS
     sums_TH = torch.zeros(len(places_TS), y_YH.shape[1])
     foreign = 0

@@ -1,6 +1,6 @@
-/* AMX tiles of bfloat16: what the kernels of this folder share.
+/* AMX tiles of bfloat16, shared by the kernels of this folder.
 
-   Weights are the first operand, read as they lie, 16 rows of 32 columns at a time; tokens are the
+   Weights are the first operand, read in place, 16 rows of 32 columns at a time; tokens are the
    second, 16 to a tile. Every sum runs over the columns in order, in float32. */
 
 #include <immintrin.h>
@@ -13,7 +13,7 @@ typedef uint16_t bf16;
 
 enum { TILE = 16, DEPTH = 32, CHUNK = 256 };
 
-/* Asks the kernel for the tiles; 0: they may be used in this process. */
+/* Requests the tiles from the operating system; 0: this process may use them. */
 static int enable_tiles(void) { return (int)syscall(SYS_arch_prctl, 0x1023, 18); }
 
 #ifdef __AMX_BF16__

@@ -1,5 +1,5 @@
-"""Products of 16-bit numbers on CPUs that have no instructions for them: in float32, rounded once.
-There torch multiplies element by element, tens to hundreds of times slower.
+"""16-bit products on CPUs without instructions for them: in float32, rounded once. torch would
+multiply element by element, tens to hundreds of times slower.
 
 B products · M, N rows and columns of a result · K summed · T tokens · I inputs · O outputs.
 """
@@ -14,20 +14,20 @@ from torch import Tensor
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
-# Rows of float16 up to which torch's own kernel takes less time than making the weights wide.
+# Below this many float16 rows torch's own kernel is faster than widening the weights.
 FEW = 16
 
 
 @cache
-def lacks(dtype: torch.dtype) -> bool:
-    """Whether this CPU has no fast products of a type. oneDNN says that Arm has float16, and is
-    slow where bfloat16 is."""
+def lacks_fast_products(dtype: torch.dtype) -> bool:
+    """Whether this CPU has no fast products of a type. oneDNN claims float16 on Arm, but is slow
+    wherever bfloat16 is missing."""
     sixteen = dtype in (torch.bfloat16, torch.float16)
     return sixteen and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def _is_slow(x: Tensor) -> bool:
-    return x.is_cpu and lacks(x.dtype)
+    return x.is_cpu and lacks_fast_products(x.dtype)
 
 
 def mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
 def flash(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """torch's attention kernel: the results, and the logarithms of the sums of exponentials."""
+    """torch's attention kernel: the results and their log-sum-exps."""
     if _is_slow(q):
         if mask is not None and mask.is_floating_point():
             mask = mask.float()

@@ -16,7 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.a2a import ChannelCall, LocalTokens, RowPlanes, SignalPlanes, SlotOwners
+from moesaic.kernels.a2a import (
+    ChannelCall,
+    LocalTokens,
+    ResultPlane,
+    RowPlanes,
+    SlotOwners,
+)
 from moesaic.kernels.a2a_plan import GROUPS, GpuModel, LaunchPlan
 from moesaic.kernels.a2a_tuned import Kernel, plan_of
 from moesaic.kernels.payloads import PLAIN
@@ -25,6 +31,7 @@ from moesaic.kernels.triton.a2a_signals import (
     ACTIVE,
     CHANNELS,
     VARYING,
+    active_ranks,
     all_bases,
     await_flags,
     bit,
@@ -32,16 +39,15 @@ from moesaic.kernels.triton.a2a_signals import (
     flag_word,
     groups_of,
     is_last,
-    lanes,
     raise_counted,
+    signal_arguments,
     signal_once,
-    taking_part,
     times_raised,
+    window_arguments,
 )
 from moesaic.kernels.triton.launch import (
     Relaunch,
     await_inputs,
-    dependent_launch,
     num_processors,
     release_next,
 )
@@ -82,8 +88,9 @@ def _signal_kernel(
     await_inputs(PDL)
     release_next(PDL)
     lane = tl.arange(0, LANES)
-    active = taking_part(state_ptr, lane)
-    signal_once(bases_ptr, state_ptr, active, lane, rank, flags, channel, tag, SIZE, SCOPE)
+    active = active_ranks(state_ptr, lane)
+    place = (bases_ptr, state_ptr, rank, flags, channel)
+    signal_once(place, active, lane, tag, SIZE, SCOPE)
 
 
 @triton.jit(do_not_specialize=[*VARYING, "fill"])
@@ -106,16 +113,13 @@ def _wait_kernel(
     """Runs as one program."""
     await_inputs(PDL)
     lane = tl.arange(0, LANES)
-    active = taking_part(state_ptr, lane)
+    active = active_ranks(state_ptr, lane)
+    place = (bases_ptr, state_ptr, rank, flags, channel)
     if SIGNAL_FIRST:
-        wanted = signal_once(
-            bases_ptr, state_ptr, active, lane, rank, flags, channel, tag, SIZE, SCOPE
-        )
+        wanted = signal_once(place, active, lane, tag, SIZE, SCOPE)
     else:
         wanted = flag_word(state_ptr, times_raised(state_ptr + CHANNELS + 2 * channel), tag)
-    await_flags(
-        bases_ptr, state_ptr, failure_ptr, wanted, active, lane, rank, flags, channel, SIZE, SCOPE
-    )
+    await_flags(place, failure_ptr, wanted, active, lane, SIZE, SCOPE)
     release_next(PDL)
     _clear_absent(bases_ptr, state_ptr, rank, ids, fill, SIZE)
 
@@ -181,9 +185,7 @@ def _send_kernel(
     SCALE_BYTES: tl.constexpr,
     VALUE_ALIGN: tl.constexpr,
     LOCAL_ROWS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    EVERYWHERE: tl.constexpr,
+    OWNERS: tl.constexpr,
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
     SCOPE: tl.constexpr,
@@ -191,8 +193,7 @@ def _send_kernel(
     PDL: tl.constexpr,
 ):
     """Sends items of BLOCK channels of a row to all ranks that need it, or with LOCAL_ROWS stores
-    them in the own region; sends ids to all ranks. RECEIVES: the last program waits for all
-    peers."""
+    them in the own region; ids go to all ranks. RECEIVES: the last program waits for all peers."""
     PARTS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     GROUPS: tl.constexpr = BLOCK // GROUP
     HALVES: tl.constexpr = 2 if PAYLOAD == "nvfp4" or PAYLOAD == "mxfp4" else 1
@@ -201,7 +202,7 @@ def _send_kernel(
     await_inputs(PDL)
     if not RECEIVES:
         release_next(PDL)
-    active = taking_part(state_ptr, lane)
+    active = active_ranks(state_ptr, lane)
     bases = all_bases(bases_ptr, SIZE)
     # Loaded now; behind the rows' loads it would stall.
     count = times_raised(state_ptr + CHANNELS + 2 * channel) + (active != 0)
@@ -216,8 +217,8 @@ def _send_kernel(
         is_row = token < num_rows
         slots = tl.load(ids_ptr + token * K + k, (k < K) & is_row, -1)
         slots = tl.where(is_token, slots, -1)
-        groups = groups_of(slots, SLOTS)
-        goes = tl.where(is_token, _destinations(groups, EVERYWHERE), 0)
+        groups = groups_of(slots, OWNERS.slots)
+        goes = tl.where(is_token, _destinations(groups, OWNERS.everywhere), 0)
         group = part * GROUPS + tl.arange(0, GROUPS)
         inside = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         x = tl.load(x_ptr + token * stride + inside, (inside < H) & is_row, 0.0)
@@ -235,64 +236,35 @@ def _send_kernel(
                 tl.store(at + group, scalings, (group * GROUP < H) & stays)
         for to in tl.static_range(SIZE):
             there = bit(active, to)
-            wants = there & bit(goes, to // WIDTH)
+            needs = there & bit(goes, to // OWNERS.width)
             if not LOCAL_ROWS:
                 at = byte_at(bases[to], values + row * VALUE_BYTES, VALUE_TYPE, VALUE_ALIGN)
-                tl.store(at + place, encoded, (place < H // HALVES) & wants)
+                tl.store(at + place, encoded, (place < H // HALVES) & needs)
                 if SCALE_TYPE is not None:
                     at = byte_at(bases[to], scales + row * SCALE_BYTES, SCALE_TYPE, 1)
-                    tl.store(at + group, scalings, (group * GROUP < H) & wants)
+                    tl.store(at + group, scalings, (group * GROUP < H) & needs)
             first = (k < K) & (part == 0)
-            local = tl.where(groups == to // WIDTH, slots - groups * SLOTS, -1)
+            local = tl.where(groups == to // OWNERS.width, slots - groups * OWNERS.slots, -1)
             at = byte_at(bases[to], ids + row * (K * 4), tl.int32, 4)
             tl.store(at + k, local.to(tl.int32), first & there)
             if weights_ptr is not None:
                 at = byte_at(bases[to], weights + row * (K * 4), tl.float32, 4)
-                tl.store(at + k, by, first & wants)
+                tl.store(at + k, by, first & needs)
     # Each program releases its own writes to all ranks, on other GPUs as well.
     if is_last(state_ptr + CHANNELS + 2 * channel + 1, SCOPE):
-        raise_counted(
-            bases_ptr, state_ptr, count, word, active, lane, rank, flags, channel, SIZE, SCOPE
-        )
+        own = (bases_ptr, state_ptr, rank, flags, channel)
+        raise_counted(own, count, word, active, lane, SIZE, SCOPE)
         if RECEIVES:
-            await_flags(
-                bases_ptr, state_ptr, failure_ptr, word, active, lane, rank, flags, channel, SIZE,
-                SCOPE,
-            )  # fmt: skip
+            await_flags(own, failure_ptr, word, active, lane, SIZE, SCOPE)
             release_next(PDL)
             _clear_absent(bases_ptr, state_ptr, rank, ids, rows * K, SIZE)
-
-
-def _place(signals: SignalPlanes, warps: int) -> dict[str, Any]:
-    """Arguments and launch options that all kernels of a window share."""
-    pdl = dependent_launch(signals.state)
-    return {
-        "bases_ptr": signals.bases_P,
-        "state_ptr": signals.state,
-        "rank": signals.rank,
-        "SIZE": signals.size,
-        "num_warps": warps,
-        "PDL": pdl.on,
-        **pdl.options,
-    }
-
-
-def _fixed(signals: SignalPlanes, warps: int) -> dict[str, Any]:
-    """The same for kernels that signal or wait."""
-    threads = lanes(signals.size, warps)
-    return {
-        **_place(signals, warps),
-        "flags": signals.flags,
-        "LANES": threads,
-        "SCOPE": signals.scope,
-    }
 
 
 def signal(call: ChannelCall) -> None:
     signals = call.signals
     launch = signals.prepared.get("signal")
     if launch is None:
-        launch = Relaunch(_signal_kernel, (), ("channel", "tag"), **_fixed(signals, 1))
+        launch = Relaunch(_signal_kernel, (), ("channel", "tag"), **signal_arguments(signals, 1))
         signals.prepared["signal"] = launch
     launch(1, (), (call.channel, call.tag))
 
@@ -311,7 +283,8 @@ def _wait(call: ChannelCall, signal_first: bool = False, ids: int = 0, fill: int
     if launch is None:
         launch = signals.prepared[key] = Relaunch(
             _wait_kernel, (), ("channel", "tag", "fill"),
-            failure_ptr=signals.failure, ids=ids, SIGNAL_FIRST=signal_first, **_fixed(signals, 1),
+            failure_ptr=signals.failure, ids=ids, SIGNAL_FIRST=signal_first,
+            **signal_arguments(signals, 1),
         )  # fmt: skip
     launch(1, (), (call.channel, call.tag, fill))
 
@@ -351,9 +324,9 @@ def send(
         launch = found.launches[plan.block, plan.warps] = Relaunch(
             _send_kernel, ("x_ptr", *TENSORS), NUMBERS, failure_ptr=signals.failure,
             values=planes.values, scales=planes.scales, ids=planes.ids,
-            weights=max(0, planes.weights), RECEIVES=receives,
-            **send_constants(planes, hidden, top_k, plan), **_owner_constants(owners),
-            **_fixed(signals, plan.warps),
+            weights=max(0, planes.weights), RECEIVES=receives, OWNERS=owners,
+            **send_constants(planes, hidden, top_k, plan),
+            **signal_arguments(signals, plan.warps),
         )  # fmt: skip
     stride, step = x_TH.stride()
     if step != 1:
@@ -399,9 +372,7 @@ def _collect(
     name: str,
     out_TH: Tensor,
     tokens: LocalTokens,
-    rows: int,
-    results: int,
-    owners: SlotOwners,
+    results: ResultPlane,
     call: ChannelCall,
     signal_first: bool = False,
 ) -> Tensor:
@@ -412,7 +383,8 @@ def _collect(
         return out_TH
     stride, step = out_TH.stride()
     assert step == 1
-    key = (name, results, owners, hidden, top_k, out_TH.dtype, call.programs)
+    place = (name, results.offset, results.owners)
+    key = (*place, hidden, top_k, out_TH.dtype, call.programs)
     found = signals.prepared.get(key)
     if found is None:
         kernel = Kernel(name, signals.size, hidden)
@@ -422,15 +394,15 @@ def _collect(
     if launch is None:
         launch = found.launches[plan.block, plan.warps] = Relaunch(
             collect_kernel, ("out_ptr", *TENSORS), ("stride", "num_rows", "rows"),
-            results=results, PAIRS=name == "collect_pairs",
+            results=results.offset, PAIRS=name == "collect_pairs",
             **collect_constants(hidden, top_k, out_TH.dtype, plan),
-            **_owner_constants(owners), **_place(signals, plan.warps),
+            OWNERS=results.owners, **window_arguments(signals, plan.warps),
             enable_fp_fusion=False,  # products are rounded before they are added, as in the twin
         )  # fmt: skip
     launch(
         plan.programs,
         (out_TH, ids_TK.contiguous(), tokens.weights_TK.contiguous(), tokens.num_tokens_1),
-        (stride, num_rows, rows),
+        (stride, num_rows, results.rows),
     )
     return out_TH
 
@@ -448,10 +420,6 @@ def collect_constants(
         "BLOCK": plan.block,
         "ALIGN": _alignment(hidden * dtype.itemsize),
     }
-
-
-def _owner_constants(owners: SlotOwners) -> dict[str, Any]:
-    return {"SLOTS": owners.slots, "WIDTH": owners.width, "EVERYWHERE": owners.everywhere}
 
 
 def _alignment(row_bytes: int) -> int:

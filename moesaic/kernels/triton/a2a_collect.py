@@ -24,27 +24,26 @@ from moesaic.kernels.triton.launch import await_inputs, release_next
 def _sum_of_rows(
     bases, ids_ptr, state_ptr, active, token, rank, rows, channel, results,
     H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
-    SLOTS: tl.constexpr, WIDTH: tl.constexpr, EVERYWHERE: tl.constexpr, SIZE: tl.constexpr,
-    TYPE: tl.constexpr,
+    OWNERS: tl.constexpr, SIZE: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """Sums one row of each rank that the token went to."""
     ROW_BYTES: tl.constexpr = H * (TYPE.primitive_bitwidth // 8)
-    went = tl.full((), 0, tl.int64) - (1 if EVERYWHERE else 0)
+    went = tl.full((), 0, tl.int64) - (1 if OWNERS.everywhere else 0)
     for k in tl.static_range(K):
-        group = groups_of(tl.load(ids_ptr + token * K + k), SLOTS).to(tl.int64)
+        group = groups_of(tl.load(ids_ptr + token * K + k), OWNERS.slots).to(tl.int64)
         went |= tl.where(group < 0, 0, tl.full((), 1, tl.int64) << tl.maximum(group, 0))
     row = rank.to(tl.int64) * rows + token
     parts = ()
     for by in tl.static_range(SIZE):
         at = byte_at(bases[by], results + row * ROW_BYTES, TYPE, ALIGN)
-        mask = (channel < H) & bit(active, by) & bit(went, by // WIDTH)
+        mask = (channel < H) & bit(active, by) & bit(went, by // OWNERS.width)
         parts = parts + (tl.load(at + channel, mask, cache_modifier=".cg"),)
     # Issues all loads before the first sum: the sums depend on a load behind this barrier.
     tl.debug_barrier()
     members = tl.load(state_ptr + ACTIVE)
     total = tl.zeros((BLOCK,), tl.float32)
     for by in tl.static_range(SIZE):
-        comes = bit(members, by) & bit(went, by // WIDTH)
+        comes = bit(members, by) & bit(went, by // OWNERS.width)
         total += tl.where(comes, parts[by].to(tl.float32), 0.0)
     return total
 
@@ -53,13 +52,14 @@ def _sum_of_rows(
 def _sum_of_pairs(
     bases_ptr, ids_ptr, weights_ptr, active, token, row, channel, results,
     H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
-    SLOTS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, TYPE: tl.constexpr,
+    OWNERS: tl.constexpr, SIZE: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """Sums the weighted rows of the token's pairs, each from the ranks of its slot's group."""
+    WIDTH: tl.constexpr = OWNERS.width
     ROW_BYTES: tl.constexpr = H * (TYPE.primitive_bitwidth // 8)
     parts = ()
     for k in tl.static_range(K):
-        group = groups_of(tl.load(ids_ptr + token * K + k), SLOTS)
+        group = groups_of(tl.load(ids_ptr + token * K + k), OWNERS.slots)
         first = tl.minimum(tl.maximum(group, 0) * WIDTH, SIZE - WIDTH)
         for member in tl.static_range(WIDTH):
             by = first + member
@@ -95,9 +95,7 @@ def collect_kernel(
     K: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGN: tl.constexpr,
-    SLOTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    EVERYWHERE: tl.constexpr,
+    OWNERS: tl.constexpr,
     SIZE: tl.constexpr,
     PAIRS: tl.constexpr,
     PDL: tl.constexpr,
@@ -118,11 +116,11 @@ def collect_kernel(
             row = (rank.to(tl.int64) * rows + token) * K
             total = _sum_of_pairs(
                 bases_ptr, ids_ptr, weights_ptr, active, token, row, channel, results,
-                H, K, BLOCK, ALIGN, SLOTS, WIDTH, SIZE, TYPE,
+                H, K, BLOCK, ALIGN, OWNERS, SIZE, TYPE,
             )  # fmt: skip
         else:
             total = _sum_of_rows(
                 bases, ids_ptr, state_ptr, active, token, rank, rows, channel, results,
-                H, K, BLOCK, ALIGN, SLOTS, WIDTH, EVERYWHERE, SIZE, TYPE,
+                H, K, BLOCK, ALIGN, OWNERS, SIZE, TYPE,
             )  # fmt: skip
         tl.store(out_ptr + token * stride + channel, total.to(TYPE), channel < H)

@@ -1,10 +1,14 @@
 """Flags that ranks raise in each other's memory, on the device; kernels/a2a.py has the protocol.
 
-`state`, `failure` and `bases` are those of SignalPlanes. `lane` numbers the threads of a program,
-at least one for each rank: so no two threads load the same flag at different times and then
-disagree on whether to go on. All threads of a program decide by a maximum over them."""
+`state`, `failure` and `bases` are those of SignalPlanes; `place` is (bases, state, rank, offset of
+the flags, channel). `lane` numbers the threads of a program, at least one for each rank: so no two
+threads load the same flag at different times and then disagree on whether to go on. All threads of
+a program decide by a maximum over them.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -16,26 +20,15 @@ from moesaic.kernels.a2a import (
     DeviceStateWord,
     Failure,
     FailureWords,
+    SignalPlanes,
 )
-from moesaic.kernels.triton.launch import INTERPRETED
+from moesaic.kernels.triton.launch import INTERPRETED, dependent_launch
 
 # Arguments that vary by step or layer, and must not specialise a kernel.
 VARYING = ["rank", "channel", "tag", "rows", "num_rows"]
-GENERATION, TIMEOUT_NS = (
-    tl.constexpr(DeviceStateWord.GENERATION.value),
-    tl.constexpr(DeviceStateWord.TIMEOUT_NS.value),
-)
-ACTIVE, BROKEN = (
-    tl.constexpr(DeviceStateWord.ACTIVE.value),
-    tl.constexpr(DeviceStateWord.BROKEN.value),
-)
-CHANNELS = tl.constexpr(DeviceStateWord.CHANNELS.value)
-ABORT, FAILURE = tl.constexpr(FailureWords.ABORT.value), tl.constexpr(FailureWords.FAILURE.value)
-CHANNEL, PEERS = tl.constexpr(FailureWords.CHANNEL.value), tl.constexpr(FailureWords.PEERS.value)
-SEEN, WANTED = tl.constexpr(FailureWords.SEEN.value), tl.constexpr(FailureWords.WANTED.value)
-TIMEOUT = tl.constexpr(Failure.TIMEOUT.value)
-OUT_OF_STEP = tl.constexpr(Failure.OUT_OF_STEP.value)
-ABORTED = tl.constexpr(Failure.ABORTED.value)
+GENERATION, TIMEOUT_NS, ACTIVE, BROKEN, CHANNELS = (tl.constexpr(w.value) for w in DeviceStateWord)
+ABORT, FAILURE, CHANNEL, PEERS, SEEN, WANTED = (tl.constexpr(w.value) for w in FailureWords)
+_, TIMEOUT, OUT_OF_STEP, ABORTED = (tl.constexpr(reason.value) for reason in Failure)
 COUNT_BITS, GENERATION_BITS = tl.constexpr(COUNT_SHIFT), tl.constexpr(GENERATION_SHIFT)
 TURNS = tl.constexpr(COUNT_MASK)
 # The state of a peer; the worst of all peers counts.
@@ -48,6 +41,30 @@ LOOKS = tl.constexpr(4 if INTERPRETED.value else 256)
 def lanes(size: int, warps: int) -> int:
     """Threads of a program, or ranks if there are more."""
     return max(32 * warps, triton.next_power_of_2(size))
+
+
+def window_arguments(signals: SignalPlanes, warps: int) -> dict[str, Any]:
+    """Arguments and launch options that all kernels of a window share."""
+    pdl = dependent_launch(signals.state)
+    return {
+        "bases_ptr": signals.bases_P,
+        "state_ptr": signals.state,
+        "rank": signals.rank,
+        "SIZE": signals.size,
+        "num_warps": warps,
+        "PDL": pdl.on,
+        **pdl.options,
+    }
+
+
+def signal_arguments(signals: SignalPlanes, warps: int) -> dict[str, Any]:
+    """The same for kernels that signal or wait."""
+    return {
+        **window_arguments(signals, warps),
+        "flags": signals.flags,
+        "LANES": lanes(signals.size, warps),
+        "SCOPE": signals.scope,
+    }
 
 
 @triton.jit
@@ -84,22 +101,13 @@ def _load_flags(at, asks, otherwise, SCOPE: tl.constexpr):
         return tl.where(asks, tl.load(at), otherwise)
     else:
         return tl.inline_asm_elementwise(
-            """
-            {
+            f"""
+            {{
             .reg .pred asks;
             setp.ne.u32 asks, $2, 0;
             mov.b64 $0, $3;
-            @asks ld.acquire.gpu.global.b64 $0, [$1];
-            }
-            """
-            if SCOPE == "gpu"
-            else """
-            {
-            .reg .pred asks;
-            setp.ne.u32 asks, $2, 0;
-            mov.b64 $0, $3;
-            @asks ld.acquire.sys.global.b64 $0, [$1];
-            }
+            @asks ld.acquire.{SCOPE}.global.b64 $0, [$1];
+            }}
             """,
             "=&l,l,r,l",
             [at, asks.to(tl.int32), otherwise],
@@ -110,16 +118,11 @@ def _load_flags(at, asks, otherwise, SCOPE: tl.constexpr):
 
 
 @triton.jit
-def _sleep(lane):
-    """Yields the processor for a tenth of a microsecond."""
+def _execute(instruction: tl.constexpr, lane):
+    """Executes an instruction without operands in every thread."""
     if not INTERPRETED:
         tl.inline_asm_elementwise(
-            "nanosleep.u32 100; mov.u32 $0, $1;",
-            "=r,r",
-            [lane],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
+            instruction + "; mov.u32 $0, $1;", "=r,r", [lane], tl.int32, is_pure=False, pack=1
         )
 
 
@@ -135,21 +138,7 @@ def _now(lane):
 
 
 @triton.jit
-def _fence_host(lane):
-    """Orders earlier writes before later ones, as the host sees them."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            "fence.acq_rel.sys; mov.u32 $0, $1;",
-            "=r,r",
-            [lane],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
-def taking_part(state_ptr, lane):
+def active_ranks(state_ptr, lane):
     """One bit for each active rank; 0 once a wait has failed. That may happen concurrently, so one
     thread reads for the whole program."""
     broken = tl.max(tl.load(state_ptr + BROKEN + lane, lane == 0, 0, volatile=True), 0)
@@ -178,19 +167,10 @@ def _ahead(seen, wanted):
 
 
 @triton.jit
-def raise_flags(
-    bases_ptr,
-    word,
-    active,
-    lane,
-    rank,
-    flags,
-    channel,
-    SIZE: tl.constexpr,
-    SCOPE: tl.constexpr,
-):
-    """Raises this rank's flag in all regions; a rank that sees it sees all earlier writes of the
-    program's threads, and those that they waited for."""
+def raise_flags(place, word, active, lane, SIZE: tl.constexpr, SCOPE: tl.constexpr):
+    """Raises this rank's flag in all regions. Ranks that see it also see all earlier writes of the
+    program's threads, and those that these waited for."""
+    bases_ptr, _, rank, flags, channel = place
     offset = flags + (channel.to(tl.int64) * SIZE + rank) * 8
     at = tl.load(bases_ptr + lane, lane < SIZE, 0) + offset
     # One thread releases the writes of another.
@@ -205,46 +185,23 @@ def raise_flags(
 
 
 @triton.jit
-def signal_once(
-    bases_ptr,
-    state_ptr,
-    active,
-    lane,
-    rank,
-    flags,
-    channel,
-    tag,
-    SIZE: tl.constexpr,
-    SCOPE: tl.constexpr,
-):
+def signal_once(place, active, lane, tag, SIZE: tl.constexpr, SCOPE: tl.constexpr):
     """Counts and raises the flags, in one program of a kernel; returns the word."""
+    _, state_ptr, _, _, channel = place
     count = times_raised(state_ptr + CHANNELS + 2 * channel) + (active != 0)
     word = flag_word(state_ptr, count, tag)
-    raise_counted(
-        bases_ptr, state_ptr, count, word, active, lane, rank, flags, channel, SIZE, SCOPE
-    )
+    raise_counted(place, count, word, active, lane, SIZE, SCOPE)
     return word
 
 
 @triton.jit
-def raise_counted(
-    bases_ptr,
-    state_ptr,
-    count,
-    word,
-    active,
-    lane,
-    rank,
-    flags,
-    channel,
-    SIZE: tl.constexpr,
-    SCOPE: tl.constexpr,
-):
+def raise_counted(place, count, word, active, lane, SIZE: tl.constexpr, SCOPE: tl.constexpr):
     """Stores the count, and raises the flags."""
+    _, state_ptr, _, _, channel = place
     # All threads have loaded the count before it is stored.
     tl.debug_barrier()
     tl.store(state_ptr + CHANNELS + 2 * channel, count)
-    raise_flags(bases_ptr, word, active, lane, rank, flags, channel, SIZE, SCOPE)
+    raise_flags(place, word, active, lane, SIZE, SCOPE)
 
 
 @triton.jit
@@ -262,21 +219,10 @@ def is_last(arrived_ptr, SCOPE: tl.constexpr):
 
 
 @triton.jit
-def await_flags(
-    bases_ptr,
-    state_ptr,
-    failure_ptr,
-    wanted,
-    active,
-    lane,
-    rank,
-    flags,
-    channel,
-    SIZE: tl.constexpr,
-    SCOPE: tl.constexpr,
-):
+def await_flags(place, failure_ptr, wanted, active, lane, SIZE: tl.constexpr, SCOPE: tl.constexpr):
     """Polls until all peers have written `wanted`, one has written something newer, time is up, or
     the host aborts. Returns whether all have."""
+    bases_ptr, state_ptr, rank, flags, channel = place
     offset = flags + channel.to(tl.int64) * (SIZE * 8)
     at = byte_at(tl.load(bases_ptr + rank), offset, tl.int64, 8) + tl.minimum(lane, SIZE - 1)
     counts = (lane < SIZE) & bit(active, lane)
@@ -288,7 +234,7 @@ def await_flags(
     aborted = 0
     while level == BEHIND:
         if looks > LOOKS:
-            _sleep(lane)
+            _execute("nanosleep.u32 100", lane)
         seen = _load_flags(at, counts, here, SCOPE)
         level = _worst(seen, wanted, counts)
         looks += 1
@@ -326,5 +272,6 @@ def _record_failure(state_ptr, failure_ptr, seen, wanted, counts, lane, channel,
         tl.store(failure_ptr + PEERS, peers)
         tl.store(failure_ptr + SEEN, tl.where(peers == 0, wanted, flag))
         tl.store(failure_ptr + WANTED, wanted)
-        _fence_host(lane)
+        # The host sees the reason last.
+        _execute("fence.acq_rel.sys", lane)
         tl.store(failure_ptr + FAILURE, tl.where(strange, OUT_OF_STEP, why).to(tl.int64))

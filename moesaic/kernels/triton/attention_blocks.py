@@ -1,30 +1,39 @@
-"""What the kernels of attention share: a block of keys and values, met by a tile of query rows."""
+"""Shared by the attention kernels: one tile of query rows attends one block of keys and values."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, TypeVar
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.attention import Queries
+from moesaic.kernels.attention import LayerPages, PrefillRows, Queries, Softmax
 
+Config = TypeVar("Config")
 LOG2_E = math.log2(math.e)
-# The largest logit of a row that has seen none yet. Finite, so that no difference of two is NaN.
+# The largest logit of a row that has seen none yet; finite, as a difference of two must not be NaN.
 LOWEST = tl.constexpr(-1.0e38)
+# Views of one packed tensor, whose alignment varies: specialising on it would recompile kernels.
+PACKED = ["tiles", "starts", "lengths", "rows_p", "kv_lens", "first_p", "pages_p", "slots_p"]
 
 
-@cache
-def padded(size: int) -> int:
-    """A tile's width for so many channels."""
+@triton.constexpr_function
+def tile_width(size: int) -> int:
+    """Width of a tile that holds `size` channels."""
     return max(16, triton.next_power_of_2(size))
 
 
+# For the host: the uncached function takes microseconds.
+padded = cache(tile_width)
+
+
 def two_parts(q: Queries) -> Queries:
-    """Tiles are powers of two wide: channels of another number become two of them."""
+    """Splits channels whose number is no power of two into two tiles, whose widths must be."""
     size = q.values.shape[-1]
     if q.rest is not None or size <= 16 or padded(size) == size:
         return q
@@ -33,35 +42,55 @@ def two_parts(q: Queries) -> Queries:
 
 
 def channels(q: Queries) -> dict[str, int]:
-    """Constants of a kernel: channels of the two parts of queries and keys, and their tiles."""
-    main = q.values.shape[-1]
-    rest = 0 if q.rest is None else q.rest.shape[-1]
-    return {"D1": main, "D1P": padded(main), "D2": rest, "D2P": padded(rest)}
+    """Kernel constants: channels of the two parts of queries and keys."""
+    return {"D1": q.values.shape[-1], "D2": 0 if q.rest is None else q.rest.shape[-1]}
+
+
+def first_fitting(table: Iterable[tuple[int, Config]], size: int) -> Config:
+    """The first entry whose limit is at least `size`."""
+    return next(config for limit, config in table if size <= limit)
 
 
 def strides(x: Tensor) -> tuple[int, int]:
-    """Of the row and the head of [T, N, D]; or of the slot and the head of [P, page, M, D]."""
-    assert x.stride(-1) == 1, f"channels of {tuple(x.shape)} must lie side by side: {x.stride()}"
+    """Row and head strides of [T, N, D]; slot and head strides of [P, page, M, D]."""
+    assert x.stride(-1) == 1, f"channels of {tuple(x.shape)} must be contiguous: {x.stride()}"
     return x.stride(-3), x.stride(-2)
+
+
+def prefill_arguments(
+    q: Queries,
+    cache: LayerPages,
+    batch: PrefillRows,
+    softmax: Softmax,
+    out_TNV: Tensor,
+    tiles_X2: Tensor,
+) -> tuple[Any, ...]:
+    """The tensors of a prefill kernel, in the order of its parameters, and their strides."""
+    rest = q.values if q.rest is None else q.rest
+    values = cache.keys if cache.values is None else cache.values
+    strided = (q.values, rest, cache.keys, values, out_TNV)
+    tables = (batch.starts_B, batch.lengths_B, batch.kv_lens_B, batch.first_B, batch.pages)
+    sizes = (stride for x in strided for stride in strides(x))
+    return *strided, softmax.sinks_N, tiles_X2, *tables, *sizes
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionTile:
-    """`rows`: query heads of a tile when decoding, query tokens of one in a prefill; `block`: keys
-    met at once. `merged`: numbers of other splits that a thread loads at once to merge them."""
-
     rows: int
+    """Query heads of a tile in decoding, rows of one in prefill."""
     block: int
+    """Keys of a block."""
     warps: int
     stages: int
     merged: int = 64
+    """Numbers of other splits that a thread loads at once to merge them."""
 
 
 @triton.jit
 def pages_at(pages, start, offs_n, kv_len, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pages of tokens start + offs_n, one for all where a page holds whole blocks; `start` is a
-    multiple of BLOCK_N. Loops ask for those of the next block, so that no load waits for another
-    (and the compiler does not spend a stage of its pipeline on them)."""
+    """Pages of tokens start + offs_n; one for all if a page holds whole blocks. `start` is a
+    multiple of BLOCK_N. Loops load those of the next block, so that no load waits for another (and
+    the compiler spends no pipeline stage on them)."""
     if PAGE % BLOCK_N == 0:
         return tl.load(pages + start // PAGE, mask=start < kv_len, other=0)
     else:
@@ -71,7 +100,7 @@ def pages_at(pages, start, offs_n, kv_len, PAGE: tl.constexpr, BLOCK_N: tl.const
 
 @triton.jit
 def slots_at(page, start, offs_n, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where tokens start + offs_n lie, given their pages."""
+    """Slots of tokens start + offs_n, given their pages."""
     if PAGE % BLOCK_N == 0:
         return page.to(tl.int64) * PAGE + start % PAGE + offs_n
     else:
@@ -79,8 +108,9 @@ def slots_at(page, start, offs_n, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def load_rows(base, offsets, kept, SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """[len(offsets), TILE] of which SIZE channels are real, zeros elsewhere."""
+def load_rows(base, offsets, kept, SIZE: tl.constexpr, MASKED: tl.constexpr):
+    """[len(offsets), tile_width(SIZE)]; zeros from channel SIZE on."""
+    TILE: tl.constexpr = tile_width(SIZE)
     d = tl.arange(0, TILE)
     pointers = base + offsets[:, None] + d[None, :]
     if SIZE != TILE:
@@ -91,43 +121,37 @@ def load_rows(base, offsets, kept, SIZE: tl.constexpr, TILE: tl.constexpr, MASKE
 
 
 @triton.jit
-def store_rows(base, offsets, x, kept, SIZE: tl.constexpr, TILE: tl.constexpr):
-    d = tl.arange(0, TILE)
+def store_rows(base, offsets, x, kept, SIZE: tl.constexpr):
+    d = tl.arange(0, tile_width(SIZE))
     pointers = base + offsets[:, None] + d[None, :]
     tl.store(pointers, x, mask=kept[:, None] & (d[None, :] < SIZE))
 
 
 @triton.jit
-def meet_block(
-    acc,
-    total,
-    top,
-    q1,
-    q2,
-    keys,
-    values,
+def attend_block(
+    state,
+    q,
+    cache,
     slots,
     kept,
     seen,
     scale,
-    k_slot,
-    v_slot,
     D1: tl.constexpr,
-    D1P: tl.constexpr,
     D2: tl.constexpr,
-    D2P: tl.constexpr,
     V: tl.constexpr,
-    VP: tl.constexpr,
     SHARED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """One step of the online softmax. `kept`: tokens that are there; `seen`: what rows see of them,
-    only looked at if MASKED. `top` is the largest logit so far, in powers of two. `total` is that
-    of rows, or of rows and columns: then the caller adds up columns in the end."""
-    k1 = load_rows(keys, slots * k_slot, kept, D1, D1P, MASKED).to(q1.dtype)
+    """One step of the online softmax. `kept`: tokens that exist; `seen`: those that each row sees,
+    only used if MASKED. `top`: the largest logit so far, in powers of two. `total`: the sum of each
+    row, or of each row and column, which the caller then reduces."""
+    acc, total, top = state
+    q1, q2 = q
+    keys, values, k_slot, v_slot = cache
+    k1 = load_rows(keys, slots * k_slot, kept, D1, MASKED).to(q1.dtype)
     s = tl.dot(q1, tl.trans(k1), input_precision="ieee")
     if D2 > 0:
-        k2 = load_rows(keys + D1, slots * k_slot, kept, D2, D2P, MASKED).to(q1.dtype)
+        k2 = load_rows(keys + D1, slots * k_slot, kept, D2, MASKED).to(q1.dtype)
         s = tl.dot(q2, tl.trans(k2), s, input_precision="ieee")
     if MASKED:
         s = tl.where(seen, s, float("-inf"))
@@ -135,14 +159,14 @@ def meet_block(
     if SHARED:
         acc = tl.dot(p.to(q1.dtype), k1, acc, input_precision="ieee")
     else:
-        v = load_rows(values, slots * v_slot, kept, V, VP, MASKED).to(q1.dtype)
+        v = load_rows(values, slots * v_slot, kept, V, MASKED).to(q1.dtype)
         acc = tl.dot(p.to(q1.dtype), v, acc, input_precision="ieee")
     return acc, total, new_top
 
 
 @triton.jit
 def weigh(acc, total, top, s, scale):
-    """Weights of logits `s`, and what was found before in proportion to them."""
+    """Weights of logits `s`; rescales the earlier results to them."""
     new_top = tl.maximum(top, tl.max(s, 1) * scale)
     p = tl.exp2(s * scale - new_top[:, None])
     kept_share = tl.exp2(top - new_top)
@@ -154,9 +178,9 @@ def weigh(acc, total, top, s, scale):
 
 
 @triton.jit
-def finish(acc, total, top, sinks, heads, valid, v_scale, SINKS: tl.constexpr):
-    """The mixed values; zeros for rows that saw nothing."""
-    if SINKS:
+def finish(acc, total, top, sinks, heads, valid, v_scale):
+    """Normalises the mixed values; rows that saw nothing get zeros."""
+    if sinks is not None:
         sink = tl.load(sinks + heads, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
         new_top = tl.maximum(top, sink)
         share = tl.exp2(top - new_top)

@@ -1,8 +1,8 @@
-"""Decoding: one query of each sequence over its cached tokens, which several programs share.
+"""Decoding: one query of each sequence over its cached tokens, cut into splits.
 
-A program takes one key/value head of one split of a sequence; the heads that share it are the rows
-of its tile. The last program of a sequence and head to be done merges what all have found, so that
-no second kernel is needed: a counter tells which one that is.
+A program handles one key/value head of one split; the query heads that share it are the rows of its
+tile. The last program of a sequence and head to finish, known by a counter, merges the results of
+all splits, which saves a second kernel.
 """
 
 from __future__ import annotations
@@ -29,16 +29,19 @@ from moesaic.kernels.quantise import FP8_GROUP
 from moesaic.kernels.triton.attention_blocks import (
     LOG2_E,
     LOWEST,
+    PACKED,
     AttentionTile,
+    attend_block,
     channels,
     finish,
+    first_fitting,
     load_rows,
-    meet_block,
     padded,
     pages_at,
     slots_at,
     store_rows,
     strides,
+    tile_width,
     two_parts,
 )
 from moesaic.kernels.triton.attention_enter import enter_row, load_norms
@@ -51,29 +54,28 @@ from moesaic.kernels.triton.launch import (
 from moesaic.kernels.triton.quantise import fp8_scales, to_fp8
 from moesaic.kernels.triton.rotary import enter_heads
 
-# By the bytes of a token's keys of one head, the first that holds them.
+# By the most bytes of a token's keys of one head.
 CONFIGS = (
     (128, AttentionTile(16, 128, 4, 3)),
     (256, AttentionTile(16, 64, 4, 3)),
     (512, AttentionTile(16, 64, 4, 2)),
     (1 << 30, AttentionTile(16, 32, 4, 3, 128)),
 )
-# Many heads over one latent are a matrix product worth its name.
+# Many heads over one latent: large tiles for the tensor cores.
 MANY_ROWS = AttentionTile(64, 32, 8, 2, 128)
-# The same where sequences are cut into many parts: the GPU is nearly empty, a program has a block
-# or two, and what counts is how soon its first has come.
+# From this many splits on, the GPU is nearly empty and a program has one or two blocks: the latency
+# of the first one dominates.
 MANY_SPLITS = 9
 SHORT_CONFIGS = ((256, AttentionTile(16, 128, 8, 2)),)
-# The same of the only program of a processor: nobody else asks for tokens while it computes, so
-# that turns must be few and more than one block be on its way.
+# For the only program of a processor: no other one loads tokens while it computes, so that it needs
+# large blocks and several in flight.
 LONE_CONFIGS = ((128, AttentionTile(16, 128, 8, 4)), (256, AttentionTile(16, 128, 8, 3)))
-# Splits that a merging program loads at once, if its threads have room for them.
+# Splits and channels that a merging program loads at once, registers permitting.
 MAX_MERGED = 16
-# Channels that it merges at once.
 MERGED_WIDTH = 128
-# Up to so many sequences decoding norms and rotates what it needs itself, which each part of a
-# sequence does again; a kernel of its own takes longer to begin than that.
-MAX_ENTERING = 32
+# Up to this many sequences, each split norms and rotates its inputs itself, which takes less time
+# than another kernel launch.
+MAX_FUSED_ENTRIES = 32
 # Channels of half a head that a thread norms.
 THREAD_CHANNELS = 8
 
@@ -83,12 +85,12 @@ def choose_config(rows: int, key_bytes: int, splits: Splits) -> AttentionTile:
         return MANY_ROWS
     short = SHORT_CONFIGS if splits.count >= MANY_SPLITS else ()
     table = (LONE_CONFIGS if splits.lone else short) + CONFIGS
-    return next(config for size, config in table if key_bytes <= size)
+    return first_fitting(table, key_bytes)
 
 
 def merging(per_kv: int, value_dim: int, config: AttentionTile) -> dict[str, int]:
-    """Constants of a kernel: heads and channels that a program merges at once, of how many splits.
-    Rows that only fill up a tile for the tensor cores are left out."""
+    """Kernel constants: heads, channels and splits that a program merges at once. Rows that only
+    pad a tile are left out."""
     heads = triton.next_power_of_2(min(per_kv, config.rows))
     width = min(padded(value_dim), MERGED_WIDTH)
     merged = max(1, config.merged * 32 * config.warps // (heads * width))
@@ -98,7 +100,7 @@ def merging(per_kv: int, value_dim: int, config: AttentionTile) -> dict[str, int
 def decode_attention(
     q: Queries, cache: LayerPages, batch: DecodeRows, softmax: Softmax, out: Out
 ) -> Out:
-    return _decode(two_parts(q), Entering(), cache, batch, softmax, out)
+    return _decode(two_parts(q), FusedEntry(), cache, batch, softmax, out)
 
 
 def enter_and_decode(
@@ -110,70 +112,60 @@ def enter_and_decode(
     softmax: Softmax,
     out: Out,
 ) -> Out:
-    if not _enters(entry, cache, batch):
+    if not _can_fuse_entry(entry, cache, batch):
         q = Queries(enter_heads(qkv_TX, entry, cache, slots_T))
         return decode_attention(q, cache, batch, softmax, out)
-    entering = Entering(entry, slots_T, 1 / cache.k_scale, 1 / cache.v_scale)
+    fused = FusedEntry(entry, slots_T, 1 / cache.k_scale, 1 / cache.v_scale)
     heads_THD = qkv_TX.unflatten(-1, (-1, cache.keys.shape[-1]))
     halves = Queries(*heads_THD[:, : entry.num_heads].chunk(2, dim=-1))
-    return _decode(halves, entering, cache, batch, softmax, out)
+    return _decode(halves, fused, cache, batch, softmax, out)
 
 
-def _enters(entry: HeadEntry, cache: LayerPages, batch: DecodeRows) -> bool:
-    """One program must have all queries of a key, which it stores: others cannot see it. Halves of
-    heads are tiles."""
+def _can_fuse_entry(entry: HeadEntry, cache: LayerPages, batch: DecodeRows) -> bool:
+    """Whether the decoding kernel can norm and rotate. One program must have all queries of the key
+    that it stores, as others cannot see it; halves of heads must fill tiles."""
     kv_heads, dim = cache.keys.shape[-2:]
-    few = len(batch.rows_B) <= MAX_ENTERING
+    few = len(batch.rows_B) <= MAX_FUSED_ENTRIES
     tile = choose_config(entry.num_heads // kv_heads, dim * cache.keys.element_size(), batch.splits)
     whole = entry.num_heads // kv_heads <= tile.rows
     return few and whole and not entry.interleaved and padded(dim // 2) * 2 == dim
 
 
 @dataclass(frozen=True, slots=True)
-class Entering:
-    """What queries must go through first; without an entry nothing. `slots_T`: of the newest token
-    of each sequence, written before the step's first kernel. Factors: from real numbers to those of
-    the cache."""
+class FusedEntry:
+    """How the kernel norms and rotates its inputs; does nothing without an entry."""
 
     entry: HeadEntry | None = None
     slots_T: Tensor | None = None
+    """Slots of the newest tokens, written before the step's first kernel."""
     k_factor: float = 1.0
+    """Converts real numbers to those of the cache."""
     v_factor: float = 1.0
 
     def arguments(self) -> dict[str, Any]:
         entry = self.entry
-        return {
-            "slots_p": self.slots_T,
-            "cos": None if entry is None else entry.cos_TR,
-            "sin": None if entry is None else entry.sin_TR,
-            "q_norm": None if entry is None else entry.q_norm_D,
-            "k_norm": None if entry is None else entry.k_norm_D,
-            "cos_row": 0 if entry is None else entry.cos_TR.stride(0),
-            "eps": 0.0 if entry is None else entry.eps,
-            "k_factor": self.k_factor,
-            "v_factor": self.v_factor,
-        }
+        given = {"slots_p": self.slots_T, "k_factor": self.k_factor, "v_factor": self.v_factor}
+        if entry is None:
+            tensors = dict.fromkeys(("cos", "sin", "q_norm", "k_norm"))
+            return given | tensors | {"cos_row": 0, "eps": 0.0}
+        given |= {"cos": entry.cos_TR, "sin": entry.sin_TR, "cos_row": entry.cos_TR.stride(0)}
+        return given | {"q_norm": entry.q_norm_D, "k_norm": entry.k_norm_D, "eps": entry.eps}
 
 
-def tall(per_kv: int, dim: int, config: AttentionTile) -> int:
-    """Rows of the tile in which queries and the key enter: room for it behind them, and enough for
-    each thread to sum up as many channels as in a kernel of its own, which gives the same bits."""
+def entry_rows(per_kv: int, dim: int, config: AttentionTile) -> int:
+    """Rows of the tile that holds the queries and the key behind them; enough for each thread to
+    sum as many channels as in rotary.py, which gives the same bits."""
     fits = per_kv < config.rows and config.rows * dim >= THREAD_CHANNELS * 64 * config.warps
     return config.rows if fits else 2 * config.rows
 
 
 def _decode(
-    q: Queries,
-    entering: Entering,
-    cache: LayerPages,
-    batch: DecodeRows,
-    softmax: Softmax,
-    out: Out,
+    q: Queries, fused: FusedEntry, cache: LayerPages, batch: DecodeRows, softmax: Softmax, out: Out
 ) -> Out:
     num_seqs, kv_heads = len(batch.rows_B), cache.keys.shape[2]
     if not num_seqs:
         return out
-    out_TNV, scales_TG = _parts_of(out, q.values.shape[1], cache.value_dim)
+    out_TNV, scales_TG = _output_parts(out, q.values.shape[1], cache.value_dim)
     splits, per_kv = batch.splits, q.values.shape[1] // kv_heads
     key_bytes = cache.keys.shape[-1] * cache.keys.element_size()
     config = choose_config(per_kv, key_bytes, splits)
@@ -190,19 +182,17 @@ def _decode(
         *strides(out_TNV), *((0, 0) if scales_TG is None else scales_TG.stride()),
         softmax.scale * cache.k_scale * LOG2_E,
         cache.v_scale if cache.values is not None else cache.k_scale,
-        splits.count, -(-splits.chunk // config.block) * config.block, **entering.arguments(),
-        TALL=0 if entering.entry is None else tall(per_kv, cache.value_dim, config),
-        GROUP=per_kv, ROWS=config.rows, **channels(q), V=cache.value_dim,
-        VP=padded(cache.value_dim), PAGE=cache.page_size, BLOCK_N=config.block,
-        SPLIT=splits.count > 1, **merging(per_kv, cache.value_dim, config),
-        SHARED=cache.values is None, SINKS=softmax.sinks_N is not None,
-        WINDOW=softmax.window or 0, PDL=pdl.on,
+        splits.count, -(-splits.chunk // config.block) * config.block, **fused.arguments(),
+        ENTRY_ROWS=0 if fused.entry is None else entry_rows(per_kv, cache.value_dim, config),
+        GROUP=per_kv, ROWS=config.rows, **channels(q), V=cache.value_dim, PAGE=cache.page_size,
+        BLOCK_N=config.block, SPLIT=splits.count > 1, **merging(per_kv, cache.value_dim, config),
+        SHARED=cache.values is None, WINDOW=softmax.window or 0, PDL=pdl.on,
         num_warps=config.warps, num_stages=config.stages, **pdl.options,
     )  # fmt: skip
     return out
 
 
-def _parts_of(out: Tensor | Rows, heads: int, value_dim: int) -> tuple[Tensor, Tensor | None]:
+def _output_parts(out: Tensor | Rows, heads: int, value_dim: int) -> tuple[Tensor, Tensor | None]:
     if isinstance(out, Tensor):
         return out, None
     rows, groups = len(out.values), heads * value_dim // FP8_GROUP
@@ -212,24 +202,16 @@ def _parts_of(out: Tensor | Rows, heads: int, value_dim: int) -> tuple[Tensor, T
 
 
 def _partials(size: tuple[int, int, int], q: Queries, value_dim: int) -> tuple[Tensor, Tensor]:
-    """Room for what each split of a sequence finds for each head; one split needs none."""
+    """Buffers for the results of each split and head; a single split needs none."""
     if size[1] == 1:
         return q.values, q.values
     parts = torch.empty(*size, value_dim, dtype=torch.float32, device=q.values.device)
     return parts, torch.empty(size, dtype=torch.float32, device=q.values.device)
 
 
-# Views of one packed tensor: as they happen to lie, they would be as many kernels.
 @triton.jit(
     do_not_specialize=["scale_row", "scale_group", "num_splits", "least_chunk"],
-    do_not_specialize_on_alignment=[
-        "counters",
-        "rows_p",
-        "kv_lens",
-        "first_p",
-        "pages_p",
-        "slots_p",
-    ],
+    do_not_specialize_on_alignment=[*PACKED, "counters"],
 )
 def decode_kernel(
     q1_p, q2_p, keys, values, out, scales, sinks, partial, sums, counters,
@@ -237,15 +219,15 @@ def decode_kernel(
     q1_row, q1_head, q2_row, q2_head, k_slot, k_head, v_slot, v_head, out_row, out_head,
     scale_row, scale_group, scale, v_scale, num_splits, least_chunk,
     slots_p, cos, sin, q_norm, k_norm, cos_row, eps, k_factor, v_factor,
-    TALL: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, D1: tl.constexpr, D1P: tl.constexpr, D2: tl.constexpr,
-    D2P: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, MERGED: tl.constexpr,
-    SHARED: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
+    ENTRY_ROWS: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, V: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, HEADS: tl.constexpr,
+    WIDTH: tl.constexpr, MERGED: tl.constexpr, SHARED: tl.constexpr, WINDOW: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     tile, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # The host has written what says where tokens lie: that need not wait for the kernel before.
+    # The host wrote the page tables: loading them need not wait for the previous kernel.
     kv_len = tl.load(kv_lens + seq)
     row = tl.load(rows_p + seq).to(tl.int64)
     pages = pages_p + tl.load(first_p + seq)
@@ -265,35 +247,35 @@ def decode_kernel(
     page = pages_at(pages, low, offs_n, high, PAGE, BLOCK_N)
     if PDL:
         slots = slots_at(page, low, offs_n, PAGE, BLOCK_N)
-        prefetch_tokens(keys, slots * k_slot, D1, D1P)
+        prefetch_tokens(keys, slots * k_slot, D1)
         if D2 > 0:
-            prefetch_tokens(keys + D1, slots * k_slot, D2, D2P)
+            prefetch_tokens(keys + D1, slots * k_slot, D2)
         if not SHARED:
-            prefetch_tokens(values, slots * v_slot, V, VP)
-    if TALL > 0:
+            prefetch_tokens(values, slots * v_slot, V)
+    if ENTRY_ROWS > 0:
         slot = tl.load(slots_p + row).to(tl.int64)
-        norms = load_norms(q_norm, k_norm, GROUP, TALL, D1 + D2)
+        norms = load_norms(q_norm, k_norm, GROUP, ENTRY_ROWS, D1 + D2)
     release_next(PDL)
     await_inputs(PDL)
     member = (tile % BLOCKS) * ROWS + tl.arange(0, ROWS)
     valid = member < GROUP
     heads = kv_head * GROUP + member
-    if TALL > 0:
+    if ENTRY_ROWS > 0:
         stored = (slot >= 0) & (split == tl.maximum(used, 1) - 1)
         q1, q2 = enter_row(
-            q1_p + row * q1_row, keys + slot * k_slot, values + slot * v_slot, cos + row * cos_row,
-            sin + row * cos_row, norms, eps, kv_head, tl.num_programs(0), stored, k_factor,
-            v_factor, GROUP, ROWS, TALL, D1 + D2, q_norm is not None,
+            q1_p + row * q1_row, (keys + slot * k_slot, values + slot * v_slot, k_factor, v_factor),
+            cos + row * cos_row, sin + row * cos_row, norms, eps, kv_head, tl.num_programs(0),
+            stored, GROUP, ROWS, ENTRY_ROWS, D1 + D2, q_norm is not None,
         )  # fmt: skip
-        # All threads have stored before one of them loads the newest token.
+        # All threads store before one of them loads the newest token.
         tl.debug_barrier()
     else:
-        q1 = load_rows(q1_p + row * q1_row, heads * q1_head, valid, D1, D1P, True)
+        q1 = load_rows(q1_p + row * q1_row, heads * q1_head, valid, D1, True)
         q2 = q1
         if D2 > 0:
-            q2 = load_rows(q2_p + row * q2_row, heads * q2_head, valid, D2, D2P, True)
-    acc = tl.zeros((ROWS, VP), tl.float32)
-    total = no_total(keys, ROWS, BLOCK_N)
+            q2 = load_rows(q2_p + row * q2_row, heads * q2_head, valid, D2, True)
+    acc = tl.zeros((ROWS, tile_width(V)), tl.float32)
+    total = zero_totals(keys, ROWS, BLOCK_N)
     top = tl.full((ROWS,), LOWEST, tl.float32)
     for start in range(low, high, BLOCK_N):
         slots = slots_at(page, start, offs_n, PAGE, BLOCK_N)
@@ -302,43 +284,42 @@ def decode_kernel(
         seen = kept
         if WINDOW > 0:
             seen = kept & (start + offs_n >= oldest)
-        acc, total, top = meet_block(
-            acc, total, top, q1, q2, keys, values, slots, kept, seen[None, :], scale,
-            k_slot, v_slot, D1, D1P, D2, D2P, V, VP, SHARED, True,
+        acc, total, top = attend_block(
+            (acc, total, top), (q1, q2), (keys, values, k_slot, v_slot), slots, kept,
+            seen[None, :], scale, D1, D2, V, SHARED, True,
         )  # fmt: skip
     if len(total.shape) == 2:
         total = tl.sum(total, 1)
     out += row * out_row
     if scales is not None:
         scales += row * scale_row
+    target = (out, scales, out_head, scale_group)
     if (not SPLIT) | (used <= 1):
-        x = finish(acc, total, top, sinks, heads, valid, v_scale, SINKS)
-        store_heads(out, scales, x.to(q1.dtype), 0, heads, valid, out_head, scale_group, V, VP)
+        x = finish(acc, total, top, sinks, heads, valid, v_scale).to(q1.dtype)
+        store_heads(target, x, 0, heads, valid, V, tile_width(V))
     else:
         num_heads = tl.num_programs(0) // BLOCKS * GROUP
         first = seq.to(tl.int64) * num_splits * num_heads
         place = first + split * num_heads + heads
-        # What this split alone would give, and the logarithm of its weight.
+        # The result of this split alone, and the logarithm of its weight.
         some = total > 0
-        store_rows(partial, place * V, acc / tl.where(some, total, 1.0)[:, None], valid, V, VP)
+        store_rows(partial, place * V, acc / tl.where(some, total, 1.0)[:, None], valid, V)
         tl.store(sums + place, tl.where(some, top + tl.log2(total), LOWEST), mask=valid)
-        # All threads have stored before one of them counts.
+        # All threads store before one of them counts.
         tl.debug_barrier()
         counter = counters + seq * tl.num_programs(0) + tile
         if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
             tl.store(counter, 0)
             real = (tile % BLOCKS) * ROWS + tl.arange(0, HEADS)
             merge_splits(
-                partial, sums, out, scales, sinks, first, num_heads, used, kv_head * GROUP + real,
-                real < GROUP, out_head, scale_group, v_scale, q1.dtype, HEADS, V, VP, WIDTH,
-                MERGED, SINKS,
+                (partial, sums, first, num_heads, used), target, sinks, kv_head * GROUP + real,
+                real < GROUP, v_scale, q1.dtype, HEADS, V, WIDTH, MERGED,
             )  # fmt: skip
 
 
 @triton.jit
-def no_total(keys, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of each column: warps need not meet for it before the end. Float8 leaves no registers for
-    it."""
+def zero_totals(keys, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """For each row and column, so that warps reduce once; float8 leaves registers for rows."""
     if keys.dtype.element_ty.primitive_bitwidth > 8:
         return tl.zeros((ROWS, BLOCK_N), tl.float32)
     else:
@@ -346,40 +327,32 @@ def no_total(keys, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def prefetch_tokens(base, offsets, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Asks for SIZE channels of tokens to come into the L2 cache, which is where all processors see
-    what others write: it may be too early for that."""
+def prefetch_tokens(base, offsets, SIZE: tl.constexpr):
+    """Prefetches SIZE channels of tokens into the L2 cache. That is safe before the previous kernel
+    has written them, as its writes also go to the L2 cache."""
     PER_LINE: tl.constexpr = 1024 // base.dtype.element_ty.primitive_bitwidth
-    line = tl.arange(0, max(1, TILE // PER_LINE)) * PER_LINE
+    line = tl.arange(0, max(1, tile_width(SIZE) // PER_LINE)) * PER_LINE
     prefetch_lines(base + offsets[:, None] + tl.minimum(line, SIZE - 1)[None, :])
 
 
 @triton.jit
 def merge_splits(
-    partial,
-    sums,
-    out,
-    scales,
+    splits,
+    target,
     sinks,
-    first,
-    num_heads,
-    used,
     heads,
     valid,
-    out_head,
-    scale_group,
     v_scale,
     DTYPE: tl.constexpr,
     HEADS: tl.constexpr,
     V: tl.constexpr,
-    VP: tl.constexpr,
     WIDTH: tl.constexpr,
     MERGED: tl.constexpr,
-    SINKS: tl.constexpr,
 ):
-    """Puts together what the splits of a sequence found, as if one program had met all its tokens,
-    some channels at a time. Past the first cache: other processors wrote it."""
-    for column in range(0, VP, WIDTH):
+    """Merges the results of the splits, some channels at a time, as if one program had attended all
+    tokens. Bypasses the L1 cache, as other processors wrote them."""
+    partial, sums, first, num_heads, used = splits
+    for column in range(0, tile_width(V), WIDTH):
         d = column + tl.arange(0, WIDTH)
         acc = tl.zeros((HEADS, WIDTH), tl.float32)
         total = tl.zeros((HEADS,), tl.float32)
@@ -396,7 +369,7 @@ def merge_splits(
                     cache_modifier=".cg",
                 )
                 parts = parts + (x,)
-            # Left to itself the compiler asks for some parts only when it has weighted others.
+            # Without the barrier the compiler delays some loads until it has weighted other parts.
             tl.debug_barrier()
             for part in tl.static_range(MERGED):
                 there = valid & (start + part < used)
@@ -412,30 +385,19 @@ def merge_splits(
                 share = tl.exp2(weights[part] - top)
                 acc += parts[part] * share[:, None]
                 total += share
-        y = finish(acc, total, top, sinks, heads, valid, v_scale, SINKS).to(DTYPE)
-        store_heads(out, scales, y, column, heads, valid, out_head, scale_group, V, WIDTH)
+        y = finish(acc, total, top, sinks, heads, valid, v_scale).to(DTYPE)
+        store_heads(target, y, column, heads, valid, V, WIDTH)
 
 
 @triton.jit
-def store_heads(
-    out,
-    scales,
-    x,
-    column,
-    heads,
-    valid,
-    out_head,
-    scale_group,
-    V: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """WIDTH channels of some heads, from `column` on, as they are; or with scales as float8, what
-    `quantise_rows` would make of them."""
+def store_heads(target, x, column, heads, valid, V: tl.constexpr, WIDTH: tl.constexpr):
+    """Stores WIDTH channels of heads from `column` on; with scales as `quantise_rows` does."""
+    out, scales, out_head, scale_group = target
     d = column + tl.arange(0, WIDTH)
     if scales is not None:
         GROUPS: tl.constexpr = WIDTH // 128
         grouped = tl.reshape(x.to(tl.float32), (x.shape[0], GROUPS, 128))
-        # As integers a NaN is the largest of all.
+        # As an integer, NaN is the largest number.
         bits = tl.max(grouped.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2)
         found = fp8_scales(bits.to(tl.float32, bitcast=True), 1)
         group = column // 128 + tl.arange(0, GROUPS)

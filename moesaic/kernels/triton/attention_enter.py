@@ -1,5 +1,5 @@
-"""How a token enters attention inside the decoding kernel: its queries become a tile of registers,
-its key and value go into the cache. The bits are those of rotary.py's own kernel."""
+"""Norms and rotates a new token inside the decoding kernel: its queries stay in registers, its key
+and value go to the cache. The bits are those of the kernels in rotary.py."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from moesaic.kernels.triton.rotary import encode, load_halves
 
 
 @triton.jit
-def load_norms(q_norm, k_norm, GROUP: tl.constexpr, TALL: tl.constexpr, D: tl.constexpr):
-    """The two halves of each row's norm weights: GROUP rows of queries, then one of the key."""
+def load_norms(q_norm, k_norm, GROUP: tl.constexpr, ENTRY_ROWS: tl.constexpr, D: tl.constexpr):
+    """Both halves of each row's norm weights: GROUP rows of queries, then the key."""
     if q_norm is None:
         return 1.0, 1.0
     else:
-        member = tl.arange(0, TALL)
+        member = tl.arange(0, ENTRY_ROWS)
         weight = tl.where(member < GROUP, q_norm, k_norm)
-        start = tl.zeros((TALL,), tl.int64)
-        return load_halves(weight[:, None], start, member <= GROUP, D, D, False)
+        start = tl.zeros((ENTRY_ROWS,), tl.int64)
+        return load_halves(weight[:, None], start, member <= GROUP, D, False)
 
 
 @triton.jit
 def enter_row(
     qkv,
-    keys,
-    values,
+    target,
     cos,
     sin,
     norms,
@@ -33,27 +32,24 @@ def enter_row(
     kv_head,
     kv_heads,
     stored,
-    k_factor,
-    v_factor,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
-    TALL: tl.constexpr,
+    ENTRY_ROWS: tl.constexpr,
     D: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Halves [ROWS, D / 2] of the queries of one key/value head, from a row of query, key and value
-    heads, normed where there are norms, and rotated. If `stored`, the new key and value go to
-    `keys` and `values`. The key is a row of the queries' tile, behind them, so that it takes no
-    time of its own: the tile is TALL enough to hold GROUP rows and one."""
-    FP8: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8
-    member = tl.arange(0, TALL)
+    """Normed and rotated halves [ROWS, D / 2] of the queries of one key/value head. If `stored`,
+    writes the new key and value. The key is a row of the queries' tile, behind them, and so costs
+    no extra time: a tile of ENTRY_ROWS rows holds GROUP queries and one key."""
+    keys, values, k_factor, v_factor = target
+    member = tl.arange(0, ENTRY_ROWS)
     h, d = tl.arange(0, D // 2), tl.arange(0, D)
     key = GROUP * kv_heads + kv_head
     is_k = (member == GROUP) & stored
     there = (member < GROUP) | is_k
     at = tl.where(member < GROUP, kv_head * GROUP + member, key) * D
-    a, b = load_halves(qkv, at, there, D, D, False)
-    same = tl.zeros((TALL,), tl.int64)
+    a, b = load_halves(qkv, at, there, D, False)
+    same = tl.zeros((ENTRY_ROWS,), tl.int64)
     angle = same[:, None] + h[None, :]
     c = tl.load(cos + angle, mask=there[:, None], other=0.0)
     s = tl.load(sin + angle, mask=there[:, None], other=0.0)
@@ -63,17 +59,17 @@ def enter_row(
         factor = tl.rsqrt(squares / D + eps)[:, None]
         a, b = a * factor * norms[0], b * factor * norms[1]
     x, y = a * c - b * s, b * c + a * s
-    to = keys + angle
-    tl.store(to, encode(x * k_factor, keys, FP8), mask=is_k[:, None])
-    tl.store(to + D // 2, encode(y * k_factor, keys, FP8), mask=is_k[:, None])
-    tl.store(values + d, encode(v * v_factor, values, FP8), mask=stored)
+    at_k = keys + angle
+    tl.store(at_k, encode(x * k_factor, keys), mask=is_k[:, None])
+    tl.store(at_k + D // 2, encode(y * k_factor, keys), mask=is_k[:, None])
+    tl.store(values + d, encode(v * v_factor, values), mask=stored)
     kind: tl.constexpr = qkv.dtype.element_ty
     return first_rows(x.to(kind), ROWS), first_rows(y.to(kind), ROWS)
 
 
 @triton.jit
 def first_rows(x, ROWS: tl.constexpr):
-    """Of as many or twice as many."""
+    """`x` has ROWS or 2 * ROWS rows."""
     if x.shape[0] == ROWS:
         return x
     else:

@@ -1,11 +1,11 @@
-"""Prefill attention on Hopper, by warps that each do one thing.
+"""Prefill attention on Hopper, with specialised warps.
 
-An item is a tile of 128 rows and a key/value head, as in attention_prefill.py; a program takes
-many. Four warps load: queries, then block after block of keys and values, 16 bytes a thread from
-wherever their pages lie. Two groups of four warps attend with 64 rows each. In between a ring of
-stages: `ready` counts what has arrived in one, `empty` who is done with it. The loaders are up to a
-ring ahead, and so fetch the next item while the others end theirs. Each group has the products of
-two blocks under way at once: scores of the next and values of this one, the softmax meanwhile.
+An item is a tile of 128 rows and a key/value head, as in attention_prefill.py; a program handles
+many. Four warps load queries, then blocks of keys and values, 16 bytes a thread. Two groups of four
+warps attend, with 64 rows each. A ring of stages connects them: barriers `ready` count arrivals in
+a stage, barriers `empty` its readers. The loaders run up to a ring ahead, and so fetch the next
+item while the others finish theirs. Each group keeps two products in flight, the scores of the next
+block and the values of this one, and computes the softmax meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from moesaic.kernels.attention import LayerPages, PrefillRows, Queries, Softmax
-from moesaic.kernels.triton.attention_blocks import LOG2_E, LOWEST, channels, strides
+from moesaic.kernels.triton.attention_blocks import (
+    LOG2_E,
+    LOWEST,
+    PACKED,
+    first_fitting,
+    prefill_arguments,
+    strides,
+)
 from moesaic.kernels.triton.attention_loads import (
     count_items,
     first_key,
@@ -37,24 +44,24 @@ from moesaic.kernels.triton.attention_loads import (
 from moesaic.kernels.triton.launch import dependent_launch, is_hopper, num_processors
 
 ROWS = 128
-# Of 12 warps, before they share them out: 65,536 in all.
+# Registers of a thread before the 12 warps redistribute them: 65,536 in all.
 REGISTERS = 168
 ATTENDING, LOADING = gl.constexpr(200), gl.constexpr(104)
 
 
 @dataclass(frozen=True)
 class RingConfig:
-    """`block`: keys met at once; `stages`: blocks of keys, and as many of values, in the ring;
-    `tiles`: of queries in a ring of their own; `turns`: whether the two groups take turns to
-    multiply, each doing its softmax meanwhile."""
-
     block: int
+    """Keys of a block."""
     stages: int
+    """Blocks of keys, and of values, in the ring."""
     tiles: int = 2
+    """Query tiles in a ring of their own."""
     turns: bool = True
+    """Whether the two groups multiply in turn, each computing its softmax meanwhile."""
 
 
-# By the bytes of a token's keys of one head, the first that holds them.
+# By the most bytes of a token's keys of one head.
 CONFIGS = (
     (128, RingConfig(128, 3)),
     (256, RingConfig(128, 2)),
@@ -63,12 +70,12 @@ CONFIGS = (
 
 
 def choose_config(key_bytes: int) -> RingConfig:
-    return next(config for size, config in CONFIGS if key_bytes <= size)
+    return first_fitting(CONFIGS, key_bytes)
 
 
 @dataclass(frozen=True)
 class AttentionConstants:
-    """All that is known before the kernel is built."""
+    """Compile-time constants `P` of the kernel."""
 
     GROUP: int
     PER_TILE: int
@@ -77,10 +84,7 @@ class AttentionConstants:
     V: int
     PAGE: int
     WINDOW: int
-    BLOCK: int
-    STAGES: int
-    TILES: int
-    TURNS: bool
+    ring: RingConfig
     PDL: bool = True
 
     @property
@@ -92,27 +96,27 @@ class AttentionConstants:
         return -(-self.GROUP // self.PER_TILE)
 
     def first_position(self, which: int) -> int:
-        """Of the rows of a group of warps, counted from the tile's first."""
+        """First position of a group's rows, relative to the tile."""
         return 64 * which // self.PER_TILE
 
     def last_position(self, which: int) -> int:
-        """With turns both groups meet all blocks, so that each has as many turns."""
+        """With turns both groups attend all blocks, so that each has equally many turns."""
         last = self.positions - 1
-        return last if self.TURNS else min((64 * which + 63) // self.PER_TILE, last)
+        return last if self.ring.turns else min((64 * which + 63) // self.PER_TILE, last)
 
 
 @gluon.jit
 def _exp2(x):
-    """Results below the least normal number are zero, which spares three instructions of four."""
+    """Flushes subnormal results to zero, which saves three of four instructions."""
     return gl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
 
 
 @gluon.jit
-def _settle(sums):
-    """The assembler would wait for the products under way before it computes what leads here: it
-    does not move a wait across a branch. Sums of weights are not negative: none is taken."""
+def _order_before_wait(sums):
+    """Keeps the assembler from waiting for the pending products before it computes `sums`: it does
+    not move a wait across a branch. The branch is never taken, as sums are not negative."""
     return gl.inline_asm_elementwise(
         """{
         .reg .f32 least;
@@ -131,12 +135,12 @@ def _settle(sums):
 def _score(place, step, buffers, barriers, P: gl.constexpr, WHICH: gl.constexpr):
     """Starts [64, BLOCK] of queries times keys."""
     q1_bufs, q2_bufs, k1_bufs, k2_bufs, _, _ = buffers
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P.BLOCK, 16])
-    stage = step % P.STAGES
-    mbarrier.wait(barriers[2].index(stage), step // P.STAGES & 1)
-    # What threads wrote, not the copy engine, must be fenced from the matrix units.
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P.ring.block, 16])
+    stage = step % P.ring.stages
+    mbarrier.wait(barriers[2].index(stage), step // P.ring.stages & 1)
+    # Threads, not the copy engine, wrote the block: fence it from the matrix units.
     fence_async_shared()
-    BLOCK: gl.constexpr = P.BLOCK
+    BLOCK: gl.constexpr = P.ring.block
     s = gl.zeros([64, BLOCK], gl.float32, mma)
     k1 = k1_bufs.index(stage).permute((1, 0))
     q1 = q1_bufs.index(place).slice(64 * WHICH, 64)
@@ -151,16 +155,16 @@ def _score(place, step, buffers, barriers, P: gl.constexpr, WHICH: gl.constexpr)
 @gluon.jit
 def _mix(p, acc, step, buffers, barriers, P: gl.constexpr):
     """Starts weights times values."""
-    stage = step % P.STAGES
-    mbarrier.wait(barriers[4].index(stage), step // P.STAGES & 1)
+    stage = step % P.ring.stages
+    mbarrier.wait(barriers[4].index(stage), step // P.ring.stages & 1)
     fence_async_shared()
     return warpgroup_mma(p, buffers[4].index(stage), acc, is_async=True)
 
 
 @gluon.jit
 def _hide(s, start, position, P: gl.constexpr, mma: gl.constexpr):
-    """What a row does not see."""
-    n = start + gl.arange(0, P.BLOCK, layout=gl.SliceLayout(0, mma))
+    """Masks the keys that a row does not see."""
+    n = start + gl.arange(0, P.ring.block, layout=gl.SliceLayout(0, mma))
     seen = n[None, :] <= position[:, None]
     if P.WINDOW > 0:
         seen = seen & (n[None, :] > position[:, None] - P.WINDOW)
@@ -169,7 +173,7 @@ def _hide(s, start, position, P: gl.constexpr, mma: gl.constexpr):
 
 @gluon.jit
 def _softmax(s, total, top, scale):
-    """Weights of a block, and the share that what was summed before keeps."""
+    """Weights of a block, and the factor that rescales the earlier sums."""
     new_top = gl.maximum(top, gl.max(s, 1) * scale)
     p = _exp2(s * scale - new_top[:, None])
     share = _exp2(top - new_top)
@@ -178,46 +182,46 @@ def _softmax(s, total, top, scale):
 
 @gluon.jit
 def _weights(p, out, P: gl.constexpr):
-    """As the left operand of a product, in the registers where they are."""
+    """Converts the weights to the left operand of a product, in place."""
     mixed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P.V, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mixed, 2)
     return gl.convert_layout(p.to(out.dtype.element_ty), left)
 
 
 @gluon.jit
-def _meet(
+def _attend_block(
     state, start, place, step, turn, position, scale, out, buffers, barriers,
     P: gl.constexpr, WHICH: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Scores and softmax of the block of `step` while the values of the one before are summed."""
+    """Computes scores and softmax of block `step` while the previous block's values are summed."""
     acc, p, total, top = state
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P.BLOCK, 16])
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P.ring.block, 16])
     mixed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P.V, 16])
-    if P.TURNS:
+    if P.ring.turns:
         mbarrier.wait(barriers[6].index(WHICH), turn & 1 ^ 1 ^ WHICH)
     s = _score(place, step, buffers, barriers, P, WHICH)
     acc = _mix(p, acc, step - 1, buffers, barriers, P)
-    if P.TURNS:
+    if P.ring.turns:
         mbarrier.arrive(barriers[6].index(1 - WHICH), count=1)
     s = warpgroup_mma_wait(1, deps=(s,))
-    mbarrier.arrive(barriers[3].index(step % P.STAGES), count=1)
+    mbarrier.arrive(barriers[3].index(step % P.ring.stages), count=1)
     if MASKED:
         s = _hide(s, start, position, P, mma)
     new_p, share, total, top = _softmax(s, total, top, scale)
-    total = _settle(total)
+    total = _order_before_wait(total)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-    mbarrier.arrive(barriers[5].index((step - 1) % P.STAGES), count=1)
+    mbarrier.arrive(barriers[5].index((step - 1) % P.ring.stages), count=1)
     acc = acc * gl.convert_layout(share, gl.SliceLayout(1, mixed))[:, None]
     return acc, _weights(new_p, out, P), total, top
 
 
 @gluon.jit
 def _drain(step, count, barriers, P: gl.constexpr):
-    """Blocks that only the other group sees."""
+    """Releases blocks that only the other group sees."""
     _, _, k_ready, k_empty, v_ready, v_empty, _ = barriers
     for _ in range(count):
-        stage = step % P.STAGES
-        phase = step // P.STAGES & 1
+        stage = step % P.ring.stages
+        phase = step // P.ring.stages & 1
         mbarrier.wait(k_ready.index(stage), phase)
         mbarrier.arrive(k_empty.index(stage), count=1)
         mbarrier.wait(v_ready.index(stage), phase)
@@ -227,7 +231,7 @@ def _drain(step, count, barriers, P: gl.constexpr):
 
 @gluon.jit
 def _finish(acc, total, top, sinks, numbers, part, v_scale, P: gl.constexpr):
-    """As in attention_blocks.py."""
+    """Same as in attention_blocks.py."""
     mixed: gl.constexpr = acc.type.layout
     if sinks is not None:
         _, member = row_heads(numbers, part, 0, P)
@@ -243,7 +247,7 @@ def _finish(acc, total, top, sinks, numbers, part, v_scale, P: gl.constexpr):
 
 @gluon.jit
 def _store(acc, staging, ends, offset, start, length, part, P: gl.constexpr, WHICH: gl.constexpr):
-    """By way of shared memory, so that each thread writes 16 bytes."""
+    """Stores through shared memory, so that each thread writes 16 bytes."""
     out, out_row, out_head = ends
     layout: gl.constexpr = row_layout(P.V)
     staging.store(acc.to(out.dtype.element_ty))
@@ -262,14 +266,14 @@ def _attend(
     tables, buffers, barriers, ends, sinks, parts, items, scale, v_scale,
     P: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P.BLOCK, 16])
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P.ring.block, 16])
     mixed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P.V, 16])
     V: gl.constexpr = P.V
     q_ready, q_empty, _k_ready, k_empty, _v_ready, v_empty, _turns = barriers
     out = ends[0]
     numbers = 64 * WHICH + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
     step = 0
-    # Of those before this item, less one: its first block is met without.
+    # Turns before this item, less one: its first block takes none.
     turn = -1
     _seq, offset, start, length, kv_len = look_up(item_of(0, items), parts, tables)
     for number in range(count_items(items)):
@@ -279,18 +283,18 @@ def _attend(
         low = first_key(oldest, P)
         high = gl.minimum(oldest + P.positions, kv_len)
         mine = gl.minimum(oldest + P.last_position(WHICH) + 1, kv_len)
-        count = (high - low + P.BLOCK - 1) // P.BLOCK
-        blocks = (mine - low + P.BLOCK - 1) // P.BLOCK
-        # Blocks that all rows see whole; the first is masked in any case.
-        plain = gl.minimum((oldest + P.first_position(WHICH) + 1) // P.BLOCK, blocks)
+        count = (high - low + P.ring.block - 1) // P.ring.block
+        blocks = (mine - low + P.ring.block - 1) // P.ring.block
+        # Blocks that all rows see entirely; the first one is always masked.
+        plain = gl.minimum((oldest + P.first_position(WHICH) + 1) // P.ring.block, blocks)
         if P.WINDOW > 0:
             plain = 1
         plain = gl.maximum(plain, 1)
-        place = number % P.TILES
-        mbarrier.wait(q_ready.index(place), number // P.TILES & 1)
+        place = number % P.ring.tiles
+        mbarrier.wait(q_ready.index(place), number // P.ring.tiles & 1)
         s = _score(place, step, buffers, barriers, P, WHICH)
         s = warpgroup_mma_wait(0, deps=(s,))
-        mbarrier.arrive(k_empty.index(step % P.STAGES), count=1)
+        mbarrier.arrive(k_empty.index(step % P.ring.stages), count=1)
         s = _hide(s, low, position, P, mma)
         top = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, mma))
         total = gl.zeros([64], gl.float32, gl.SliceLayout(1, mma))
@@ -298,22 +302,22 @@ def _attend(
         p = _weights(p, out, P)
         acc = gl.zeros([64, V], gl.float32, mixed)
         for j in range(1, plain):
-            acc, p, total, top = _meet(
-                (acc, p, total, top), low + j * P.BLOCK, place, step + j, turn + j, position, scale,
-                out, buffers, barriers, P, WHICH, False,
+            acc, p, total, top = _attend_block(
+                (acc, p, total, top), low + j * P.ring.block, place, step + j, turn + j, position,
+                scale, out, buffers, barriers, P, WHICH, False,
             )  # fmt: skip
         for j in range(plain, blocks):
-            acc, p, total, top = _meet(
-                (acc, p, total, top), low + j * P.BLOCK, place, step + j, turn + j, position, scale,
-                out, buffers, barriers, P, WHICH, True,
+            acc, p, total, top = _attend_block(
+                (acc, p, total, top), low + j * P.ring.block, place, step + j, turn + j, position,
+                scale, out, buffers, barriers, P, WHICH, True,
             )  # fmt: skip
         mbarrier.arrive(q_empty.index(place), count=1)
         last = step + blocks - 1
         acc = _mix(p, acc, last, buffers, barriers, P)
-        # Looked up while the last product is under way.
+        # Loaded while the last product is in flight.
         following = look_up(item_of(number + 1, items), parts, tables)
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-        mbarrier.arrive(v_empty.index(last % P.STAGES), count=1)
+        mbarrier.arrive(v_empty.index(last % P.ring.stages), count=1)
         _drain(step + blocks, count - blocks, barriers, P)
         acc = _finish(acc, total, top, sinks, numbers, part, v_scale, P)
         _store(acc, buffers[5].index(WHICH), ends, offset, start, length, part, P, WHICH)
@@ -322,11 +326,7 @@ def _attend(
         _seq, offset, start, length, kv_len = following
 
 
-# Views of one packed tensor: as they happen to lie, they would be as many kernels.
-@gluon.jit(
-    do_not_specialize=["parts", "items"],
-    do_not_specialize_on_alignment=["tiles", "starts", "lengths", "kv_lens", "first_p", "pages_p"],
-)
+@gluon.jit(do_not_specialize=["parts", "items"], do_not_specialize_on_alignment=PACKED)
 def attention_kernel(
     q1,
     q2,
@@ -356,18 +356,18 @@ def attention_kernel(
     v_scale,
     P: gl.constexpr,
 ):
-    STAGES: gl.constexpr = P.STAGES
-    TILES: gl.constexpr = P.TILES
+    STAGES: gl.constexpr = P.ring.stages
+    TILES: gl.constexpr = P.ring.tiles
     kind: gl.constexpr = keys.dtype.element_ty
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q1_bufs = gl.allocate_shared_memory(kind, [TILES, 128, P.D1], wide)
-    k1_bufs = gl.allocate_shared_memory(kind, [STAGES, P.BLOCK, P.D1], wide)
+    k1_bufs = gl.allocate_shared_memory(kind, [STAGES, P.ring.block, P.D1], wide)
     q2_bufs = q1_bufs
     k2_bufs = k1_bufs
     if P.D2 > 0:
         q2_bufs = gl.allocate_shared_memory(kind, [TILES, 128, P.D2], wide)
-        k2_bufs = gl.allocate_shared_memory(kind, [STAGES, P.BLOCK, P.D2], wide)
-    v_bufs = gl.allocate_shared_memory(kind, [STAGES, P.BLOCK, P.V], wide)
+        k2_bufs = gl.allocate_shared_memory(kind, [STAGES, P.ring.block, P.D2], wide)
+    v_bufs = gl.allocate_shared_memory(kind, [STAGES, P.ring.block, P.V], wide)
     staging = gl.allocate_shared_memory(kind, [2, 64, P.V], wide)
     q_ready = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
@@ -376,7 +376,7 @@ def attention_kernel(
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    # Each of 128 loading threads says that its own have arrived.
+    # Each of the 128 loading threads signals its own copies.
     for i in gl.static_range(TILES):
         mbarrier.init(q_ready.index(i), count=128)
         mbarrier.init(q_empty.index(i), count=2)
@@ -408,8 +408,8 @@ def attention_kernel(
 
 
 def can_run(q: Queries, cache: LayerPages, out_TNV: Tensor) -> bool:
-    """On a Hopper GPU, with keys and values of their own in the queries' type of 2 bytes, of 64 or
-    128 channels, keys also of 128 and 64 more; all rows aligned. `q`: in its two parts."""
+    """Requires a Hopper GPU, separate keys and values in the queries' 2-byte type, 64 or 128
+    channels (keys also 128 + 64), and aligned rows. `q` comes from `two_parts`."""
     rest = 0 if q.rest is None else q.rest.shape[-1]
     tensors = [q.values, cache.keys, out_TNV, *(x for x in (q.rest, cache.values) if x is not None)]
     return (
@@ -428,19 +428,15 @@ def plan_of(
     q: Queries, cache: LayerPages, window: int | None, config: RingConfig, pdl: bool
 ) -> AttentionConstants:
     group = q.values.shape[1] // cache.keys.shape[2]
-    sizes = channels(q)
     return AttentionConstants(
         GROUP=group,
         PER_TILE=min(group, ROWS),
-        D1=sizes["D1"],
-        D2=sizes["D2"],
+        D1=q.values.shape[-1],
+        D2=0 if q.rest is None else q.rest.shape[-1],
         V=cache.value_dim,
         PAGE=cache.page_size,
         WINDOW=window or 0,
-        BLOCK=config.block,
-        STAGES=config.stages,
-        TILES=config.tiles,
-        TURNS=config.turns,
+        ring=config,
         PDL=pdl,
     )
 
@@ -455,25 +451,8 @@ def launch(
     tiles_X2 = batch.tiles(plan.positions)
     parts = cache.keys.shape[2] * plan.member_blocks
     items = len(tiles_X2) * parts
-    rest = q.values if q.rest is None else q.rest
     attention_kernel[(min(items, num_processors(out_TNV.device.index)),)](
-        q.values,
-        rest,
-        cache.keys,
-        cache.values,
-        out_TNV,
-        softmax.sinks_N,
-        tiles_X2,
-        batch.starts_B,
-        batch.lengths_B,
-        batch.kv_lens_B,
-        batch.first_B,
-        batch.pages,
-        *strides(q.values),
-        *strides(rest),
-        *strides(cache.keys),
-        *strides(cache.values),
-        *strides(out_TNV),
+        *prefill_arguments(q, cache, batch, softmax, out_TNV, tiles_X2),
         parts,
         items,
         softmax.scale * cache.k_scale * LOG2_E,

@@ -1,6 +1,6 @@
-"""What the loading warps of attention_hopper.py do, and where an item's rows and keys lie.
+"""The loading warps of attention_hopper.py, and the addresses of an item's rows and keys.
 
-`P` is a Plan of attention_hopper.py.
+`P`: AttentionConstants of attention_hopper.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 @gluon.jit
 def count_items(total):
-    """Items come longest first: programs take turns forth and back, so that all have as much."""
+    """Items come longest first; programs take them in alternating order, to balance the work."""
     programs = gl.num_programs(0)
     full = total // programs
     place = gl.program_id(0) + (full & 1) * (programs - 1 - 2 * gl.program_id(0))
@@ -28,7 +28,7 @@ def item_of(number, total):
 
 @gluon.jit
 def look_up(item, parts, tables):
-    """Where an item's rows begin, in its sequence and in the step; the sequence's sizes."""
+    """An item's sequence, offset of its first query, and the sequence's first row and sizes."""
     tiles, starts, lengths, kv_lens, _, _ = tables
     seq = gl.load(tiles + 2 * (item // parts))
     offset = gl.load(tiles + 2 * (item // parts) + 1)
@@ -40,7 +40,7 @@ def first_key(oldest, P: gl.constexpr):
     """The first key of the first block that any row sees."""
     low = 0
     if P.WINDOW > 0:
-        low = gl.maximum(oldest - P.WINDOW + 1, 0) // P.BLOCK * P.BLOCK
+        low = gl.maximum(oldest - P.WINDOW + 1, 0) // P.ring.block * P.ring.block
     return low
 
 
@@ -53,7 +53,7 @@ def row_layout(width):
 
 @gluon.jit
 def row_heads(numbers, part, offset, P: gl.constexpr):
-    """Query, and head within those of the key/value head, of a tile's rows."""
+    """Query of each row of a tile, and its head within those of the key/value head."""
     return offset + numbers // P.PER_TILE, (
         part % P.member_blocks * P.PER_TILE + numbers % P.PER_TILE
     )
@@ -63,7 +63,7 @@ def row_heads(numbers, part, offset, P: gl.constexpr):
 def _load_queries(
     buffer, base, row_stride, head_stride, found, part, P: gl.constexpr, SIZE: gl.constexpr
 ):
-    """Rows of nobody repeat another: what becomes of them is never stored."""
+    """Rows outside the sequence repeat another one; their results are not stored."""
     _, offset, start, length, _ = found
     layout: gl.constexpr = row_layout(SIZE)
     numbers = gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
@@ -77,15 +77,15 @@ def _load_queries(
 
 @gluon.jit
 def _slots(start, kv_len, pages, P: gl.constexpr, SIZE: gl.constexpr):
-    """Of a block's keys; behind the sequence's last its last again, which nobody sees."""
-    n = start + gl.arange(0, P.BLOCK, layout=gl.SliceLayout(1, row_layout(SIZE)))
+    """Slots of a block's keys. Past the end they repeat the last one, which the mask hides."""
+    n = start + gl.arange(0, P.ring.block, layout=gl.SliceLayout(1, row_layout(SIZE)))
     n = gl.minimum(n, kv_len - 1)
     return gl.load(pages + n // P.PAGE) * P.PAGE + n % P.PAGE
 
 
 @gluon.jit
 def _load_block(buffer, base, slots, slot_stride, SIZE: gl.constexpr):
-    """Of keys or values."""
+    """Copies a block of keys or values."""
     layout: gl.constexpr = row_layout(SIZE)
     slots = slots.to(gl.int64)
     d = gl.arange(0, SIZE, layout=gl.SliceLayout(0, layout))
@@ -109,17 +109,19 @@ def load_items(q, cache, tables, buffers, barriers, parts, total, P: gl.constexp
         pages = tables[5] + gl.load(tables[4] + seq)
         head = (part // P.member_blocks).to(gl.int64)
         oldest = kv_len - length + offset
-        place = number % P.TILES
-        mbarrier.wait(q_empty.index(place), number // P.TILES & 1 ^ 1)
+        place = number % P.ring.tiles
+        mbarrier.wait(q_empty.index(place), number // P.ring.tiles & 1 ^ 1)
         _load_queries(q1_bufs.index(place), q1, q1_row, q1_head, found, part, P, P.D1)
         if P.D2 > 0:
             _load_queries(q2_bufs.index(place), q2, q2_row, q2_head, found, part, P, P.D2)
         async_copy.mbarrier_arrive(q_ready.index(place), increment_count=False)
-        for start in range(first_key(oldest, P), gl.minimum(oldest + P.positions, kv_len), P.BLOCK):
-            stage = step % P.STAGES
-            phase = step // P.STAGES & 1 ^ 1
+        for start in range(
+            first_key(oldest, P), gl.minimum(oldest + P.positions, kv_len), P.ring.block
+        ):
+            stage = step % P.ring.stages
+            phase = step // P.ring.stages & 1 ^ 1
             k, v = keys + head * k_head, values + head * v_head
-            # Looked up before the wait, so that no copy waits for them.
+            # Loaded before the wait, so that no copy waits for them.
             slots = _slots(start, kv_len, pages, P, P.D1)
             mbarrier.wait(k_empty.index(stage), phase)
             _load_block(k1_bufs.index(stage), k, slots, k_slot, P.D1)

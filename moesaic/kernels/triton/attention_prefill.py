@@ -1,12 +1,12 @@
-"""Prefill: many queries of each sequence over its cached tokens, its new ones among them.
+"""Prefill: many queries of each sequence over its cached tokens, new ones included.
 
-A program takes one key/value head and a tile of rows: some positions, each with the heads that
+A program handles one key/value head and a tile of rows: some positions, each with the heads that
 share it. Blocks of keys begin at multiples of their size, and a block that a row does not see
-leaves it as it is: so the bits of a row depend on its sequence alone, not on its tile.
+leaves the row unchanged: the bits of a row depend on its sequence alone, not on its tile.
 
-That takes for granted that a block gets the same instructions with a mask and without one, which
-two loops of a kernel need not, and two kernels even less. `invariant_attention` is therefore one
-loop with masks, of one tile, whatever the number of queries; and it takes sequences of no tokens.
+This requires the same instructions for masked and unmasked blocks, which two loops or two kernels
+do not guarantee. `invariant_attention` therefore runs one masked loop over one tile size, whatever
+the number of queries; it also accepts sequences without tokens.
 """
 
 from __future__ import annotations
@@ -20,52 +20,43 @@ from moesaic.kernels.triton import attention_hopper
 from moesaic.kernels.triton.attention_blocks import (
     LOG2_E,
     LOWEST,
+    PACKED,
     AttentionTile,
+    attend_block,
     channels,
     finish,
+    first_fitting,
     load_rows,
-    meet_block,
-    padded,
     pages_at,
+    prefill_arguments,
     slots_at,
     store_rows,
-    strides,
+    tile_width,
     two_parts,
 )
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
 
-# By the bytes of a token's keys of one head, the first that holds them.
+# By the most bytes of a token's keys of one head.
 CONFIGS = (
     (128, AttentionTile(128, 64, 4, 3)),
     (256, AttentionTile(128, 64, 8, 3)),
     (512, AttentionTile(128, 64, 8, 2)),
     (1 << 30, AttentionTile(32, 32, 8, 2)),
 )
-
-
-# With a window of up to so many tokens, small tiles: of large ones most is seen by nobody.
+# Windows of up to this many tokens get small tiles: most of a large one would be masked.
 NARROW = 512
-NARROW_CONFIGS = (
-    (256, AttentionTile(64, 32, 4, 3)),
-    *CONFIGS[2:],
-)
-
-
-# Of deterministic mode. Also a single query takes a whole tile: so these are not large.
-INVARIANT = (
-    (256, AttentionTile(64, 64, 4, 3)),
-    (512, AttentionTile(64, 64, 8, 2)),
-    CONFIGS[-1],
-)
+NARROW_CONFIGS = ((256, AttentionTile(64, 32, 4, 3)), *CONFIGS[2:])
+# For deterministic mode. A single query occupies a whole tile, so that these are small.
+INVARIANT = ((256, AttentionTile(64, 64, 4, 3)), (512, AttentionTile(64, 64, 8, 2)), CONFIGS[-1])
 
 
 def is_narrow(window: int | None) -> bool:
     return window is not None and 0 < window <= NARROW
 
 
-def choose_config(key_bytes: int, window: int | None) -> AttentionTile:
+def choose_config(key_bytes: int, window: int | None, invariant: bool = False) -> AttentionTile:
     table = NARROW_CONFIGS if is_narrow(window) else CONFIGS
-    return next(config for size, config in table if key_bytes <= size)
+    return first_fitting(INVARIANT if invariant else table, key_bytes)
 
 
 def prefill_attention(
@@ -89,10 +80,6 @@ def invariant_attention(
     return out_TNV
 
 
-def invariant_config(key_bytes: int) -> AttentionTile:
-    return next(config for size, config in INVARIANT if key_bytes <= size)
-
-
 def launch(
     q: Queries,
     cache: LayerPages,
@@ -101,36 +88,17 @@ def launch(
     out_TNV: Tensor,
     invariant: bool = False,
 ) -> None:
-    """On any GPU. `q`: in its two parts."""
+    """Runs on any GPU. `q` comes from `two_parts`."""
     kv_heads = cache.keys.shape[2]
     per_kv = q.values.shape[1] // kv_heads
     key_bytes = cache.keys.shape[-1] * q.values.element_size()
-    config = choose_config(key_bytes, softmax.window)
-    config = invariant_config(key_bytes) if invariant else config
+    config = choose_config(key_bytes, softmax.window, invariant)
     per_tile = min(per_kv, config.rows)
     parts = kv_heads * -(-per_kv // per_tile)
     tiles_X2 = batch.tiles(config.rows // per_tile)
-    rest = q.values if q.rest is None else q.rest
-    values = cache.keys if cache.values is None else cache.values
     pdl = dependent_launch(out_TNV)
     prefill_kernel[(len(tiles_X2) * parts,)](
-        q.values,
-        rest,
-        cache.keys,
-        values,
-        out_TNV,
-        softmax.sinks_N,
-        tiles_X2,
-        batch.starts_B,
-        batch.lengths_B,
-        batch.kv_lens_B,
-        batch.first_B,
-        batch.pages,
-        *strides(q.values),
-        *strides(rest),
-        *strides(cache.keys),
-        *strides(values),
-        *strides(out_TNV),
+        *prefill_arguments(q, cache, batch, softmax, out_TNV, tiles_X2),
         parts,
         softmax.scale * cache.k_scale * LOG2_E,
         cache.v_scale if cache.values is not None else cache.k_scale,
@@ -139,11 +107,9 @@ def launch(
         ROWS=config.rows,
         **channels(q),
         V=cache.value_dim,
-        VP=padded(cache.value_dim),
         PAGE=cache.page_size,
         BLOCK_N=config.block,
         SHARED=cache.values is None,
-        SINKS=softmax.sinks_N is not None,
         WINDOW=softmax.window or 0,
         PLAIN=not invariant,
         PDL=pdl.on,
@@ -153,11 +119,7 @@ def launch(
     )
 
 
-# Views of one packed tensor: as they happen to lie, they would be as many kernels.
-@triton.jit(
-    do_not_specialize=["parts"],
-    do_not_specialize_on_alignment=["tiles", "starts", "lengths", "kv_lens", "first_p", "pages_p"],
-)
+@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=PACKED)
 def prefill_kernel(
     q1_p,
     q2_p,
@@ -188,20 +150,16 @@ def prefill_kernel(
     PER_TILE: tl.constexpr,
     ROWS: tl.constexpr,
     D1: tl.constexpr,
-    D1P: tl.constexpr,
     D2: tl.constexpr,
-    D2P: tl.constexpr,
     V: tl.constexpr,
-    VP: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SHARED: tl.constexpr,
-    SINKS: tl.constexpr,
     WINDOW: tl.constexpr,
     PLAIN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`PLAIN`: blocks that all rows see are met without masks."""
+    """`PLAIN`: blocks that all rows see are attended without masks."""
     POSITIONS: tl.constexpr = ROWS // PER_TILE
     BLOCKS: tl.constexpr = (GROUP + PER_TILE - 1) // PER_TILE
     tile = tl.program_id(0) // parts
@@ -217,13 +175,12 @@ def prefill_kernel(
     valid = (tl.arange(0, ROWS) < POSITIONS * PER_TILE) & (query < length) & (member < GROUP)
     row = (tl.load(starts + seq) + query).to(tl.int64)
     heads = kv_head * GROUP + member
-    q1 = load_rows(q1_p, row * q1_row + heads * q1_head, valid, D1, D1P, True)
+    q1 = load_rows(q1_p, row * q1_row + heads * q1_head, valid, D1, True)
     q2 = q1
     if D2 > 0:
-        q2 = load_rows(q2_p, row * q2_row + heads * q2_head, valid, D2, D2P, True)
-    keys += kv_head * k_head
-    values += kv_head * v_head
-    acc = tl.zeros((ROWS, VP), tl.float32)
+        q2 = load_rows(q2_p, row * q2_row + heads * q2_head, valid, D2, True)
+    cache = (keys + kv_head * k_head, values + kv_head * v_head, k_slot, v_slot)
+    acc = tl.zeros((ROWS, tile_width(V)), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     top = tl.full((ROWS,), LOWEST, tl.float32)
     offs_n = tl.arange(0, BLOCK_N)
@@ -240,9 +197,9 @@ def prefill_kernel(
             slots = slots_at(page, start, offs_n, PAGE, BLOCK_N)
             page = pages_at(pages, start + BLOCK_N, offs_n, kv_len, PAGE, BLOCK_N)
             every = offs_n >= 0
-            acc, total, top = meet_block(
-                acc, total, top, q1, q2, keys, values, slots, every, every, scale, k_slot, v_slot,
-                D1, D1P, D2, D2P, V, VP, SHARED, False,
+            acc, total, top = attend_block(
+                (acc, total, top), (q1, q2), cache, slots, every, every, scale,
+                D1, D2, V, SHARED, False,
             )  # fmt: skip
     page = pages_at(pages, low, offs_n, kv_len, PAGE, BLOCK_N)
     for start in range(low, high, BLOCK_N):
@@ -252,9 +209,9 @@ def prefill_kernel(
         seen = n[None, :] <= position[:, None]
         if WINDOW > 0:
             seen &= n[None, :] > position[:, None] - WINDOW
-        acc, total, top = meet_block(
-            acc, total, top, q1, q2, keys, values, slots, n < kv_len, seen, scale, k_slot, v_slot,
-            D1, D1P, D2, D2P, V, VP, SHARED, True,
+        acc, total, top = attend_block(
+            (acc, total, top), (q1, q2), cache, slots, n < kv_len, seen, scale,
+            D1, D2, V, SHARED, True,
         )  # fmt: skip
-    x = finish(acc, total, top, sinks, heads, valid, v_scale, SINKS)
-    store_rows(out, row * out_row + heads * out_head, x.to(out.dtype.element_ty), valid, V, VP)
+    x = finish(acc, total, top, sinks, heads, valid, v_scale)
+    store_rows(out, row * out_row + heads * out_head, x.to(out.dtype.element_ty), valid, V)

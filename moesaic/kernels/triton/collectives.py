@@ -1,22 +1,23 @@
 """Kernels of the collectives in kernels/collectives.py.
 
-P ranks · B elements of a block · N elements of a part · M elements of a result.
+SIZE ranks · B elements of a block · N elements of a part · M elements of a result.
 
 Ranks may share a GPU, so a waiting kernel must leave room for the peers it waits for: few, small
 programs wait. Small parts take one kernel, whose programs write, signal, wait and read; large parts
 take a kernel that writes and signals, a wait of one program, and a kernel that reads.
+
+Kernels pass `source` = (addresses of all regions, of this rank's, offset of the plane, bytes of a
+part with its head, half, lane) and `places` = (the arguments PLACES).
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.a2a import ChannelCall, SignalPlanes
+from moesaic.kernels.a2a import ChannelCall
 from moesaic.kernels.collectives import (
     BLOCK_BYTES,
     HALVES,
@@ -29,6 +30,7 @@ from moesaic.kernels.collectives import (
 )
 from moesaic.kernels.triton.a2a_signals import (
     CHANNELS,
+    active_ranks,
     all_bases,
     await_flags,
     byte_at,
@@ -36,13 +38,13 @@ from moesaic.kernels.triton.a2a_signals import (
     is_last,
     lanes,
     raise_flags,
-    taking_part,
+    signal_arguments,
     times_raised,
+    window_arguments,
 )
 from moesaic.kernels.triton.launch import (
     Relaunch,
     await_inputs,
-    dependent_launch,
     release_next,
 )
 
@@ -73,10 +75,10 @@ def push(
     launch = signals.prepared.get(key)
     if launch is None:
         launch = signals.prepared[key] = Relaunch(
-            _push_kernel, ("x", "out"), ("tag", "count", "begin", "stop", "size", *PLACES),
-            failure=signals.failure, flags=signals.flags, plane=planes.pushed,
+            _push_kernel, ("x", "out"), ("tag", "count", "begin", "stop", "share", *PLACES),
+            failure_ptr=signals.failure, plane=planes.pushed,
             slot=HEAD_BYTES + planes.lane_bytes, PUT=x_N is not None, TAKE=out_M is not None,
-            BLOCK=BLOCK_BYTES // itemsize, SCOPE=signals.scope, **_kinds(kind), **_fixed(signals),
+            BLOCK=BLOCK_BYTES // itemsize, **_kinds(kind), **signal_arguments(signals, WARPS),
         )  # fmt: skip
     count = 0 if x_N is None else min(x_N.numel(), span.stop)
     numbers = (call.tag, count, span.begin, span.stop, size, *_places(target, out_M))
@@ -117,8 +119,8 @@ def _publish(
     if launch is None:
         launch = signals.prepared[key] = Relaunch(
             _publish_kernel, ("x",), ("channel", "tag", "begin", "count", "width"),
-            flags=signals.flags, plane=planes.published, slot=HEAD_BYTES + planes.publish_bytes,
-            SUMS=sums, EVEN=even, BLOCK=block, SCOPE=signals.scope, **_fixed(signals),
+            plane=planes.published, slot=HEAD_BYTES + planes.publish_bytes,
+            SUMS=sums, EVEN=even, BLOCK=block, **signal_arguments(signals, WARPS),
         )  # fmt: skip
     width = 0 if isinstance(target, Sum) or even else target.width
     programs = max(1, min(MOST_PROGRAMS, triton.cdiv(len(span), block)))
@@ -139,7 +141,7 @@ def pull(
         launch = signals.prepared[key] = Relaunch(
             _pull_kernel, ("out",), ("channel", "begin", "stop", *PLACES),
             plane=planes.published, slot=HEAD_BYTES + planes.publish_bytes, BLOCK=block,
-            **_kinds(kind), **_fixed(signals),
+            LANES=lanes(signals.size, WARPS), **_kinds(kind), **window_arguments(signals, WARPS),
         )  # fmt: skip
     numbers = (call.channel, span.begin, span.stop, *_places(target, out_M))
     launch(triton.cdiv(len(span), block), (out_M,), numbers)
@@ -151,24 +153,9 @@ def _wait(call: ChannelCall) -> None:
     if launch is None:
         launch = signals.prepared["wait for published"] = Relaunch(
             _wait_kernel, (), ("channel", "tag"),
-            failure=signals.failure, flags=signals.flags, SCOPE=signals.scope, **_fixed(signals),
+            failure_ptr=signals.failure, **signal_arguments(signals, WARPS),
         )  # fmt: skip
     launch(1, (), (call.channel, call.tag))
-
-
-def _fixed(signals: SignalPlanes) -> dict[str, Any]:
-    """Arguments and launch options that all kernels of a window share."""
-    pdl = dependent_launch(signals.state)
-    return {
-        "bases": signals.bases_P,
-        "state": signals.state,
-        "rank": signals.rank,
-        "P": signals.size,
-        "THREADS": lanes(signals.size, WARPS),
-        "num_warps": WARPS,
-        "PDL": pdl.on,
-        **pdl.options,
-    }
 
 
 def _places(target: Target, out_M: Tensor | None) -> tuple[int, ...]:
@@ -192,7 +179,7 @@ def _kinds(kind: tuple[bool, bool, bool]) -> dict[str, bool]:
 
 
 @triton.jit
-def _turn(state, channel, back: tl.constexpr):
+def _round_channel(state, channel, back: tl.constexpr):
     """(half of the next round (0) or of the last one that this rank gave its part to (1), the count
     of its channel in that round, address of this count)"""
     counts = state + CHANNELS + 2 * channel
@@ -202,14 +189,11 @@ def _turn(state, channel, back: tl.constexpr):
 
 
 @triton.jit
-def _part(
-    regions, own, plane, slot, half, lane, peer: tl.constexpr, P: tl.constexpr,
-    PUSHED: tl.constexpr,
-):  # fmt: skip
-    """Address of the part of `peer`, behind its head: in this rank's region (`own`) if pushed, in
-    the peer's if published."""
+def _part(source, peer: tl.constexpr, SIZE: tl.constexpr, PUSHED: tl.constexpr):
+    """Address behind the head of the part of `peer`: in this region if pushed, else in its own."""
+    regions, own, plane, slot, half, lane = source
     if PUSHED:
-        place = (lane * _HALVES + half) * P + peer
+        place = (lane * _HALVES + half) * SIZE + peer
         return own + plane + place.to(tl.int64) * slot + _HEAD
     else:
         return regions[peer] + plane + half.to(tl.int64) * slot + _HEAD
@@ -217,16 +201,14 @@ def _part(
 
 @triton.jit
 def _sum_parts(
-    regions, own, plane, slot, half, lane, place_B, mask_B,
-    TYPE: tl.constexpr, P: tl.constexpr, PUSHED: tl.constexpr,
-):  # fmt: skip
+    source, place_B, mask_B, TYPE: tl.constexpr, SIZE: tl.constexpr, PUSHED: tl.constexpr
+):
     """Sums in rank order: narrow floats in float32, others in their own type."""
     NARROW: tl.constexpr = TYPE.is_floating() and TYPE.primitive_bitwidth < 32
     WIDE: tl.constexpr = tl.float32 if NARROW else TYPE
     total_B = tl.zeros(place_B.shape, WIDE)
-    for peer in tl.static_range(P):
-        at = _part(regions, own, plane, slot, half, lane, peer, P, PUSHED)
-        part = byte_at(at, 0, TYPE, 16)
+    for peer in tl.static_range(SIZE):
+        part = byte_at(_part(source, peer, SIZE, PUSHED), 0, TYPE, 16)
         found_B = tl.load(part + place_B, mask=mask_B, other=0, cache_modifier=".cg").to(WIDE)
         # The first part is not added to zero: a negative zero stays.
         total_B = found_B if peer == 0 else total_B + found_B
@@ -235,14 +217,14 @@ def _sum_parts(
 
 @triton.jit
 def _lay_out(
-    out, regions, own, plane, slot, half, lane, at_B, place_B, stop, ok,
-    first, limit, rows, width, total, shift,
-    EVEN: tl.constexpr, FLAT: tl.constexpr, P: tl.constexpr, PUSHED: tl.constexpr,
+    out, source, at_B, place_B, stop, ok, places,
+    EVEN: tl.constexpr, FLAT: tl.constexpr, SIZE: tl.constexpr, PUSHED: tl.constexpr,
 ):  # fmt: skip
     """Places elements at_B of all parts side by side."""
+    first, limit, rows, width, total, shift = places
     start = tl.full([], 0, tl.int64) + shift
-    for peer in tl.static_range(P):
-        at = _part(regions, own, plane, slot, half, lane, peer, P, PUSHED)
+    for peer in tl.static_range(SIZE):
+        at = _part(source, peer, SIZE, PUSHED)
         if EVEN:
             columns = width
         else:
@@ -263,103 +245,94 @@ def _lay_out(
 
 
 @triton.jit
-def _take(
-    out, regions, own, plane, slot, half, lane, at_B, place_B, stop, ok,
-    first, limit, rows, width, total, shift,
-    SUM: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr, P: tl.constexpr,
+def _read_parts(
+    out, source, at_B, place_B, stop, ok, places,
+    SUM: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr, SIZE: tl.constexpr,
     PUSHED: tl.constexpr,
 ):  # fmt: skip
     """Writes elements at_B, at place_B of all parts, to the result; zeros if not `ok`."""
     if SUM:
-        to_B = at_B - first
-        mask_B = (at_B < stop) & (to_B >= 0) & (to_B < limit)
-        total_B = _sum_parts(
-            regions, own, plane, slot, half, lane, place_B, mask_B & ok, out.dtype.element_ty, P,
-            PUSHED,
-        )  # fmt: skip
+        to_B = at_B - places[0]
+        mask_B = (at_B < stop) & (to_B >= 0) & (to_B < places[1])
+        total_B = _sum_parts(source, place_B, mask_B & ok, out.dtype.element_ty, SIZE, PUSHED)
         tl.store(out + to_B, total_B, mask=mask_B)
     else:
-        _lay_out(
-            out, regions, own, plane, slot, half, lane, at_B, place_B, stop, ok,
-            first, limit, rows, width, total, shift, EVEN, FLAT, P, PUSHED,
-        )  # fmt: skip
+        _lay_out(out, source, at_B, place_B, stop, ok, places, EVEN, FLAT, SIZE, PUSHED)
 
 
 @triton.jit
-def _give_to_all(
+def _write_to_all(
     x, regions, plane, slot, half, rank, lane, start, length, count, width,
-    EVEN: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
+    EVEN: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes elements of x from `start` on to this rank's part in all regions."""
-    offset = ((lane * _HALVES + half) * P + rank).to(tl.int64) * slot + plane + _HEAD
+    offset = ((lane * _HALVES + half) * SIZE + rank).to(tl.int64) * slot + plane + _HEAD
     for begin in range(0, length, BLOCK):
         place_B = begin + tl.arange(0, BLOCK)
         mask_B = start + place_B < count
         x_B = tl.load(x + start + place_B, mask=mask_B)
-        for peer in tl.static_range(P):
+        for peer in tl.static_range(SIZE):
             part = byte_at(regions[peer], offset, x.dtype.element_ty, 16)
             tl.store(part + place_B, x_B, mask=mask_B)
     if not EVEN:
-        for peer in tl.static_range(P):
+        for peer in tl.static_range(SIZE):
             tl.store(byte_at(regions[peer], offset - _HEAD, tl.int64, 16), width)
 
 
 @triton.jit(do_not_specialize=["tag", "rank"])
 def _push_kernel(
-    x, out, bases, state, failure, flags, plane, slot, tag, rank, count, begin, stop, size,
-    first, limit, rows, width, total, shift,
+    x, out, bases_ptr, state_ptr, failure_ptr, flags, plane, slot, tag, rank,
+    count, begin, stop, share, first, limit, rows, width, total, shift,
     SUM: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr, PUT: tl.constexpr,
-    TAKE: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, THREADS: tl.constexpr,
+    TAKE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
     SCOPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program i handles lane i: `size` elements from begin + i * size on."""
+    """Program i handles lane i: `share` elements from begin + i * share on."""
     await_inputs(PDL)
     lane = tl.program_id(0)
-    half, number, counter = _turn(state, _HALVES * lane, 0 if PUT else 1)
-    channel = _HALVES * lane + half
-    start = begin + lane * size
-    length = tl.minimum(size, stop - start)
-    thread = tl.arange(0, THREADS)
-    active = taking_part(state, thread)
-    regions, own = all_bases(bases, P), tl.load(bases + rank)
-    word = flag_word(state, number, tag)
+    half, number, counter = _round_channel(state_ptr, _HALVES * lane, 0 if PUT else 1)
+    place = (bases_ptr, state_ptr, rank, flags, lane * _HALVES + half)
+    start = begin + lane * share
+    length = tl.minimum(share, stop - start)
+    thread = tl.arange(0, LANES)
+    active = active_ranks(state_ptr, thread)
+    regions, own = all_bases(bases_ptr, SIZE), tl.load(bases_ptr + rank)
+    word = flag_word(state_ptr, number, tag)
     ok = active != 0
     if PUT:  # noqa: SIM102  known when it is compiled, the other is not
         if ok:
-            _give_to_all(
+            _write_to_all(
                 x, regions, plane, slot, half, rank, lane, start, length, count, width,
-                EVEN, P, BLOCK,
+                EVEN, SIZE, BLOCK,
             )  # fmt: skip
-            raise_flags(bases, word, active, thread, rank, flags, channel, P, SCOPE)
+            raise_flags(place, word, active, thread, SIZE, SCOPE)
             tl.store(counter, number)
     if TAKE:
         if ok:
-            ok = await_flags(
-                bases, state, failure, word, active, thread, rank, flags, channel, P, SCOPE
-            )
+            ok = await_flags(place, failure_ptr, word, active, thread, SIZE, SCOPE)
+        source = (regions, own, plane, slot, half, lane)
+        places = (first, limit, rows, width, total, shift)
         for offset in range(0, length, BLOCK):
             place_B = offset + tl.arange(0, BLOCK)
-            _take(
-                out, regions, own, plane, slot, half, lane, start + place_B, place_B, stop, ok,
-                first, limit, rows, width, total, shift, SUM, EVEN, FLAT, P, True,
-            )  # fmt: skip
+            at_B = start + place_B
+            _read_parts(out, source, at_B, place_B, stop, ok, places, SUM, EVEN, FLAT, SIZE, True)
     release_next(PDL)
 
 
 @triton.jit(do_not_specialize=["channel", "tag", "rank"])
 def _publish_kernel(
-    x, bases, state, flags, plane, slot, channel, tag, rank, begin, count, width,
-    SUMS: tl.constexpr, EVEN: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
-    THREADS: tl.constexpr, SCOPE: tl.constexpr, PDL: tl.constexpr,
+    x, bases_ptr, state_ptr, flags, plane, slot, channel, tag, rank, begin, count, width,
+    SUMS: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    LANES: tl.constexpr, SCOPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Publishes `count` elements from `begin` on: of x, or of the sum of the parts published
     before. The last program to end signals."""
     await_inputs(PDL)
     release_next(PDL)
-    half, number, counter = _turn(state, channel, 0)
-    thread = tl.arange(0, THREADS)
-    active = taking_part(state, thread)
-    regions, own = all_bases(bases, P), tl.load(bases + rank)
+    half, number, counter = _round_channel(state_ptr, channel, 0)
+    thread = tl.arange(0, LANES)
+    active = active_ranks(state_ptr, thread)
+    regions, own = all_bases(bases_ptr, SIZE), tl.load(bases_ptr + rank)
     offset = plane + half.to(tl.int64) * slot + _HEAD
     mine = byte_at(own, offset, x.dtype.element_ty, 16)
     if active != 0:
@@ -367,54 +340,53 @@ def _publish_kernel(
             place_B = block * BLOCK + tl.arange(0, BLOCK)
             mask_B = place_B < count
             if SUMS:
-                x_B = _sum_parts(
-                    regions, own, plane, slot, 1 - half, 0, begin + place_B, mask_B,
-                    x.dtype.element_ty, P, False,
-                )  # fmt: skip
+                source = (regions, own, plane, slot, 1 - half, 0)
+                x_B = _sum_parts(source, begin + place_B, mask_B, x.dtype.element_ty, SIZE, False)
             else:
                 x_B = tl.load(x + begin + place_B, mask=mask_B)
             tl.store(mine + place_B, x_B, mask=mask_B)
         if not EVEN:
             tl.store(byte_at(own, offset - _HEAD, tl.int64, 16), width)
-        if is_last(state + CHANNELS + 2 * channel + 1, "gpu"):
-            word = flag_word(state, number, tag)
-            raise_flags(bases, word, active, thread, rank, flags, channel + half, P, SCOPE)
+        if is_last(state_ptr + CHANNELS + 2 * channel + 1, "gpu"):
+            word = flag_word(state_ptr, number, tag)
+            place = (bases_ptr, state_ptr, rank, flags, channel + half)
+            raise_flags(place, word, active, thread, SIZE, SCOPE)
             tl.store(counter, number)
 
 
 @triton.jit(do_not_specialize=["channel", "tag", "rank"])
 def _wait_kernel(
-    bases, state, failure, flags, channel, tag, rank,
-    P: tl.constexpr, THREADS: tl.constexpr, SCOPE: tl.constexpr, PDL: tl.constexpr,
+    bases_ptr, state_ptr, failure_ptr, flags, channel, tag, rank,
+    SIZE: tl.constexpr, LANES: tl.constexpr, SCOPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Waits until all ranks have published as often as this one."""
     await_inputs(PDL)
-    half, number, _ = _turn(state, channel, 1)
-    thread = tl.arange(0, THREADS)
-    active = taking_part(state, thread)
+    half, number, _ = _round_channel(state_ptr, channel, 1)
+    thread = tl.arange(0, LANES)
+    active = active_ranks(state_ptr, thread)
     if active != 0:
-        word = flag_word(state, number, tag)
-        await_flags(
-            bases, state, failure, word, active, thread, rank, flags, channel + half, P, SCOPE
-        )
+        word = flag_word(state_ptr, number, tag)
+        place = (bases_ptr, state_ptr, rank, flags, channel + half)
+        await_flags(place, failure_ptr, word, active, thread, SIZE, SCOPE)
     release_next(PDL)
 
 
 @triton.jit(do_not_specialize=["channel", "rank"])
 def _pull_kernel(
-    out, bases, state, plane, slot, channel, rank, begin, stop,
+    out, bases_ptr, state_ptr, plane, slot, channel, rank, begin, stop,
     first, limit, rows, width, total, shift,
-    SUM: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr, P: tl.constexpr,
-    BLOCK: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+    SUM: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Takes one block of all parts, which have arrived."""
     await_inputs(PDL)
     release_next(PDL)
-    half, _, _ = _turn(state, channel, 1)
-    ok = taking_part(state, tl.arange(0, THREADS)) != 0
-    regions, own = all_bases(bases, P), tl.load(bases + rank)
+    half, _, _ = _round_channel(state_ptr, channel, 1)
+    ok = active_ranks(state_ptr, tl.arange(0, LANES)) != 0
+    regions, own = all_bases(bases_ptr, SIZE), tl.load(bases_ptr + rank)
     place_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    _take(
-        out, regions, own, plane, slot, half, 0, begin + place_B, place_B, stop, ok,
-        first, limit, rows, width, total, shift, SUM, EVEN, FLAT, P, False,
-    )  # fmt: skip
+    source = (regions, own, plane, slot, half, 0)
+    places = (first, limit, rows, width, total, shift)
+    _read_parts(
+        out, source, begin + place_B, place_B, stop, ok, places, SUM, EVEN, FLAT, SIZE, False
+    )

@@ -1,4 +1,4 @@
-"""The experts' two products on a GPU: which kernels compute them, and with what configuration."""
+"""Chooses the kernels and configurations of the experts' two products on a GPU."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ MODULES = {
     "remote": "moesaic.kernels.triton.experts_remote_rows",
 }
 FIXED_EXPERTS = 64
-"""For which fixed plans are made, however many there are."""
+"""Number of experts that fixed plans assume."""
 DEFAULTS = {"large": "large_config"}
-"""Functions that give a configuration for rows, matrices and a block where the plan has none."""
+"""Functions of rows, matrices and block that return a configuration if the plan has none."""
 
 
 def gate_up(x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows) -> Rows:
@@ -75,19 +75,19 @@ def gate_up_down(
 def plan_of(
     matrices: Matrices, groups: Groups, device: torch.device, hidden: int, inner: int
 ) -> ExpertsPlan:
-    """As `block_for` had it; for tiles of another size, and for fixed groups, one that depends on
-    that size alone."""
+    """The plan that `block_for` used. For another block, and for fixed groups, a plan that depends
+    on the block alone."""
     shape = ExpertsShape(matrices.format, matrices.shape[0], hidden, inner)
     if groups.fixed:
         shape = replace(shape, experts=FIXED_EXPERTS)
         return tuning.plan_of_block(device, shape, groups.block)
     plan = tuning.plan_for_block(device, shape, groups.planned_places, groups.block)
-    assert groups.ids_K is None or plan.implementation == "small", "grouped for other experts"
+    assert groups.ids_K is None or plan.implementation == "small", "groups belong to other experts"
     return plan
 
 
 def _config(plan: ExpertsPlan, planned: Any, rows: Rows, matrices: Matrices) -> tuple[Any, ...]:
-    """None for implementations that have no configurations."""
+    """Empty for implementations without configurations."""
     if planned is None and plan.implementation in DEFAULTS:
         planned = _default_of(plan.implementation)(rows, matrices, plan.block)
     return () if planned is None else (planned,)

@@ -2,7 +2,7 @@
 
 P places · K columns of a product · N rows of a matrix · BM places, BN rows and BK columns of a
 tile. Columns that share a byte are not interleaved: even columns of x are multiplied with the low
-halves, odd ones with the high halves, so that nothing moves between threads.
+halves, odd ones with the high halves, so no data moves between threads.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ from moesaic.kernels.triton.nibbles import (
 from moesaic.kernels.tuning import BLOCK_SCALED, FP8_FORMATS, FP8_WEIGHT_ONLY
 
 PACKED = ("int4_w4a16", "mxfp4", "nvfp4")
+GROUPED = (*BLOCK_SCALED, "int4_w4a16", "mxfp4")
+"""Formats without scales of whole rows."""
+FLOATS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +163,9 @@ def _sums(
     if PACKED:
         groups = K // GROUP
         s0, s1 = scales + row0 * groups, scales + row1 * groups
-        z0, z1 = zeros + row0 * groups, zeros + row1 * groups
+        z0, z1 = s0, s1
+        if zeros is not None:
+            z0, z1 = zeros + row0 * groups, zeros + row1 * groups
         for k in tl.range(0, K, BK):
             x0, x1 = _x_pairs(x_rows, rows_ok, k, K, PAIRED, DTYPE, BK, EVEN)
             acc0 = _add_packed(acc0, x0, x1, w0, s0, z0, n_ok, k, K, FORMAT, GROUP, BK, EVEN, ASM)
@@ -185,33 +190,33 @@ def _sums(
 
 
 @triton.jit
-def _finish(acc, row_scale, of_rows, bias, matrix, part, N, PARTS, n, n_ok, ROWS: tl.constexpr,
-            BIAS: tl.constexpr):  # fmt: skip
-    """Applies the scales of whole rows, on either side, and the bias. With ROWS, `of_rows` has a
-    scale for each row of a matrix: those of eight bits, or the global scale of nvfp4."""
+def _finish(acc, row_scale, of_rows, bias, matrix, part, N, PARTS, n, n_ok):
+    """Applies the scales of whole rows, on either side, and the bias. `of_rows`: a scale for each
+    row of a matrix, those of eight bits or the global scale of nvfp4."""
     out = acc.to(tl.float32) * row_scale[:, None]
     row = (matrix * PARTS + part) * N + n
-    if ROWS:
+    if of_rows is not None:
         out *= tl.load(of_rows + row, mask=n_ok, other=0.0)[None, :]
-    if BIAS:
+    if bias is not None:
         out += tl.load(bias + row, mask=n_ok, other=0.0).to(tl.float32)[None, :]
     return out
 
 
 @triton.jit
-def _tile_rows(tile, order, tile_expert, tile_place, first, count, SORTED: tl.constexpr,
-               BM: tl.constexpr):  # fmt: skip
+def _tile_rows(tile, order, first, count, tile_expert, tile_place, BM: tl.constexpr):
     """The expert of a tile, its places, which of them are valid, and their pairs."""
     expert = tl.load(tile_expert + tile)
     place = tl.load(tile_place + tile) + tl.arange(0, BM)
     ok = place < tl.load(first + expert) + tl.load(count + expert)
-    pair = tl.load(order + place, mask=ok, other=0) if SORTED else place
+    pair = place
+    if order is not None:
+        pair = tl.load(order + place, mask=ok, other=0)
     return expert.to(tl.int64), place.to(tl.int64), ok, pair.to(tl.int64)
 
 
 @triton.jit
-def _row_scales(scales, row, ok, scale, QUANTISED: tl.constexpr, BM: tl.constexpr):
-    if QUANTISED:
+def _row_scales(scales, row, ok, scale, BM: tl.constexpr):
+    if scales is not None:
         found = tl.load(scales + row, mask=ok, other=0.0) * scale
     else:
         found = tl.zeros((BM,), tl.float32) + scale
@@ -220,14 +225,12 @@ def _row_scales(scales, row, ok, scale, QUANTISED: tl.constexpr, BM: tl.constexp
 
 @triton.jit
 def gate_up_kernel(
-    x, x_scales, w, w_scales, w_zeros, w_rows, bias, h,
-    order, tile_expert, tile_place, num_tiles, first, count,
-    scale, K, N, width, x_width, alpha, limit,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    TOP_K: tl.constexpr, SORTED: tl.constexpr,
-    PAIRED: tl.constexpr, DTYPE: tl.constexpr, LIMITED: tl.constexpr, BIAS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
+    x, x_scales, w, w_scales, w_zeros, w_rows, bias,
+    order, first, count, tile_expert, tile_place, num_tiles,
+    scale, K, N, width, x_width, h, alpha, limit,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, TOP_K: tl.constexpr, LIMITED: tl.constexpr,
+    PAIRED: tl.constexpr, DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """h[place, n] = activation of x · gate row n and x · up row n, for BM places and BN of N."""
     release_next(PDL)
@@ -235,9 +238,7 @@ def gate_up_kernel(
     tile = tl.program_id(0)
     if tile >= tl.load(num_tiles):
         return
-    matrix, place, ok, pair = _tile_rows(
-        tile, order, tile_expert, tile_place, first, count, SORTED, BM
-    )
+    matrix, place, ok, pair = _tile_rows(tile, order, first, count, tile_expert, tile_place, BM)
     row = pair // TOP_K
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     n_ok = n < N
@@ -245,9 +246,9 @@ def gate_up_kernel(
         x + row * x_width, ok, w, w_scales, w_zeros, matrix, N, n, n_ok, K, width,
         FORMAT, 2, GROUP, PAIRED, DTYPE, BM, BN, BK, EVEN, ASM,
     )  # fmt: skip
-    row_scale = _row_scales(x_scales, row, ok, scale, FORMAT == "int8_w8a8", BM)
-    gate = _finish(gate, row_scale, w_rows, bias, matrix, 0, N, 2, n, n_ok, ROWS, BIAS)
-    up = _finish(up, row_scale, w_rows, bias, matrix, 1, N, 2, n, n_ok, ROWS, BIAS)
+    row_scale = _row_scales(x_scales, row, ok, scale, BM)
+    gate = _finish(gate, row_scale, w_rows, bias, matrix, 0, N, 2, n, n_ok)
+    up = _finish(up, row_scale, w_rows, bias, matrix, 1, N, 2, n, n_ok)
     value = activate(gate, up, alpha, limit, LIMITED)
     out = h + place[:, None] * N + n[None, :]
     tl.store(out, value.to(h.dtype.element_ty), mask=ok[:, None] & n_ok[None, :])
@@ -255,12 +256,10 @@ def gate_up_kernel(
 
 @triton.jit
 def down_kernel(
-    x, x_scales, w, w_scales, w_zeros, w_rows, bias, y, weights,
-    order, tile_expert, tile_place, num_tiles, first, count,
-    scale, K, N, width, x_width,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    SORTED: tl.constexpr, WEIGHTED: tl.constexpr,
-    PAIRED: tl.constexpr, DTYPE: tl.constexpr, BIAS: tl.constexpr,
+    x, x_scales, w, w_scales, w_zeros, w_rows, bias,
+    order, first, count, tile_expert, tile_place, num_tiles,
+    scale, K, N, width, x_width, y, weights,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, PAIRED: tl.constexpr, DTYPE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -270,18 +269,16 @@ def down_kernel(
     tile = tl.program_id(0)
     if tile >= tl.load(num_tiles):
         return
-    matrix, place, ok, pair = _tile_rows(
-        tile, order, tile_expert, tile_place, first, count, SORTED, BM
-    )
+    matrix, place, ok, pair = _tile_rows(tile, order, first, count, tile_expert, tile_place, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     n_ok = n < N
     sums, _ = _sums(
         x + place * x_width, ok, w, w_scales, w_zeros, matrix, N, n, n_ok, K, width,
         FORMAT, 1, GROUP, PAIRED, DTYPE, BM, BN, BK, EVEN, ASM,
     )  # fmt: skip
-    row_scale = _row_scales(x_scales, place, ok, scale, FORMAT == "int8_w8a8", BM)
-    out = _finish(sums, row_scale, w_rows, bias, matrix, 0, N, 1, n, n_ok, ROWS, BIAS)
-    if WEIGHTED:
+    row_scale = _row_scales(x_scales, place, ok, scale, BM)
+    out = _finish(sums, row_scale, w_rows, bias, matrix, 0, N, 1, n, n_ok)
+    if weights is not None:
         out *= tl.load(weights + pair, mask=ok, other=0.0)[:, None]
     at = y + pair[:, None] * N + n[None, :]
     tl.store(at, out.to(y.dtype.element_ty), mask=ok[:, None] & n_ok[None, :])
@@ -290,17 +287,11 @@ def down_kernel(
 def gate_up_formats(
     x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows
 ) -> Rows:
-    """`gate_up` with weights in int8, int4, mxfp4 or nvfp4, or in fp8 with rows as they are."""
+    """`gate_up` with weights in int8, int4, mxfp4 or nvfp4, or in fp8 with unquantised rows."""
     assert h.scales is None, "h is quantised after it is written"
-    limited = activation.limit is not None
-    _launch(
-        gate_up_kernel,
-        x,
-        w13,
-        groups,
-        {"h": h.values, "alpha": activation.alpha, "limit": activation.limit or 0.0},
-        {"LIMITED": limited, "TOP_K": groups.top_k},
-    )
+    others = {"h": h.values, "alpha": activation.alpha, "limit": activation.limit or 0.0}
+    constants = {"LIMITED": activation.limit is not None, "TOP_K": groups.top_k}
+    _launch(gate_up_kernel, x, w13, groups, others | constants)
     return h
 
 
@@ -308,63 +299,45 @@ def down_formats(
     h: Rows, w2: Matrices, groups: Groups, weights_RK: Tensor | None, y: Tensor
 ) -> Tensor:
     """`down` for the same formats."""
-    weighted = weights_RK is not None
-    weights = weights_RK if weighted else h.values
-    _launch(down_kernel, h, w2, groups, {"y": y, "weights": weights}, {"WEIGHTED": weighted})
+    _launch(down_kernel, h, w2, groups, {"y": y, "weights": weights_RK})
     return y
 
 
 def _launch(
-    kernel: Any,
-    x: Rows,
-    matrices: Matrices,
-    groups: Groups,
-    tensors: dict[str, Any],
-    constants: dict[str, Any],
+    kernel: Any, x: Rows, matrices: Matrices, groups: Groups, others: dict[str, Any]
 ) -> None:
-    """Launches either product."""
+    """`others`: arguments of this kernel alone."""
     format, planes, values = matrices.format, matrices.planes, x.values
     rows, columns = matrices.shape[1] // matrices.parts, matrices.shape[2]
-    config = config_for(format, groups.block)
-    packed = format in PACKED
-    paired = packed and values.element_size() == 2
     assert values.is_contiguous() and values.shape[-1] == columns
-    quantised = format == "int8_w8a8"
-    assert quantised == (x.scales is not None), f"{format} weights with {values.dtype} rows"
-    assert format not in FP8_FORMATS, f"{format} rows are quantised by other kernels"
+    quantised = x.scales is not None
+    assert quantised == (format == "int8_w8a8"), f"{format} weights with {values.dtype} rows"
+    assert format not in FP8_FORMATS, f"other kernels quantise {format} rows"
+    config, pdl = config_for(format, groups.block), dependent_launch(values)
+    paired = format in PACKED and values.element_size() == 2
     fp8 = format in FP8_WEIGHT_ONLY.values()
     scales, stored = planes["scales"], planes["values"]
     scales = scales.view(torch.uint8) if format == "nvfp4" else scales
     asm = values.is_cuda and values.dtype == torch.bfloat16
     raised = asm and format in ("mxfp4", "nvfp4")
-    pdl = dependent_launch(values)
-    tiles = groups.tile_expert_X
-    kernel[(len(tiles), triton.cdiv(rows, config.block_n))](
-        x=values.view(torch.int32) if paired else values,
-        x_scales=x.scales if quantised else values,
-        w=stored.view(torch.uint8) if fp8 else stored,
-        w_scales=scales,
-        w_zeros=planes.get("zeros", scales),
-        w_rows=planes.get("global", scales),
-        bias=scales if matrices.bias_EN is None else matrices.bias_EN,
-        order=tiles if groups.order_P is None else groups.order_P,
-        tile_expert=tiles,
-        tile_place=groups.tile_place_X,
-        num_tiles=groups.num_tiles_1,
-        first=groups.first_E,
-        count=groups.count_E,
-        scale=x.scale * RAISED if raised else x.scale,
-        K=columns,
-        N=rows,
-        width=stored.shape[-1],
-        x_width=columns // 2 if paired else columns,
+    kernel[(len(groups.tile_expert_X), triton.cdiv(rows, config.block_n))](
+        values.view(torch.int32) if paired else values,
+        x.scales,
+        stored.view(torch.uint8) if fp8 else stored,
+        scales,
+        planes.get("zeros"),
+        None if format in GROUPED else planes.get("global", scales),
+        matrices.bias_EN,
+        *groups.lists,
+        x.scale * RAISED if raised else x.scale,
+        columns,
+        rows,
+        stored.shape[-1],
+        columns // 2 if paired else columns,
         FORMAT="fp8" if fp8 else format,
         GROUP=FP8_GROUP if format in BLOCK_SCALED else matrices.group,
-        ROWS=format not in (*BLOCK_SCALED, "int4_w4a16", "mxfp4"),
-        SORTED=groups.order_P is not None,
         PAIRED=paired,
         DTYPE=FLOATS.get(values.dtype, tl.int8),
-        BIAS=matrices.bias_EN is not None,
         BM=groups.block,
         BN=config.block_n,
         BK=config.block_k,
@@ -374,9 +347,5 @@ def _launch(
         num_stages=config.num_stages,
         PDL=pdl.on,
         **pdl.options,
-        **tensors,
-        **constants,
+        **others,
     )
-
-
-FLOATS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}

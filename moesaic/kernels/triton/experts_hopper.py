@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +46,14 @@ from moesaic.kernels.triton.experts_epilogue import (
 )
 from moesaic.kernels.triton.experts_items import QUEUE, locate_item, receive_item, send_item
 from moesaic.kernels.triton.experts_loads import load_tall, load_wide
-from moesaic.kernels.triton.experts_product import FP8, LargeConfig, Product, constants
+from moesaic.kernels.triton.experts_product import (
+    FP8,
+    LargeConfig,
+    Product,
+    ProductConstants,
+    ProductOutput,
+    constants,
+)
 from moesaic.kernels.triton.experts_sums import plain_sums, scaled_sums
 from moesaic.kernels.triton.launch import dependent_launch, is_hopper, num_processors
 
@@ -55,32 +61,13 @@ from moesaic.kernels.triton.launch import dependent_launch, is_hopper, num_proce
 REGISTERS = 168
 
 
-@dataclass(frozen=True)
-class ExpertsConstants:
-    """The kernel's constants, as in experts_large.py."""
-
-    K: int
-    N: int
-    PARTS: int
-    TOP_K: int
-    SCALING: int
-    PROMOTE: bool
-    GATHER: bool
-    STRIP: int
-    HALF: int
-    NUM_STRIPS: int
-    BM: int
-    BN: int
-    BK: int
-    GROUP: int
-    SCATTER: bool
-    LIMITED: bool
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConstants(ProductConstants):
     STAGES: int
     SHARES: tuple[int, int]
     """Registers of the second group (the first has as many) and of the loading warps."""
-    SCALED: bool = False
-    PDL: bool = True
-    TALL: bool = False
+    SCALED: bool
+    TALL: bool
     """Whether an expert's last two tiles become tall items if they have 129 to 192 rows."""
 
     @property
@@ -88,23 +75,9 @@ class ExpertsConstants:
         return self.K // self.BK
 
     @property
-    def rows(self) -> int:
-        """Rows of an expert's weights."""
-        return self.PARTS * self.N
-
-    @property
     def halves(self) -> bool:
         """Whether items load 64 rows of each part."""
         return self.TALL and self.PARTS == 2
-
-    @property
-    def inner_blocks(self) -> int:
-        return -(-self.K // 128)
-
-    @property
-    def row_blocks(self) -> int:
-        """Blocks of 128 rows of a part."""
-        return -(-self.N // 128)
 
 
 @gluon.jit
@@ -185,10 +158,9 @@ def _work(step, found, ring, given, P: gl.constexpr, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def _work_tall(
-    step, found, ring, given, P: gl.constexpr, WHICH: gl.constexpr, BLOCKS: gl.constexpr
-):
-    """Computes 64 or 128 places of a tall item: BLOCKS blocks of 128 columns, or of 64 and 64."""
+def _work_tall(step, found, ring, given, P: gl.constexpr, WHICH: gl.constexpr):
+    """Computes 128 or 64 places of a tall item: blocks of 128 columns, or of 64 and 64."""
+    BLOCKS: gl.constexpr = 2 - WHICH
     order, scales, ends, numbers = given
     bias, out, _, weights, staging = ends
     scale, alpha, limit = numbers
@@ -244,22 +216,6 @@ def _skip(step, ring, P: gl.constexpr):
 
 
 @gluon.jit
-def _do_wide(step, found, ring, given, P: gl.constexpr, WHICH: gl.constexpr):
-    _, _, place, end = found
-    if place + 64 * WHICH < end:
-        step = _work(step, found, ring, given, P, WHICH)
-    else:
-        step = _skip(step, ring, P)
-    return step
-
-
-@gluon.jit
-def _do_tall(step, found, ring, given, P: gl.constexpr, WHICH: gl.constexpr):
-    BLOCKS: gl.constexpr = 2 - WHICH
-    return _work_tall(step, found, ring, given, P, WHICH, BLOCKS)
-
-
-@gluon.jit
 def _multiply(tables, ring, queue, scales, ends, numbers, P: gl.constexpr, WHICH: gl.constexpr):
     given = (tables[0], scales, ends, numbers)
     strip, expert, place, end = locate_item(gl.program_id(0), tables, gl.load(tables[5]), P)
@@ -270,9 +226,12 @@ def _multiply(tables, ring, queue, scales, ends, numbers, P: gl.constexpr, WHICH
     while strip >= 0:
         found = (strip, expert, place, end)
         if not P.TALL or strip < P.NUM_STRIPS:
-            step = _do_wide(step, found, ring, given, P, WHICH)
+            if place + 64 * WHICH < end:
+                step = _work(step, found, ring, given, P, WHICH)
+            else:
+                step = _skip(step, ring, P)
         else:
-            step = _do_tall(step, found, ring, given, P, WHICH)
+            step = _work_tall(step, found, ring, given, P, WHICH)
         strip, expert, place, end = receive_item(queue, number)
         number += 1
 
@@ -349,56 +308,41 @@ def can_run(x: Rows, w: Matrices, out: Tensor, product: Product, config: LargeCo
         and config.ring >= 2
         and config.block_k * x.values.element_size() == 128
         and values.dtype == x.values.dtype
-        and product.promote == (values.dtype == FP8)
+        and (values.dtype == FP8) == product.PROMOTE
         and out.element_size() <= 2
-        and product.inner % config.block_k == 0
-        and product.inner // config.block_k >= config.ring
+        and product.K % config.block_k == 0
+        and product.K // config.block_k >= config.ring
         and all(t.data_ptr() % 16 == 0 and t.is_contiguous() for t in (x.values, values, out))
     )
 
 
 @cache
 def plan_of(
-    product: Product,
-    top_k: int,
-    scatter: bool,
-    limited: bool,
-    config: LargeConfig,
-    pdl: bool = True,
-    scaled: bool = False,
+    product: Product, top_k: int, config: LargeConfig, pdl: bool = True, scaled: bool = False
 ) -> ExpertsConstants:
     return ExpertsConstants(
-        **constants(product, top_k, config),
-        SCATTER=scatter,
-        LIMITED=limited,
+        **constants(product, top_k, config, pdl),
         STAGES=config.ring,
         SHARES=_shares(product),
         SCALED=scaled,
-        PDL=pdl,
-        TALL=config.tall and not product.promote,
+        TALL=config.tall and not product.PROMOTE,
     )
 
 
 def _shares(product: Product) -> tuple[int, int]:
-    if not product.gather:
+    if not product.GATHER:
         return 232, 40
-    return (224, 56) if product.promote else (208, 88)
+    return (224, 56) if product.PROMOTE else (208, 88)
 
 
 def launch(
-    x: Rows,
-    w: Matrices,
-    groups: Groups,
-    product: Product,
-    extra: dict[str, Any],
-    config: LargeConfig,
+    x: Rows, w: Matrices, groups: Groups, product: Product, out: ProductOutput, config: LargeConfig
 ) -> None:
     pdl = dependent_launch(x.values)
-    how = (extra["SCATTER"], extra["LIMITED"], config, pdl.on, x.scale != 1.0)
-    plan = plan_of(product, groups.top_k, *how)
-    assert extra["out_scales"] is None or not plan.TALL, "tall items are not quantised"
+    plan = plan_of(product, groups.top_k, config, pdl.on, x.scale != 1.0)
+    assert out.scales is None or not plan.TALL, "tall items are not quantised"
     values = w.planes["values"]
-    rows = None if product.gather else _descriptor(x.values, 64, config)
+    rows = None if product.GATHER else _descriptor(x.values, 64, config)
     halves = _descriptor(values, 64, config) if plan.halves else None
     most = len(groups.tile_expert_X) * plan.NUM_STRIPS
     experts_kernel[(min(most, num_processors(x.values.device.index)),)](
@@ -409,19 +353,13 @@ def launch(
         halves,
         w.planes.get("scales"),
         w.bias_EN,
-        groups.order_P,
-        groups.first_E,
-        groups.count_E,
-        groups.tile_expert_X,
-        groups.tile_place_X,
-        groups.num_tiles_1,
+        *groups.lists,
         _counter(groups),
-        extra["out"],
-        extra["out_scales"],
-        extra["weights"],
+        out.values,
+        out.scales,
+        out.weights,
         x.scale,
-        extra["alpha"],
-        extra["limit"],
+        *out.numbers,
         plan,
         num_warps=4,
         maxnreg=REGISTERS,

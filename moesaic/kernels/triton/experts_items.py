@@ -1,4 +1,4 @@
-"""Which items the programs of experts_hopper.py take, and how a program's warps share them.
+"""How the programs of experts_hopper.py claim items, and how a program's warps share them.
 
 `P` is an ExpertsConstants; `tables` are the lists of Groups; `queue` has the items that the loading
 warps send to the others, and a barrier for each.

@@ -9,7 +9,6 @@ column blocks, which are gate and up of the same channels, or neighbours in the 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 import triton
@@ -21,7 +20,14 @@ from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.experts import Groups, Matrices, Rows, operand
 from moesaic.kernels.quantise import FP8_GROUP
 from moesaic.kernels.triton import experts_hopper
-from moesaic.kernels.triton.experts_product import LargeConfig, Product, constants, product_of
+from moesaic.kernels.triton.experts_product import (
+    LargeConfig,
+    Product,
+    ProductConstants,
+    ProductOutput,
+    constants,
+    product_of,
+)
 from moesaic.kernels.triton.experts_tiles import activate
 from moesaic.kernels.triton.launch import HOPPER, await_inputs, dependent_launch, num_processors
 from moesaic.kernels.triton.quantise import as_fp8, fp8_scales
@@ -68,22 +74,14 @@ def gate_up_large(
     """`gate_up` of moesaic.kernels.experts; tiles of `groups` are `config.block_m` places."""
     # Rows are quantised once, not by every tile that reads them.
     x = operand(x, w13)
-    product = product_of(x, w13, groups.order_P is not None)
-    if h.scales is not None and (config.block_n != FP8_GROUP or product.columns % FP8_GROUP):
+    product = product_of(x, w13, groups.order_P is not None, activation.limit is not None)
+    if h.scales is not None and (config.block_n != FP8_GROUP or product.N % FP8_GROUP):
         raise ValueError(
-            f"h is quantised by {FP8_GROUP} channels: blocks of {config.block_n} of "
-            f"{product.columns} must be such groups"
+            f"h is quantised by {FP8_GROUP} channels, but has blocks of {config.block_n} of "
+            f"{product.N}"
         )
-    extra = {
-        "out": h.values,
-        "out_scales": h.scales,
-        "weights": None,
-        "alpha": activation.alpha,
-        "limit": 0.0 if activation.limit is None else activation.limit,
-        "LIMITED": activation.limit is not None,
-        "SCATTER": False,
-    }
-    _launch(x, w13, groups, product, extra, config)
+    out = ProductOutput(h.values, h.scales, activation=activation)
+    _launch(x, w13, groups, product, out, config)
     return h
 
 
@@ -97,35 +95,21 @@ def down_large(
 ) -> Tensor:
     """`down` of moesaic.kernels.experts; tiles of `groups` are `config.block_m` places."""
     h = operand(h, w2)
-    product = product_of(h, w2, False)
-    extra = {
-        "out": y,
-        "out_scales": None,
-        "weights": weights_RK,
-        "alpha": 1.0,
-        "limit": 0.0,
-        "LIMITED": False,
-        "SCATTER": groups.order_P is not None,
-    }
-    _launch(h, w2, groups, product, extra, config)
+    product = product_of(h, w2, groups.order_P is not None)
+    _launch(h, w2, groups, product, ProductOutput(y, weights=weights_RK), config)
     return y
 
 
 def _launch(
-    x: Rows,
-    w: Matrices,
-    groups: Groups,
-    product: Product,
-    extra: dict[str, Any],
-    config: LargeConfig,
+    x: Rows, w: Matrices, groups: Groups, product: Product, out: ProductOutput, config: LargeConfig
 ) -> None:
     if groups.block != config.block_m:
         raise ValueError(f"tiles of {groups.block} places, but the kernel takes {config.block_m}")
     if not groups.num_places or not len(x.values):
         return
     on_gpu = config.specialised and x.values.is_cuda
-    if on_gpu and experts_hopper.can_run(x, w, extra["out"], product, config):
-        experts_hopper.launch(x, w, groups, product, extra, config)
+    if on_gpu and experts_hopper.can_run(x, w, out.values, product, config):
+        experts_hopper.launch(x, w, groups, product, out, config)
         return
     pdl = dependent_launch(x.values)
     values = w.planes["values"]
@@ -137,22 +121,24 @@ def _launch(
         _descriptor(values, block) if copies else values,
         w.planes.get("scales"),
         w.bias_EN,
-        groups.order_P,
-        groups.first_E,
-        groups.count_E,
-        groups.tile_expert_X,
-        groups.tile_place_X,
-        groups.num_tiles_1,
-        scale=x.scale,
-        **extra,
-        **constants(product, groups.top_k, config),
+        *groups.lists,
+        out.values,
+        out.scales,
+        out.weights,
+        x.scale,
+        *out.numbers,
+        P=_constants(product, groups.top_k, config, pdl.on),
         COPIES=copies,
         IEEE=x.values.dtype == torch.float32,
-        PDL=pdl.on,
         num_warps=config.warps,
         num_stages=config.stages,
         **pdl.options,
     )
+
+
+@cache
+def _constants(product: Product, top_k: int, config: LargeConfig, pdl: bool) -> ProductConstants:
+    return ProductConstants(**constants(product, top_k, config, pdl))
 
 
 def _num_programs(x: Tensor, groups: Groups, product: Product, config: LargeConfig) -> int:
@@ -190,76 +176,57 @@ def place_item(item, num_tiles, NUM_STRIPS: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _strip_rows(
-    w, row, k, limit, COPIES: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, K: tl.constexpr
-):
+def _strip_rows(w, row, k, limit, P: tl.constexpr, COPIES: tl.constexpr):
     """Loads [BN, BK] of the weights from `row` on; rows from `limit` on are undefined."""
     if COPIES:
         block = w.load([row, k])
     else:
-        rows = tl.minimum(row + tl.arange(0, BN), limit - 1).to(tl.int64)
-        ks = k + tl.arange(0, BK)
-        inside = ks[None, :] < K if K % BK else None
-        other = 0.0 if K % BK else None
-        block = tl.load(w + rows[:, None] * K + ks[None, :], mask=inside, other=other)
+        rows = tl.minimum(row + tl.arange(0, P.BN), limit - 1).to(tl.int64)
+        ks = k + tl.arange(0, P.BK)
+        inside = ks[None, :] < P.K if P.K % P.BK else None
+        other = 0.0 if P.K % P.BK else None
+        block = tl.load(w + rows[:, None] * P.K + ks[None, :], mask=inside, other=other)
     return block
 
 
 @triton.jit
 def _sums(
-    x,
-    x_scales,
-    w,
-    w_scales,
-    rows,
-    expert,
-    column,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    PARTS: tl.constexpr,
-    SCALING: tl.constexpr,
-    PROMOTE: tl.constexpr,
-    HALF: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    COPIES: tl.constexpr,
-    IEEE: tl.constexpr,
-):
+    x, x_scales, w, w_scales, rows, expert, column,
+    P: tl.constexpr, COPIES: tl.constexpr, IEEE: tl.constexpr,
+):  # fmt: skip
     """The two blocks [BM, BN] of a strip from `column` on, in float32."""
     PRECISION: tl.constexpr = "ieee" if IEEE else "tf32"
-    ROW_BLOCKS: tl.constexpr = (N + 127) // 128
-    INNER_BLOCKS: tl.constexpr = (K + 127) // 128
-    row = expert * (PARTS * N) + column
-    end = (expert + 1) * (PARTS * N)
-    offsets_k = tl.arange(0, BK)
-    x_rows = x + rows[:, None] * K
+    row = expert * P.rows + column
+    end = (expert + 1) * P.rows
+    offsets_k = tl.arange(0, P.BK)
+    x_rows = x + rows[:, None] * P.K
     first_scale = w_scales
     second_scale = w_scales
-    if SCALING == 2:
-        near = expert.to(tl.int64) * (PARTS * ROW_BLOCKS) + column // 128
-        if PARTS == 2:
-            far = near + ROW_BLOCKS
+    if P.SCALING == 2:
+        near = expert.to(tl.int64) * (P.PARTS * P.row_blocks) + column // 128
+        if P.PARTS == 2:
+            far = near + P.row_blocks
         else:
-            far = tl.minimum(near + BN // 128, (expert + 1).to(tl.int64) * ROW_BLOCKS - 1)
-        first_scale += near * INNER_BLOCKS
-        second_scale += far * INNER_BLOCKS
-    first = tl.zeros((BM, BN), dtype=tl.float32)
-    second = tl.zeros((BM, BN), dtype=tl.float32)
-    for k in range(0, K, BK):
-        inside = (k + offsets_k)[None, :] < K if K % BK else None
-        a = tl.load(x_rows + (k + offsets_k)[None, :], mask=inside, other=0.0 if K % BK else None)
-        b = _strip_rows(w, row, k, end, COPIES, BN, BK, K)
-        c = _strip_rows(w, row + HALF, k, end, COPIES, BN, BK, K)
+            far = tl.minimum(near + P.BN // 128, (expert + 1).to(tl.int64) * P.row_blocks - 1)
+        first_scale += near * P.inner_blocks
+        second_scale += far * P.inner_blocks
+    first = tl.full([P.BM, P.BN], 0.0, tl.float32)
+    second = tl.full([P.BM, P.BN], 0.0, tl.float32)
+    for k in range(0, P.K, P.BK):
+        inside = (k + offsets_k)[None, :] < P.K if P.K % P.BK else None
+        other = 0.0 if P.K % P.BK else None
+        a = tl.load(x_rows + (k + offsets_k)[None, :], mask=inside, other=other)
+        b = _strip_rows(w, row, k, end, P, COPIES)
+        c = _strip_rows(w, row + P.HALF, k, end, P, COPIES)
         b = b.to(a.dtype).T
         c = c.to(a.dtype).T
-        if PROMOTE:
-            scale = tl.full((BM,), 1.0, tl.float32)
+        if P.PROMOTE:
+            scale = tl.full([P.BM], 1.0, tl.float32)
             if x_scales is not None:
-                scale = tl.load(x_scales + rows * INNER_BLOCKS + k // 128)
+                scale = tl.load(x_scales + rows * P.inner_blocks + k // 128)
             near_scale = scale
             far_scale = scale
-            if SCALING == 2:
+            if P.SCALING == 2:
                 near_scale = scale * tl.load(first_scale + k // 128)
                 far_scale = scale * tl.load(second_scale + k // 128)
             first += tl.dot(a, b, input_precision=PRECISION) * near_scale[:, None]
@@ -311,69 +278,51 @@ def experts_kernel(
     scale,
     alpha,
     limit,
-    LIMITED: tl.constexpr,
-    SCATTER: tl.constexpr,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    PARTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SCALING: tl.constexpr,
-    PROMOTE: tl.constexpr,
-    GATHER: tl.constexpr,
-    STRIP: tl.constexpr,
-    HALF: tl.constexpr,
-    NUM_STRIPS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP: tl.constexpr,
+    P: tl.constexpr,
     COPIES: tl.constexpr,
     IEEE: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    await_inputs(PDL)
+    await_inputs(P.PDL)
     tiles = tl.load(num_tiles)
     # Not flattened into one loop: resetting the sums inside it would serialise the products.
-    for item in tl.range(tl.program_id(0), tiles * NUM_STRIPS, tl.num_programs(0)):
-        tile, strip = place_item(item, tiles, NUM_STRIPS, GROUP)
+    for item in tl.range(tl.program_id(0), tiles * P.NUM_STRIPS, tl.num_programs(0)):
+        tile, strip = place_item(item, tiles, P.NUM_STRIPS, P.GROUP)
         expert = tl.load(tile_expert + tile)
-        places = tl.load(tile_place + tile) + tl.arange(0, BM)
+        places = tl.load(tile_place + tile) + tl.arange(0, P.BM)
         end = tl.load(first_place + expert) + tl.load(count + expert)
         valid = places < end
         # Places past the end repeat the last one: their sums are never stored.
         places = tl.minimum(places, end - 1).to(tl.int64)
         rows = places
-        if GATHER:
-            rows = (tl.load(order + places) // TOP_K).to(tl.int64)
-        column = strip * STRIP
-        first, second = _sums(
-            x, x_scales, w, w_scales, rows, expert, column, K, N, PARTS, SCALING, PROMOTE, HALF,
-            BM, BN, BK, COPIES, IEEE,
-        )  # fmt: skip
-        columns = column + tl.arange(0, BN)
-        at = expert.to(tl.int64) * (PARTS * N) + columns
-        inside = columns < N
-        if PARTS == 2:
-            gate = _finish(first, w_scales, bias, scale, at, inside, SCALING)
-            up = _finish(second, w_scales, bias, scale, at + N, inside, SCALING)
-            h = activate(gate, up, alpha, limit, LIMITED)
+        if P.GATHER:
+            rows = (tl.load(order + places) // P.TOP_K).to(tl.int64)
+        column = strip * P.STRIP
+        first, second = _sums(x, x_scales, w, w_scales, rows, expert, column, P, COPIES, IEEE)
+        columns = column + tl.arange(0, P.BN)
+        at = expert.to(tl.int64) * (P.PARTS * P.N) + columns
+        inside = columns < P.N
+        if P.PARTS == 2:
+            gate = _finish(first, w_scales, bias, scale, at, inside, P.SCALING)
+            up = _finish(second, w_scales, bias, scale, at + P.N, inside, P.SCALING)
+            h = activate(gate, up, alpha, limit, P.LIMITED)
             if out_scales is not None:
-                _store_quantised(h, out, out_scales, places, column, valid, N, BN)
+                _store_quantised(h, out, out_scales, places, column, valid, P.N, P.BN)
             else:
-                to = out + places[:, None] * N + columns[None, :]
+                to = out + places[:, None] * P.N + columns[None, :]
                 mask = valid[:, None] & inside[None, :]
                 tl.store(to, h.to(out.dtype.element_ty), mask=mask)
         else:
             pairs = places
-            if SCATTER:
+            if P.SCATTER:
                 pairs = tl.load(order + places).to(tl.int64)
-            weight = tl.full((BM,), 1.0, tl.float32)
+            weight = tl.full([P.BM], 1.0, tl.float32)
             if weights is not None:
                 weight = tl.load(weights + pairs)
-            to = out + pairs[:, None] * N + columns[None, :]
+            to = out + pairs[:, None] * P.N + columns[None, :]
             mask = valid[:, None]
-            y = _finish(first, w_scales, bias, scale, at, inside, SCALING) * weight[:, None]
+            y = _finish(first, w_scales, bias, scale, at, inside, P.SCALING) * weight[:, None]
             tl.store(to, y.to(out.dtype.element_ty), mask=mask & inside[None, :])
-            inside = columns + BN < N
-            y = _finish(second, w_scales, bias, scale, at + BN, inside, SCALING) * weight[:, None]
-            tl.store(to + BN, y.to(out.dtype.element_ty), mask=mask & inside[None, :])
+            inside = columns + P.BN < P.N
+            y = _finish(second, w_scales, bias, scale, at + P.BN, inside, P.SCALING)
+            y *= weight[:, None]
+            tl.store(to + P.BN, y.to(out.dtype.element_ty), mask=mask & inside[None, :])

@@ -14,8 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 @gluon.jit
 def _row_pointers(x, order, place, end, P: gl.constexpr, ROWS: gl.constexpr):
-    """Addresses of the first channels of ROWS rows, 16 bytes for each thread, and a validity
-    mask."""
+    """Addresses of the first channels of ROWS rows, 16 bytes for each thread, and a mask."""
     layout: gl.constexpr = gl.BlockedLayout([1, P.BK // 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     places = place + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     rows = gl.load(order + gl.minimum(places, end - 1)) // P.TOP_K

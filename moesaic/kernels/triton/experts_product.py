@@ -5,12 +5,14 @@ K inner size · N columns of one part. Both experts_large.py and experts_hopper.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.experts import Matrices, Rows
 
 FP8 = torch.float8_e4m3fn
@@ -46,52 +48,105 @@ class LargeConfig:
     tall: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Product:
-    """`columns`: of a part. `strip`: columns between strips; `half`: rows of weights between a
-    strip's two blocks. `promote`: sums of 128 channels are scaled separately."""
-
-    inner: int
-    columns: int
-    parts: int
-    scaling: int
-    promote: bool
-    gather: bool
+    K: int
+    N: int
+    PARTS: int
+    SCALING: int
+    PROMOTE: bool
+    """Sums of 128 channels are scaled separately."""
+    GATHER: bool = False
+    """Rows of x are found by pair."""
+    SCATTER: bool = False
+    """Results are stored by pair instead of by place."""
+    LIMITED: bool = False
 
     def strip(self, config: LargeConfig) -> int:
-        return config.block_n * (3 - self.parts)
+        """Columns between strips."""
+        return config.block_n * (3 - self.PARTS)
 
     def half(self, config: LargeConfig) -> int:
-        return self.columns if self.parts == 2 else config.block_n
+        """Rows of weights between a strip's two blocks."""
+        return self.N if self.PARTS == 2 else config.block_n
 
     def num_strips(self, config: LargeConfig) -> int:
-        return -(-self.columns // self.strip(config))
+        return -(-self.N // self.strip(config))
 
 
-def product_of(x: Rows, w: Matrices, gather: bool) -> Product:
+@dataclass(frozen=True, slots=True)
+class ProductOutput:
+    values: Tensor
+    scales: Tensor | None = None
+    weights: Tensor | None = None
+    """Factors of the pairs."""
+    activation: SwigluSpec = field(default_factory=SwigluSpec)
+
+    @property
+    def numbers(self) -> tuple[float, float]:
+        """The kernels' arguments `alpha` and `limit`."""
+        return self.activation.alpha, self.activation.limit or 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductConstants(Product):
+    """Compile-time constants `P` of a kernel."""
+
+    TOP_K: int
+    STRIP: int
+    HALF: int
+    NUM_STRIPS: int
+    BM: int
+    BN: int
+    BK: int
+    GROUP: int
+    PDL: bool
+
+    @property
+    def rows(self) -> int:
+        """Rows of an expert's weights."""
+        return self.PARTS * self.N
+
+    @property
+    def inner_blocks(self) -> int:
+        return -(-self.K // 128)
+
+    @property
+    def row_blocks(self) -> int:
+        """Blocks of 128 rows of a part."""
+        return -(-self.N // 128)
+
+
+def product_of(x: Rows, w: Matrices, sorted_pairs: bool, limited: bool = False) -> Product:
     if w.format not in SCALING:
-        raise ValueError(f"weight format {w.format} has no kernel for many rows; has {[*SCALING]}")
-    return _product(w.shape, w.parts, SCALING[w.format], x.values.dtype, gather)
+        raise ValueError(
+            f"weight format {w.format} has no kernel for many rows: use one of {[*SCALING]}"
+        )
+    return _product(w.shape, w.parts, SCALING[w.format], x.values.dtype, sorted_pairs, limited)
 
 
 @cache
 def _product(
-    shape: tuple[int, int, int], parts: int, scaling: int, dtype: torch.dtype, gather: bool
+    shape: tuple[int, int, int],
+    parts: int,
+    scaling: int,
+    dtype: torch.dtype,
+    sorted_pairs: bool,
+    limited: bool,
 ) -> Product:
     # The matrix units sum fp8 products in fewer bits than float32: at most 128 of them.
     promote = scaling == BLOCK or dtype == FP8
-    return Product(shape[2], shape[1] // parts, parts, scaling, promote, gather)
+    # Gate and up gather their rows, down scatters its results.
+    gather, scatter = sorted_pairs and parts == 2, sorted_pairs and parts == 1
+    sizes = (shape[2], shape[1] // parts, parts)
+    return Product(*sizes, scaling, promote, gather, scatter, limited)
 
 
-def constants(product: Product, top_k: int, config: LargeConfig) -> dict[str, Any]:
+def constants(product: Product, top_k: int, config: LargeConfig, pdl: bool) -> dict[str, Any]:
+    """The fields of ProductConstants."""
     return {
-        "K": product.inner,
-        "N": product.columns,
-        "PARTS": product.parts,
+        **vars(product),
         "TOP_K": top_k,
-        "SCALING": product.scaling,
-        "PROMOTE": product.promote,
-        "GATHER": product.gather,
         "STRIP": product.strip(config),
         "HALF": product.half(config),
         "NUM_STRIPS": product.num_strips(config),
@@ -99,4 +154,5 @@ def constants(product: Product, top_k: int, config: LargeConfig) -> dict[str, An
         "BN": config.block_n,
         "BK": config.block_k,
         "GROUP": config.group,
+        "PDL": pdl,
     }

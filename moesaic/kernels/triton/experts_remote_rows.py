@@ -18,12 +18,12 @@ import triton.language as tl
 
 from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.experts import Groups, Matrices, Rows
-from moesaic.kernels.triton.experts_small import constants_of, fitting, lists_of, planes_of
+from moesaic.kernels.triton.experts_small import constants_of, fitting, planes_of
 from moesaic.kernels.triton.experts_tiles import finish_gate_up, gate_up_lines, product, tile_rows
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
 from moesaic.kernels.tuning import TileConfig
 
-# Rows begin at multiples of this, if their length is one; planes at larger ones.
+# Alignment of rows whose length is a multiple of it; planes have a larger one.
 COPIED = 16
 
 
@@ -33,7 +33,7 @@ def gate_up_remote(
     """Rows have the type of the weights: for fp8 weights their sender has quantised them."""
     remote, config = x.remote, fitting(config, h)
     _, double, hidden = w13.shape
-    assert remote is not None and groups.ids_K is None, "pairs must be sorted for this"
+    assert remote is not None and groups.ids_K is None, "pairs must be sorted"
     assert x.values.dtype == w13.planes["values"].dtype, f"rows of {x.values.dtype}"
     assert (x.scales is None) == ("scales" not in w13.planes)
     inner = double // 2
@@ -41,10 +41,10 @@ def gate_up_remote(
     row_bytes, pdl = hidden * x.values.element_size(), dependent_launch(x.values)
     _gate_up_remote_kernel[(tiles,)](
         x.values, x.scales, remote.signals.bases_P, *planes_of(w13), h.values, h.scales,
-        *lists_of(groups), remote.count, remote.values, remote.scales,
+        *groups.lists, remote.count, remote.values, remote.scales,
         x.scale, activation.alpha, activation.limit or 0.0,
-        HIDDEN=hidden, INNER=inner, TOP_K=groups.top_k, LIMITED=activation.limit is not None,
-        ALIGN=min(COPIED, row_bytes & -row_bytes), **constants_of(config, groups, w13), PDL=pdl.on,
+        P=constants_of(config, groups, w13, activation),
+        ALIGN=min(COPIED, row_bytes & -row_bytes), PDL=pdl.on,
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl.options,
     )  # fmt: skip
     return h
@@ -54,7 +54,8 @@ def gate_up_remote(
 def _remote_rows(bases, row_M, count, offset, WIDTH: tl.constexpr, like, ALIGN: tl.constexpr):
     """Addresses of rows of WIDTH elements of the type that `like` points to.
 
-    Of two ranks with 3 rows each, row 4 is the second one's row 1."""
+    Example: with two ranks of 3 rows each, row 4 is row 1 of the second rank.
+    """
     TYPE: tl.constexpr = like.dtype.element_ty
     ROW_BYTES: tl.constexpr = WIDTH * (TYPE.primitive_bitwidth // 8)
     base_M = tl.load(bases + row_M // count) + offset
@@ -66,14 +67,11 @@ def _remote_rows(bases, row_M, count, offset, WIDTH: tl.constexpr, like, ALIGN: 
 def _gate_up_remote_kernel(
     x, x_scales, bases, w, w_scales, bias, h, h_scales,
     order, first, count, tile_expert, tile_place, num_tiles, rows, values, scales,
-    x_scale, alpha, limit,
-    HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, LIMITED: tl.constexpr,
-    ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_SCALES: tl.constexpr, PDL: tl.constexpr,
+    x_scale, alpha, limit, P: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for each column of a tile. `x`, `x_scales` give types; they are not read."""
-    columns: tl.constexpr = (INNER + BN - 1) // BN
-    groups: tl.constexpr = (HIDDEN + BK - 1) // BK
+    columns: tl.constexpr = (P.INNER + P.BN - 1) // P.BN
+    groups: tl.constexpr = (P.HIDDEN + P.BK - 1) // P.BK
     tile, column = tl.program_id(0) // columns, tl.program_id(0) % columns
     # Waits first: `down` reads the tiles as soon as this kernel releases it.
     await_inputs(PDL)
@@ -81,19 +79,19 @@ def _gate_up_remote_kernel(
     used = tl.load(num_tiles)
     expert, begin = tl.load(tile_expert + tile).to(tl.int64), tl.load(tile_place + tile)
     if tile < used:
-        place_M, pair_M, valid_M = tile_rows(expert, begin, order, first, count, BM)
-        line_L, scale_line_L = gate_up_lines(expert, column, INNER, BN, BLOCK_SCALES)
-        row_M = pair_M // TOP_K
-        x_M = _remote_rows(bases, row_M, rows, values, HIDDEN, x, ALIGN)
+        place_M, pair_M, valid_M = tile_rows(expert, begin, order, first, count, P.BM)
+        line_L, scale_line_L = gate_up_lines(expert, column, P)
+        row_M = pair_M // P.TOP_K
+        x_M = _remote_rows(bases, row_M, rows, values, P.HIDDEN, x, ALIGN)
         if x_scales is None:
             x_scales_M = None
         else:
             x_scales_M = _remote_rows(bases, row_M, rows, scales, groups, x_scales, 4)
         acc_LM = product(
             x_M, x_scales_M, None, valid_M, w, w_scales, line_L, scale_line_L,
-            HIDDEN, 2 * BN, BM, BK, PRECISION, BLOCK_SCALES,
+            P.HIDDEN, 2 * P.BN, P,
         )  # fmt: skip
         finish_gate_up(
             acc_LM, expert, begin, column, line_L, place_M, valid_M, bias, h, h_scales,
-            order, first, count, x_scale, alpha, limit, INNER, LIMITED, BM, BN,
+            order, first, count, x_scale, alpha, limit, P,
         )  # fmt: skip

@@ -1,8 +1,9 @@
-"""The second product of one row's experts, and their sum: only the finished row is written.
+"""The second product of one row's experts and their sum: only the finished row is written.
 
 K chosen experts · O outputs of a program · I channels of a step. A program has few outputs and
 loops over all experts, without tensor cores, which one row cannot use. Each thread has the same
-channels of all its outputs; loads in flight occupy registers."""
+channels of all its outputs; loads in flight occupy registers.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ class RowTile:
     ahead: int
 
 
-# By the bytes of a weight: the first whose steps divide a row, else the last. Steps are unrolled:
-# longer is better. Programs are small: some run beside `gate_up`, and all processors get as many.
+# By the bytes of a weight: the first tile whose steps divide a row, else the last. Steps are
+# unrolled: longer is better. Programs are small: some run beside `gate_up`, and all processors get
+# as many.
 TILES = {
     4: (RowTile(1, 1024, 4, 4), RowTile(1, 256, 1, 4)),
     2: (RowTile(4, 1024, 4, 4), RowTile(4, 512, 2, 5), RowTile(4, 256, 1, 6)),
@@ -40,7 +42,7 @@ def row_tile(inner: int, item: int) -> RowTile:
 
 
 def down_row(h: Rows, w2: Matrices, ids_K: Tensor, weights_RK: Tensor, y_1H: Tensor) -> Tensor:
-    """Follows `gate_up` of the same ids directly, which releases it after these have arrived."""
+    """Runs directly after `gate_up` of the same ids, which releases it after these have arrived."""
     _, hidden, inner = w2.shape
     values = w2.planes["values"]
     assert h.scales is None and h.scale == 1.0 and "scales" not in w2.planes, w2.format
@@ -72,8 +74,9 @@ def _load_w(
     w, first, line_O, chosen, known, STEP: tl.constexpr, HIDDEN: tl.constexpr,
     INNER: tl.constexpr, BI: tl.constexpr,
 ):  # fmt: skip
-    """[O, I] of an expert. For nobody all programs read the same of a known one, which is in the
-    cache: with masks, which are zeros before they are loads, twice the registers were needed."""
+    """Loads [O, I] of an expert. For unassigned pairs all programs read the same lines of a known
+    expert, which are in the cache: masked loads, which first set zeros, needed twice the
+    registers."""
     blocks: tl.constexpr = (INNER + BI - 1) // BI
     i = STEP % blocks * BI + tl.arange(0, BI)
     id = chosen[STEP // blocks]
@@ -91,17 +94,16 @@ def _down_row_kernel(
     HIDDEN: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr,
     BO: tl.constexpr, BI: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """All steps of all experts are one sequence, so that the next expert's weights come while one
-    is multiplied."""
+    """Steps of all experts form one sequence: the next one's weights load during products."""
     blocks: tl.constexpr = (INNER + BI - 1) // BI
     steps: tl.constexpr = K * blocks
     first = tl.program_id(0) * BO
     line_O = tl.arange(0, BO)
     if HIDDEN % BO:
-        # Lines past the end repeat the last one; what comes of them is not stored.
+        # Lines past the end repeat the last one; their sums are not stored.
         line_O = tl.minimum(line_O, HIDDEN - 1 - first)
-    # Before it has waited, and past the first cache, where a layer before may have left the same
-    # places of memory.
+    # Loaded before the wait, and past the L1 cache, where an earlier layer may have left these
+    # addresses.
     chosen, factors = (), ()
     for k in tl.static_range(K):
         chosen = chosen + (tl.load(ids + k, cache_modifier=".cg").to(tl.int32),)

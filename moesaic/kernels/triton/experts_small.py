@@ -1,14 +1,13 @@
-"""Experts with few rows each: the time is that of reading weights, so these kernels only see to it
-that many bytes are always on their way.
+"""Experts with few rows each: reading the weights takes the time, so these kernels keep many bytes
+in flight.
 
-The products of a tile are in experts_tiles.py. Here they are kernels of one product each, whose
-programs are a tile's columns, and a kernel of both, whose programs take columns as they come.
+The products of a tile are in experts_tiles.py. The kernels of one product have a program for each
+column of a tile; in the kernel of both, programs claim columns dynamically.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import triton
@@ -19,6 +18,7 @@ from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.experts import FeedForward, Groups, Matrices, Rows, operand
 from moesaic.kernels.quantise import FP8_GROUP
 from moesaic.kernels.triton.experts_tiles import (
+    TileConstants,
     down_tile,
     gate_up_tile,
     prefetch_down,
@@ -29,24 +29,23 @@ from moesaic.kernels.triton.sort import row_arguments, sort_row
 from moesaic.kernels.tuning import BLOCK_SCALED, ExpertsPlan, TileConfig, device_facts
 
 PROGRAMS = 3
-"""Of each processor, that share all tiles; those that find no room come when others have ended."""
+"""Programs of each processor that share all tiles; those without room start when others end."""
 
 
 def gate_up_small(
     x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows, config: TileConfig
 ) -> Rows:
     config, given, x = fitting(config, h), x, operand(x, w13)
-    # Weights may come early if quantising is between what chose the experts and this kernel.
+    # Weights can be prefetched if quantising runs between the choice of experts and this kernel.
     prefetch = config.prefetch if x is not given and len(x.values) else 0
-    _, double, hidden = w13.shape
-    inner = double // 2
+    inner = w13.shape[1] // 2
     tiles = _slots(groups) * triton.cdiv(inner, config.block_n) + (groups.ids_K is not None)
     pdl = dependent_launch(x.values)
     _gate_up_kernel[(tiles,)](
-        _checked(x), x.scales, *planes_of(w13), h.values, h.scales, *lists_of(groups),
+        _checked(x), x.scales, *planes_of(w13), h.values, h.scales, *groups.lists,
         x.scale, activation.alpha, activation.limit or 0.0,
-        HIDDEN=hidden, INNER=inner, TOP_K=groups.top_k, LIMITED=activation.limit is not None,
-        **constants_of(config, groups, w13), **row_arguments(groups), PREFETCH=prefetch, PDL=pdl.on,
+        P=constants_of(config, groups, w13, activation),
+        **row_arguments(groups), PREFETCH=prefetch, PDL=pdl.on,
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl.options,
     )  # fmt: skip
     return h
@@ -61,12 +60,12 @@ def gate_up_down_small(
     y: Tensor,
     plan: ExpertsPlan,
 ) -> Tensor:
-    """Both products in one launch; every program can do either, so it needs the more of the two."""
+    """Both products in one launch: every program has the resources of the larger one."""
     gate_up, down = fitting(plan.gate_up, h), plan.down
     w13, w2, activation = experts.w13, experts.w2, experts.activation
     _, hidden, inner = w2.shape
-    assert groups.counters is not None and groups.ids_K is None, "pairs must be sorted for this"
-    assert h.scales is not None or "scales" not in w2.planes, "nobody quantises h in between"
+    assert groups.counters is not None and groups.ids_K is None, "pairs must be sorted"
+    assert h.scales is not None or "scales" not in w2.planes, "h must be quantised by gate_up"
     x = operand(x, w13)
     columns = triton.cdiv(inner, gate_up.block_n) + triton.cdiv(hidden, down.block_n)
     slots = groups.tile_expert_X.numel()
@@ -74,11 +73,10 @@ def gate_up_down_small(
     pdl = dependent_launch(y)
     _gate_up_down_kernel[(programs,)](
         _checked(x), x.scales, *planes_of(w13), h.values, h.scales, *planes_of(w2), weights_RK, y,
-        *lists_of(groups), groups.counters, slots, x.scale, h.scale,
+        *groups.lists, groups.counters, slots, x.scale, h.scale,
         activation.alpha, activation.limit or 0.0,
-        HIDDEN=hidden, INNER=inner, TOP_K=groups.top_k, LIMITED=activation.limit is not None,
-        **constants_of(gate_up, groups, w13),
-        DOWN_BN=down.block_n, DOWN_BK=down.block_k, PREFETCH=down.prefetch, PDL=pdl.on,
+        P=constants_of(gate_up, groups, w13, activation), DOWN=constants_of(down, groups, w2),
+        PREFETCH=down.prefetch, PDL=pdl.on,
         num_warps=max(gate_up.num_warps, down.num_warps),
         num_stages=min(gate_up.num_stages, down.num_stages), **pdl.options,
     )  # fmt: skip
@@ -88,31 +86,29 @@ def gate_up_down_small(
 def down_small(
     h: Rows, w2: Matrices, groups: Groups, weights_RK: Tensor | None, y: Tensor, config: TileConfig
 ) -> Tensor:
-    """Behind `gate_up_small` of the same groups, never right behind the sorting: where kernels
-    start early this one reads the tiles before the kernel in front has ended, but not before that
-    one has seen the sorting end."""
-    _, hidden, inner = w2.shape
+    """Runs after `gate_up_small` of the same groups, never directly after the sorting: with
+    dependent launches it reads the tiles before its predecessor ends, but after that one has seen
+    the sorting end."""
     h = operand(h, w2)
     assert y.is_contiguous() and (weights_RK is None or weights_RK.is_contiguous())
-    tiles = _slots(groups) * triton.cdiv(hidden, config.block_n)
+    tiles = _slots(groups) * triton.cdiv(w2.shape[1], config.block_n)
     pdl = dependent_launch(y)
     _down_kernel[(tiles,)](
         _checked(h), h.scales, *planes_of(w2), weights_RK, y,
-        *lists_of(groups, direct=groups.ids_K is not None), groups.ids_K, h.scale,
-        HIDDEN=hidden, INNER=inner,
-        **constants_of(config, groups, w2), PREFETCH=config.prefetch, PDL=pdl.on,
+        *(groups.lists if groups.ids_K is None else (None,) * 6), groups.ids_K, h.scale,
+        P=constants_of(config, groups, w2), PREFETCH=config.prefetch, PDL=pdl.on,
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl.options,
     )  # fmt: skip
     return y
 
 
 def fitting(config: TileConfig, h: Rows) -> TileConfig:
-    """A group of channels that get one scale must be one tile."""
+    """Channels with a common scale must be one tile."""
     inner = h.values.shape[1]
     if h.scales is not None and inner % FP8_GROUP:
         raise ValueError(
-            f"h of {inner} channels cannot be quantised by {FP8_GROUP}: leave out its scales, "
-            "then `down` quantises it"
+            f"h of {inner} channels cannot be quantised by {FP8_GROUP}: pass it without scales, "
+            "and `down` quantises it"
         )
     if h.scales is None or config.block_n == FP8_GROUP:
         return config
@@ -121,7 +117,7 @@ def fitting(config: TileConfig, h: Rows) -> TileConfig:
 
 
 def _slots(groups: Groups) -> int:
-    """Tiles at most; of one row every pair may be one."""
+    """Most tiles; for one row every pair may be one."""
     return groups.tile_expert_X.numel() if groups.ids_K is None else groups.num_places
 
 
@@ -137,30 +133,23 @@ def planes_of(matrices: Matrices) -> tuple[Tensor | None, ...]:
     return planes
 
 
-def lists_of(groups: Groups, direct: bool = False) -> tuple[Tensor | None, ...]:
-    """`direct`: none, for a kernel that only needs a row's ids."""
-    if direct:
-        return (None,) * 6
-    return (
-        groups.order_P,
-        groups.first_E,
-        groups.count_E,
-        groups.tile_expert_X,
-        groups.tile_place_X,
-        groups.num_tiles_1,
-    )
-
-
-def constants_of(config: TileConfig, groups: Groups, matrices: Matrices) -> dict[str, Any]:
-    exact = matrices.planes["values"].dtype == torch.float32
+def constants_of(
+    config: TileConfig, groups: Groups, matrices: Matrices, activation: SwigluSpec | None = None
+) -> TileConstants:
+    _, rows, columns = matrices.shape
+    gates = matrices.parts == 2
     assert "scales" not in matrices.planes or config.block_k == FP8_GROUP, config
-    return {
-        "BM": groups.block,
-        "BN": config.block_n,
-        "BK": config.block_k,
-        "PRECISION": "ieee" if exact else "tf32",
-        "BLOCK_SCALES": matrices.format in BLOCK_SCALED,
-    }
+    return TileConstants(
+        HIDDEN=columns if gates else rows,
+        INNER=rows // 2 if gates else columns,
+        BM=groups.block,
+        BN=config.block_n,
+        BK=config.block_k,
+        PRECISION="ieee" if matrices.planes["values"].dtype == torch.float32 else "tf32",
+        BLOCK_SCALES=matrices.format in BLOCK_SCALED,
+        TOP_K=groups.top_k if gates else 1,
+        LIMITED=activation is not None and activation.limit is not None,
+    )
 
 
 @triton.jit
@@ -168,18 +157,15 @@ def _gate_up_kernel(
     x, x_scales, w, w_scales, bias, h, h_scales,
     order, first, count, tile_expert, tile_place, num_tiles, x_scale, alpha, limit,
     ids, counters, load, num_pairs, num_counters,
-    HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, LIMITED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_SCALES: tl.constexpr,
-    E: tl.constexpr, EP: tl.constexpr, NP: tl.constexpr,
+    P: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, NP: tl.constexpr,
     PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """With `ids` of one row its pairs are the tiles, and one more program writes the lists.
 
-    PREFETCH only behind a kernel that has itself waited before it let this one begin: the lists
-    are there then, and weights come into the cache while it still runs.
+    PREFETCH requires a predecessor that waits before it releases this kernel: then the lists exist,
+    and weights load into the cache while it runs.
     """
-    columns: tl.constexpr = (INNER + BN - 1) // BN
+    columns: tl.constexpr = (P.INNER + P.BN - 1) // P.BN
     tile, column = tl.program_id(0) // columns, tl.program_id(0) % columns
     if PDL and PREFETCH:
         if ids is None:
@@ -190,32 +176,30 @@ def _gate_up_kernel(
             chosen = chosen.to(tl.int64)
             there = chosen >= 0
         if there:
-            prefetch_gate_up(chosen, column, w, HIDDEN, INNER, BN, PREFETCH)
-    # Waiting comes first: `_down_kernel` reads the tiles as soon as this kernel lets it begin.
+            prefetch_gate_up(chosen, column, w, P, PREFETCH)
+    # Waits first: `_down_kernel` reads the tiles as soon as this kernel releases it.
     await_inputs(PDL)
     release_next(PDL)
     if ids is None:
         used = tl.load(num_tiles)
-        # Of a tile that is not used this is garbage; asked for now it comes together with `used`.
+        # Undefined for unused tiles; loaded here, it arrives together with `used`.
         expert, begin = tl.load(tile_expert + tile).to(tl.int64), tl.load(tile_place + tile)
         if tile < used:
             gate_up_tile(
                 expert, begin, column, x, x_scales, w, w_scales, bias, h, h_scales,
-                order, first, count, x_scale, alpha, limit,
-                HIDDEN, INNER, TOP_K, LIMITED, BM, BN, BK, PRECISION, BLOCK_SCALES,
+                order, first, count, x_scale, alpha, limit, P,
             )  # fmt: skip
     elif tile == num_pairs:
         sort_row(
             ids, order, first, count, tile_expert, tile_place, num_tiles, counters, load,
-            num_pairs, num_counters, E, EP, BM, NP,
+            num_pairs, num_counters, E, EP, P.BM, NP,
         )  # fmt: skip
     else:
         expert = tl.load(ids + tile).to(tl.int64)
         if expert >= 0:
             gate_up_tile(
                 expert, tile, column, x, x_scales, w, w_scales, bias, h, h_scales,
-                None, None, None, x_scale, alpha, limit,
-                HIDDEN, INNER, TOP_K, LIMITED, BM, BN, BK, PRECISION, BLOCK_SCALES,
+                None, None, None, x_scale, alpha, limit, P,
             )  # fmt: skip
 
 
@@ -223,15 +207,12 @@ def _gate_up_kernel(
 def _down_kernel(
     h, h_scales, w, w_scales, bias, weights, y,
     order, first, count, tile_expert, tile_place, num_tiles, ids, h_scale,
-    HIDDEN: tl.constexpr, INNER: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_SCALES: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    P: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    columns: tl.constexpr = (HIDDEN + BN - 1) // BN
+    columns: tl.constexpr = (P.HIDDEN + P.BN - 1) // P.BN
     tile, column = tl.program_id(0) // columns, tl.program_id(0) % columns
-    # Before it has waited, and past the first cache, where a layer before may have left the same
-    # places of memory.
+    # Loaded before the wait, and past the L1 cache, where an earlier layer may have left these
+    # addresses.
     if ids is None:
         used = tile < tl.load(num_tiles, cache_modifier=".cg")
         expert = tl.load(tile_expert + tile, cache_modifier=".cg").to(tl.int64)
@@ -240,14 +221,13 @@ def _down_kernel(
         expert, begin = tl.load(ids + tile, cache_modifier=".cg").to(tl.int64), tile
         used = expert >= 0
     if used:
-        # While gate_up still runs, weights can come into the cache.
-        prefetch_down(expert, column, w, HIDDEN, INNER, BN, PREFETCH, PDL)
+        # Loads weights into the cache while gate_up still runs.
+        prefetch_down(expert, column, w, P, PREFETCH, PDL)
         await_inputs(PDL)
         release_next(PDL)
         down_tile(
             expert, begin, column, h, h_scales, w, w_scales, bias, weights, y,
-            order, first, count, h_scale,
-            HIDDEN, INNER, BM, BN, BK, PRECISION, BLOCK_SCALES,
+            order, first, count, h_scale, P,
         )  # fmt: skip
     else:
         await_inputs(PDL)
@@ -258,20 +238,16 @@ def _gate_up_down_kernel(
     x, x_scales, w13, w13_scales, b13, h, h_scales, w2, w2_scales, b2, weights, y,
     order, first, count, tile_expert, tile_place, num_tiles, counters, num_slots,
     x_scale, h_scale, alpha, limit,
-    HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, LIMITED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    DOWN_BN: tl.constexpr, DOWN_BK: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_SCALES: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    P: tl.constexpr, DOWN: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs claim work in order: every column of gate and up of every tile, then of down. A
-    column of down waits until its tile's gate and up are complete. Those are claimed before it, by
-    programs that run and wait for nobody, so no number of programs can block each other.
+    """Programs claim tasks in order: every column of gate and up of every tile, then of down. A
+    column of down waits until its tile's gate and up are complete. Running programs that never wait
+    claimed those before, so no number of programs can deadlock.
 
-    `counters`: finished columns of each tile, claims, programs that have ended.
+    `counters`: finished columns of each tile, claims, finished programs.
     """
-    inner_columns: tl.constexpr = (INNER + BN - 1) // BN
-    outer_columns: tl.constexpr = (HIDDEN + DOWN_BN - 1) // DOWN_BN
+    inner_columns: tl.constexpr = (P.INNER + P.BN - 1) // P.BN
+    outer_columns: tl.constexpr = (P.HIDDEN + DOWN.BN - 1) // DOWN.BN
     claims = counters + num_slots
     await_inputs(PDL)
     release_next(PDL)
@@ -279,31 +255,29 @@ def _gate_up_down_kernel(
     tasks = inner_tasks + tl.load(num_tiles) * outer_columns
     task = tl.atomic_add(claims, 1, sem="relaxed")
     while task < tasks:
-        # Claimed ahead, so that nobody waits for the answer.
+        # Claimed one task ahead, to hide the latency.
         following = tl.atomic_add(claims, 1, sem="relaxed")
         if task < inner_tasks:
             tile, column = task // inner_columns, task % inner_columns
             expert, begin = tl.load(tile_expert + tile).to(tl.int64), tl.load(tile_place + tile)
             gate_up_tile(
                 expert, begin, column, x, x_scales, w13, w13_scales, b13, h, h_scales,
-                order, first, count, x_scale, alpha, limit,
-                HIDDEN, INNER, TOP_K, LIMITED, BM, BN, BK, PRECISION, BLOCK_SCALES,
+                order, first, count, x_scale, alpha, limit, P,
             )  # fmt: skip
-            tl.debug_barrier()  # all threads have stored before one of them says so
+            tl.debug_barrier()  # all threads have stored before one of them counts the column
             tl.atomic_add(counters + tile, 1, sem="release")
         else:
             tile = (task - inner_tasks) // outer_columns
             column = (task - inner_tasks) % outer_columns
             expert, begin = tl.load(tile_expert + tile).to(tl.int64), tl.load(tile_place + tile)
-            prefetch_down(expert, column, w2, HIDDEN, INNER, DOWN_BN, PREFETCH, PDL)
+            prefetch_down(expert, column, w2, DOWN, PREFETCH, PDL)
             finished = tl.atomic_add(counters + tile, 0, sem="acquire")
             while finished < inner_columns:
                 finished = tl.atomic_add(counters + tile, 0, sem="acquire")
             tl.debug_barrier()
             down_tile(
                 expert, begin, column, h, h_scales, w2, w2_scales, b2, weights, y,
-                order, first, count, h_scale,
-                HIDDEN, INNER, BM, DOWN_BN, DOWN_BK, PRECISION, BLOCK_SCALES,
+                order, first, count, h_scale, DOWN,
             )  # fmt: skip
         task = following
     ended = tl.atomic_add(claims + 1, 1, sem="acq_rel")

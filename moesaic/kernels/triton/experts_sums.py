@@ -1,6 +1,6 @@
 """How a group of warps of experts_hopper.py multiplies its 64 places of an item, step by step.
 
-`P` is a Plan of experts_hopper.py; a ring is its buffers and barriers.
+`P` is an ExpertsConstants; a ring is its buffers and barriers.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 @gluon.jit
 def _await(ring, step, P: gl.constexpr):
-    """A step's rows and weights."""
+    """Waits for a step's rows and weights."""
     mbarrier.wait(ring[2].index(step % P.STAGES), step // P.STAGES & 1)
     if P.GATHER:
-        # What threads wrote, not the copy engine, must be fenced from the matrix units.
+        # The matrix units need a fence behind writes by threads instead of the copy engine.
         fence_async_shared()
 
 
@@ -28,7 +28,7 @@ def _await(ring, step, P: gl.constexpr):
 def plain_sums(
     ring, step, P: gl.constexpr, FIRST: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr
 ):
-    """[ROWS, COLUMNS] of an item, from its row FIRST on, the last product still under way."""
+    """Sums [ROWS, COLUMNS] of an item from row FIRST on; the last product is still pending."""
     a_bufs, b_bufs, _, empty = ring
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     sums = gl.zeros([ROWS, COLUMNS], gl.float32, wide)
@@ -46,8 +46,8 @@ def plain_sums(
 
 @gluon.jit
 def _add_scaled(sums, part, scale):
-    """In its place among the products: as an expression the compiler would move it behind the next
-    one, which then needs registers of its own."""
+    """Keeps its position between the products: the compiler would move an expression behind the
+    next product, which would need registers of its own."""
     return gl.inline_asm_elementwise(
         "fma.rn.f32 $0, $1, $2, $3;",
         "=f,f,f,f",
@@ -60,7 +60,7 @@ def _add_scaled(sums, part, scale):
 
 @gluon.jit
 def scaled_sums(ring, step, scales, rows, expert, column, P: gl.constexpr, WHICH: gl.constexpr):
-    """Both blocks [64, 128] of an item; each 128 channels' products are scaled on their own."""
+    """Sums both blocks [64, 128] of an item; each 128 channels' products are scaled separately."""
     a_bufs, b_bufs, _, empty = ring
     x_scales, w_scales = scales
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
@@ -89,14 +89,14 @@ def scaled_sums(ring, step, scales, rows, expert, column, P: gl.constexpr, WHICH
         a = a_bufs.index(stage).slice(64 * WHICH, 64)
         b = b_bufs.index(stage)
         part = warpgroup_mma(a, b.slice(0, 128).permute((1, 0)), part, use_acc=False, is_async=True)
-        # Not before the product was issued: a group's warps meet for this.
+        # After the product is issued: the arrival synchronises the group's warps.
         mbarrier.arrive(empty.index((step + P.STAGES - 1) % P.STAGES), count=1, pred=k > 0)
         near_by = x_scale * near_scale
         far_by = x_scale * far_scale
         following = gl.minimum(k + 1, P.steps - 1)
-        # So that between two products there is nothing but the sums' scaling.
+        # Only the scaling of the sums remains between two products.
         _await(ring, step + following - k, P)
-        # The next step's scales are under way while this step is computed.
+        # Loads the next step's scales during this step.
         if x_scales is not None:
             x_scale = gl.load(x_at + following)
         if P.SCALING == 2:

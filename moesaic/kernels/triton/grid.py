@@ -1,4 +1,4 @@
-"""Activations on the grid of nvfp4."""
+"""Rounds activations to nvfp4."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ BLOCK = 64  # groups of a program
 
 @triton.jit
 def nearest(x):
-    """Whole numbers; of two equally near the even one. For |x| < 2 ** 22."""
+    """Rounds to whole numbers, ties to even, for |x| < 2 ** 22."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def round_e4m3(x):
-    """Of 2 ** -9 .. 448, or NaN: three bits after the leading one, multiples of 2 ** -9 below."""
+    """Rounds 2 ** -9 .. 448 or NaN to three bits after the leading one, or to steps of 2 ** -9."""
     bits = x.to(tl.uint32, bitcast=True)
     bits = bits + 0x7FFFF + ((bits >> 20) & 1)
     normal = (bits & 0xFFF00000).to(tl.float32, bitcast=True)
@@ -41,7 +41,7 @@ def _round_e2m1(x):
 def nvfp4_grid_kernel(
     x, out, groups, scale, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """BLOCK groups of 16."""
+    """Rounds BLOCK groups of 16."""
     release_next(PDL)
     await_inputs(PDL)
     group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -50,7 +50,7 @@ def nvfp4_grid_kernel(
     values = tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
     size = tl.abs(values)
     amax = tl.max(size, 1)
-    # The maximum does not see NaN, and infinity less itself is one.
+    # The maximum ignores NaN; infinity minus itself is NaN.
     spoilt = tl.sum(size - size, 1)
     wanted = tl.minimum(tl.maximum(tl.div_rn(amax, scale * 6.0), 0.001953125), 448.0)
     scales = tl.where(amax == 0.0, 1.0, round_e4m3(wanted))

@@ -1,17 +1,16 @@
-"""Products of few rows with a large matrix: the matrix is read once, as fast as memory gives it.
+"""Products of few rows with a large matrix, which is read once, at the speed of memory.
 
-T rows · I inputs · O outputs. One row is multiplied without tensor cores (`_one_row`): a program
-has few outputs and all inputs, so that nothing is summed across programs. More rows go through
-tensor cores (`_few_rows`; on Hopper some by linear_hopper.py); where the outputs are too few to
-fill the GPU, the inputs are cut into splits, and whoever ends last adds the splits' sums in their
-order: timing does not change a bit.
+T rows · I inputs · O outputs. `_one_row` multiplies one row without tensor cores: a program has few
+outputs and all inputs, and no sum crosses programs. `_few_rows` (on Hopper sometimes
+linear_hopper.py) uses tensor cores; where outputs are too few to fill the GPU, it cuts the inputs
+into splits, and the last program adds their sums in a fixed order, so that timing changes no bit.
 
-Gated matrices hold gate and up behind each other; a tile takes rows of both in turn, so that pairs
-end up in one thread.
+Gated matrices hold gate, then up; a tile interleaves rows of both, so that pairs are in one thread.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -22,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moesaic.kernels.experts import Rows
 from moesaic.kernels.quantise import silu_mul
 from moesaic.kernels.triton import linear_hopper
 from moesaic.kernels.triton.launch import (
@@ -37,10 +37,7 @@ from moesaic.kernels.triton.quantise import silu_times
 
 @dataclass(frozen=True, slots=True)
 class LinearTile:
-    """What one program computes at a time: rows x outputs, by `inputs` at a time. `programs`: for
-    each processor, that splits aim at. `turned`: w xᵀ rather than x wᵀ, which
-    Hopper's matrix units take with as few as 8 rows beside 64 outputs. `registers`: the most that a
-    thread may have, so that more programs fit; norm_linear.py heeds it."""
+    """A program computes rows x outputs, `inputs` at a time."""
 
     rows: int
     outputs: int
@@ -48,8 +45,11 @@ class LinearTile:
     warps: int
     stages: int = 1
     programs: int = 2
+    """Splits aim at this many for each processor."""
     turned: bool = False
+    """Compute w xᵀ, which Hopper's matrix units support for as few as 8 rows with 64 outputs."""
     registers: int | None = None
+    """Limit for a thread, so that more programs fit; only norm_linear.py uses it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,10 @@ class LinearLaunch:
     prefetch: bool
 
 
-# Beyond so many rows cuBLAS is faster.
+# Beyond this many rows cuBLAS is faster.
 FEW_ROWS = 64
-# Rows of a matrix that are loaded at once, before x is there, so that all of a layer's matrix can
-# be on its way: by their padded length, then by the number of outputs.
+# Tiles of whole matrix rows, loaded before x is available, so that all of a layer's matrix can be
+# in flight: by padded length, then by the most outputs.
 WHOLE_ROWS = {
     2048: (
         (1024, LinearTile(1, 2, 2048, 4)),
@@ -72,15 +72,15 @@ WHOLE_ROWS = {
     ),
     4096: ((1024, LinearTile(1, 1, 4096, 4)), (1 << 62, LinearTile(1, 2, 4096, 4))),
 }
-# Shorter and longer rows, by blocks.
+# Shorter and longer rows in blocks, by the most outputs: smaller tiles give every processor work,
+# larger ones read x less often.
 ONE_ROW = (
-    # Up to so many outputs: a smaller tile gives every processor work, a larger one reads x less.
     (1024, LinearTile(1, 2, 1024, 4)),
     (16_384, LinearTile(1, 4, 1024, 4)),
     (1 << 62, LinearTile(1, 8, 1024, 8)),
 )
-# Every program reads all rows, and every split lays down a sum: more rows want wider tiles and
-# fewer splits.
+# Every program reads all rows, and every split stores a sum: more rows need wider tiles and fewer
+# splits.
 TILES = (
     LinearTile(8, 64, 128, 4, 6, programs=1, turned=True),
     LinearTile(16, 64, 128, 4, 5, programs=1, turned=True),
@@ -88,12 +88,12 @@ TILES = (
     LinearTile(64, 64, 64, 4, 6, programs=1, turned=True),
     LinearTile(128, 128, 64, 8, 4, programs=1),
 )
-# Of deterministic mode, by the bytes of a number: float32 has no tensor cores.
+# For deterministic mode, by the bytes of a number: float32 has no tensor cores.
 INVARIANT = {2: LinearTile(64, 64, 64, 4, 4), 4: LinearTile(16, 32, 32, 4, 3)}
 # The fewest blocks of inputs worth a split.
 SPLIT_BLOCKS = 2
 MAX_SPLITS = 16
-# A matrix that the L2 cache can hold beside others is asked for before the rows are there.
+# Matrices that fit the L2 cache beside others are prefetched before the rows are available.
 PREFETCH_BYTES = 32 << 20
 MAX_COUNTERS = 4096
 MAX_STREAMS = 64
@@ -101,8 +101,7 @@ MAX_STREAMS = 64
 
 @triton.jit
 def matrix_rows(first, num_outputs, BLOCK_O: tl.constexpr, GATED: tl.constexpr):
-    """Rows of the matrix in a tile; beyond its end the last one again. Gated: of 6, from 0 on:
-    0 3 1 4 2 5."""
+    """Matrix rows of a tile; past the end the last one repeats. Gated: of 6, 0 3 1 4 2 5."""
     place = first + tl.arange(0, BLOCK_O)
     if GATED:
         inner = num_outputs // 2
@@ -114,7 +113,7 @@ def matrix_rows(first, num_outputs, BLOCK_O: tl.constexpr, GATED: tl.constexpr):
 
 @triton.jit
 def prefetch_matrix(w, row_O, start, stop, num_inputs, LINES: tl.constexpr):
-    """Inputs start .. stop of some rows, by LINES lines of the cache at a time."""
+    """Prefetches inputs start .. stop of some rows, LINES cache lines at a time."""
     LINE: tl.constexpr = 1024 // w.dtype.element_ty.primitive_bitwidth
     for i in range(start, stop, LINES * LINE):
         column = tl.minimum(i + tl.arange(0, LINES) * LINE, stop - 1)
@@ -125,7 +124,7 @@ def prefetch_matrix(w, row_O, start, stop, num_inputs, LINES: tl.constexpr):
 def prefetch_tile(
     w, first, start, stop, num_outputs, num_inputs, BLOCK_O: tl.constexpr, GATED: tl.constexpr
 ):
-    """Inputs start .. stop of a tile's rows, one request a row. A row is a multiple of 16 bytes."""
+    """Prefetches inputs start .. stop of a tile's rows (multiples of 16 bytes), a row at a time."""
     SIZE: tl.constexpr = w.dtype.element_ty.primitive_bitwidth // 8
     if GATED:
         at, rows = first // 2, tl.minimum(BLOCK_O, num_outputs - first) // 2
@@ -139,7 +138,7 @@ def prefetch_tile(
 
 @triton.jit
 def silu_pairs(acc_TO, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr):
-    """Gate and up in turn -> silu(gate) * up."""
+    """Interleaved gate and up -> silu(gate) * up."""
     gate, up = tl.split(tl.reshape(acc_TO, [BLOCK_T, BLOCK_O // 2, 2]))
     return silu_times(gate, up, tl.float32)
 
@@ -162,30 +161,33 @@ def store_tile(
 
 
 @triton.jit
-def add_splits(
-    acc_TO, partial, arrived, tile, split, num_tiles, num_rows,
-    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, SPLITS: tl.constexpr,
+def store_split(
+    y, bias, acc_TO, partial, arrived, tile, split, num_tiles, num_rows, num_outputs,
+    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Lays down a split's sum; whoever is last of a tile gets all of them, added in their order,
-    and sets the counter back. Returns whether this is the last, and the sum."""
-    t = tl.arange(0, BLOCK_T)[:, None]
-    spot = t * BLOCK_O + tl.arange(0, BLOCK_O)[None, :]
-    mine = (tile + split * num_tiles).to(tl.int64) * (BLOCK_T * BLOCK_O)
-    tl.store(partial + mine + spot, acc_TO, mask=t < num_rows)
-    tl.debug_barrier()  # the counter is one thread's business, and it speaks for all of them
-    before = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
-    is_last = before == SPLITS - 1
-    if is_last:
-        acc_TO = tl.zeros([BLOCK_T, BLOCK_O], tl.float32)
-        UNROLL: tl.constexpr = (
-            4 if BLOCK_T * BLOCK_O < 8192 else 1
-        )  # loads of a tile take registers
-        for other in tl.range(SPLITS, loop_unroll_factor=UNROLL):
-            place = partial + (tile + other * num_tiles).to(tl.int64) * (BLOCK_T * BLOCK_O) + spot
-            # Not from the L1 cache, which does not see what other processors write.
-            acc_TO += tl.load(place, mask=t < num_rows, other=0.0, cache_modifier=".cg")
-        tl.store(arrived + tile, 0)
-    return is_last, acc_TO
+    """Stores a split's sum. The last program of a tile adds all of them in order, stores the
+    outputs and resets the counter."""
+    if SPLITS == 1:
+        store_tile(y, bias, acc_TO, tile, num_rows, num_outputs, BLOCK_T, BLOCK_O, GATED)
+    else:
+        t = tl.arange(0, BLOCK_T)[:, None]
+        spot = t * BLOCK_O + tl.arange(0, BLOCK_O)[None, :]
+        mine = (tile + split * num_tiles).to(tl.int64) * (BLOCK_T * BLOCK_O)
+        tl.store(partial + mine + spot, acc_TO, mask=t < num_rows)
+        tl.debug_barrier()  # All threads store before one of them counts.
+        before = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
+        if before == SPLITS - 1:
+            acc_TO = tl.zeros([BLOCK_T, BLOCK_O], tl.float32)
+            # Loads of a large tile take too many registers.
+            UNROLL: tl.constexpr = 4 if BLOCK_T * BLOCK_O < 8192 else 1
+            for other in tl.range(SPLITS, loop_unroll_factor=UNROLL):
+                first = (tile + other * num_tiles).to(tl.int64) * (BLOCK_T * BLOCK_O)
+                # Bypasses the L1 cache, which does not see the writes of other processors.
+                acc_TO += tl.load(
+                    partial + first + spot, mask=t < num_rows, other=0.0, cache_modifier=".cg"
+                )
+            tl.store(arrived + tile, 0)
+            store_tile(y, bias, acc_TO, tile, num_rows, num_outputs, BLOCK_T, BLOCK_O, GATED)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -194,8 +196,8 @@ def _few_rows(
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, SPLITS: tl.constexpr,
     GATED: tl.constexpr, EVEN: tl.constexpr, TURNED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`EVEN`: the inputs are a multiple of BLOCK_I. More rows than a tile has are computed by
-    programs of their own, which only works without splits."""
+    """`EVEN`: the inputs are a multiple of BLOCK_I. More rows than a tile holds go to further
+    programs, which requires SPLITS == 1."""
     tile, split = tl.program_id(0), tl.program_id(1)
     first = tl.program_id(2) * BLOCK_T
     x += first.to(tl.int64) * x_stride
@@ -205,7 +207,7 @@ def _few_rows(
     share = tl.cdiv(tl.cdiv(num_inputs, BLOCK_I), SPLITS) * BLOCK_I
     start = split * share
     stop = tl.minimum(start + share, num_inputs)
-    # Asking for weights before the rows are there was measured, and took longer.
+    # Prefetching weights before the rows are available was measured to be slower.
     release_next(PDL)
     await_inputs(PDL)
     t, i = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_I)
@@ -225,14 +227,10 @@ def _few_rows(
         else:
             acc = tl.dot(x_TI, w_OI.T, acc, input_precision="ieee")
     acc_TO = acc.T if TURNED else acc
-    if SPLITS > 1:
-        is_last, acc_TO = add_splits(
-            acc_TO, partial, arrived, tile, split, num_tiles, num_rows, BLOCK_T, BLOCK_O, SPLITS
-        )
-        if is_last:
-            store_tile(y, bias, acc_TO, tile, num_rows, num_outputs, BLOCK_T, BLOCK_O, GATED)
-    else:
-        store_tile(y, bias, acc_TO, tile, num_rows, num_outputs, BLOCK_T, BLOCK_O, GATED)
+    store_split(
+        y, bias, acc_TO, partial, arrived, tile, split, num_tiles, num_rows, num_outputs,
+        BLOCK_T, BLOCK_O, SPLITS, GATED,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -241,8 +239,7 @@ def _one_row(
     BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, WHOLE: tl.constexpr, GATED: tl.constexpr,
     EVEN: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The first block of weights is under way before x is there; then always one block ahead.
-    `WHOLE`: it is the only one."""
+    """Loads weights one block ahead, the first before x is available. `WHOLE`: the only one."""
     tile = tl.program_id(0)
     row_O = matrix_rows(tile * BLOCK_O, num_outputs, BLOCK_O, GATED)
     i = tl.arange(0, BLOCK_I)
@@ -294,7 +291,7 @@ def gate_up_silu(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) 
 
 
 def _fits(x_TI: Tensor, weight_OI: Tensor) -> bool:
-    """Few rows of a type that tensor cores know."""
+    """Few rows of a type that tensor cores support."""
     few = len(x_TI) <= FEW_ROWS
     return few and x_TI.dtype == weight_OI.dtype and x_TI.element_size() == 2
 
@@ -308,7 +305,7 @@ def logits(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 def linear_invariant(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """One tile and one order of summing for all numbers of rows and outputs."""
+    """Uses one tile and one order of summation for all numbers of rows and outputs."""
     tile = INVARIANT[weight_OI.element_size()]
     plan = LinearLaunch(tile, -(-len(weight_OI) // tile.outputs), 1, prefetch=False)
     y_TO = x_TI.new_empty(len(x_TI), len(weight_OI))
@@ -332,7 +329,7 @@ def multiply(
     gated: bool,
     plan: LinearLaunch | None = None,
 ) -> Tensor:
-    """Into `y_TO`; `plan`: another than the usual one, which has tiles for a few rows."""
+    """Multiplies into `y_TO`. `plan` overrides the default one, whose tiles hold few rows."""
     rows, (outputs, inputs) = len(x_TI), weight_OI.shape
     assert x_TI.shape[1] == inputs and weight_OI.is_contiguous() and y_TO.is_contiguous()
     if rows == 0 or outputs == 0:
@@ -340,7 +337,7 @@ def multiply(
     x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
     chosen = None if plan or gated else linear_hopper.choose(x_TI, weight_OI)
     if chosen:
-        return linear_hopper.multiply(x_TI, None, weight_OI, None, bias_O, y_TO, chosen)
+        return linear_hopper.multiply(Rows(x_TI), weight_OI, None, bias_O, y_TO, chosen)
     size, processors = weight_OI.element_size(), processors_of(x_TI)
     plan = plan or plan_for(rows, outputs, inputs, processors, size)
     tile, pdl = plan.tile, dependent_launch(x_TI)
@@ -375,43 +372,44 @@ def plan_for(
 ) -> LinearLaunch:
     whole = WHOLE_ROWS.get(triton.next_power_of_2(inputs))
     one_row = whole if whole and filled(inputs) else ONE_ROW
-    return plan_with(one_row, TILES, rows, outputs, inputs, element_size, processors)
+    tile = choose_tile(one_row, TILES, rows, outputs)
+    return launch_of(tile, outputs, inputs, element_size, processors)
 
 
 def filled(inputs: int) -> bool:
-    """Whether loading a power of two of them wastes little."""
+    """Whether padding to a power of two wastes little."""
     return 4 * inputs > 3 * triton.next_power_of_2(inputs)
 
 
-def plan_with(
-    one_row: tuple[tuple[int, LinearTile], ...],
-    tiles: tuple[LinearTile, ...],
-    rows: int,
-    outputs: int,
-    inputs: int,
-    element_size: int,
-    processors: int,
+def choose_tile(
+    one_row: Iterable[tuple[int, LinearTile]], tiles: Iterable[LinearTile], rows: int, outputs: int
+) -> LinearTile:
+    if rows == 1:
+        return next(tile for most, tile in one_row if outputs <= most)
+    return next(tile for tile in tiles if rows <= tile.rows)
+
+
+def launch_of(
+    tile: LinearTile, outputs: int, inputs: int, element_size: int, processors: int
 ) -> LinearLaunch:
-    """Which of the tiles, and how many splits of the inputs."""
+    """Chooses the number of splits."""
     prefetch = outputs * inputs * element_size <= PREFETCH_BYTES
     prefetch = prefetch and inputs * element_size % 16 == 0
-    if rows == 1:
-        tile = next(tile for most, tile in one_row if outputs <= most)
-        return LinearLaunch(tile, -(-outputs // tile.outputs), 1, prefetch)
-    tile = next(tile for tile in tiles if rows <= tile.rows)
     across, blocks = -(-outputs // tile.outputs), -(-inputs // tile.inputs)
+    if tile.rows == 1:
+        return LinearLaunch(tile, across, 1, prefetch)
     wanted = min(round(tile.programs * processors / across), blocks // SPLIT_BLOCKS, MAX_SPLITS)
     share = -(-blocks // max(1, wanted))
     return LinearLaunch(tile, across, -(-blocks // share), prefetch)
 
 
 def processors_of(x: Tensor) -> int:
-    """In the interpreter there are as many as it takes to have splits in tests."""
+    """The interpreter pretends to have 4, so that tests cover splits."""
     return num_processors(x.device.index) if x.is_cuda else 4
 
 
 def split_buffers(plan: LinearLaunch, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Room for the splits' sums, and the tiles' counters."""
+    """Buffers for the splits' sums and the tiles' counters."""
     if plan.splits == 1:
         return None, None
     assert plan.tiles <= MAX_COUNTERS, plan
@@ -423,8 +421,8 @@ def split_buffers(plan: LinearLaunch, x: Tensor) -> tuple[Tensor | None, Tensor 
 
 @cache
 def counters(device: torch.device) -> Tensor:
-    """All zero between kernels. Kernels of one stream do not meet in them; each stream has its own.
-    They are made by the first call, which must not be inside a CUDA graph."""
+    """Zeros between kernels, a row for each stream. The first call allocates them and must not be
+    captured in a CUDA graph."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("call the kernel once before it is captured in a CUDA graph")
     return torch.zeros(MAX_STREAMS, MAX_COUNTERS, dtype=torch.int32, device=device)

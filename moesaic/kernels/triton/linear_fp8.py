@@ -1,7 +1,7 @@
-"""Products with matrices of float8 numbers; rows are float8 too, with a scale per 128 channels.
+"""Products of float8 matrices with float8 rows, which have a scale per 128 channels.
 
-T rows · I inputs · O outputs · G groups of 128 inputs. Rows in another type are quantised once,
-before: every program would do it again, and take longer for it than for its weights. Sums are
+T rows · I inputs · O outputs · G groups of 128 inputs. Rows in another type are quantised
+beforehand, as every program repeating it would take longer than loading its weights. Sums are
 float32; every 128 inputs are scaled as they are added.
 """
 
@@ -25,21 +25,22 @@ from moesaic.kernels.triton.launch import await_inputs, dependent_launch, releas
 from moesaic.kernels.triton.linear import (
     LinearLaunch,
     LinearTile,
-    add_splits,
+    choose_tile,
+    launch_of,
     matrix_rows,
-    plan_with,
     prefetch_matrix,
     processors_of,
     split_buffers,
+    store_split,
     store_tile,
 )
 
 logger = logging.getLogger(__name__)
 
 GROUP = tl.constexpr(128)
-# Matrices of up to so many numbers, and the rows beyond which torch's own product is faster.
+# By the most numbers of a matrix: rows beyond which torch's own product is faster.
 FEW_ROWS = ((1 << 23, 128), (1 << 62, 64))
-# By the most inputs, then by the most outputs. Threads times 16 inputs are a tile's: so each has a
+# By the most inputs, then by the most outputs. A tile has 16 inputs for each thread, which so has a
 # piece of all outputs.
 HUGE = 1 << 62
 ONE_ROW = (
@@ -61,7 +62,7 @@ TILES = (
     LinearTile(128, 64, 128, 8, 5, programs=1),
 )
 MANY = LinearTile(128, 128, 128, 8, 4)
-# Row tiles that are computed side by side, so that they find each other's matrix rows in the cache.
+# Row tiles that run concurrently, so that they share matrix rows in the cache.
 BAND = 16
 PROBE_ERROR = 1e-2
 
@@ -71,8 +72,8 @@ def tile_scales(
     scales, tile, group, num_groups, num_outputs,
     BLOCK_O: tl.constexpr, BLOCKED: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile's block, for one group of inputs: tiles are parts of blocks. A gated tile lies in a
-    block of gate and one of up; of others both are the same."""
+    """Scales of gate and up for one group of inputs. A tile is part of one block, a gated tile of
+    one block of gate and one of up; otherwise both scales are the same."""
     if not BLOCKED:
         gate = tl.full((), 1.0, tl.float32)
         up = gate
@@ -88,7 +89,7 @@ def tile_scales(
 
 @triton.jit
 def scaled(product_TO, scale_T, gate, up, BLOCK_O: tl.constexpr, GATED: tl.constexpr):
-    """A product over one group of inputs, by the scales of the rows and of the tile."""
+    """Scales a product over one group of inputs by the scales of the rows and of the tile."""
     if GATED:
         scale_O = tl.where(tl.arange(0, BLOCK_O) % 2 == 0, gate, up)
         product_TO *= scale_T[:, None] * scale_O[None, :]
@@ -104,8 +105,7 @@ def _few_rows(
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, SPLITS: tl.constexpr, BLOCKED: tl.constexpr,
     GATED: tl.constexpr, EVEN: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`EVEN`: inputs are a multiple of 128. Scales are fetched one turn ahead: nothing else hides
-    their latency."""
+    """`EVEN`: inputs are a multiple of 128. Scales are loaded one iteration ahead."""
     tile, split = tl.program_id(0), tl.program_id(1)
     row_O = matrix_rows(tile * BLOCK_O, num_outputs, BLOCK_O, GATED)
     num_groups = tl.cdiv(num_inputs, GROUP)
@@ -143,14 +143,10 @@ def _few_rows(
         scale_T, gate, up = next_T, next_gate, next_up
     if not BLOCKED:
         acc_TO *= tl.load(w_scales + row_O)[None, :]
-    if SPLITS > 1:
-        is_last, acc_TO = add_splits(
-            acc_TO, partial, arrived, tile, split, num_tiles, num_rows, BLOCK_T, BLOCK_O, SPLITS
-        )
-        if is_last:
-            store_tile(y, bias, acc_TO, tile, num_rows, num_outputs, BLOCK_T, BLOCK_O, GATED)
-    else:
-        store_tile(y, bias, acc_TO, tile, num_rows, num_outputs, BLOCK_T, BLOCK_O, GATED)
+    store_split(
+        y, bias, acc_TO, partial, arrived, tile, split, num_tiles, num_rows, num_outputs,
+        BLOCK_T, BLOCK_O, SPLITS, GATED,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -158,8 +154,8 @@ def _piece_sums(
     w_OI, x, x_scales, w_scales, row_O, at, num_inputs, num_groups,
     BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCKED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Of the inputs from `at` on, scaled: [O, P], P pieces of 16 inputs. A piece is what a thread
-    loads at once: it sums it by itself, and its part of x serves all outputs of the tile."""
+    """Scaled sums [O, P] of P pieces of 16 inputs, from `at` on. A thread loads and sums a piece
+    itself, and reuses its part of x for all outputs of the tile."""
     PIECES: tl.constexpr = BLOCK_I // 16
     i = tl.arange(0, BLOCK_I)
     if EVEN:
@@ -185,8 +181,8 @@ def _one_row(
     BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCKED: tl.constexpr, GATED: tl.constexpr,
     EVEN: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`EVEN`: inputs are a multiple of BLOCK_I. No tensor cores, as in linear.py. Weights are not
-    carried from turn to turn: bytes would be taken apart and put together again for that."""
+    """`EVEN`: inputs are a multiple of BLOCK_I. Uses no tensor cores, as in linear.py. Weights are
+    not carried across iterations, as that would unpack and repack their bytes."""
     tile = tl.program_id(0)
     row_O = matrix_rows(tile * BLOCK_O, num_outputs, BLOCK_O, GATED)
     num_groups = tl.cdiv(num_inputs, GROUP)
@@ -219,7 +215,7 @@ def _many_rows(
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BAND: tl.constexpr, BLOCKED: tl.constexpr,
     GATED: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Tiles in bands of BAND row tiles, output tile after output tile."""
+    """Runs the tiles in bands of BAND row tiles, one output tile after the other."""
     release_next(PDL)
     await_inputs(PDL)
     place = tl.program_id(0)
@@ -290,17 +286,18 @@ def multiply_few(
     gated: bool,
     plan: LinearLaunch | None = None,
 ) -> Tensor:
-    """Into `y_TO`; the rows must be quantised. `plan`: another than the usual one."""
+    """Multiplies quantised rows into `y_TO`. `plan` overrides the default one."""
     rows, (outputs, inputs) = len(x.values), weight.values.shape
     _check(x, weight, y_TO)
     if rows == 0 or outputs == 0:
         return y_TO
     values = x.values if x.values.stride(1) == 1 else x.values.contiguous()
-    tensors = (values, x.scales, weight.values, weight.scales, bias_O, y_TO)
     others = plan or gated
     chosen = None if others else linear_hopper.choose(values, weight.values, weight.rows > 1)
     if chosen:
-        return linear_hopper.multiply(*tensors, chosen)
+        x = Rows(values, x.scales)
+        return linear_hopper.multiply(x, weight.values, weight.scales, bias_O, y_TO, chosen)
+    tensors = (values, x.scales, weight.values, weight.scales, bias_O, y_TO)
     plan = plan or plan_for(rows, outputs, inputs, processors_of(values))
     tile, pdl = plan.tile, dependent_launch(values)
     assert tile.inputs % GROUP.value == 0 and (tile.rows == 1 or tile.inputs == GROUP.value), tile
@@ -328,7 +325,7 @@ def multiply_few(
 @cache
 def plan_for(rows: int, outputs: int, inputs: int, processors: int) -> LinearLaunch:
     one_row = next(tiles for most, tiles in ONE_ROW if inputs <= most)
-    return plan_with(one_row, TILES, rows, outputs, inputs, 1, processors)
+    return launch_of(choose_tile(one_row, TILES, rows, outputs), outputs, inputs, 1, processors)
 
 
 def multiply_many(
@@ -339,7 +336,7 @@ def multiply_many(
     gated: bool,
     tile: LinearTile = MANY,
 ) -> Tensor:
-    """Into `y_TO`; the rows must be quantised and there must be some."""
+    """Multiplies quantised rows, at least one, into `y_TO`."""
     rows, (outputs, inputs) = len(x.values), weight.values.shape
     _check(x, weight, y_TO)
     assert x.values.is_contiguous()
@@ -363,7 +360,7 @@ def _check(x: Rows, weight: Fp8Matrix, y_TO: Tensor) -> None:
     groups = -(-inputs // GROUP.value) if weight.rows > 1 else 1
     assert weight.scales.shape == (-(-outputs // weight.rows), groups), weight.scales.shape
     halves = outputs // 2 % weight.rows == 0 or y_TO.shape[1] == outputs
-    assert halves, f"up begins inside of a block of scales: {outputs} rows"
+    assert halves, f"up begins inside a block of scales: {outputs} rows"
 
 
 def scales_by_column(
@@ -375,7 +372,7 @@ def scales_by_column(
 def _torch_is_faster(
     x_TI: Tensor, weight: Fp8Matrix, bias_O: Tensor | None, dtype: torch.dtype
 ) -> bool:
-    """With more than a few rows, where its product scales by blocks and gets these."""
+    """Whether there are many rows, in a form that torch's blockwise product supports."""
     few = next(rows for most, rows in FEW_ROWS if weight.values.numel() <= most)
     if len(x_TI) <= few:
         return False
@@ -385,15 +382,14 @@ def _torch_is_faster(
 
 
 def _by_torch(x: Rows, weight: Fp8Matrix, dtype: torch.dtype) -> Tensor:
-    """cuBLAS wants the scales of rows column by column, rows in fours, and the scales of a row of
-    blocks in fours."""
+    """cuBLAS requires row scales stored by column, and rows and blocks in multiples of 4."""
     if x.scales is None:
         x = quantise_groups(x.values, by_column=True)
     assert x.scales is not None
     rows, blocks = len(x.values), weight.scales.shape[1]
     values, scales = x.values, x.scales
     if rows % 4:
-        # Bytes: not everything knows how to pad float8.
+        # As bytes: padding does not support float8 everywhere.
         values = F.pad(values.view(torch.uint8), (0, 0, 0, -rows % 4)).view(values.dtype)
         scales = F.pad(scales, (0, 0, 0, -rows % 4))
     of_weight = F.pad(weight.scales, (0, -blocks % 4)) if blocks % 4 else weight.scales
@@ -411,37 +407,33 @@ def _by_torch(x: Rows, weight: Fp8Matrix, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _torch_works(device: torch.device) -> bool:
-    """Tried once, on numbers whose product is known."""
+    """Probes once, with a known product."""
     if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("multiply many rows once before that is captured in a CUDA graph")
+        raise RuntimeError("multiply many rows once before capturing it in a CUDA graph")
     problem = _problem_with(lambda x, weight: _by_torch(x, weight, torch.bfloat16), device)
     logger.info(
         "float8 products of many rows by blocks: %s",
-        f"Triton, torch.nn.functional.scaled_mm does not do ({problem})" if problem else "torch",
+        f"Triton, as torch.nn.functional.scaled_mm fails ({problem})" if problem else "torch",
     )
     return not problem
 
 
 def _problem_with(product: Callable[[Rows, Fp8Matrix], Tensor], device: torch.device) -> str:
-    """What is wrong with it; nothing if it gives what the twin does."""
+    """Describes how `product` differs from the twin; empty if it does not."""
     generator = torch.Generator(device).manual_seed(0)
     x_TI = torch.randn(258, 640, device=device, generator=generator)
     w_OI = torch.randn(384, 640, device=device, generator=generator)
-    # Blocks of different sizes: a scale that is applied in the wrong place shows.
-    w_OI *= (
-        torch.linspace(0.1, 10, 15, device=device)
-        .view(3, 5)
-        .repeat_interleave(128, 0)
-        .repeat_interleave(128, 1)
-    )
+    # Blocks of different magnitudes reveal a misplaced scale.
+    magnitudes = torch.linspace(0.1, 10, 15, device=device).view(3, 5)
+    w_OI *= magnitudes.repeat_interleave(128, 0).repeat_interleave(128, 1)
     x_TI *= torch.linspace(0.1, 10, 258, device=device)[:, None]
     weight, off = Fp8Matrix.of(w_OI), 0.0
-    # Rows as they come in a step, and some whose number is no multiple of 4.
+    # Rows as in a step, and a number of rows that is no multiple of 4.
     for x in (quantise_groups(x_TI[:256], by_column=True), quantise_groups(x_TI)):
         try:
             y_TO = product(x, weight)
-        except Exception as error:  # whatever a version or a GPU does not know
+        except Exception as error:  # unsupported by this version or GPU
             return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         expected = multiplied_fp8(x, weight)
         off = max(off, float((y_TO.float() - expected).norm() / expected.norm()))
-    return "" if off < PROBE_ERROR else f"it is off by {off:.2g}"
+    return "" if off < PROBE_ERROR else f"relative error {off:.2g}"

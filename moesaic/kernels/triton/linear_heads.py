@@ -1,8 +1,7 @@
-"""Products of each head's rows with a matrix of its own, for deterministic mode; the twin is in
-kernels/linear.py.
+"""Products of each head's rows with its own matrix, for deterministic mode.
 
-N heads · T rows · I inputs · O outputs. One tile and one order of summing, those of
-`linear_invariant`, for all numbers of heads, rows and outputs.
+N heads · T rows · I inputs · O outputs. The tile and the order of summation are those of
+`linear_invariant`, whatever the number of heads, rows and outputs.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Products of a few rows on Hopper: all weights are on their way before the rows are there.
+"""Products of a few rows on Hopper: all weights are in flight before the rows are available.
 
-T rows · I inputs · O outputs. A program for each processor, with whole lines of the matrix, in
-units of 8: nothing is summed across programs. Its share fits into its shared memory, and it asks
-for all of it at once, before it waits for the kernel in front. Then come the rows, straight into
-registers. The inputs go step by step, of 128 bytes for each warp, which copies and multiplies only
-these; at the end the warps' sums are added. Every program reads all rows: with more of them
-linear.py's kernels are faster.
+T rows · I inputs · O outputs. Each processor runs one program with whole matrix lines in units of
+8; no sum crosses programs. A program copies its entire share to shared memory before it waits for
+the previous kernel, then loads the rows into registers. The inputs go in steps of 128 bytes for
+each warp, which copies and multiplies only these; at the end the warps' sums are added. Every
+program reads all rows: with many rows linear.py is faster.
 """
 
 from __future__ import annotations
@@ -19,44 +18,47 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from moesaic.kernels.experts import Rows
 from moesaic.kernels.triton.launch import dependent_launch, is_hopper, num_processors
 
 # Lines that the matrix units multiply at once.
 UNIT = 8
-# One row is multiplied faster without tensor cores, by programs that find room beside others.
+# One row is faster without tensor cores, in programs that share a processor.
 FEWEST_ROWS = 2
 # By the bytes of a number.
 MOST_ROWS = {2: 16, 1: 32}
-# Of a processor's shared memory.
+# Bytes of a processor's shared memory.
 SHARED = 227 << 10
 # Rows that are multiplied at once.
 ROWS = 16
-# The first that divides the inputs into steps, and fits.
+# The first one that divides the inputs into steps and fits.
 WARPS = (8, 4)
-# Bytes of rows and sums that a thread holds in registers at once, by the bytes of a number.
+# Bytes of rows and sums that a thread holds in registers, by the bytes of a number.
 HELD = {2: 704, 1: 176}
-# Fewer units than this share of the processors leave too many without work.
+# Fewer units than this share of the processors leave too many idle.
 LEAST_FILLED = 0.75
 
 
 @dataclass(frozen=True)
 class LinearConstants:
-    """All that is known before the kernel is built. `UNITS`: of a program; `ROWS`: multiplied at
-    once; `PART`: steps whose rows are loaded at once; `SIZE`: bytes of a number; `BLOCKED`: weights
-    of one byte have scales of blocks, not of lines."""
+    """Compile-time constants `P` of the kernel."""
 
     INPUTS: int
     UNITS: int
+    """Units of a program."""
     ROWS: int
     WARPS: int
     PART: int
+    """Steps whose rows are loaded at once."""
     SIZE: int = 2
+    """Bytes of a number."""
     BLOCKED: bool = True
+    """Whether weights of one byte have scales of blocks rather than lines."""
     PDL: bool = True
 
     @property
     def chunk(self) -> int:
-        """A warp's inputs of a step; of one byte they are as many as have a scale."""
+        """A warp's inputs of a step; with one byte each, those of one scale."""
         return 128 // self.SIZE
 
     @property
@@ -70,7 +72,7 @@ class LinearConstants:
 
     @property
     def groups(self) -> int:
-        """Of inputs that have a scale."""
+        """Groups of inputs that share a scale."""
         return self.INPUTS // 128
 
     @property
@@ -79,17 +81,13 @@ class LinearConstants:
         return 16 // self.SIZE
 
     @property
-    def scaling(self) -> bool:
-        return self.SIZE == 1
-
-    @property
     def shared(self) -> int:
         return self.UNITS * 8 * (self.INPUTS * self.SIZE + self.WARPS * self.ROWS * 4)
 
 
 @gluon.jit
-def _ask(w, buffers, first, num_outputs, P: gl.constexpr):
-    """For all lines, each step a group of copies; beyond the last line it comes again."""
+def _copy_lines(w, buffers, first, num_outputs, P: gl.constexpr):
+    """Copies all lines, one group of copies for each step; past the end the last line repeats."""
     STEPS: gl.constexpr = P.steps
     UNITS: gl.constexpr = P.UNITS
     layout: gl.constexpr = gl.BlockedLayout([1, 1, P.width], [1, 4, 8], [P.WARPS, 1, 1], [2, 1, 0])
@@ -107,7 +105,7 @@ def _ask(w, buffers, first, num_outputs, P: gl.constexpr):
 
 @gluon.jit
 def _load_rows(x, x_stride, row, num_rows, step, P: gl.constexpr, mma: gl.constexpr):
-    """A step's chunks [W, T, chunk], as the matrix units take them."""
+    """A step's chunks [W, T, chunk], in the layout of the matrix units."""
     left: gl.constexpr = gl.DotOperandLayout(0, mma, P.width)
     warp = gl.arange(0, P.WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, left)))
     t = row + gl.arange(0, P.ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, left)))
@@ -119,7 +117,7 @@ def _load_rows(x, x_stride, row, num_rows, step, P: gl.constexpr, mma: gl.conste
 
 @gluon.jit
 def _load_scales(x_scales, row, num_rows, step, P: gl.constexpr, mma: gl.constexpr):
-    """Of a step's chunks of the rows: [W, T]."""
+    """Scales [W, T] of a step's chunks of the rows."""
     layout: gl.constexpr = gl.SliceLayout(2, mma)
     warp = gl.arange(0, P.WARPS, layout=gl.SliceLayout(1, layout))
     t = row + gl.arange(0, P.ROWS, layout=gl.SliceLayout(0, layout))
@@ -129,18 +127,21 @@ def _load_scales(x_scales, row, num_rows, step, P: gl.constexpr, mma: gl.constex
 
 @gluon.jit
 def _block_scales(w_scales, line, step, P: gl.constexpr, mma: gl.constexpr):
-    """Of a step's chunks of a unit: [W]."""
+    """Scales [W] of a step's chunks of a unit."""
     warp = gl.arange(0, P.WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))
     return gl.load(w_scales + (line // 128 * P.groups + step * P.WARPS) + warp)
 
 
 @gluon.jit
-def _finish(total, at, places, ends, P: gl.constexpr):
+def _store_unit(total, first, row, unit, ends, P: gl.constexpr):
     """Stores a unit's outputs [T, 8]."""
     y, bias, w_scales, num_rows, num_outputs = ends
-    t, o = places
+    layout: gl.constexpr = total.type.layout
+    t = row + gl.arange(0, P.ROWS, layout=gl.SliceLayout(1, layout))
+    o = first + unit * 8 + gl.arange(0, 8, layout=gl.SliceLayout(0, layout))
+    at = (t.to(gl.int64) * num_outputs)[:, None] + o[None, :]
     inside = o < num_outputs
-    if P.scaling and not P.BLOCKED:
+    if P.SIZE == 1 and not P.BLOCKED:
         total *= gl.load(w_scales + o, mask=inside, other=0.0)[None, :]
     if bias is not None:
         total += gl.load(bias + o, mask=inside, other=0.0).to(gl.float32)[None, :]
@@ -149,36 +150,27 @@ def _finish(total, at, places, ends, P: gl.constexpr):
 
 
 @gluon.jit
-def _places(first, row, unit, num_outputs, layout: gl.constexpr, P: gl.constexpr):
-    """Rows and outputs of a unit, and where they are in y."""
-    t = row + gl.arange(0, P.ROWS, layout=gl.SliceLayout(1, layout))
-    o = first + unit * 8 + gl.arange(0, 8, layout=gl.SliceLayout(0, layout))
-    return t, o, (t.to(gl.int64) * num_outputs)[:, None] + o[None, :]
-
-
-@gluon.jit
 def _store(sums, staging, ends, first, row, P: gl.constexpr):
-    """The warps' sums [W, T, 8] of each unit, added in the warps' order."""
+    """Adds the warps' sums [W, T, 8] of each unit in order, and stores the total."""
     UNITS: gl.constexpr = P.UNITS
     for unit in gl.static_range(UNITS):
         staging[unit].store(sums[unit])
     layout: gl.constexpr = gl.BlockedLayout([P.WARPS, 1, 1], [1, 4, 8], [1, P.WARPS, 1], [2, 1, 0])
     for unit in gl.static_range(UNITS):
         total = gl.sum(staging[unit].load(layout), 0)
-        t, o, at = _places(first, row, unit, ends[4], gl.SliceLayout(0, layout), P)
-        _finish(total, at, (t, o), ends, P)
+        _store_unit(total, first, row, unit, ends, P)
 
 
 @gluon.jit
 def _multiply(found, buffers, blocks, sums, step, P: gl.constexpr, mma: gl.constexpr):
-    """Adds a step's products. Of one byte they are scaled on their own."""
+    """Adds a step's products, which with one-byte numbers are scaled first."""
     rows = found[0]
     UNITS: gl.constexpr = P.UNITS
     right: gl.constexpr = gl.DotOperandLayout(1, mma, P.width)
     added = ()
     for unit in gl.static_range(UNITS):
         lines = buffers[step * UNITS + unit].permute((0, 2, 1)).load(right)
-        if P.scaling:
+        if P.SIZE == 1:
             by = found[1]
             if P.BLOCKED:
                 by = by * blocks[step * UNITS + unit][:, None]
@@ -191,16 +183,7 @@ def _multiply(found, buffers, blocks, sums, step, P: gl.constexpr, mma: gl.const
 
 @gluon.jit(do_not_specialize=["num_rows"])
 def rows_kernel(
-    x,
-    x_scales,
-    w,
-    w_scales,
-    bias,
-    y,
-    num_rows,
-    num_outputs,
-    x_stride,
-    P: gl.constexpr,
+    x, x_scales, w, w_scales, bias, y, num_rows, num_outputs, x_stride, P: gl.constexpr
 ):
     UNITS: gl.constexpr = P.UNITS
     STEPS: gl.constexpr = P.steps
@@ -210,10 +193,10 @@ def rows_kernel(
     CHUNK: gl.constexpr = P.chunk
     kind: gl.constexpr = w.dtype.element_ty
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
-    # Every other line has its halves swapped, so that 8 threads find 8 pieces in different banks.
+    # Every other line has its halves swapped, so that 8 threads read from different banks.
     halves: gl.constexpr = gl.SwizzledSharedLayout(CHUNK // 2, 1, 2, [2, 1, 0])
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    # Each a buffer of its own: in one buffer copies would wait for each other.
+    # Separate buffers: in a single one, copies would wait for each other.
     buffers = ()
     for _ in gl.static_range(STEPS * UNITS):
         buffers = buffers + (gl.allocate_shared_memory(kind, [WARPS, 8, CHUNK], halves),)
@@ -224,9 +207,9 @@ def rows_kernel(
     ends = (y, bias, w_scales, num_rows, num_outputs)
     if P.PDL:
         gdc_launch_dependents()
-    _ask(w, buffers, first, num_outputs, P)
+    _copy_lines(w, buffers, first, num_outputs, P)
     blocks = ()
-    if P.scaling and P.BLOCKED:
+    if P.SIZE == 1 and P.BLOCKED:
         for step in gl.static_range(STEPS):
             for unit in gl.static_range(UNITS):
                 line = gl.minimum(first + unit * 8, num_outputs - 1)
@@ -242,7 +225,7 @@ def rows_kernel(
             for step in gl.static_range(PART):
                 at = part + step
                 found = _load_rows(x, x_stride, row, num_rows, at, P, mma)
-                if P.scaling:
+                if P.SIZE == 1:
                     scales = _load_scales(x_scales, row, num_rows, at, P, mma)
                     rows = rows + ((found, scales),)
                 else:
@@ -254,7 +237,7 @@ def rows_kernel(
 
 
 def choose(x_TI: Tensor, weight_OI: Tensor, blocked: bool = True) -> LinearConstants | None:
-    """None where this kernel cannot run, or others are better."""
+    """None if this kernel cannot run or others are faster."""
     if not (x_TI.is_cuda and is_hopper(x_TI.device.index)):
         return None
     tensors = (x_TI, weight_OI)
@@ -262,22 +245,21 @@ def choose(x_TI: Tensor, weight_OI: Tensor, blocked: bool = True) -> LinearConst
     if not aligned or x_TI.stride(1) != 1 or x_TI.dtype != weight_OI.dtype:
         return None
     size, on = x_TI.element_size(), dependent_launch(x_TI).on
-    return plan_for(
-        len(x_TI), *weight_OI.shape, size, num_processors(x_TI.device.index), blocked, on
-    )
+    processors = num_processors(x_TI.device.index)
+    return plan_for(len(x_TI), weight_OI.shape, size, processors, blocked, on)
 
 
 @cache
 def plan_for(
     rows: int,
-    outputs: int,
-    inputs: int,
+    shape: tuple[int, ...],
     size: int,
     processors: int,
     blocked: bool = True,
     pdl: bool = True,
 ) -> LinearConstants | None:
-    """A program for each processor, as many lines for each; None where they do not fit."""
+    """Distributes the lines over one program for each processor; None if they do not fit."""
+    outputs, inputs = shape
     units = -(-outputs // UNIT)
     if not FEWEST_ROWS <= rows <= MOST_ROWS.get(size, 0) or units < LEAST_FILLED * processors:
         return None
@@ -285,7 +267,7 @@ def plan_for(
     for warps in WARPS:
         steps, odd = divmod(inputs * size, 128 * warps)
         plan = LinearConstants(inputs, share, ROWS, warps, 1, size, blocked, pdl)
-        # Steps that a thread can hold the rows of, beside its sums.
+        # Steps whose rows a thread can hold beside its sums.
         most = (HELD[size] - share * ROWS) // (4 * ROWS)
         if not odd and most > 0 and plan.shared <= SHARED:
             part = max(part for part in range(1, most + 1) if steps % part == 0)
@@ -294,27 +276,25 @@ def plan_for(
 
 
 def multiply(
-    x_TI: Tensor,
-    x_scales: Tensor | None,
+    x: Rows,
     weight_OI: Tensor,
     w_scales: Tensor | None,
     bias_O: Tensor | None,
     y_TO: Tensor,
     plan: LinearConstants,
 ) -> Tensor:
-    """Into `y_TO`. There must be rows, and the plan be one for them."""
-    rows, outputs = len(x_TI), len(weight_OI)
-    pdl = dependent_launch(x_TI)
+    """Multiplies into `y_TO`; the plan must be for these rows."""
+    outputs, pdl = len(weight_OI), dependent_launch(y_TO)
     rows_kernel[(-(-outputs // (UNIT * plan.UNITS)),)](
-        x_TI,
-        x_scales,
+        x.values,
+        x.scales,
         weight_OI,
         w_scales,
         bias_O,
         y_TO,
-        rows,
+        len(y_TO),
         outputs,
-        x_TI.stride(0),
+        x.values.stride(0),
         plan,
         num_warps=plan.WARPS,
         **pdl.options,

@@ -1,4 +1,4 @@
-"""Four bits to floats in registers, and the scales of their groups."""
+"""Converts four-bit numbers to floats in registers, and the scales of their groups."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import triton
 import triton.language as tl
 
 # Four bytes in $4; the low halves go to $0 and $1, the high ones to $2 and $3, two bfloat16 in
-# each. The compiler's own code for the same takes several times as many instructions, more than
-# there is time for while the bytes come in.
-# 128 + q: the last four bits of a bfloat16 between 128 and 256.
+# each. The compiler's code for this takes several times as many instructions, too many to hide
+# behind the loads. 128 + q: the last four bits of a bfloat16 between 128 and 256.
 WHOLE_ASM = tl.constexpr("""
 {
     .reg .b32 s, t;
@@ -22,8 +21,8 @@ WHOLE_ASM = tl.constexpr("""
     lop3.b32 $3, s, 0x000F000F, 0x43004300, 0xEA;
 }
 """)
-# e2m1 less 126 powers of two: a byte with its sign in all bits above it (prmt repeats that), moved
-# by two, has sign, exponent and mantissa of its upper half where bfloat16 has them.
+# e2m1 times 2 ** -126: a byte with its sign extended above it (by prmt), shifted by two, has the
+# sign, exponent and mantissa of its upper half where bfloat16 has them.
 E2M1_ASM = tl.constexpr("""
 {
     .reg .b32 s, t;
@@ -42,15 +41,15 @@ E2M1_ASM = tl.constexpr("""
     and.b32 $3, t, 0x81C081C0;
 }
 """)
-# With that, weights are smaller by so many powers of two, which results are multiplied with: the
-# scales make good for the rest, and none that a model has becomes too large for a bfloat16.
+# That makes weights smaller by 2 ** UNIT, which multiplies the results; the scales contain the
+# rest, and no scale that occurs in models exceeds bfloat16.
 UNIT = tl.constexpr(32)
 RAISED = 2.0**UNIT.value
 
 
 @triton.jit
 def halves(pairs, DTYPE: tl.constexpr):
-    """Two numbers of 16 bits that were read as one of 32: the first, the second."""
+    """Splits 32 bits into two 16-bit numbers: the first, the second."""
     low = pairs.to(tl.int16).to(DTYPE, bitcast=True)
     high = (pairs >> 16).to(tl.int16).to(DTYPE, bitcast=True)
     return low, high
@@ -58,8 +57,7 @@ def halves(pairs, DTYPE: tl.constexpr):
 
 @triton.jit
 def decode_pairs(w, zero, FORMAT: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """The low and the high halves of bytes as DTYPE: q - zero of int4, or e2m1 (with ASM 2 ** 126
-    times too small)."""
+    """Decodes both halves of bytes to DTYPE: q - zero, or e2m1 (with ASM times 2 ** -126)."""
     if ASM and DTYPE.is_bf16():
         code: tl.constexpr = WHOLE_ASM if FORMAT == "int4_w4a16" else E2M1_ASM
         low, high = tl.inline_asm_elementwise(
@@ -77,7 +75,7 @@ def decode_pairs(w, zero, FORMAT: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.con
 
 @triton.jit
 def whole(q, zero, DTYPE: tl.constexpr):
-    """q - zero. Bits of q below a large power of two are that number plus q."""
+    """q - zero. The bits of q below a large power of two encode their sum."""
     if DTYPE.is_fp32():
         difference = q.to(tl.float32) - zero.to(tl.float32)
     else:
@@ -89,8 +87,8 @@ def whole(q, zero, DTYPE: tl.constexpr):
 
 @triton.jit
 def e2m1(code, DTYPE: tl.constexpr):
-    """Exponent and mantissa in their places are the number but for a power of two, zero and
-    subnormals included."""
+    """Shifted into position, exponent and mantissa encode the number except for a power of two,
+    zero and subnormals included."""
     if DTYPE.is_bf16():
         wide = code.to(tl.uint16)
         bits = ((wide & 8) << 12) | ((wide & 7) << 6)
@@ -104,11 +102,11 @@ def e2m1(code, DTYPE: tl.constexpr):
 
 @triton.jit
 def scale_of(code, FORMAT: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """e8m0 of mxfp4, e4m3 of nvfp4; scales of int4 as they are. With ASM and in bfloat16, what
-    makes weights of what `decode_pairs` gives, in units of 2 ** -UNIT."""
+    """e8m0 of mxfp4, e4m3 of nvfp4, or the stored scales of int4. With ASM and bfloat16, the factor
+    that turns results of `decode_pairs` into weights, in units of 2 ** -UNIT."""
     RAISE: tl.constexpr = 126 - UNIT if ASM and DTYPE.is_bf16() else 0
     if FORMAT == "mxfp4":
-        # 2 ** -127 is subnormal, and 255 is NaN, as is all that is too large.
+        # 2 ** -127 is subnormal; 255 and all larger values are NaN.
         wide = code.to(tl.uint32) + RAISE
         bits = tl.maximum(wide << 7, 0x40)
         if RAISE:
@@ -135,8 +133,8 @@ def scale_of(code, FORMAT: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr)
 
 @triton.jit
 def load_codes(rows, n_ok, k, K, GROUP: tl.constexpr, BK: tl.constexpr):
-    """What is stored for the groups of a tile of BK columns: [BN, groups]; for groups that do not
-    fill it evenly, of each byte."""
+    """Loads the stored codes of the groups of a tile of BK columns: [BN, groups]; if groups do not
+    divide the tile evenly, one for each byte."""
     if GROUP % BK == 0:
         ok = (n_ok & (k < K))[:, None]
         codes = tl.load(rows[:, None] + k // GROUP, mask=ok, other=0)
@@ -153,7 +151,7 @@ def load_codes(rows, n_ok, k, K, GROUP: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def spread_codes(codes, GROUP: tl.constexpr, BK: tl.constexpr):
-    """[BN, BK / 2] of [BN, groups], or [BN, 1]."""
+    """Repeats codes [BN, groups] to [BN, BK / 2]; keeps [BN, 1]."""
     if GROUP % BK != 0 and BK % GROUP == 0:
         BN: tl.constexpr = codes.shape[0]
         spread = tl.broadcast_to(codes[:, :, None], (BN, BK // GROUP, GROUP // 2))

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation; twins in kernels/norm.py."""
+"""Root-mean-square normalisation; the twins are in kernels/norm.py."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from moesaic.kernels.triton.launch import await_inputs, dependent_launch, releas
 from moesaic.kernels.triton.quantise import fp8_scales, to_fp8
 from moesaic.kernels.triton.sort import sum_few_pairs
 
-# Channels that one thread takes: 16 bytes of a 16-bit type.
+# Channels of a thread: 16 bytes of a 16-bit type.
 THREAD_CHANNELS = 8
 MAX_WARPS = 16
-# Short rows, of heads, go several to a program.
+# A program handles several short rows (heads).
 TILE_CHANNELS = 1024
 
 
@@ -42,20 +42,18 @@ def _norm_kernel(
     BLOCK_H: tl.constexpr,
     ROWS: tl.constexpr,
     K: tl.constexpr,
-    ADD: tl.constexpr,
-    FP8: tl.constexpr,
     BY_COLUMN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rows of x lie at (row // inner) * stride_outer + row % inner * stride_inner; with K, x has K
-    pairs for each row, which are summed as `sum_pairs` does it."""
+    """A row of x starts at (row // inner) * stride_outer + row % inner * stride_inner. With K, x
+    holds K pairs of each row, which are added as by `sum_pairs`."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     channel = tl.arange(0, BLOCK_H)[None, :]
     mask = (row < rows) & (channel < H)
     weight = tl.load(weight_ptr + channel, channel < H, 0.0).to(tl.float32)
     release_next(PDL)
     await_inputs(PDL)
-    if ADD:
+    if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * stride_residual + channel, mask, 0.0)
     if K == 0:
         start = row // inner * stride_outer + row % inner * stride_inner
@@ -64,19 +62,19 @@ def _norm_kernel(
         x = sum_few_pairs(x_ptr, ids_ptr, row, channel, row < rows, mask, H, K)
         x = x.to(x_ptr.dtype.element_ty)
     out = row * H + channel
-    if ADD:
+    if residual_ptr is not None:
         x = (residual.to(tl.float32) + x.to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + out, x, mask)
     x = x.to(tl.float32)
     mean = tl.sum(x * x, 1)[:, None] / H
     normed = x * tl.math.rsqrt(mean + eps) * weight
     normed = normed.to(x_ptr.dtype.element_ty)
-    if not FP8:
+    if normed_ptr is not None:
         tl.store(normed_ptr + out, normed, mask)
     else:
         GROUPS: tl.constexpr = BLOCK_H // 128
         grouped = tl.reshape(normed.to(tl.float32), (ROWS, GROUPS, 128))
-        # As integers a NaN is the largest of all.
+        # As an integer, NaN is the largest number.
         bits = tl.max(grouped.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2)
         scales = fp8_scales(bits.to(tl.float32, bitcast=True), 1)
         group = tl.arange(0, GROUPS)[None, :]
@@ -88,7 +86,7 @@ def _norm_kernel(
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _run(x, None, weight_H, eps, normed)
+    _run(x, None, weight_H, eps, (normed, None, None, None))
     return normed
 
 
@@ -96,7 +94,7 @@ def add_rms_norm(
     x_TH: Tensor | PairSum, residual_TH: Tensor, weight_H: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     normed_TH, sum_TH = torch.empty_like(residual_TH), torch.empty_like(residual_TH)
-    _run(x_TH, residual_TH, weight_H, eps, normed_TH, sum_TH)
+    _run(x_TH, residual_TH, weight_H, eps, (normed_TH, sum_TH, None, None))
     return normed_TH, sum_TH
 
 
@@ -112,19 +110,13 @@ def add_rms_norm_fp8(
     sum_TH = residual_TH.new_empty(rows, size)
     values_TH = residual_TH.new_empty(rows, size, dtype=torch.float8_e4m3fn)
     scales = torch.empty(shape[::-1] if by_column else shape, device=residual_TH.device)
-    out = (None, sum_TH, values_TH, scales)
-    _run(x_TH, residual_TH, weight_H, eps, *out, by_column)
+    _run(x_TH, residual_TH, weight_H, eps, (None, sum_TH, values_TH, scales), by_column)
     return Rows(values_TH, scales.t() if by_column else scales), sum_TH
-
-
-def _rows_of(x: Tensor) -> Tensor:
-    """[rows, H] or [rows, heads, H] as it lies, if its channels lie together."""
-    return x if x.dim() in (2, 3) and x.stride(-1) == 1 else x.reshape(-1, x.shape[-1])
 
 
 @cache
 def tiling(size: int) -> dict[str, int]:
-    """The same for any number of rows: a row's sum does not depend on its neighbours."""
+    """Does not depend on the number of rows, and so neither does a row's sum."""
     block = max(FP8_GROUP, triton.next_power_of_2(size))
     tile = max(1, TILE_CHANNELS // block)
     warps = min(MAX_WARPS, max(1, tile * block // (32 * THREAD_CHANNELS)))
@@ -136,32 +128,29 @@ def _run(
     residual_TH: Tensor | None,
     weight_H: Tensor,
     eps: float,
-    normed: Tensor | None,
-    sum_TH: Tensor | None = None,
-    values_TH: Tensor | None = None,
-    scales: Tensor | None = None,
+    outputs: tuple[Tensor | None, ...],
     by_column: bool = False,
 ) -> None:
+    """`outputs`: normed rows, sums, float8 values and their scales; None for what is not needed."""
     ids_RK, x = None, rows_of_x
     if isinstance(rows_of_x, PairSum):
         ids_RK, x = rows_of_x.ids_RK, rows_of_x.values
         assert x.is_contiguous() and ids_RK.is_contiguous(), (x.stride(), ids_RK.stride())
-    x, size = _rows_of(x), weight_H.shape[0]
+    size = weight_H.shape[0]
+    # [rows, H] or [rows, heads, H] with contiguous channels need no copy.
+    x = x if x.dim() in (2, 3) and x.stride(-1) == 1 else x.reshape(-1, size)
     top_k = 0 if ids_RK is None else ids_RK.shape[1]
     rows = x.numel() // size // max(1, top_k)
     if rows == 0:
         return
-    assert residual_TH is None or residual_TH.stride(-1) == 1, "channels must lie together"
+    assert residual_TH is None or residual_TH.stride(-1) == 1, "channels must be contiguous"
     tile, pdl = tiling(size), dependent_launch(x)
     _norm_kernel[(-(-rows // tile["ROWS"]),)](
         x,
         ids_RK,
         residual_TH,
         weight_H,
-        normed,
-        sum_TH,
-        values_TH,
-        scales,
+        *outputs,
         rows,
         1 if x.dim() == 2 else x.shape[1],
         x.stride(0),
@@ -170,8 +159,6 @@ def _run(
         eps,
         H=size,
         K=top_k,
-        ADD=residual_TH is not None,
-        FP8=values_TH is not None,
         BY_COLUMN=by_column,
         **tile,
         PDL=pdl.on,

@@ -1,9 +1,9 @@
-"""The norm of one row and the product behind it, in one kernel; twins in kernels/linear.py.
+"""The norm of one row and the following product in one kernel; the twin is in kernels/linear.py.
 
-I inputs · O outputs. Every program has few outputs and all inputs, as in `_one_row` of linear.py,
-and norms the row for itself: that takes less time than the boundary of a kernel. Its weights are on
-their way before the row is there. Bits are those of `add_rms_norm` and `_one_row` with the same
-tile. Everything else is left to the two kernels.
+I inputs · O outputs. As in `_one_row` of linear.py, every program has few outputs and all inputs,
+and loads its weights before the row is available. It norms the row itself, which takes less time
+than another launch. The bits are those of `add_rms_norm` and `_one_row` with the same tile, which
+handle all other cases.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from moesaic.kernels.triton.launch import (
 from moesaic.kernels.triton.linear import LinearTile, filled, linear, matrix_rows, store_tile
 from moesaic.kernels.triton.norm import add_rms_norm, tiling
 
-# By the padded inputs; for others there are two kernels. Whole rows of the matrix are loaded at
-# once; wider tiles norm the row fewer times.
+# By the padded inputs; others use two kernels. Tiles hold whole matrix rows; wider ones norm the
+# row fewer times.
 TILES = {2048: LinearTile(1, 8, 2048, 4, registers=96)}
 # Channels that a warp of `_norm_kernel` sums: 8 a thread.
 WARP_CHANNELS = tl.constexpr(256)
@@ -33,8 +33,8 @@ WARP_CHANNELS = tl.constexpr(256)
 
 @triton.jit
 def _sum_of_squares(x_I, INPUTS: tl.constexpr, WARPS: tl.constexpr):
-    """As `_norm_kernel` adds them, which has more warps: 8 in a thread, 32 threads, then all warps,
-    those of the upper half to those of the lower one."""
+    """Adds in the order of `_norm_kernel`, which has more warps: 8 in a thread, 32 threads, then
+    the warps of the upper half to those of the lower one."""
     squares = tl.reshape(x_I * x_I, [INPUTS // 8, 8])
     sums = tl.sum(tl.reshape(tl.sum(squares, 1), [INPUTS // WARP_CHANNELS, 32]), 1)
     HALVES: tl.constexpr = INPUTS // WARP_CHANNELS // WARPS
@@ -48,8 +48,7 @@ def _sum_of_squares(x_I, INPUTS: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def _prefetch_norm(norm, tile, H: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr):
-    """One program asks for the norm's weights; to have them early in registers, all would need
-    more than there are."""
+    """One program prefetches the norm's weights: registers do not suffice to load them early."""
     if PDL and tile == 0:
         LINE: tl.constexpr = 1024 // norm.dtype.element_ty.primitive_bitwidth
         prefetch_lines(norm + tl.minimum(tl.arange(0, BLOCK_I // LINE) * LINE, H - 1))
@@ -60,8 +59,7 @@ def _normed(
     x, residual, norm, sums, eps, keep,
     H: tl.constexpr, BLOCK_I: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """The row, summed with its residual and normed, in float32; rounded where `_norm_kernel`
-    rounds. Who is to `keep` the sum stores it."""
+    """Norms the row's sum with the residual as `_norm_kernel` does; `keep`: stores the sum."""
     TYPE: tl.constexpr = sums.dtype.element_ty
     i = tl.arange(0, BLOCK_I)
     inside = i < H
@@ -108,7 +106,7 @@ def norm_linear(
 
 
 def tile_for(rows: SumToNorm, weight_OI: Tensor) -> LinearTile | None:
-    """None where two kernels are to do it."""
+    """None: use two kernels."""
     inputs, dtype = weight_OI.shape[1], rows.residual_TH.dtype
     one = len(rows.residual_TH) == 1 and not isinstance(rows.values, PairSum)
     if not one or dtype.itemsize != 2 or weight_OI.dtype != dtype or not filled(inputs):
@@ -119,12 +117,12 @@ def tile_for(rows: SumToNorm, weight_OI: Tensor) -> LinearTile | None:
 def multiply(
     rows: SumToNorm, weight_OI: Tensor, bias_O: Tensor | None, tile: LinearTile
 ) -> tuple[Tensor, Tensor]:
-    """Of one row, with whole rows of the matrix in a tile."""
+    """Multiplies one row; a tile holds whole matrix rows."""
     (outputs, inputs), x_1H, residual_1H = weight_OI.shape, rows.values, rows.residual_TH
     assert isinstance(x_1H, Tensor) and x_1H.dtype == residual_1H.dtype and len(residual_1H) == 1
     assert x_1H.is_contiguous() and residual_1H.stride(1) == 1 and weight_OI.is_contiguous()
     assert inputs <= tile.inputs and tile.inputs == tiling(inputs)["BLOCK_H"], (tile, inputs)
-    # Not into the residual's place: other programs still read that.
+    # Not in place: other programs still read the residual.
     y_1O, sum_1H = residual_1H.new_empty(1, outputs), torch.empty_like(residual_1H)
     pdl = dependent_launch(x_1H)
     _norm_product[(-(-outputs // tile.outputs),)](

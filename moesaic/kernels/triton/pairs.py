@@ -1,4 +1,4 @@
-"""Pairs that were left as they are, weighted and summed; the twin is in kernels/experts.py."""
+"""Weights and sums pairs; the twin is in kernels/experts.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Rows in the format in which they travel, in registers; twins in kernels/payloads.py.
+"""Encodes rows in registers for sending; twins in kernels/payloads.py.
 
-A tile is [groups, channels of a group]; what is behind a row's end is zeros.
+A tile is [groups, channels of a group], padded with zeros.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ INFINITE = tl.constexpr(0x7F800000)
 
 @triton.jit
 def encode_tile(x, scale, PAYLOAD: tl.constexpr, TYPE: tl.constexpr):
-    """Values in TYPE, those of four bits two to a byte, and a scale a group: float32, or bytes. Of
-    payloads without scales the second is nothing of use."""
+    """Values in TYPE, four-bit ones two to a byte, and a scale for each group: float32 or bytes;
+    undefined for payloads without scales."""
     if PAYLOAD == "plain":
         return x.to(TYPE), 0
     else:
         x = x.to(tl.float32)
-        # As integers a NaN is the largest of all.
+        # As an integer, NaN is the largest value.
         amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
         if PAYLOAD == "nvfp4":
             return _nvfp4(x, amax, scale)
@@ -40,7 +40,7 @@ def encode_tile(x, scale, PAYLOAD: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def _nvfp4(x, amax, scale):
-    """Bytes, and e4m3 scales as such."""
+    """Bytes, and e4m3 scales as bytes."""
     finite = amax < INFINITE
     largest = amax.to(tl.float32, bitcast=True)
     six = tl.full(amax.shape, 6.0, tl.float32) * scale
@@ -55,8 +55,7 @@ def _nvfp4(x, amax, scale):
 
 @triton.jit
 def _mxfp4(x, amax):
-    """Bytes, and exponents plus 127. The reciprocals of scales are exact, so products are what
-    quotients would be."""
+    """Bytes, and exponents plus 127; multiplying by an exact reciprocal equals dividing."""
     finite = amax < INFINITE
     exponents = tl.minimum(tl.maximum(((amax + (1 << 21)) >> 23) - 2, 0), 254)
     exponents = tl.where(amax == 0, 127, exponents)
@@ -68,8 +67,8 @@ def _mxfp4(x, amax):
 
 @triton.jit
 def _e2m1_codes(x, finite):
-    """Steps of the grid up to |x|, 0..2 by .5, 2..4 by 1, 4..6 by 2, and the sign above them. Of
-    groups that are not finite zero."""
+    """Steps of the grid up to |x|, 0..2 by .5, 2..4 by 1, 4..6 by 2, and the sign above them; zero
+    in groups that are not finite."""
     size = tl.where(finite, tl.abs(x), 0.0)
     codes = nearest(tl.minimum(size * 2.0, 4.0))
     codes += nearest(tl.minimum(tl.maximum(size - 2.0, 0.0), 2.0))
@@ -80,7 +79,7 @@ def _e2m1_codes(x, finite):
 
 @triton.jit
 def _pairs(codes):
-    """[G, 2 * n] numbers of four bits -> [G, n] bytes."""
+    """Packs four-bit numbers: [G, 2 * n] -> [G, n] bytes."""
     GROUPS: tl.constexpr = codes.shape[0]
     HALF: tl.constexpr = codes.shape[1] // 2
     low, high = tl.split(tl.reshape(codes, (GROUPS, HALF, 2)))

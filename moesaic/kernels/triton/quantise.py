@@ -1,6 +1,6 @@
-"""Activations as 8-bit values with scales; twins in kernels/quantise.py.
+"""8-bit activations with scales; twins in kernels/quantise.py.
 
-Divisions are exact (div_rn): values are the same bits as the encoders of weights give.
+Divisions are exact (div_rn): values have the same bits as those of the weight encoders.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ from moesaic.kernels.triton.launch import (
 
 @dataclass(frozen=True, slots=True)
 class QuantiseTile:
-    """What a program takes: so many rows of so many groups of 128 channels, or fewer groups where
-    they would not come out even."""
+    """A program's rows and groups of 128 channels, fewer if they do not divide a row evenly."""
 
     rows: int
     groups: int
     warps: int
 
 
-# From so many rows on there are programs enough for wider ones.
+# From this many rows on there are enough programs for wider tiles.
 MANY_ROWS = 1024
 FEW = QuantiseTile(rows=1, groups=16, warps=8)
 MANY = QuantiseTile(rows=2, groups=16, warps=4)
 TINY = tl.constexpr(1.1754943508222875e-38)
-# Adding and taking it away rounds a float32 below 2**22 to an integer, ties to even.
+# Adding and subtracting it rounds a float32 below 2**22 to an integer, ties to even.
 ROUNDER = tl.constexpr(12582912.0)
-# Below this scales are lifted, so that nothing that is left over of them underflows.
+# Smaller scales are multiplied by LIFT, so that remainders do not underflow.
 SMALL = tl.constexpr(2.0**-60)
 LIFT = tl.constexpr(2.0**64)
 SILU_CHANNELS = 1024
@@ -46,7 +45,7 @@ SILU_CHANNELS = 1024
 
 @triton.jit
 def absmax_scales(amax, finite, LARGEST: tl.constexpr):
-    """`finite`: 0 where anything is NaN, which a maximum does not tell everywhere."""
+    """`finite`: 0 if any value is NaN, which a maximum may miss."""
     scales = tl.maximum(tl.math.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32)), TINY)
     scales = tl.where(amax == 0, 1.0, scales)
     return tl.where((finite != 0) & (amax < float("inf")), scales, float("nan"))
@@ -64,11 +63,11 @@ def to_fp8(x, scales):
 
 @triton.jit
 def divide(x, scales):
-    """Rounded as one division is, of normal numbers, but with one reciprocal for all of a scale:
-    a first quotient, and what it leaves over. That is exact in float32 where it does not
-    underflow, which small numbers are kept from. A zero loses its sign."""
+    """Rounds like a division of normal numbers, but with one reciprocal for each scale: a first
+    quotient, corrected by its remainder. The remainder is exact in float32 unless it underflows,
+    which LIFT prevents. A zero loses its sign."""
     if INTERPRETED:
-        # It rounds a fused product.
+        # The interpreter rounds the product inside an fma.
         return tl.math.div_rn(x, tl.broadcast_to(scales, x.shape))
     else:
         lift = tl.where(scales < SMALL, LIFT, 1.0)
@@ -82,7 +81,7 @@ def divide(x, scales):
 
 @triton.jit
 def as_fp8(scaled):
-    """A NaN stays one."""
+    """Keeps NaN."""
     limited = tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     if INTERPRETED:
         limited = _round_to_e4m3(limited)
@@ -91,7 +90,7 @@ def as_fp8(scaled):
 
 @triton.jit
 def _round_to_e4m3(x):
-    """To the nearest, ties to even: the interpreter's conversion does not."""
+    """Rounds to nearest, ties to even; the interpreter's conversion does not."""
     bits = x.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
     small = (x + 24576.0) - 24576.0  # steps of 2**-9
@@ -101,7 +100,7 @@ def _round_to_e4m3(x):
 
 @triton.jit
 def to_int8(x, scales):
-    """A NaN becomes 0."""
+    """Maps NaN to 0."""
     scaled = tl.math.div_rn(x, tl.broadcast_to(scales, x.shape))
     rounded = (tl.where(scaled == scaled, scaled, 0.0) + ROUNDER) - ROUNDER
     return tl.minimum(tl.maximum(rounded, -127.0), 127.0).to(tl.int8)
@@ -109,7 +108,7 @@ def to_int8(x, scales):
 
 @triton.jit
 def silu_times(gate, up, DTYPE: tl.constexpr):
-    """Rounded to the type as a tensor of it would be."""
+    """Rounds to DTYPE, as storing a tensor of that type does."""
     gate = gate.to(tl.float32)
     return (gate / (1 + tl.exp(-gate)) * up.to(tl.float32)).to(DTYPE)
 
@@ -127,7 +126,7 @@ def _fp8_kernel(
     BY_COLUMN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ROWS rows of GROUPS groups; programs side by side take a row's groups."""
+    """Quantises ROWS rows of GROUPS groups; neighbouring programs share a row."""
     ALL: tl.constexpr = (SIZE + 127) // 128
     ACROSS: tl.constexpr = (ALL + GROUPS - 1) // GROUPS
     place = tl.arange(0, ROWS * GROUPS)
@@ -135,13 +134,13 @@ def _fp8_kernel(
     group = tl.program_id(0) % ACROSS * GROUPS + place % GROUPS
     channel = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     mask = (row < rows)[:, None] & (channel < SIZE)
-    # Waiting comes first: behind this kernel `gate_up` reads the lists of experts, which the kernel
-    # in front has written, as soon as it may begin.
+    # Waits first: as soon as it is released, `gate_up` reads the experts' lists, which the kernel
+    # before this one writes.
     await_inputs(PDL)
     release_next(PDL)
     row = row.to(tl.int64)
     x = tl.load(x_ptr + (row * stride)[:, None] + channel, mask, 0.0).to(tl.float32)
-    # As integers a NaN is the largest of all.
+    # As an integer, NaN is the largest value.
     bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     scales = fp8_scales(bits.to(tl.float32, bitcast=True), 1)
     spot = group.to(tl.int64) * rows + row if BY_COLUMN else row * ALL + group
@@ -190,7 +189,7 @@ def silu_mul(gate_up_TJ: Tensor) -> Tensor:
     out_TI = torch.empty(rows, size, dtype=gate_up_TJ.dtype, device=gate_up_TJ.device)
     if not rows:
         return out_TI
-    x_TJ, pdl = _together(gate_up_TJ), dependent_launch(gate_up_TJ)
+    x_TJ, pdl = _row_contiguous(gate_up_TJ), dependent_launch(gate_up_TJ)
     block = min(SILU_CHANNELS, triton.next_power_of_2(size))
     _silu_mul_kernel[(rows, triton.cdiv(size, block))](
         x_TJ, out_TI, x_TJ.stride(0), SIZE=size, BLOCK=block, PDL=pdl.on, **pdl.options
@@ -202,7 +201,7 @@ def quantise_rows(
     x_TH: Tensor, format: RowFormat, by_column: bool = False
 ) -> tuple[Tensor, Tensor]:
     (rows, size), device, pdl = x_TH.shape, x_TH.device, dependent_launch(x_TH)
-    x = _together(x_TH)
+    x = _row_contiguous(x_TH)
     fixed = {"SIZE": size, "PDL": pdl.on, **pdl.options}
     if format == "int8":
         values = torch.empty(rows, size, dtype=torch.int8, device=device)
@@ -231,7 +230,7 @@ def quantise_rows(
 
 
 def fp8_tile(rows: int, groups: int) -> QuantiseTile:
-    """As many elements as planned, in rows of as many groups as come out even, or half as many."""
+    """The planned number of elements, with the largest even share of a row's groups, or half."""
     tile = MANY if rows >= MANY_ROWS else FEW
     even = groups & -groups
     across = min(tile.groups, max(even, tile.groups // 2), triton.next_power_of_2(groups))
@@ -240,6 +239,6 @@ def fp8_tile(rows: int, groups: int) -> QuantiseTile:
     return QuantiseTile(down, across, warps)
 
 
-def _together(x: Tensor) -> Tensor:
-    """Channels of a row side by side."""
+def _row_contiguous(x: Tensor) -> Tensor:
+    """Makes the channels of a row contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,5 +1,5 @@
-"""From what the projections give to what attention needs, in one kernel: norms, rotation, and the
-new keys and values at their places of the cache."""
+"""Between projections and attention, in one kernel: norms and rotates queries and keys, and writes
+the new keys and values to the cache."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.attention import FP8, HeadEntry, LatentEntry, LayerPages
-from moesaic.kernels.triton.attention_blocks import padded, strides
+from moesaic.kernels.attention import HeadEntry, LatentEntry, LayerPages
+from moesaic.kernels.triton.attention_blocks import padded, strides, tile_width
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
 
 WARPS = 4
-# Elements of a tile; each thread gets 16 of them, which it loads 8 at a time.
+# Elements of a tile: 16 a thread, loaded 8 at a time.
 TILE = WARPS * 32 * 16
 
 
@@ -48,11 +48,8 @@ def enter_heads(qkv_TX: Tensor, entry: HeadEntry, cache: LayerPages, slots_T: Te
         HEADS=heads,
         KV_HEADS=kv_heads,
         D=dim,
-        DP=padded(dim),
         ROWS=rows,
         INTERLEAVED=entry.interleaved,
-        NORM=entry.q_norm_D is not None,
-        FP8=cache.keys.dtype == FP8,
         PDL=pdl.on,
         num_warps=WARPS,
         **pdl.options,
@@ -67,7 +64,6 @@ def enter_latent(
     out_TNR = torch.empty(num_tokens, heads, rope, dtype=q_TNR.dtype, device=q_TNR.device)
     if not num_tokens:
         return out_TNR
-    plain = latents_TC.shape[-1] - rope
     rows = max(1, TILE // padded(rope))
     pdl = dependent_launch(q_TNR)
     assert latents_TC.stride(-1) == 1
@@ -88,13 +84,10 @@ def enter_latent(
         entry.eps,
         1 / cache.k_scale,
         HEADS=heads,
-        PLAIN=plain,
-        PLAIN_P=padded(plain),
+        PLAIN=latents_TC.shape[-1] - rope,
         ROPE=rope,
-        ROPE_P=padded(rope),
         ROWS=rows,
         INTERLEAVED=entry.interleaved,
-        FP8=cache.keys.dtype == FP8,
         PDL=pdl.on,
         num_warps=WARPS,
         **pdl.options,
@@ -103,9 +96,9 @@ def enter_latent(
 
 
 @triton.jit
-def load_halves(x, rows, kept, D: tl.constexpr, DP: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The two channels of each pair, [len(rows), DP / 2] each, in float32. Rows of an odd pair's
-    tile are filled up with zeros."""
+def load_halves(x, rows, kept, D: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The two channels of each pair, [len(rows), tile_width(D) / 2] each, in float32."""
+    DP: tl.constexpr = tile_width(D)
     if INTERLEAVED:
         d = tl.arange(0, DP)
         both = tl.load(
@@ -122,9 +115,9 @@ def load_halves(x, rows, kept, D: tl.constexpr, DP: tl.constexpr, INTERLEAVED: t
 
 
 @triton.jit
-def rotate(a, b, cos, sin, rows, kept, D: tl.constexpr, DP: tl.constexpr):
-    """`rows`: where the rows of cos and sin begin."""
-    h = tl.arange(0, DP // 2)
+def rotate(a, b, cos, sin, rows, kept, D: tl.constexpr):
+    """`rows`: offsets of the rows of cos and sin."""
+    h = tl.arange(0, tile_width(D) // 2)
     mask = kept[:, None] & (h[None, :] < D // 2)
     c = tl.load(cos + rows[:, None] + h[None, :], mask=mask, other=0.0)
     s = tl.load(sin + rows[:, None] + h[None, :], mask=mask, other=0.0)
@@ -132,9 +125,9 @@ def rotate(a, b, cos, sin, rows, kept, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def encode(x, into, FP8: tl.constexpr):
-    """In the type of the cache; float8 holds no more than 448, and what is no number."""
-    if FP8:
+def encode(x, into):
+    """Converts to the type of the cache; float8 saturates at 448 and keeps NaN."""
+    if into.dtype.element_ty.primitive_bitwidth == 8:
         x = tl.maximum(x, -448.0, propagate_nan=tl.PropagateNan.ALL)
         x = tl.minimum(x, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return x.to(into.dtype.element_ty)
@@ -164,13 +157,11 @@ def enter_heads_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
-    DP: tl.constexpr,
     ROWS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    NORM: tl.constexpr,
-    FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    DP: tl.constexpr = tile_width(D)
     ALL: tl.constexpr = HEADS + 2 * KV_HEADS
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = row % ALL
@@ -179,34 +170,34 @@ def enter_heads_kernel(
     is_k = (row < num_rows) & (head >= HEADS) & (head < HEADS + KV_HEADS)
     is_v = (row < num_rows) & (head >= HEADS + KV_HEADS)
     h = tl.arange(0, DP // 2)
-    # Attention has much to fetch before it needs what is made here.
+    # Attention has much to load before it needs these results.
     release_next(PDL)
     await_inputs(PDL)
     slot = tl.load(slots + token, mask=row < num_rows, other=-1).to(tl.int64)
     at = token * qkv_row + head * D
-    a, b = load_halves(qkv, at, is_q | is_k, D, DP, INTERLEAVED)
-    # Asked for together with the others, and before it is known whether there is a slot.
+    a, b = load_halves(qkv, at, is_q | is_k, D, INTERLEAVED)
+    # Loaded together with the others, before the slot is known.
     d = tl.arange(0, DP)
     real_v = is_v[:, None] & (d[None, :] < D)
     v = tl.load(qkv + at[:, None] + d[None, :], mask=real_v, other=0.0).to(tl.float32)
-    if NORM:
+    if q_norm is not None:
         squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
         factor = tl.rsqrt(squares / D + eps)[:, None]
         weight = tl.where(is_q, q_norm, k_norm)
         one = tl.zeros((ROWS,), tl.int64)
-        wa, wb = load_halves(weight[:, None], one, is_q | is_k, D, DP, INTERLEAVED)
+        wa, wb = load_halves(weight[:, None], one, is_q | is_k, D, INTERLEAVED)
         a, b = a * factor * wa, b * factor * wb
-    x, y = rotate(a, b, cos, sin, token * cos_row, is_q | is_k, D, DP)
+    x, y = rotate(a, b, cos, sin, token * cos_row, is_q | is_k, D)
     real = h[None, :] < D // 2
     to = out + (token * HEADS + head)[:, None] * D + h[None, :]
     tl.store(to, x.to(out.dtype.element_ty), mask=is_q[:, None] & real)
     tl.store(to + D // 2, y.to(out.dtype.element_ty), mask=is_q[:, None] & real)
     to = keys + (slot * k_slot + (head - HEADS) * k_head)[:, None] + h[None, :]
     kept = (is_k & (slot >= 0))[:, None] & real
-    tl.store(to, encode(x * k_factor, keys, FP8), mask=kept)
-    tl.store(to + D // 2, encode(y * k_factor, keys, FP8), mask=kept)
+    tl.store(to, encode(x * k_factor, keys), mask=kept)
+    tl.store(to + D // 2, encode(y * k_factor, keys), mask=kept)
     to = values + (slot * v_slot + (head - HEADS - KV_HEADS) * v_head)[:, None] + d[None, :]
-    tl.store(to, encode(v * v_factor, values, FP8), mask=real_v & (slot >= 0)[:, None])
+    tl.store(to, encode(v * v_factor, values), mask=real_v & (slot >= 0)[:, None])
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
@@ -229,19 +220,16 @@ def enter_latent_kernel(
     k_factor,
     HEADS: tl.constexpr,
     PLAIN: tl.constexpr,
-    PLAIN_P: tl.constexpr,
     ROPE: tl.constexpr,
-    ROPE_P: tl.constexpr,
     ROWS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The first programs take a latent each, the others ROWS queries."""
-    h = tl.arange(0, ROPE_P // 2)
+    """The first programs handle one latent each, the others ROWS queries."""
+    h = tl.arange(0, tile_width(ROPE) // 2)
     program = tl.program_id(0)
     if program < num_tokens:
-        d = tl.arange(0, PLAIN_P)
+        d = tl.arange(0, tile_width(PLAIN))
         weight = tl.load(norm + d, mask=d < PLAIN, other=0.0).to(tl.float32)
         release_next(PDL)
         await_inputs(PDL)
@@ -250,15 +238,15 @@ def enter_latent_kernel(
         x = tl.load(latents + at + d, mask=d < PLAIN, other=0.0).to(tl.float32)
         x = x * tl.rsqrt(tl.sum(x * x, 0) / PLAIN + eps) * weight
         to = keys + slot * k_slot
-        tl.store(to + d, encode(x * k_factor, keys, FP8), mask=(d < PLAIN) & (slot >= 0))
+        tl.store(to + d, encode(x * k_factor, keys), mask=(d < PLAIN) & (slot >= 0))
         token = program.to(tl.int64) + tl.zeros((1,), tl.int64)
         one = token >= 0
-        a, b = load_halves(latents + PLAIN, token * latent_row, one, ROPE, ROPE_P, INTERLEAVED)
-        x2, y2 = rotate(a, b, cos, sin, token * cos_row, one, ROPE, ROPE_P)
+        a, b = load_halves(latents + PLAIN, token * latent_row, one, ROPE, INTERLEAVED)
+        x2, y2 = rotate(a, b, cos, sin, token * cos_row, one, ROPE)
         kept = (h[None, :] < ROPE // 2) & (slot >= 0)
         to2 = to + PLAIN + h[None, :]
-        tl.store(to2, encode(x2 * k_factor, keys, FP8), mask=kept)
-        tl.store(to2 + ROPE // 2, encode(y2 * k_factor, keys, FP8), mask=kept)
+        tl.store(to2, encode(x2 * k_factor, keys), mask=kept)
+        tl.store(to2 + ROPE // 2, encode(y2 * k_factor, keys), mask=kept)
     else:
         row = (program - num_tokens) * ROWS + tl.arange(0, ROWS)
         there = row < num_tokens * HEADS
@@ -266,8 +254,8 @@ def enter_latent_kernel(
         release_next(PDL)
         await_inputs(PDL)
         at_r = token_r * q_row + (row % HEADS) * q_head
-        a3, b3 = load_halves(q, at_r, there, ROPE, ROPE_P, INTERLEAVED)
-        x3, y3 = rotate(a3, b3, cos, sin, token_r * cos_row, there, ROPE, ROPE_P)
+        a3, b3 = load_halves(q, at_r, there, ROPE, INTERLEAVED)
+        x3, y3 = rotate(a3, b3, cos, sin, token_r * cos_row, there, ROPE)
         to3 = out + row.to(tl.int64)[:, None] * ROPE + h[None, :]
         kept3 = there[:, None] & (h[None, :] < ROPE // 2)
         tl.store(to3, x3.to(out.dtype.element_ty), mask=kept3)

@@ -1,11 +1,12 @@
-"""Routing; twins in kernels/routing.py.
+"""Routing; the twins are in kernels/routing.py.
 
-Scores are compared as integers that order like them: a maximum of int32 over a warp is a single
-instruction on a GPU, so choosing K of E experts takes K short steps without shared memory.
+Scores are compared as integers that sort in the same order: the maximum of int32 over a warp is a
+single instruction, so choosing K of E experts takes K short steps without shared memory.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -14,21 +15,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.experts import finished
+from moesaic.kernels.experts import summed
 from moesaic.kernels.norm import SumToNorm
-from moesaic.kernels.routing import MAX_ROWS, RouterWeights, SlotTable, TopKConfig
+from moesaic.kernels.routing import MAX_ROWS, RouterWeights, TopKConfig, TopKInputs
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
 
 # Below the key of any number, -inf included.
 LEAST = tl.constexpr(-(2**31))
 INFINITY_KEY = tl.constexpr(0x7F800000)
-# Experts and channels of a program of `route_rows`, which computes without matrix units.
+# Experts and channels of a program of `route_rows`, which does not use tensor cores.
 ROUTER_TILE = (8, 256)
+
+
+@dataclass(frozen=True)
+class RouteConstants:
+    """Compile-time constants `P` of the routing kernels; blocks are padded to powers of two."""
+
+    spec: TopKConfig
+    by_logits: bool
+    experts: int
+    block_e: int
+    block_k: int
+    block_z: int
+    replicas: int
+    """Columns of the slot table; 0 without one."""
 
 
 @triton.jit
 def _key(x):
-    """Orders like the numbers: zeros are equal, NaN is infinite."""
+    """Sorts like the numbers; zeros are equal, NaN equals +inf."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), INFINITY_KEY)
 
@@ -46,65 +61,47 @@ def _highest(keys, ids):
 
 
 @triton.jit
-def _drop_groups(
-    keys,
-    expert,
-    E: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOPK_GROUPS: tl.constexpr,
-    TOP2: tl.constexpr,
-    BLOCK_Z: tl.constexpr,
-):
-    """Keys of experts outside of the best groups become LEAST."""
-    group = expert // (E // GROUPS)
+def _drop_groups(keys, expert, P: tl.constexpr):
+    """Sets the keys of experts outside the best groups to LEAST."""
+    GROUPS: tl.constexpr = P.spec.num_groups
+    TOPK_GROUPS: tl.constexpr = P.spec.topk_groups
+    BLOCK_Z: tl.constexpr = P.block_z
+    group = expert // (P.experts // GROUPS)
     numbers = tl.arange(0, BLOCK_Z)[None, :]
-    worth = tl.full((keys.shape[0], BLOCK_Z), LEAST, tl.int32)
+    group_keys = tl.full((keys.shape[0], BLOCK_Z), LEAST, tl.int32)
     for z in tl.static_range(GROUPS):
         inside = tl.where(group == z, keys, LEAST)
         best, at = _highest(inside, expert)
-        if TOP2:
+        if P.spec.group_score == "top2":
             second = tl.max(tl.where(expert == at, LEAST, inside), 1)[:, None]
             best = _key(_number(best) + _number(second))
-        worth = tl.where(numbers == z, best, worth)
+        group_keys = tl.where(numbers == z, best, group_keys)
     kept = expert < 0
     for _ in tl.static_range(TOPK_GROUPS):
-        best, at = _highest(worth, numbers)
+        best, at = _highest(group_keys, numbers)
         kept = kept | (group == at)
-        worth = tl.where(numbers == at, LEAST, worth)
+        group_keys = tl.where(numbers == at, LEAST, group_keys)
     return tl.where(kept, keys, LEAST)
 
 
 @triton.jit
-def _choose(
-    logits,
-    expert,
-    bias_ptr,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    BIASED: tl.constexpr,
-    BY_LOGITS: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOPK_GROUPS: tl.constexpr,
-    TOP2: tl.constexpr,
-    BLOCK_Z: tl.constexpr,
-):
-    """Experts and weights [rows, BLOCK_K] from float32 logits [rows, BLOCK_E]."""
-    valid = expert < E
-    if SIGMOID:
+def _choose(logits, expert, bias_ptr, P: tl.constexpr):
+    """Experts and weights [rows, block_k] from float32 logits [rows, block_e]."""
+    K: tl.constexpr = P.spec.top_k
+    BLOCK_K: tl.constexpr = P.block_k
+    valid = expert < P.experts
+    if P.spec.scoring == "sigmoid":
         scores = 1 / (1 + tl.exp(-logits))
     else:
         shares = tl.exp(logits - tl.max(tl.where(valid, logits, -float("inf")), 1)[:, None])
         scores = shares / tl.sum(tl.where(valid, shares, 0.0), 1)[:, None]
-    choice = logits if BY_LOGITS else scores
-    if BIASED:
+    choice = logits if P.by_logits else scores
+    if bias_ptr is not None:
         choice += tl.load(bias_ptr + expert, valid, 0.0).to(tl.float32)
     keys = tl.where(valid, _key(choice), LEAST)
-    if TOPK_GROUPS < GROUPS:
-        keys = _drop_groups(keys, expert, E, GROUPS, TOPK_GROUPS, TOP2, BLOCK_Z)
-    # Scores are not negative: their bits order like them, and one maximum picks one out.
+    if P.spec.limits_groups:
+        keys = _drop_groups(keys, expert, P)
+    # Scores are not negative: their bits sort like them, and one maximum selects one.
     bits = tl.where(scores == scores, scores.to(tl.int32, bitcast=True), 0x7FC00000)
     place = tl.arange(0, BLOCK_K)[None, :]
     ids = tl.zeros((keys.shape[0], BLOCK_K), tl.int32)
@@ -116,36 +113,24 @@ def _choose(
         picked = tl.where(place == k, tl.max(tl.where(here, bits, 0), 1)[:, None], picked)
         keys = tl.where(here, LEAST, keys)
     weights = picked.to(tl.float32, bitcast=True)
-    if RENORMALIZE:
+    if P.spec.renormalize:
         weights = weights / (tl.sum(weights, 1)[:, None] + 1e-20)
     return ids, weights
 
 
 @triton.jit
-def _store(
-    ids,
-    weights,
-    row,
-    num_rows,
-    num_tokens_ptr,
-    slots_ptr,
-    count_ptr,
-    ids_ptr,
-    weights_ptr,
-    scale,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    MAPPED: tl.constexpr,
-    REPLICAS: tl.constexpr,
-    PADDED: tl.constexpr,
-):
-    place = tl.arange(0, BLOCK_K)[None, :]
+def _route(logits, row, expert, num_rows, lists, scale, P: tl.constexpr):
+    """Chooses experts and stores their slots and weights."""
+    bias_ptr, num_tokens_ptr, slots_ptr, count_ptr, ids_ptr, weights_ptr = lists
+    K: tl.constexpr = P.spec.top_k
+    ids, weights = _choose(logits, expert, bias_ptr, P)
+    place = tl.arange(0, P.block_k)[None, :]
     mask = (row < num_rows) & (place < K)
-    if MAPPED:
+    if P.replicas > 0:
         count = tl.load(count_ptr + ids, mask, 1)
-        ids = tl.load(slots_ptr + ids * REPLICAS + (row % count).to(tl.int32), mask, -1)
+        ids = tl.load(slots_ptr + ids * P.replicas + (row % count).to(tl.int32), mask, -1)
     weights = weights * scale
-    if PADDED:
+    if num_tokens_ptr is not None:
         real = row < tl.load(num_tokens_ptr)
         ids = tl.where(real, ids, -1)
         weights = tl.where(real, weights, 0.0)
@@ -165,57 +150,26 @@ def _route_kernel(
     num_rows,
     stride,
     scale,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    P: tl.constexpr,
     ROWS: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    BIASED: tl.constexpr,
-    BY_LOGITS: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOPK_GROUPS: tl.constexpr,
-    TOP2: tl.constexpr,
-    BLOCK_Z: tl.constexpr,
-    MAPPED: tl.constexpr,
-    REPLICAS: tl.constexpr,
-    PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A warp a row: all that it does stays in its registers."""
+    """One warp a row: everything stays in its registers."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    expert = tl.arange(0, BLOCK_E)[None, :]
+    expert = tl.arange(0, P.block_e)[None, :]
     release_next(PDL)
     await_inputs(PDL)
-    mask = (row < num_rows) & (expert < E)
+    mask = (row < num_rows) & (expert < P.experts)
     logits = tl.load(logits_ptr + row * stride + expert, mask, 0.0).to(tl.float32)
-    ids, weights = _choose(
-        logits, expert, bias_ptr, E, K, BLOCK_K, SIGMOID, BIASED, BY_LOGITS, RENORMALIZE,
-        GROUPS, TOPK_GROUPS, TOP2, BLOCK_Z,
-    )  # fmt: skip
-    _store(
-        ids, weights, row, num_rows, num_tokens_ptr, slots_ptr, count_ptr, ids_ptr, weights_ptr,
-        scale, K, BLOCK_K, MAPPED, REPLICAS, PADDED,
-    )  # fmt: skip
+    lists = (bias_ptr, num_tokens_ptr, slots_ptr, count_ptr, ids_ptr, weights_ptr)
+    _route(logits, row, expert, num_rows, lists, scale, P)
 
 
 @triton.jit
 def _norm_row(
-    x,
-    weight,
-    x_ptr,
-    residual_ptr,
-    normed_ptr,
-    sum_ptr,
-    channel,
-    inside,
-    eps,
-    keep,
-    H: tl.constexpr,
+    x, weight, x_ptr, residual_ptr, normed_ptr, sum_ptr, channel, inside, eps, keep, H: tl.constexpr
 ):
-    """Of a row's sum with its residual: some channels normed, whose `x` and norm's `weight` are
-    given. Who shall `keep` them stores them and their sums."""
+    """Norms some channels' sums with the residual; with `keep` also stores both."""
     TYPE: tl.constexpr = sum_ptr.dtype.element_ty
     every = tl.arange(0, triton.next_power_of_2(H))
     whole = tl.load(x_ptr + every, every < H, 0.0).to(tl.float32)
@@ -251,38 +205,24 @@ def _router_kernel(
     residual_stride,
     eps,
     scale,
+    P: tl.constexpr,
     H: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_X: tl.constexpr,
-    ROUTER_BIAS: tl.constexpr,
     ROUNDS: tl.constexpr,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
     ROWS: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    BIASED: tl.constexpr,
-    BY_LOGITS: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOPK_GROUPS: tl.constexpr,
-    TOP2: tl.constexpr,
-    BLOCK_Z: tl.constexpr,
-    MAPPED: tl.constexpr,
-    REPLICAS: tl.constexpr,
-    PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (i, s): products of BLOCK_X experts over BLOCK_H channels, for all rows. The one that
-    comes last adds them up, always in the same order, and routes. With a residual the rows are what
-    `_norm_row` gives."""
+    """Program (i, s) multiplies BLOCK_X experts by BLOCK_H channels of all rows. The last one to
+    finish adds the products, always in the same order, and routes. With a residual, `_norm_row`
+    gives the rows."""
+    BLOCK_E: tl.constexpr = P.block_e
     some = tl.program_id(0) * BLOCK_X + tl.arange(0, BLOCK_X)
     split = tl.program_id(1)
     channel = split * BLOCK_H + tl.arange(0, BLOCK_H)
     at = some.to(tl.int64)[:, None] * H + channel[None, :]
-    weight = tl.load(weight_ptr + at, (some < E)[:, None] & (channel < H)[None, :], 0.0)
+    weight = tl.load(weight_ptr + at, (some < P.experts)[:, None] & (channel < H)[None, :], 0.0)
     weight = weight.to(tl.float32)
     if residual_ptr is not None:
         norm = tl.load(norm_ptr + channel, channel < H, 0.0).to(tl.float32)
@@ -299,7 +239,7 @@ def _router_kernel(
             )  # fmt: skip
         product = tl.sum(weight * x[None, :], 1)
         tl.store(partial_ptr + (split * ROWS + t) * BLOCK_E + some, product)
-    tl.debug_barrier()  # all threads' products are written before one thread says so
+    tl.debug_barrier()  # All threads write their products before one of them counts.
     programs = tl.num_programs(0) * tl.num_programs(1)
     if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == programs - 1:
         tl.store(counter_ptr, 0)
@@ -309,93 +249,52 @@ def _router_kernel(
         for s in range(SPLITS):
             part_ptr = partial_ptr + (s * ROWS + row) * BLOCK_E + expert
             logits += tl.load(part_ptr, cache_modifier=".cg")
-        if ROUTER_BIAS:
-            logits += tl.load(router_bias_ptr + expert, expert < E, 0.0).to(tl.float32)
+        if router_bias_ptr is not None:
+            bias = tl.load(router_bias_ptr + expert, expert < P.experts, 0.0)
+            logits += bias.to(tl.float32)
         if ROUNDS:
             logits = logits.to(x_ptr.dtype.element_ty).to(tl.float32)
-        ids, weights = _choose(
-            logits, expert, bias_ptr, E, K, BLOCK_K, SIGMOID, BIASED, BY_LOGITS, RENORMALIZE,
-            GROUPS, TOPK_GROUPS, TOP2, BLOCK_Z,
-        )  # fmt: skip
-        _store(
-            ids, weights, row, num_rows, num_tokens_ptr, slots_ptr, count_ptr, ids_ptr,
-            weights_ptr, scale, K, BLOCK_K, MAPPED, REPLICAS, PADDED,
-        )  # fmt: skip
+        lists = (bias_ptr, num_tokens_ptr, slots_ptr, count_ptr, ids_ptr, weights_ptr)
+        _route(logits, row, expert, num_rows, lists, scale, P)
 
 
-def route(
-    logits_TE: Tensor,
-    spec: TopKConfig,
-    bias_E: Tensor | None = None,
-    num_tokens_1: Tensor | None = None,
-    slots: SlotTable | None = None,
-) -> tuple[Tensor, Tensor]:
+def route(logits_TE: Tensor, given: TopKInputs) -> tuple[Tensor, Tensor]:
     rows, experts = logits_TE.shape
-    ids_TK, weights_TK = _outputs(rows, spec.top_k, logits_TE.device)
-    if not rows:
-        return ids_TK, weights_TK
-    logits_TE = logits_TE if logits_TE.stride(1) == 1 else logits_TE.contiguous()
-    pdl = dependent_launch(logits_TE)
-    _route_kernel[(rows,)](
-        logits_TE,
-        bias_E,
-        num_tokens_1,
-        *_planes(slots),
-        ids_TK,
-        weights_TK,
-        rows,
-        logits_TE.stride(0),
-        spec.routed_scaling_factor,
-        ROWS=1,
-        num_warps=1,
-        **constants(experts, spec, bias_E, num_tokens_1, slots),
-        PDL=pdl.on,
-        **pdl.options,
-    )
-    return ids_TK, weights_TK
+    lists, fixed = _arguments(logits_TE, experts, given)
+    if rows:
+        logits_TE = logits_TE if logits_TE.stride(1) == 1 else logits_TE.contiguous()
+        pdl = dependent_launch(logits_TE)
+        _route_kernel[(rows,)](
+            logits_TE, *lists, rows, logits_TE.stride(0), given.spec.routed_scaling_factor, P=fixed,
+            ROWS=1, num_warps=1, PDL=pdl.on, **pdl.options,
+        )  # fmt: skip
+    return lists[-2:]
 
 
-def route_rows(
-    x_TH: Tensor,
-    router: RouterWeights,
-    spec: TopKConfig,
-    bias_E: Tensor | None = None,
-    num_tokens_1: Tensor | None = None,
-    slots: SlotTable | None = None,
-) -> tuple[Tensor, Tensor]:
-    fixed = constants(len(router.weight_EH), spec, bias_E, num_tokens_1, slots)
-    ids_TK, weights_TK = _outputs(len(x_TH), spec.top_k, x_TH.device)
-    lists = (bias_E, num_tokens_1, *_planes(slots), ids_TK, weights_TK)
-    _run_router(x_TH, (None, None, None, None, 0, 0.0), router, lists, spec, fixed)
-    return ids_TK, weights_TK
+def route_rows(x_TH: Tensor, router: RouterWeights, given: TopKInputs) -> tuple[Tensor, Tensor]:
+    lists, fixed = _arguments(x_TH, len(router.weight_EH), given)
+    _run_router(x_TH, (None, None, None, None, 0, 0.0), router, lists, fixed)
+    return lists[-2:]
 
 
 def norm_route_rows(
-    rows: SumToNorm,
-    router: RouterWeights,
-    spec: TopKConfig,
-    bias_E: Tensor | None = None,
-    num_tokens_1: Tensor | None = None,
-    slots: SlotTable | None = None,
+    rows: SumToNorm, router: RouterWeights, given: TopKInputs
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x_TH, residual_TH = finished(rows.values), rows.residual_TH
+    x_TH, residual_TH = summed(rows.values), rows.residual_TH
     assert residual_TH.stride(1) == 1 and x_TH.stride(1) == 1, (x_TH.stride(), residual_TH.stride())
     normed_TH, sum_TH = torch.empty_like(residual_TH), torch.empty_like(residual_TH)
-    fixed = constants(len(router.weight_EH), spec, bias_E, num_tokens_1, slots)
-    ids_TK, weights_TK = _outputs(len(x_TH), spec.top_k, x_TH.device)
-    lists = (bias_E, num_tokens_1, *_planes(slots), ids_TK, weights_TK)
+    lists, fixed = _arguments(x_TH, len(router.weight_EH), given)
     norm = (residual_TH, rows.weight_H, normed_TH, sum_TH, residual_TH.stride(0), rows.eps)
-    _run_router(x_TH, norm, router, lists, spec, fixed)
-    return normed_TH, sum_TH, ids_TK, weights_TK
+    _run_router(x_TH, norm, router, lists, fixed)
+    return normed_TH, sum_TH, *lists[-2:]
 
 
 def _run_router(
     x_TH: Tensor,
     norm: tuple[Any, ...],
     router: RouterWeights,
-    lists: tuple[Tensor | None, ...],
-    spec: TopKConfig,
-    fixed: dict[str, Any],
+    lists: tuple[Any, ...],
+    fixed: RouteConstants,
 ) -> None:
     rows, hidden = x_TH.shape
     assert rows <= MAX_ROWS and router.weight_EH.is_contiguous(), (rows, router.weight_EH.stride())
@@ -405,55 +304,38 @@ def _run_router(
     tile = triton.next_power_of_2(rows)
     experts, channels = ROUTER_TILE
     splits = triton.cdiv(hidden, channels)
-    partial = torch.empty(splits, tile, fixed["BLOCK_E"], device=x_TH.device)
+    partial = torch.empty(splits, tile, fixed.block_e, device=x_TH.device)
     pdl = dependent_launch(x_TH)
-    *planes, residual_stride, eps = norm
-    _router_kernel[(fixed["BLOCK_E"] // experts, splits)](
-        x_TH, *planes, router.weight_EH, router.bias_E, partial, router.counter_1, *lists,
-        rows, x_TH.stride(0), residual_stride, eps, spec.routed_scaling_factor,
-        H=hidden, SPLITS=splits, BLOCK_H=channels, BLOCK_X=experts,
-        ROUTER_BIAS=router.bias_E is not None, ROUNDS=router.rounds, ROWS=tile, num_warps=tile,
-        **fixed, PDL=pdl.on, **pdl.options,
+    *norm_arrays, residual_stride, eps = norm
+    _router_kernel[(fixed.block_e // experts, splits)](
+        x_TH, *norm_arrays, router.weight_EH, router.bias_E, partial, router.counter_1, *lists,
+        rows, x_TH.stride(0), residual_stride, eps, fixed.spec.routed_scaling_factor, P=fixed,
+        H=hidden, SPLITS=splits, BLOCK_H=channels, BLOCK_X=experts, ROUNDS=router.rounds,
+        ROWS=tile, num_warps=tile, PDL=pdl.on, **pdl.options,
     )  # fmt: skip
 
 
-def _planes(slots: SlotTable | None) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if slots is None else (slots.slots_EX, slots.count_E)
-
-
-def constants(
-    experts: int,
-    spec: TopKConfig,
-    bias_E: Tensor | None,
-    num_tokens_1: Tensor | None,
-    slots: SlotTable | None,
-) -> dict[str, Any]:
-    return {
-        **_sizes(experts, spec),
-        "BIASED": bias_E is not None,
-        "BY_LOGITS": spec.by_logits(bias_E),
-        "MAPPED": slots is not None,
-        "REPLICAS": 1 if slots is None else slots.slots_EX.shape[1],
-        "PADDED": num_tokens_1 is not None,
-    }
-
-
 @cache
-def _sizes(experts: int, spec: TopKConfig) -> dict[str, object]:
-    return {
-        "E": experts,
-        "BLOCK_E": max(32, triton.next_power_of_2(experts)),
-        "K": spec.top_k,
-        "BLOCK_K": triton.next_power_of_2(spec.top_k),
-        "SIGMOID": spec.scoring == "sigmoid",
-        "RENORMALIZE": spec.renormalize,
-        "GROUPS": spec.num_groups,
-        "TOPK_GROUPS": spec.topk_groups,
-        "TOP2": spec.group_score == "top2",
-        "BLOCK_Z": triton.next_power_of_2(spec.num_groups),
-    }
+def constants(experts: int, spec: TopKConfig, biased: bool, replicas: int) -> RouteConstants:
+    return RouteConstants(
+        spec=spec,
+        by_logits=spec.by_logits(biased),
+        experts=experts,
+        block_e=max(32, triton.next_power_of_2(experts)),
+        block_k=triton.next_power_of_2(spec.top_k),
+        block_z=triton.next_power_of_2(spec.num_groups),
+        replicas=replicas,
+    )
 
 
-def _outputs(rows: int, top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    ids_TK = torch.empty(rows, top_k, dtype=torch.int32, device=device)
-    return ids_TK, torch.empty(rows, top_k, dtype=torch.float32, device=device)
+def _arguments(
+    x: Tensor, experts: int, given: TopKInputs
+) -> tuple[tuple[Any, ...], RouteConstants]:
+    """The tensors that `_route` reads, new ones for its results [T, K], and its constants."""
+    spec, slots = given.spec, given.slots
+    table = (None, None) if slots is None else (slots.slots_EX, slots.count_E)
+    ids_TK = torch.empty(len(x), spec.top_k, dtype=torch.int32, device=x.device)
+    weights_TK = torch.empty_like(ids_TK, dtype=torch.float32)
+    replicas = 0 if slots is None else slots.slots_EX.shape[1]
+    fixed = constants(experts, spec, given.bias_E is not None, replicas)
+    return (given.bias_E, given.num_tokens_1, *table, ids_TK, weights_TK), fixed

@@ -1,16 +1,16 @@
-"""Sampling; twins in kernels/sampling.py.
+"""Sampling; the twins are in kernels/sampling.py.
 
 R rows · V vocabulary · N blocks of 128 tokens · C chunks of 32 blocks · P = C * 32 blocks.
 
-    _peaks_kernel    the highest score of each block and chunk: all that greedy rows need
-    _sums_kernel     the weight of each block, of rows that any token may be drawn from
-    narrow           for top-p alone: the few tokens of which one is the lowest kept
-    _draw_kernel     a program a row: what top-k and top-p keep, and the draw
+    _peaks_kernel    the highest score of each block and chunk: sufficient for greedy rows
+    _sums_kernel     the weight of each block, for rows without top-k
+    narrow           for top-p alone: a few tokens that include the lowest one kept
+    _draw_kernel     one program a row: applies top-k and top-p, and draws
 
-With top-k only blocks whose peak reaches the lowest score that can still matter are read again. The
-lowest score kept is searched by cutting its range in four, among tokens held in registers where
-they are few enough, as nearly always, else in all those blocks; scores are compared as integers
-that order like them, so that the search ends.
+With top-k only blocks whose peak reaches the lowest score that may be kept are read again. The
+search for the lowest score kept cuts its range in four: nearly always among tokens in registers, if
+these are too many in all such blocks. Scores are compared as integers that sort in the same order,
+so that the search terminates.
 """
 
 from __future__ import annotations
@@ -38,30 +38,20 @@ from moesaic.kernels.triton.sampling_parts import (
     uniform_at,
 )
 
-# Blocks that are gathered at once; with more, the sums of a search do not fit the registers.
+# Blocks that are gathered at once; with more, the sums of a search exceed the registers.
 GATHER = tl.constexpr(8)
-# Tokens of blocks that are held at once with top-k.
+# Tokens held in registers with top-k.
 HELD_K = tl.constexpr(4096)
 LEAST = tl.constexpr(-(2**31))
 # The key of -inf.
 BOTTOM = tl.constexpr(-2139095041)
-# Cuts of a range in scores before it is cut in integers; each leaves a quarter.
+# Cuts of a range by score before it is cut by integer; each leaves a quarter.
 SCORE_CUTS = tl.constexpr(3)
 DRAW_WARPS = 16
 
 
 @triton.jit
-def _peaks_kernel(
-    logits_ptr,
-    peaks_ptr,
-    best_ptr,
-    token_ptr,
-    V,
-    stride,
-    chunks,
-    PEAKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def _peaks_kernel(logits_ptr, peaks_ptr, best_ptr, token_ptr, V, stride, chunks, PDL: tl.constexpr):
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     block = chunk * BLOCKS + tl.arange(0, BLOCKS)
     token = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -71,7 +61,7 @@ def _peaks_kernel(
     x = tl.where(x == x, x, float("inf"))
     peaks = tl.max(x, 1)
     best = tl.max(peaks, 0)
-    if PEAKS:
+    if peaks_ptr is not None:
         tl.store(peaks_ptr + row * chunks * BLOCKS + block, peaks)
     first = tl.min(tl.min(tl.where((x == best) & (token < V), token, 0x7FFFFFFF), 1), 0)
     tl.store(best_ptr + row * chunks + chunk, best)
@@ -110,13 +100,13 @@ def _sums_kernel(
     params_ptr += row * COLUMNS
     if not is_greedy(params_ptr) and top_k_of(params_ptr, V) == -1:
         temperature = float64_at(params_ptr).to(tl.float32)
-        # With top-p the total is that of all tokens.
+        # With top-p, the total includes all tokens.
         min_p = tl.where(float64_at(params_ptr + 2) < 1, 0.0, float64_at(params_ptr + 3))
         best, _ = best_of(best_ptr, token_ptr, row, chunks, BLOCK_C)
         block = chunk * BLOCKS + tl.arange(0, BLOCKS)
         token = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
         x = tl.load(logits_ptr + row * stride + token, token < V, -float("inf")).to(tl.float32)
-        weights = token_weights(x, best, temperature, min_p.to(tl.float32), scale)
+        weights = token_weights(x, (best, temperature, scale), min_p.to(tl.float32))
         tl.store(sums_ptr + row * chunks * BLOCKS + block, tl.sum(weights, 1))
 
 
@@ -129,8 +119,8 @@ def _peak_keys(peaks_ptr, blocks, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _list_blocks(peaks_ptr, list_ptr, least, blocks, BLOCK_N: tl.constexpr):
-    """Writes the blocks that have a score of `least` or above, in order; gives their number."""
-    tl.debug_barrier()  # the list before this one has been read
+    """Lists the blocks that have a score of `least` or above, in order; returns their number."""
+    tl.debug_barrier()  # All threads have read the previous list.
     wanted = (_peak_keys(peaks_ptr, blocks, BLOCK_N) >= least.to(tl.int32)).to(tl.int32)
     place = tl.cumsum(wanted, 0) - 1
     tl.store(list_ptr + place, tl.arange(0, BLOCK_N), wanted != 0)
@@ -140,7 +130,7 @@ def _list_blocks(peaks_ptr, list_ptr, least, blocks, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _load_blocks(logits_ptr, list_ptr, start, count, V):
-    """Listed blocks from `start` on, and their scores [GATHER, 128]: -inf behind the last."""
+    """Listed blocks from `start` on, and their scores [GATHER, 128]; -inf past the last."""
     place = start + tl.arange(0, GATHER)
     block = tl.load(list_ptr + place, place < count, 0)
     token = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -149,23 +139,10 @@ def _load_blocks(logits_ptr, list_ptr, start, count, V):
 
 
 @triton.jit
-def _search(
-    logits_ptr,
-    list_ptr,
-    peaks_ptr,
-    blocks,
-    V,
-    low,
-    high,
-    target,
-    best,
-    temperature,
-    scale,
-    COUNT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """The highest key in [low, high) such that what is at or above it weighs at least `target`; or
-    one that keeps exactly so many tokens, where they are counted."""
+def _search(inputs, low, high, target, scaling, COUNT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The highest key in [low, high) such that the tokens from it on weigh at least `target`; with
+    COUNT, a key that keeps exactly `target` tokens is enough."""
+    logits_ptr, list_ptr, peaks_ptr, blocks, V = inputs
     cuts = 0
     have = tl.full((), float("inf"), tl.float64)
     enough = target if COUNT else tl.full((), -1.0, tl.float64)
@@ -187,7 +164,7 @@ def _search(
             if COUNT:
                 weights = tl.full((GATHER, WIDTH), 1.0, tl.float64)
             else:
-                weights = token_weights(x, best, temperature, 0.0, scale)
+                weights = token_weights(x, scaling, 0.0)
             key = sort_key(x)
             above1 += tl.where(key >= first.to(tl.int32), weights, 0.0)
             above2 += tl.where(key >= second.to(tl.int32), weights, 0.0)
@@ -219,7 +196,7 @@ def _total(x):
 
 @triton.jit
 def _kth_peak(peaks, k, low, high):
-    """The k-th highest peak, below which the k-th highest score cannot be; or `low`."""
+    """The k-th highest peak, a lower bound of the k-th highest score; or `low`."""
     while high - low > 1:
         middle = low + (high - low) // 2
         reached = tl.sum((peaks >= middle.to(tl.int32)).to(tl.int32), 0) >= k
@@ -229,18 +206,16 @@ def _kth_peak(peaks, k, low, high):
 
 
 @triton.jit
-def _sum_blocks(
-    logits_ptr, list_ptr, sums_ptr, peaks_ptr, blocks, floor, V, best, temperature, min_p, scale,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Weights of each block's tokens that are kept; of all blocks together."""
+def _sum_blocks(inputs, sums_ptr, floor, scaling, min_p, BLOCK_N: tl.constexpr):
+    """Stores the weight of each block's kept tokens; returns that of all blocks."""
+    logits_ptr, list_ptr, peaks_ptr, blocks, V = inputs
     every = tl.arange(0, BLOCK_N)
     tl.store(sums_ptr + every, tl.zeros((BLOCK_N,), tl.float64), every < blocks)
     count = _list_blocks(peaks_ptr, list_ptr, floor, blocks, BLOCK_N)
     total = tl.zeros((GATHER,), tl.float64)
     for start in range(0, count, GATHER):
         block, x = _load_blocks(logits_ptr, list_ptr, start, count, V)
-        weights = token_weights(x, best, temperature, min_p, scale)
+        weights = token_weights(x, scaling, min_p)
         kept = tl.sum(tl.where(sort_key(x) >= floor.to(tl.int32), weights, 0.0), 1)
         total += kept
         tl.store(sums_ptr + block, kept, start + tl.arange(0, GATHER) < count)
@@ -249,12 +224,11 @@ def _sum_blocks(
 
 
 @triton.jit
-def _walk(logits_ptr, sums_ptr, blocks, floor, V, best, temperature, min_p, scale, number,
-          BLOCK_N: tl.constexpr):  # fmt: skip
-    """The token at which the sum of weights passes the share `number` of all, in vocabulary
-    order."""
+def _draw_token(inputs, sums_ptr, floor, scaling, min_p, number, BLOCK_N: tl.constexpr):
+    """The token at which the sum of weights, in vocabulary order, passes the share `number`."""
+    logits_ptr, _, _, blocks, V = inputs
     every = tl.arange(0, BLOCK_N)
-    # Past the first cache, which atomic additions do not reach.
+    # Bypasses the L1 cache, which atomic additions do not update.
     sums = tl.load(sums_ptr + every, every < blocks, 0.0, cache_modifier=".cg")
     total = tl.sum(sums, 0)
     mark = tl.minimum((number * total).to(tl.int64).to(tl.float64), total - 1)
@@ -263,7 +237,7 @@ def _walk(logits_ptr, sums_ptr, blocks, floor, V, best, temperature, min_p, scal
     mark -= tl.sum(tl.where(every < block, sums, 0.0), 0)
     token = block * WIDTH + tl.arange(0, WIDTH)
     x = tl.load(logits_ptr + token, token < V, -float("inf")).to(tl.float32)
-    weights = token_weights(x, best, temperature, min_p, scale)
+    weights = token_weights(x, scaling, min_p)
     ends = tl.cumsum(tl.where(sort_key(x) >= floor.to(tl.int32), weights, 0.0), 0)
     offset = tl.minimum(tl.sum((ends <= mark).to(tl.int32), 0), WIDTH - 1)
     return tl.minimum(block * WIDTH + offset, V - 1)
@@ -271,7 +245,7 @@ def _walk(logits_ptr, sums_ptr, blocks, floor, V, best, temperature, min_p, scal
 
 @triton.jit
 def _search_held(key, amount, low, high, target):
-    """As `_search`, of keys in registers and what each of them counts."""
+    """`_search` over keys in registers; `amount` is what each of them adds."""
     while high - low > 1:
         step = tl.maximum((high - low) // 4, 1)
         first, second = low + step, tl.minimum(low + 2 * step, high - 1)
@@ -286,11 +260,13 @@ def _search_held(key, amount, low, high, target):
 
 @triton.jit
 def _floor_of_held(
-    logits_ptr, list_ptr, kept_ptr, count, blocks, V, top_k, top_p, min_p, target, best,
-    temperature, scale, SIZE: tl.constexpr, WITH_K: tl.constexpr, BLOCK_N: tl.constexpr,
+    inputs, kept_ptr, count, limits, target, scaling,
+    SIZE: tl.constexpr, WITH_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The lowest key kept, of SIZE listed tokens that are to weigh `target`, or of the tokens of
-    listed blocks with top-k; their weights are added to those of their blocks."""
+    """The lowest key kept, of SIZE listed tokens that must weigh `target`, or WITH_K of the tokens
+    of listed blocks; adds their weights to those of their blocks."""
+    logits_ptr, list_ptr, _, blocks, V = inputs
+    top_k, top_p, min_p = limits
     every, place = tl.arange(0, BLOCK_N), tl.arange(0, SIZE)
     listed = place // WIDTH if WITH_K else place
     token = tl.load(list_ptr + listed, listed < count, 0)
@@ -299,7 +275,7 @@ def _floor_of_held(
     mask = (listed < count) & (token < V)
     x = tl.load(logits_ptr + token, mask, -float("inf")).to(tl.float32)
     key = tl.where(mask, sort_key(x), LEAST)
-    weights = tl.where(mask, token_weights(x, best, temperature, 0.0, scale), 0.0)
+    weights = tl.where(mask, token_weights(x, scaling, 0.0), 0.0)
     low = tl.min(tl.where(mask, key, 0x7FFFFFFF), 0).to(tl.int64)
     high = tl.max(key, 0).to(tl.int64) + 1
     if WITH_K:
@@ -309,7 +285,7 @@ def _floor_of_held(
     if top_p < 1:
         low = _search_held(key, weights, low, high, target)
     tl.debug_barrier()
-    weights = token_weights(x, best, temperature, min_p, scale)
+    weights = token_weights(x, scaling, min_p)
     kept = mask & (key >= low.to(tl.int32)) & (weights > 0)
     tl.atomic_add(kept_ptr + token // WIDTH, weights, kept, sem="relaxed")
     tl.debug_barrier()
@@ -317,37 +293,24 @@ def _floor_of_held(
 
 
 @triton.jit
-def _floor_of_all(
-    logits_ptr, list_ptr, sums_ptr, peaks_ptr, low, top, blocks, V, top_k, top_p, min_p, best,
-    temperature, scale, reach, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """The same from all blocks, where what could be kept is too much to hold. `low`: a key that
-    top-k keeps."""
+def _floor_of_all(inputs, sums_ptr, low, top, limits, scaling, reach, BLOCK_N: tl.constexpr):
+    """The lowest key kept, searched in all blocks. `low`: a key that top-k keeps."""
+    blocks = inputs[3]
+    top_k, top_p, min_p = limits
+    best, temperature, _ = scaling
     total = tl.full((), 0.0, tl.float64)
     floor = low
     if top_k != -1:
-        floor = _search(
-            logits_ptr, list_ptr, peaks_ptr, blocks, V, low, top, top_k.to(tl.float64),
-            best, temperature, scale, True, BLOCK_N,
-        )  # fmt: skip
+        floor = _search(inputs, low, top, top_k.to(tl.float64), scaling, True, BLOCK_N)
     if top_p < 1:
         if top_k == -1:
             every = tl.arange(0, BLOCK_N)
             total = tl.sum(tl.load(sums_ptr + every, every < blocks, 0.0), 0)
         else:
-            total = _sum_blocks(
-                logits_ptr, list_ptr, sums_ptr, peaks_ptr, blocks, floor, V, best,
-                temperature, 0.0, scale, BLOCK_N,
-            )  # fmt: skip
+            total = _sum_blocks(inputs, sums_ptr, floor, scaling, 0.0, BLOCK_N)
         least = tl.maximum(floor, sort_key(best - temperature * reach).to(tl.int64))
-        floor = _search(
-            logits_ptr, list_ptr, peaks_ptr, blocks, V, least, top, top_p * total, best,
-            temperature, scale, False, BLOCK_N,
-        )  # fmt: skip
-    _sum_blocks(
-        logits_ptr, list_ptr, sums_ptr, peaks_ptr, blocks, floor, V, best, temperature,
-        min_p, scale, BLOCK_N,
-    )  # fmt: skip
+        floor = _search(inputs, least, top, top_p * total, scaling, False, BLOCK_N)
+    _sum_blocks(inputs, sums_ptr, floor, scaling, min_p, BLOCK_N)
     return floor
 
 
@@ -357,7 +320,7 @@ def _draw_kernel(
     above_ptr, kept_ptr, drawn_ptr, rows, V, stride, chunks, scale, reach, length,
     BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`reach`: how far below the best a score weighs nothing at temperature 1."""
+    """`reach`: distance below the best at which a score has no weight at temperature 1."""
     row = tl.program_id(0).to(tl.int64)
     await_inputs(PDL)
     release_next(PDL)
@@ -375,6 +338,8 @@ def _draw_kernel(
         temperature = float64_at(params_ptr).to(tl.float32)
         top_k, top_p = top_k_of(params_ptr, V), float64_at(params_ptr + 2)
         min_p = float64_at(params_ptr + 3).to(tl.float32)
+        inputs = (logits_ptr, list_ptr, peaks_ptr, blocks, V)
+        limits, scaling = (top_k, top_p, min_p), (best, temperature, scale)
         floor = tl.full((), BOTTOM, tl.int64)
         from_ptr = sums_ptr
         if (top_k != -1) | (top_p < 1):
@@ -388,9 +353,8 @@ def _draw_kernel(
                 few = count * WIDTH <= HELD_K
                 if few:
                     floor = _floor_of_held(
-                        logits_ptr, list_ptr, kept_ptr, count, blocks, V, top_k, top_p, min_p,
-                        0.0, best, temperature, scale, HELD_K, True, BLOCK_N,
-                    )  # fmt: skip
+                        inputs, kept_ptr, count, limits, 0.0, scaling, HELD_K, True, BLOCK_N
+                    )
             else:
                 every, chunk = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_C)
                 target = top_p * tl.sum(tl.load(sums_ptr + every, every < blocks, 0.0), 0)
@@ -399,23 +363,17 @@ def _draw_kernel(
                 count = tl.load(count_ptr + row)
                 few = (count <= HELD) & (above < target) & (within >= target)
                 if few:
+                    rest = target - above
                     floor = _floor_of_held(
-                        logits_ptr, list_ptr, kept_ptr, count, blocks, V, top_k, top_p, min_p,
-                        target - above, best, temperature, scale, HELD, False, BLOCK_N,
-                    )  # fmt: skip
+                        inputs, kept_ptr, count, limits, rest, scaling, HELD, False, BLOCK_N
+                    )
             if not few:
-                floor = _floor_of_all(
-                    logits_ptr, list_ptr, sums_ptr, peaks_ptr, floor, top, blocks, V, top_k,
-                    top_p, min_p, best, temperature, scale, reach, BLOCK_N,
-                )  # fmt: skip
+                floor = _floor_of_all(inputs, sums_ptr, floor, top, limits, scaling, reach, BLOCK_N)
                 from_ptr = sums_ptr
         number = uniform_at(
             tl.load(params_ptr + 4).to(tl.uint64, bitcast=True), tl.load(params_ptr + 5)
         )
-        token = _walk(
-            logits_ptr, from_ptr, blocks, floor, V, best, temperature, min_p, scale, number,
-            BLOCK_N,
-        )  # fmt: skip
+        token = _draw_token(inputs, from_ptr, floor, scaling, min_p, number, BLOCK_N)
     tl.store(drawn_ptr + row, token.to(tl.int64))
     tl.store(drawn_ptr + rows + row, broken.to(tl.int64))
 
@@ -440,22 +398,18 @@ def sample_rows(logits_RV: Tensor, params: SampleParams) -> Tensor:
     drawn_2R = torch.empty(2, rows, dtype=torch.int64, device=device)
     if not rows:
         return drawn_2R
-    assert params.values.shape == (rows, COLUMNS.value), (params.values.shape, rows)
-    assert params.values.is_contiguous()
+    assert params.values.shape == (rows, COLUMNS.value) and params.values.is_contiguous(), rows
     chunks = triton.cdiv(vocab, WIDTH.value * BLOCKS.value)
     blocks = chunks * BLOCKS.value
     peaks_RP = torch.empty(rows, blocks, device=device)
     sums_RP = torch.empty(rows, blocks, dtype=torch.float64, device=device)
-    best_RC, token_RC = _peaks(logits_RV, peaks_RP)
+    best = _peaks(logits_RV, peaks_RP)
     scale = weight_scale(vocab)
     sizes = (vocab, logits_RV.stride(0), chunks, scale)
     fixed = {"BLOCK_C": triton.next_power_of_2(chunks), "PDL": pdl.on, **pdl.options}
-    _sums_kernel[(rows, chunks)](
-        logits_RV, params.values, best_RC, token_RC, sums_RP, *sizes, **fixed
-    )
+    _sums_kernel[(rows, chunks)](logits_RV, params.values, *best, sums_RP, *sizes, **fixed)
     reach = math.log(scale) + 2
-    best = (best_RC, token_RC)
-    narrowed = narrow(logits_RV, params, best, sums_RP, sizes, reach, pdl)
+    narrowed = narrow(logits_RV, params, best, sums_RP, sizes, reach)
     _draw_kernel[(rows,)](
         logits_RV, params.values, peaks_RP, *best, sums_RP, narrowed.list, narrowed.count_R,
         narrowed.above_R2C, narrowed.kept_RP, drawn_2R, rows, *sizes, reach,
@@ -479,7 +433,6 @@ def _peaks(logits_RV: Tensor, peaks_RP: Tensor | None) -> tuple[Tensor, Tensor]:
         vocab,
         logits_RV.stride(0),
         chunks,
-        PEAKS=peaks_RP is not None,
         PDL=pdl.on,
         **pdl.options,
     )

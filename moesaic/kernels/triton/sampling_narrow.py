@@ -1,10 +1,10 @@
-"""Where the lowest score that top-p keeps lies, found by all of the GPU; see sampling.py.
+"""Narrows the range of the lowest score that top-p keeps, with the whole GPU; see sampling.py.
 
 R rows · V vocabulary · C chunks · P blocks.
 
-A sample of each row tells between which two scores it is, with next to no doubt; then all chunks
-add up what is above, exactly, and list the few tokens between. Whether the guess was right is seen
-by these sums: a row whose guess was not is searched in all its blocks.
+A sample of each row gives two scores that almost certainly enclose it. All chunks then add up the
+weights above exactly, and list the few tokens in between. These sums show whether the range is
+right; if not, the row is searched in all its blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.kernels.sampling import SampleParams
-from moesaic.kernels.triton.launch import Launch, await_inputs, release_next
+from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
 from moesaic.kernels.triton.sampling_parts import (
     BLOCKS,
     COLUMNS,
@@ -29,12 +29,12 @@ from moesaic.kernels.triton.sampling_parts import (
     top_k_of,
 )
 
-# Tokens of a list; a row that has more is searched in all its blocks.
+# Tokens of a list; a row with more is searched in all its blocks.
 HELD = tl.constexpr(8192)
-# Tokens of a sample, and how many of them lie side by side: what comes from memory at once.
+# Tokens of a sample, in runs of one memory transaction.
 SAMPLE = tl.constexpr(16384)
 RUN = tl.constexpr(8)
-# Standard deviations that the guess allows for.
+# Standard deviations that the range allows for.
 DEVIATIONS = tl.constexpr(4.0)
 # Cuts of the range of scores; each leaves a third.
 CUTS = tl.constexpr(10)
@@ -44,14 +44,14 @@ LIST_WARPS = 8
 
 @dataclass(frozen=True, slots=True)
 class Narrowed:
-    """Of each row: tokens left [R, at least HELD], how many there are (above HELD they are not
-    listed), the weight in each chunk of all that are higher, and of these and what is left, and of
-    what is higher in each block (with min-p)."""
-
     list: Tensor
+    """Tokens in the range: [R, at least HELD]."""
     count_R: Tensor
+    """Their number; above HELD the list is incomplete."""
     above_R2C: Tensor
+    """Weights of each chunk: above the range, and from its lower end on."""
     kept_RP: Tensor
+    """Weights of each block above the range, with min-p."""
 
 
 def narrow(
@@ -61,9 +61,8 @@ def narrow(
     sums_RP: Tensor,
     sizes: tuple[int, int, int, float],
     reach: float,
-    pdl: Launch,
 ) -> Narrowed:
-    """`best`, `sums_RP`: of chunks and blocks, as the kernels before give them."""
+    """`best` of the chunks and `sums_RP` of the blocks come from the previous kernels."""
     (rows, blocks), chunks, device = sums_RP.shape, sizes[2], logits_RV.device
     out = Narrowed(
         torch.empty(rows, max(blocks, HELD.value), dtype=torch.int32, device=device),
@@ -75,7 +74,7 @@ def narrow(
         out.count_R.fill_(HELD.value + 1)
         return out
     ranges_R2 = torch.empty(rows, 2, device=device)
-    inputs = (logits_RV, params.values, *best)
+    inputs, pdl = (logits_RV, params.values, *best), dependent_launch(logits_RV)
     fixed = {"BLOCK_C": triton.next_power_of_2(chunks), "PDL": pdl.on, **pdl.options}
     _range_kernel[(rows,)](
         *inputs, sums_RP, ranges_R2, out.count_R, *sizes, reach,
@@ -96,13 +95,13 @@ def _is_narrowed(params_ptr, V):
 
 @triton.jit
 def _below(x, shares, cut, each):
-    """What all tokens below a score weigh, as far as the sample tells."""
+    """Estimates the weight of all tokens below a score from the sample."""
     return tl.sum(tl.where(x < cut, shares, 0.0), 0) * each
 
 
 @triton.jit
-def _doubt(cut, best, temperature, variance):
-    """How far off that may be: no token below the cut weighs more than one at it."""
+def _error_bound(cut, best, temperature, variance):
+    """Bounds the error of `_below`: no token below the cut weighs more than one at it."""
     return tl.sqrt(variance * tl.exp((cut - best) / temperature))
 
 
@@ -112,7 +111,7 @@ def _range_kernel(
     V, stride, chunks, scale, reach,
     BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A score below which less than top-p drops lies, and one below which more does."""
+    """Finds a score with less weight below it than top-p drops, and one with more."""
     row = tl.program_id(0).to(tl.int64)
     await_inputs(PDL)
     release_next(PDL)
@@ -124,7 +123,7 @@ def _range_kernel(
         every, blocks = tl.arange(0, BLOCK_N), chunks * BLOCKS
         total = tl.sum(tl.load(sums_ptr + row * blocks + every, every < blocks, 0.0), 0)
         dropped = ((1.0 - float64_at(params_ptr + 2)) * total / scale).to(tl.float32)
-        # Tokens that weigh less than this share of the mean are together less than is dropped.
+        # All tokens that weigh less than this share of the mean add up to less than `dropped`.
         span = tl.minimum(0.1 - tl.log(tl.maximum(dropped / V, 1e-30)), reach)
         place = tl.arange(0, SAMPLE)
         step = tl.maximum(V // (SAMPLE // RUN), RUN)
@@ -135,23 +134,23 @@ def _range_kernel(
         variance = DEVIATIONS * DEVIATIONS * dropped * each
         least = tl.min(tl.where(token < V, x, best), 0)
         low1 = best - temperature * span
-        if dropped > _doubt(least, best, temperature, variance):
+        if dropped > _error_bound(least, best, temperature, variance):
             low1 = tl.maximum(low1, least)
-        # `low` lies in [low1, low2), `high` in (high1, high2].
+        # `low` is in [low1, low2), `high` in (high1, high2].
         low2, high1, high2 = best, low1, best
         for _ in range(CUTS):
             third = (low2 - low1) / 3
             cut1, cut2 = low1 + third, low2 - third
-            rest1 = dropped - _doubt(cut1, best, temperature, variance)
-            rest2 = dropped - _doubt(cut2, best, temperature, variance)
+            rest1 = dropped - _error_bound(cut1, best, temperature, variance)
+            rest2 = dropped - _error_bound(cut2, best, temperature, variance)
             less1 = _below(x, shares, cut1, each) <= rest1
             less2 = _below(x, shares, cut2, each) <= rest2
             low1 = tl.where(less2, cut2, tl.where(less1, cut1, low1))
             low2 = tl.where(less2, low2, tl.where(less1, cut2, cut1))
             third = (high2 - high1) / 3
             cut1, cut2 = high1 + third, high2 - third
-            rest1 = dropped + _doubt(cut1, best, temperature, variance)
-            rest2 = dropped + _doubt(cut2, best, temperature, variance)
+            rest1 = dropped + _error_bound(cut1, best, temperature, variance)
+            rest2 = dropped + _error_bound(cut2, best, temperature, variance)
             more1 = _below(x, shares, cut1, each) >= rest1
             more2 = _below(x, shares, cut2, each) >= rest2
             high1 = tl.where(more1, high1, tl.where(more2, cut1, cut2))
@@ -181,12 +180,13 @@ def _list_kernel(
             x = tl.load(logits_ptr + row * stride + token, token < V, -float("inf")).to(tl.float32)
             temperature = float64_at(params_ptr).to(tl.float32)
             min_p = float64_at(params_ptr + 3).to(tl.float32)
-            weights = token_weights(x, best, temperature, 0.0, scale)
+            scaling = (best, temperature, scale)
+            weights = token_weights(x, scaling, 0.0)
             kept = tl.sum(tl.where(x >= high, weights, 0.0), 1)
             above = tl.sum(kept, 0)
             within = tl.sum(tl.sum(tl.where(x >= low, weights, 0.0), 1), 0)
             if min_p > 0:
-                weights = token_weights(x, best, temperature, min_p, scale)
+                weights = token_weights(x, scaling, min_p)
                 kept = tl.sum(tl.where(x >= high, weights, 0.0), 1)
             here = (x >= low) & (x < high)
             counts = tl.sum(here.to(tl.int32), 1)

@@ -1,4 +1,4 @@
-"""What the kernels of sampling.py and sampling_narrow.py share."""
+"""Shared by the kernels of sampling.py and sampling_narrow.py."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ COLUMNS = tl.constexpr(6)
 
 @triton.jit
 def sort_key(x):
-    """Orders like the numbers, with equal zeros; there is no NaN here."""
+    """Sorts like the numbers; zeros are equal, and there is no NaN."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def token_weights(scores, best, temperature, min_p, scale):
-    """Integers in float64, to the bit as torch computes them on the same kind of device."""
+def token_weights(scores, scaling, min_p):
+    """Integers in float64, with the bits of torch on the same kind of device. `scaling`: the best
+    score, the temperature, and the weight of the best score."""
+    best, temperature, scale = scaling
     share = tl.maximum(tl.math.div_rn(scores - best, tl.zeros_like(scores) + temperature), -80.0)
     if INTERPRETED:
         share = tl.exp(share)
@@ -58,14 +60,14 @@ def is_greedy(params_ptr):
 
 @triton.jit
 def top_k_of(params_ptr, V):
-    """-1 where it keeps every token."""
+    """-1 if it keeps every token."""
     top_k = tl.load(params_ptr + 1)
     return tl.where(top_k < V, top_k, -1)
 
 
 @triton.jit
 def best_of(best_ptr, token_ptr, row, chunks, BLOCK_C: tl.constexpr):
-    """The highest score of a row, and the first token that has it."""
+    """The highest score of a row, and its first token."""
     chunk = tl.arange(0, BLOCK_C)
     mask = chunk < chunks
     bests = tl.load(best_ptr + row * chunks + chunk, mask, -float("inf"))

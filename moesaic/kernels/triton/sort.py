@@ -1,16 +1,16 @@
-"""Sorting pairs of row and expert, and summing what came out; see moesaic.kernels.experts.
+"""Sorts pairs of row and expert, and sums their results; see moesaic.kernels.experts.
 
 R rows · K chosen · N = R * K pairs · E experts · X tiles · C chunks of pairs · S parts of a chunk.
 
-Nothing here counts with atomics: a pair's place is the number of pairs before it in the order of
-(expert, pair), so the order is the same every time and nothing needs to be zero beforehand. Up to
-`FEW_PAIRS` each pair is compared with all others in one launch; above, chunks and parts of them
-are counted first, and pairs are compared within their part.
+A pair's place is the number of pairs before it in the order (expert, pair), counted without
+atomics: the result is deterministic, and no buffer needs zeroing. Up to `FEW_PAIRS`, one launch
+compares each pair with all others; above, chunks and their parts are counted first, and pairs are
+compared within their part.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -26,9 +26,9 @@ FEW_PAIRS = 4096
 PAIRS_A_PROGRAM = 16
 CHUNK = 512
 BINS = 512
-"""Counts of a chunk: the more experts, the fewer parts it has."""
+"""Counts of a chunk: with more experts it has fewer parts."""
 PART = 32
-"""Pairs of a part, at least."""
+"""The fewest pairs of a part."""
 MAX_EXPERTS = 1024
 COUNTS = 16384
 """Elements of `hist_CE` that a program adds at once."""
@@ -38,23 +38,12 @@ ZEROED_ROWS = 8
 ZEROED_COLUMNS = 2048
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """What kernels are specialised on."""
-
-    experts: int
-    padded: int
-    block: int
-
-    @staticmethod
-    @cache
-    def of(experts: int, block: int) -> _Sizes:
-        if not 0 < experts <= MAX_EXPERTS:
-            raise ValueError(f"{experts} experts cannot be sorted: there may be 1..{MAX_EXPERTS}")
-        return _Sizes(experts, max(32, triton.next_power_of_2(experts)), block)
-
-    def constants(self) -> dict[str, int]:
-        return {"E": self.experts, "EP": self.padded, "BLOCK": self.block}
+@cache
+def constants(experts: int, block: int) -> dict[str, int]:
+    """Kernel constants: experts, also padded to a power of two, and rows of a tile."""
+    if not 0 < experts <= MAX_EXPERTS:
+        raise ValueError(f"cannot sort {experts} experts: use 1..{MAX_EXPERTS}")
+    return {"E": experts, "EP": max(32, triton.next_power_of_2(experts)), "BLOCK": block}
 
 
 def sort_pairs(
@@ -62,29 +51,28 @@ def sort_pairs(
 ) -> Groups:
     ids_RK = ids_RK.contiguous()
     num_pairs = ids_RK.numel()
-    sizes = _Sizes.of(num_experts, block)
-    groups = _room(num_pairs, num_pairs, sizes, ids_RK.shape[1], ids_RK.device)
+    sizes = constants(num_experts, block)
+    groups, out = _allocate(num_pairs, num_pairs, sizes, ids_RK.shape[1], ids_RK.device)
     pdl = dependent_launch(ids_RK)
-    out = _arrays(groups)
     if num_pairs <= FEW_PAIRS:
         width = max(32, triton.next_power_of_2(num_pairs))
         _sort_few[(1 + triton.cdiv(num_pairs, PAIRS_A_PROGRAM),)](
-            ids_RK, *out, load_E, num_pairs, groups.counters.numel(), **sizes.constants(),
+            ids_RK, *out, load_E, num_pairs, groups.counters.numel(), **sizes,
             BI=PAIRS_A_PROGRAM, BJ=min(width, 1024), NP=width, PDL=pdl.on,
             num_warps=8 if width > 256 else 4, **pdl.options,
         )  # fmt: skip
         return groups
-    chunks, parts = triton.cdiv(num_pairs, CHUNK), chunk_parts(sizes.padded)
-    # Counts of each chunk, and those of its parts before each part.
-    hist_CE = torch.empty(chunks, sizes.padded, dtype=torch.int32, device=ids_RK.device)
-    before_CSE = hist_CE.new_empty(chunks, parts, sizes.padded)
+    chunks, parts = triton.cdiv(num_pairs, CHUNK), chunk_parts(sizes["EP"])
+    # Counts of each chunk, and of the earlier parts of its chunk for each part.
+    hist_CE = torch.empty(chunks, sizes["EP"], dtype=torch.int32, device=ids_RK.device)
+    before_CSE = hist_CE.new_empty(chunks, parts, sizes["EP"])
     _count_chunks[(chunks,)](
-        ids_RK, hist_CE, before_CSE, num_pairs, EP=sizes.padded, CHUNK=CHUNK, PARTS=parts,
+        ids_RK, hist_CE, before_CSE, num_pairs, EP=sizes["EP"], CHUNK=CHUNK, PARTS=parts,
         PDL=pdl.on, num_warps=4, **pdl.options,
     )  # fmt: skip
     _place_chunks[(chunks,)](
         ids_RK, hist_CE, before_CSE, *out, load_E, num_pairs, groups.counters.numel(), chunks,
-        **sizes.constants(), CHUNK=CHUNK, PARTS=parts, BC=min(128, COUNTS // sizes.padded), BJ=32,
+        **sizes, CHUNK=CHUNK, PARTS=parts, BC=min(128, COUNTS // sizes["EP"]), BJ=32,
         PDL=pdl.on, num_warps=PLACE_WARPS, **pdl.options,
     )  # fmt: skip
     return groups
@@ -100,14 +88,14 @@ def group_pairs(ids_RK: Tensor, w2: Matrices, load_E: Tensor | None = None) -> G
     plan = plan_for(ids_RK.device, ExpertsShape(w2.format, *w2.shape), num_pairs)
     if len(ids_RK) != 1 or plan.implementation != "small" or plan.fused:
         return sort_pairs(ids_RK, num_experts, plan.block, load_E)
-    sizes = _Sizes.of(num_experts, plan.block)
-    groups = _room(num_pairs, num_pairs, sizes, num_pairs, ids_RK.device)
+    sizes = constants(num_experts, plan.block)
+    groups, _ = _allocate(num_pairs, num_pairs, sizes, num_pairs, ids_RK.device)
     return replace(groups, ids_K=ids_RK.view(-1), load_E=load_E)
 
 
 def row_arguments(groups: Groups) -> dict[str, object]:
-    """What `sort_row` takes besides a kernel's lists, by its names."""
-    sizes = _Sizes.of(groups.count_E.numel(), groups.block)
+    """Arguments of `sort_row` besides a kernel's lists, by name."""
+    sizes = constants(groups.count_E.numel(), groups.block)
     direct = groups.ids_K is not None
     return {
         "ids": groups.ids_K,
@@ -115,70 +103,52 @@ def row_arguments(groups: Groups) -> dict[str, object]:
         "load": groups.load_E,
         "num_counters": groups.counters.numel() if direct else 0,
         "num_pairs": groups.num_places if direct else 0,
-        "E": sizes.experts if direct else 0,
-        "EP": sizes.padded if direct else 0,
+        "E": sizes["E"] if direct else 0,
+        "EP": sizes["EP"] if direct else 0,
         "NP": max(32, triton.next_power_of_2(groups.num_places)) if direct else 0,
     }
 
 
 def blocks(count_E: Tensor, rows: int, block: int, load_E: Tensor | None = None) -> Groups:
-    sizes = _Sizes.of(count_E.numel(), block)
-    groups = _room(None, sizes.experts * rows, sizes, 1, count_E.device)
+    sizes = constants(count_E.numel(), block)
+    groups, (_, *out) = _allocate(None, sizes["E"] * rows, sizes, 1, count_E.device)
     pdl = dependent_launch(count_E)
-    _, *out = _arrays(groups)
     _blocks[(1,)](
-        count_E, *out, load_E, rows, groups.counters.numel(), **sizes.constants(), PDL=pdl.on,
+        count_E, *out, load_E, rows, groups.counters.numel(), **sizes, PDL=pdl.on,
         num_warps=4, **pdl.options,
     )  # fmt: skip
     return groups
 
 
-def _room(
-    pairs: int | None, places: int, sizes: _Sizes, top_k: int, device: torch.device
-) -> Groups:
-    """All arrays in one piece of memory; without `pairs` rows are places."""
-    tiles = max(1, max_tiles(places, sizes.experts, sizes.block))
-    lengths = (pairs or 0, sizes.experts, sizes.experts, tiles, tiles, 1, tiles + 2)
+def _allocate(
+    pairs: int | None, places: int, sizes: dict[str, int], top_k: int, device: torch.device
+) -> tuple[Groups, tuple[Tensor, ...]]:
+    """Allocates all arrays in one tensor; without `pairs` there is no order. Also returns them in
+    the order of the kernels' parameters."""
+    tiles = max(1, max_tiles(places, sizes["E"], sizes["BLOCK"]))
+    lengths = (pairs or 0, sizes["E"], sizes["E"], tiles, tiles, 1, tiles + 2)
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + -(-length // ALIGN) * ALIGN)
     memory = torch.empty(starts[-1], dtype=torch.int32, device=device)
     views = zip(starts, lengths, strict=False)
-    order, first, count, tile_expert, tile_place, num_tiles, counters = (
-        memory[start : start + length] for start, length in views
-    )
-    return Groups(
-        None if pairs is None else order,
-        first, count, tile_expert, tile_place, num_tiles, sizes.block, top_k, places, counters,
-    )  # fmt: skip
-
-
-def _arrays(groups: Groups) -> tuple[Tensor | None, ...]:
-    """As the kernels take them."""
-    return (
-        groups.order_P,
-        groups.first_E,
-        groups.count_E,
-        groups.tile_expert_X,
-        groups.tile_place_X,
-        groups.num_tiles_1,
-        groups.counters,
-    )
+    arrays = tuple(memory[start : start + length] for start, length in views)
+    order, *lists, counters = arrays
+    shown = None if pairs is None else order
+    return Groups(shown, *lists, sizes["BLOCK"], top_k, places, counters), arrays
 
 
 @triton.jit
 def _keys(ids, places, num_pairs, E: tl.constexpr):
-    """The expert of each pair; E where it is nobody's."""
+    """The expert of each pair; E for a pair without one."""
     found = tl.load(ids + places, mask=places < num_pairs, other=-1).to(tl.int32)
     return tl.where(found < 0, E, found)
 
 
 @triton.jit
-def _write_tiles(
-    count_E, first_E, experts_E, tile_expert, tile_place, begin, step, BLOCK: tl.constexpr
-):
-    """Tile `begin` of every expert that has so many, then `step` further on; gives how many tiles
-    there are of all. Nearly always experts have one or two."""
+def _write_tiles(count_E, first_E, experts_E, lists, begin, step, BLOCK: tl.constexpr):
+    """Writes tiles begin, begin + step, … of every expert; returns the number of all tiles."""
+    _, _, tile_expert, tile_place, _, _, _ = lists
     tiles_E = (count_E + BLOCK - 1) // BLOCK
     at_E = tl.cumsum(tiles_E, 0) - tiles_E
     for tile in range(begin, tl.max(tiles_E, 0), step):
@@ -189,10 +159,10 @@ def _write_tiles(
 
 @triton.jit
 def _write_summary(
-    count_E, first_E, experts_E, total, first, count, num_tiles, counters, load, num_counters,
-    E: tl.constexpr, EP: tl.constexpr,
-):  # fmt: skip
-    """`load`: what counts are added to, by an instruction that nobody waits for."""
+    count_E, first_E, experts_E, total, lists, num_counters, E: tl.constexpr, EP: tl.constexpr
+):
+    """Writes all lists but the order and the tiles; adds the counts to `load` without waiting."""
+    first, count, _, _, num_tiles, counters, load = lists
     if load is not None:
         some = (experts_E < E) & (count_E > 0)
         tl.atomic_add(load + experts_E, count_E.to(tl.int64), mask=some, sem="relaxed")
@@ -206,20 +176,16 @@ def _write_summary(
 
 @triton.jit
 def _write_lists(
-    ids, first, count, tile_expert, tile_place, num_tiles, counters, load,
-    num_pairs, num_counters,
+    ids, lists, num_pairs, num_counters,
     E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    """All but the order, by one program that looks at all pairs."""
+    """Writes all lists but the order, in one program that reads all pairs."""
     key_N = _keys(ids, tl.arange(0, NP), num_pairs, E)
     experts_E = tl.arange(0, EP)
     count_E = tl.histogram(key_N, EP, mask=key_N < E)
     first_E = tl.cumsum(count_E, 0) - count_E
-    total = _write_tiles(count_E, first_E, experts_E, tile_expert, tile_place, 0, 1, BLOCK)
-    _write_summary(
-        count_E, first_E, experts_E, total, first, count, num_tiles, counters, load,
-        num_counters, E, EP,
-    )  # fmt: skip
+    total = _write_tiles(count_E, first_E, experts_E, lists, 0, 1, BLOCK)
+    _write_summary(count_E, first_E, experts_E, total, lists, num_counters, E, EP)
 
 
 @triton.jit
@@ -227,7 +193,7 @@ def _place_pairs(
     ids, order, begin, num_pairs,
     E: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    """BI pairs from `begin` on go where as many pairs come before them."""
+    """Writes BI pairs, from `begin` on, to their places in the order."""
     pair_I = begin + tl.arange(0, BI)
     rank_I = _keys(ids, pair_I, num_pairs, E) * NP + pair_I
     before_IJ = tl.zeros([BI, BJ], dtype=tl.int32)
@@ -244,11 +210,9 @@ def sort_row(
     num_pairs, num_counters,
     E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    """All lists of one row's pairs, by one program of a kernel that needs none of them."""
-    _write_lists(
-        ids, first, count, tile_expert, tile_place, num_tiles, counters, load,
-        num_pairs, num_counters, E, EP, BLOCK, NP,
-    )  # fmt: skip
+    """Writes all lists of one row's pairs, in one program of a kernel that needs none of them."""
+    lists = (first, count, tile_expert, tile_place, num_tiles, counters, load)
+    _write_lists(ids, lists, num_pairs, num_counters, E, EP, BLOCK, NP)
     _place_pairs(ids, order, 0, num_pairs, E, NP, NP, NP)
 
 
@@ -264,10 +228,8 @@ def _sort_few(
     release_next(PDL)
     pid = tl.program_id(0)
     if pid == 0:
-        _write_lists(
-            ids, first, count, tile_expert, tile_place, num_tiles, counters, load,
-            num_pairs, num_counters, E, EP, BLOCK, NP,
-        )  # fmt: skip
+        lists = (first, count, tile_expert, tile_place, num_tiles, counters, load)
+        _write_lists(ids, lists, num_pairs, num_counters, E, EP, BLOCK, NP)
     else:
         _place_pairs(ids, order, (pid - 1) * BI, num_pairs, E, BI, BJ, NP)
 
@@ -294,7 +256,7 @@ def _earlier_in_part(
     ids, begin, num_pairs,
     EP: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
-    """How many pairs before each one of a chunk are of its part and expert: [PARTS, SIZE]."""
+    """Number of earlier pairs of the same part and expert, for each pair: [PARTS, SIZE]."""
     part_S = begin + tl.arange(0, PARTS) * SIZE
     place_I = tl.arange(0, SIZE)
     key_SI = _keys(ids, part_S[:, None] + place_I[None, :], num_pairs, EP)
@@ -338,14 +300,10 @@ def _place_chunks(
     to_I = tl.gather(first_E + before_E, tl.minimum(key_I, EP - 1), 0) + in_chunk_I
     tl.store(order + to_I, pid * CHUNK + place_I, mask=key_I < EP)
 
-    total = _write_tiles(
-        count_E, first_E, experts_E, tile_expert, tile_place, pid, num_chunks, BLOCK
-    )
+    lists = (first, count, tile_expert, tile_place, num_tiles, counters, load)
+    total = _write_tiles(count_E, first_E, experts_E, lists, pid, num_chunks, BLOCK)
     if pid == 0:
-        _write_summary(
-            count_E, first_E, experts_E, total, first, count, num_tiles, counters, load,
-            num_counters, E, EP,
-        )  # fmt: skip
+        _write_summary(count_E, first_E, experts_E, total, lists, num_counters, E, EP)
 
 
 @triton.jit(do_not_specialize=["num_counters"])
@@ -359,11 +317,9 @@ def _blocks(
     experts_E = tl.arange(0, EP)
     count_E = tl.load(counts + experts_E, mask=experts_E < E, other=0).to(tl.int32)
     first_E = experts_E * rows
-    total = _write_tiles(count_E, first_E, experts_E, tile_expert, tile_place, 0, 1, BLOCK)
-    _write_summary(
-        count_E, first_E, experts_E, total, first, count, num_tiles, counters, load,
-        num_counters, E, EP,
-    )  # fmt: skip
+    lists = (first, count, tile_expert, tile_place, num_tiles, counters, load)
+    total = _write_tiles(count_E, first_E, experts_E, lists, 0, 1, BLOCK)
+    _write_summary(count_E, first_E, experts_E, total, lists, num_counters, E, EP)
 
 
 def sum_pairs(y_NH: Tensor, ids_RK: Tensor, out_RH: Tensor, add_RH: Tensor | None = None) -> Tensor:
@@ -375,8 +331,8 @@ def sum_pairs(y_NH: Tensor, ids_RK: Tensor, out_RH: Tensor, add_RH: Tensor | Non
     assert add_RH is None or add_RH.is_contiguous()
     if add_RH is None and out_RH.data_ptr() == y_NH.data_ptr():
         assert top_k == 1, top_k
-        return _zero_nobodies(out_RH, ids_RK)
-    # Few rows: narrow programs, so that there are more of them.
+        return _zero_missing(out_RH, ids_RK)
+    # Few rows get narrow programs, to have more of them.
     few = rows < 128
     width = min(_power_of_2(hidden), 512 if few else 2048)
     pdl = dependent_launch(y_NH)
@@ -387,7 +343,7 @@ def sum_pairs(y_NH: Tensor, ids_RK: Tensor, out_RH: Tensor, add_RH: Tensor | Non
     return out_RH
 
 
-# The function itself takes microseconds.
+# The uncached function takes microseconds.
 _power_of_2 = cache(triton.next_power_of_2)
 
 
@@ -419,9 +375,9 @@ def _sum_pairs(
 def sum_few_pairs(
     y, ids, row, column, there, inside, H: tl.constexpr, K: tl.constexpr
 ):  # fmt: skip
-    """In float32. A row that is nobody's is read for nothing, but no row waits for its id, nor for
-    another row: left to itself the compiler has three of them on their way. It cannot add before
-    it has the ids, and cannot ask for those before the barrier, nor for rows behind it."""
+    """Sums in float32. Loads pairs without an expert, too, so that no load waits for an id. Without
+    the barrier, the compiler would keep only three loads in flight: it cannot add without the ids,
+    which are loaded behind the barrier, and must load all pairs before it."""
     parts = ()
     for k in tl.static_range(K):
         parts = parts + (tl.load(y + (row * K + k) * H + column, mask=inside, other=0.0),)
@@ -433,11 +389,11 @@ def sum_few_pairs(
     return total
 
 
-def _zero_nobodies(y_RH: Tensor, ids_R1: Tensor) -> Tensor:
+def _zero_missing(y_RH: Tensor, ids_R1: Tensor) -> Tensor:
     rows, hidden = y_RH.shape
     width = min(triton.next_power_of_2(hidden), ZEROED_COLUMNS)
     pdl = dependent_launch(y_RH)
-    _zero_nobodies_kernel[(triton.cdiv(rows, ZEROED_ROWS), triton.cdiv(hidden, width))](
+    _zero_missing_kernel[(triton.cdiv(rows, ZEROED_ROWS), triton.cdiv(hidden, width))](
         y_RH, ids_R1, rows, H=hidden, BR=ZEROED_ROWS, BH=width, PDL=pdl.on,
         num_warps=4, **pdl.options,
     )  # fmt: skip
@@ -445,7 +401,7 @@ def _zero_nobodies(y_RH: Tensor, ids_R1: Tensor) -> Tensor:
 
 
 @triton.jit
-def _zero_nobodies_kernel(
+def _zero_missing_kernel(
     y, ids, rows, H: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr, PDL: tl.constexpr
 ):
     row_R = tl.program_id(0) * BR + tl.arange(0, BR)

@@ -28,6 +28,7 @@ from moesaic.core.step import Step
 from moesaic.kernels.a2a import (
     ChannelCall,
     LocalTokens,
+    ResultPlane,
     SlotOwners,
     collect_pairs,
     collect_rows,
@@ -207,9 +208,9 @@ class DeviceRowsDispatcher(BaseDispatcher):
         if tokens.num_tokens_1 is not None:
             tokens = replace(tokens, num_tokens_1=None)
         first = self._first() * hidden * dtype.itemsize
-        results = self.exchange.window.offset(f"results {route.lane}") + first
+        offset = self.exchange.window.offset(f"results {route.lane}") + first
+        results = ResultPlane(route.rows, offset, self.spread)
         collect = collect_pairs if self.by_pairs else collect_rows
-        call, signals = self._given(route.lane), not self._early
-        collect(y_TH, tokens, route.rows, results, self.spread, call, signals)
+        collect(y_TH, tokens, results, self._given(route.lane), not self._early)
         self.exchange.release(route.lane)
         return y_TH
