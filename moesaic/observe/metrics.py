@@ -48,7 +48,7 @@ Labels = tuple[str, ...]
 Sample = tuple[Labels, float | Distribution]
 
 
-class Source(Enum):
+class MetricSource(Enum):
     """The part of the system that counts a metric; the value is its title in the docs."""
 
     REQUESTS = "Requests, counted in the caller's process"
@@ -61,7 +61,7 @@ class Source(Enum):
 class Series:
     """Reads the samples of a metric from a snapshot."""
 
-    source: Source
+    source: MetricSource
     read: Callable[[Snapshot], Iterable[Sample]]
     labels: Labels = ()
     hidden: Labels = ()
@@ -90,7 +90,7 @@ class Metric:
 def _requests(
     value: Callable[[RequestStats], float | Distribution], buckets: tuple[float, ...] = ()
 ) -> Series:
-    return Series(Source.REQUESTS, lambda s: [((), value(s.requests))], buckets=buckets)
+    return Series(MetricSource.REQUESTS, lambda s: [((), value(s.requests))], buckets=buckets)
 
 
 def _groups(value: Callable[[GroupStats], float], hidden: Labels = ("group",)) -> Series:
@@ -98,7 +98,7 @@ def _groups(value: Callable[[GroupStats], float], hidden: Labels = ("group",)) -
         for group in snapshot.engine.groups:
             yield (str(group.group),), value(group)
 
-    return Series(Source.SCHEDULERS, read, ("group",), hidden)
+    return Series(MetricSource.SCHEDULERS, read, ("group",), hidden)
 
 
 def _phases(prefill: str, decode: str) -> Series:
@@ -107,7 +107,7 @@ def _phases(prefill: str, decode: str) -> Series:
             for phase, name in (("prefill", prefill), ("decode", decode)):
                 yield (str(group.group), phase), getattr(group, name)
 
-    return Series(Source.SCHEDULERS, read, ("group", "phase"), hidden=("group",))
+    return Series(MetricSource.SCHEDULERS, read, ("group", "phase"), hidden=("group",))
 
 
 def _ranks(value: Callable[[RankStats], float]) -> Series:
@@ -115,7 +115,7 @@ def _ranks(value: Callable[[RankStats], float]) -> Series:
         for rank in snapshot.engine.ranks:
             yield (str(rank.rank),), value(rank)
 
-    return Series(Source.RANKS, read, ("rank",))
+    return Series(MetricSource.RANKS, read, ("rank",))
 
 
 def _traffic(quantity: str) -> Series:
@@ -126,15 +126,15 @@ def _traffic(quantity: str) -> Series:
                     amount = getattr(traffic, f"{direction}_{quantity}")
                     yield (str(rank.rank), backend, direction), amount
 
-    return Series(Source.RANKS, read, ("rank", "backend", "direction"), hidden=("rank",))
+    return Series(MetricSource.RANKS, read, ("rank", "backend", "direction"), hidden=("rank",))
 
 
 def _server(value: Callable[[Snapshot], float]) -> Series:
-    return Series(Source.SERVER, lambda s: [((), value(s))])
+    return Series(MetricSource.SERVER, lambda s: [((), value(s))])
 
 
 def _labelled(
-    label: str, source: Source, values: Callable[[Snapshot], Mapping[str, float]]
+    label: str, source: MetricSource, values: Callable[[Snapshot], Mapping[str, float]]
 ) -> Series:
     return Series(source, lambda s: [((name,), n) for name, n in values(s).items()], (label,))
 
@@ -181,7 +181,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _counter(
         "requests_total",
         "Requests that ended, by reason: stop, length, abort (by the client) or error.",
-        _labelled("finish_reason", Source.REQUESTS, lambda s: s.requests.ended),
+        _labelled("finish_reason", MetricSource.REQUESTS, lambda s: s.requests.ended),
     ),
     _gauge("requests_open", "Requests that have not ended.", _requests(lambda r: r.open)),
     _counter(
@@ -239,7 +239,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _gauge(
         "decode_batch_size",
         "Mean of tokens generated per step between the last two readings.",
-        Series(Source.SCHEDULERS, lambda s: [((), s.batch)]),
+        Series(MetricSource.SCHEDULERS, lambda s: [((), s.batch)]),
     ),
     _counter(
         "computed_tokens_total",
@@ -285,7 +285,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _gauge(
         "rank_state",
         "1 for the current state of a rank.",
-        Series(Source.RANKS, _states, ("rank", "place", "state"), hidden=("place",)),
+        Series(MetricSource.RANKS, _states, ("rank", "place", "state"), hidden=("place",)),
     ),
     _gauge(
         "rank_state_seconds",
@@ -306,12 +306,12 @@ METRICS: Final[tuple[Metric, ...]] = (
     _counter(
         "expert_tokens_total",
         "Tokens that the experts of a rank computed.",
-        Series(Source.RANKS, _expert_tokens, ("layer", "rank"), hidden=("rank",)),
+        Series(MetricSource.RANKS, _expert_tokens, ("layer", "rank"), hidden=("rank",)),
     ),
     _gauge(
         "ep_balancedness",
         "Tokens of a layer's experts since the start: mean over ranks / maximum over ranks.",
-        Series(Source.RANKS, _balancedness, ("layer",)),
+        Series(MetricSource.RANKS, _balancedness, ("layer",)),
     ),
     _gauge(
         "requests_queued",
@@ -321,7 +321,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _counter(
         "http_requests_total",
         "Responses by route (other: no known route) and status.",
-        Series(Source.SERVER, _http, ("route", "status")),
+        Series(MetricSource.SERVER, _http, ("route", "status")),
     ),
     _counter(
         "http_refused_total", "Responses with status 429: the queue was full.", _server(_refused)
@@ -329,7 +329,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _histogram(
         "event_loop_lag_seconds",
         "Lag of the event loop, measured every 20 ms.",
-        Series(Source.SERVER, lambda s: [((), s.server.loop_lag)], buckets=LAG_BOUNDS),
+        Series(MetricSource.SERVER, lambda s: [((), s.server.loop_lag)], buckets=LAG_BOUNDS),
     ),
     _gauge(
         "event_loop_lag_max_seconds",
@@ -339,7 +339,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _gauge(
         "startup_seconds",
         "Seconds that the start took, by stage: tokenizer, model (weights and ranks).",
-        _labelled("stage", Source.SERVER, lambda s: s.server.startup),
+        _labelled("stage", MetricSource.SERVER, lambda s: s.server.startup),
     ),
     _gauge(
         "stats_age_seconds",
@@ -350,7 +350,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "info",
         "Always 1; the labels hold the configuration that was resolved at start.",
         Series(
-            Source.SERVER,
+            MetricSource.SERVER,
             lambda s: [(tuple(s.server.info[label] for label in INFO_LABELS), 1)],
             INFO_LABELS,
         ),

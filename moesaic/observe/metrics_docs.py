@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from moesaic.observe.grafana import dashboard
-from moesaic.observe.metrics import METRICS, Metric, Source
+from moesaic.observe.metrics import METRICS, Metric, MetricSource
 
 HEAD = """\
 # Metrics
@@ -38,7 +38,7 @@ registry, and ours are a snapshot of other processes; the tests parse the output
 
 def markdown() -> str:
     parts = [HEAD]
-    for source in Source:
+    for source in MetricSource:
         parts.append(f"\n## {source.value}\n\n| name | kind | labels | meaning |\n")
         parts.append("|---|---|---|---|\n")
         parts += [_row(metric) for metric in METRICS if metric.series.source is source]
