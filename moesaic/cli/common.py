@@ -55,6 +55,8 @@ def require_tokenizer(args: ServerArgs, what: str) -> None:
 
 def set_up_logging(level: str) -> None:
     logging.basicConfig(level=level.upper(), format="[%(asctime)s] %(message)s")
+    # At exit torch logs statistics of its compiler.
+    logging.getLogger("torch").setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
 def check_nodes(args: ServerArgs) -> None:

@@ -67,7 +67,7 @@ def run(argv: Sequence[str]) -> int:
     given = parser.parse(argv)
     file = read_config(TuneArgs, given["config"])
     args = merge(TuneArgs, given, file)
-    _refuse_idle({**file, **given}, args.a2a)
+    _refuse_unused_flags({**file, **given}, args.a2a)
     set_up_logging("warning")
     sizes = [_shape(text) for text in given["shapes"]]
     tokens = _numbers("--tokens", args.tokens)
@@ -84,11 +84,11 @@ def run(argv: Sequence[str]) -> int:
         _compile_in_processes([*argv], args.jobs or min(MAX_JOBS, os.cpu_count() or 1))
         _measure(cases, args)
     else:
-        print("everything that was asked for is there already: --again measures it anew")
+        print("everything that was asked for has been measured: --again repeats it")
     return 0
 
 
-def _refuse_idle(given: Mapping[str, Any], a2a: bool) -> None:
+def _refuse_unused_flags(given: Mapping[str, Any], a2a: bool) -> None:
     for field in ONLY[not a2a]:
         if field in given:
             raise ValueError(f"--{field} counts only with{'out' * a2a} --a2a: leave it out")

@@ -293,4 +293,4 @@ def remedy(spec: FlagSpec) -> str:
         return "works now: " + ", ".join(map(str, spec.flag.built))
     if spec.default is None or spec.default is False:
         return "leave it out"
-    return f"works now: {spec.default}"
+    return f"only the default, {spec.default}, is built"

@@ -112,7 +112,7 @@ def read_config(cls: type[Any], path: Path | None) -> dict[str, Any]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"--config {path}: is not readable: {reason}") from None
+        raise ValueError(f"--config {path} is not readable: {reason}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -212,8 +212,9 @@ def _check_foreign(name: str, value: Any, known: set[str]) -> None:
             _refuse(name, value, "this tokenizer never adds such spaces: leave it out")
     else:
         names = sorted(known | set(ALIASES))
-        near = get_close_matches(str(name)[:LONGEST_WORD], names, n=1, cutoff=0.0)[0]
-        raise ValueError(f"unknown sampling parameter {shown(name)}: did you mean {near!r}?")
+        near = get_close_matches(str(name)[:LONGEST_WORD], names, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
+        raise ValueError(f"unknown sampling parameter {shown(name)}: {hint}")
 
 
 def _integer(name: str, value: Any) -> int:

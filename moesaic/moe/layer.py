@@ -23,7 +23,7 @@ from moesaic.moe.placement import Placement, SlotMap
 from moesaic.moe.runner.base import ExpertWeights, MoeRunner, MoeRunnerConfig
 from moesaic.moe.runner.host.layouts import kernel_fits
 
-# The most rows whose pairs the next norm sums: one of its programs takes a whole row.
+# Maximum rows for which the next norm sums the expert pairs: one of its programs takes a whole row.
 MAX_DEFERRED_ROWS = 256
 
 

@@ -52,7 +52,7 @@ class YieldOperation:
     """A point where transfers are in flight and another micro-batch may run."""
 
     def __call__(self, state: LayerState) -> None:
-        """A single micro-batch goes on."""
+        """No-op for a single micro-batch."""
 
 
 Operation = Callable[[LayerState], None]

@@ -159,7 +159,7 @@ class SlotMap:
             )
 
     def table_on(self, device: torch.device) -> SlotTable | None:
-        """For the kernel that routes; None where every expert is its own slot for good."""
+        """For the kernel that routes; None where every expert is always its own slot."""
         if not self._has_table:
             return None
         if device not in self._tables:

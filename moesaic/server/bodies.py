@@ -64,7 +64,7 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
 
     def to_input(self) -> GenerateInput:
         if (self.text is None) == (self.input_ids is None):
-            raise Refusal(400, "give either text or input_ids, and not both")
+            raise Refusal(400, "give exactly one of text and input_ids")
         return GenerateInput(
             self.text,
             cast(Any, self.input_ids),
@@ -143,7 +143,8 @@ def _decode(data: bytes, kind: type[Body]) -> Body:
         message = QUOTED.sub(_shorten, str(error))
         field = _FIELD.search(message)
         where = field and (field[1] or field[2])
-        raise Refusal(400, f"the body does not fit: {message}", where) from None
+        what = "request body" if isinstance(error, msgspec.ValidationError) else "JSON"
+        raise Refusal(400, f"invalid {what}: {message}", where) from None
 
 
 class JsonExtent(NamedTuple):

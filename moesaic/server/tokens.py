@@ -42,7 +42,7 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True):
 async def tokenize(context: Context, request: Request) -> Response:
     body = await read_body(request, TokenizeBody)
     if (body.prompt is None) == (body.messages is None):
-        raise Refusal(400, "give either prompt or messages, and not both")
+        raise Refusal(400, "give exactly one of prompt and messages")
     if isinstance(body.prompt, list) and len(body.prompt) > MAX_SAMPLES:
         raise Refusal(400, f"give at most {MAX_SAMPLES} texts at once", "prompt")
     limits, tokenizer = context.engine.limits, _tokenizer(context)

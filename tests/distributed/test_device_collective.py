@@ -27,13 +27,13 @@ from moesaic.comm.launch.mps import CROWD
 from moesaic.comm.lifecycle import Membership
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.supervise.control_page import ControlPage, StepRolledBack
-from moesaic.comm.windows.device_window import HostWindow
+from moesaic.comm.windows.device_window import CpuDeviceWindow
 from moesaic.config.gpus import MAX_MPS_CLIENTS, processor_percent
 from moesaic.engine.runner.graphs import GraphKey
 from moesaic.engine.runner.peer_watchdog import PeerWatchdog
 from moesaic.engine.setup.memory_plan import collective_bytes
 from moesaic.engine.setup.moe_setup import StepLimits
-from moesaic.engine.worker.rank_context import RankContext
+from moesaic.engine.setup.rank_context import RankContext
 from moesaic.kernels.a2a import DeviceStateWord
 from tests.distributed.moe_ranks import Pools
 from tests.distributed.test_collective import (
@@ -58,7 +58,7 @@ CPU = torch.device("cpu")
 def small(group: RankGroup, nbytes: int) -> DeviceCollective:
     """Much goes in pieces."""
     specs = DeviceCollective.planes(group.size, nbytes, 2, 2048)
-    window = HostWindow.create(group, specs, SECONDS, DeviceCollective.channels(2))
+    window = CpuDeviceWindow.create(group, specs, SECONDS, DeviceCollective.channels(2))
     return DeviceCollective(window, nbytes, 2, 2048)
 
 
@@ -400,7 +400,7 @@ def test_programs_that_wait_leave_room_for_a_peer() -> None:
 
 def test_tensors_of_another_device_are_refused() -> None:
     specs = DeviceCollective.planes(2, SMALL, 1, 2048)
-    window = HostWindow.between(2, specs, 1.0, 4)[0]
+    window = CpuDeviceWindow.between(2, specs, 1.0, 4)[0]
     comm = DeviceCollective(window, SMALL, 1, 2048)
     with pytest.raises(ValueError, match="a tensor on meta for ranks that compute on cpu"):
         comm.all_reduce(torch.ones(2, 2, device="meta"), "sum")

@@ -24,7 +24,7 @@ from moesaic.engine.schedule.plan import (
     StepPlan,
     StepResult,
 )
-from moesaic.engine.worker.rank_context import RankContext
+from moesaic.engine.setup.rank_context import RankContext
 from tests.e2e.test_gpu_runner import KINDS, Sequences, arguments, prompts
 
 pytestmark = pytest.mark.timeout(300)

@@ -217,7 +217,7 @@ def test_a_gpu_that_hangs_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(TimeoutError):
         runner.begin(plan).wait()
     monkeypatch.undo()
-    with pytest.raises(RuntimeError, match="lost to this process: step 1 did not end"):
+    with pytest.raises(RuntimeError, match="unusable in this process: step 1 did not end"):
         runner.begin(plan)
 
 

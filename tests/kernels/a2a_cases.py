@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moesaic.comm.windows.device_window import HostWindow
+from moesaic.comm.windows.device_window import CpuDeviceWindow
 from moesaic.comm.windows.window import PlaneSpec
 from moesaic.kernels.a2a import NUM_FAILURE_WORDS, LocalTokens, RowPlanes, SignalPlanes, SlotOwners
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
@@ -67,15 +67,15 @@ class Case:
         scales = PAYLOAD_FORMATS[self.payload].scales
         return scales.width(self.hidden) * scales.dtype.itemsize if scales else 0
 
-    def planes(self, window: HostWindow) -> RowPlanes:
+    def planes(self, window: CpuDeviceWindow) -> RowPlanes:
         values, scales, ids, weights = map(window.offset, ("values", "scales", "ids", "weights"))
         value_bytes = PAYLOAD_FORMATS[self.payload].row_bytes(self.hidden) - self.scale_bytes
         weights = weights if self.weights else -1
         where = (values, scales, ids, weights, value_bytes, self.scale_bytes)
         return RowPlanes(self.payload, *where, self.scale, self.local_rows)
 
-    def windows(self, device: str) -> list[HostWindow]:
-        made = HostWindow.between(self.size, self.specs(), TIMEOUT, 2)
+    def windows(self, device: str) -> list[CpuDeviceWindow]:
+        made = CpuDeviceWindow.between(self.size, self.specs(), TIMEOUT, 2)
         first = min(made[0].offset(spec.name) for spec in self.specs())
         for window in made:
             window.signals.regions[window.rank][first:] = 0xFF  # NaN, whatever type it is
@@ -97,7 +97,7 @@ class Case:
         return LocalTokens(x_TH.to(self.dtype), ids_TK.int(), weights_TK, tokens)
 
 
-def _moved(windows: list[HostWindow], device: str, same_gpu: bool) -> list[HostWindow]:
+def _moved(windows: list[CpuDeviceWindow], device: str, same_gpu: bool) -> list[CpuDeviceWindow]:
     regions = tuple(region.to(device) for region in windows[0].signals.regions)
     bases_P = torch.tensor([region.data_ptr() for region in regions], device=device)
     for window in windows:
@@ -115,7 +115,9 @@ def on_device(tokens: LocalTokens) -> LocalTokens:
     return LocalTokens(*moved, None if num_tokens_1 is None else num_tokens_1.to(DEVICE))
 
 
-def assert_same_memory(case: Case, out: list[HostWindow], wanted: list[HostWindow]) -> None:
+def assert_same_memory(
+    case: Case, out: list[CpuDeviceWindow], wanted: list[CpuDeviceWindow]
+) -> None:
     """Regions, flags among them, what ranks count, and what lies on the desks."""
     for one, other in zip(out, wanted, strict=True):
         assert one.signals.state.tolist() == other.signals.state.tolist()
@@ -125,7 +127,7 @@ def assert_same_memory(case: Case, out: list[HostWindow], wanted: list[HostWindo
         assert not differ, f"rank {one.rank}: bytes {differ[:4]} of {_planes(one)}"
 
 
-def _region(case: Case, window: HostWindow) -> Tensor:
+def _region(case: Case, window: CpuDeviceWindow) -> Tensor:
     """Of e4m3 a zero may lose its sign."""
     region = window.signals.regions[window.rank].cpu().clone()
     if case.payload == "fp8":
@@ -135,12 +137,12 @@ def _region(case: Case, window: HostWindow) -> Tensor:
     return region
 
 
-def _planes(window: HostWindow) -> dict[str, int]:
+def _planes(window: CpuDeviceWindow) -> dict[str, int]:
     names = ("values", "scales", "ids", "weights", "results", "pairs")
     return {name: window.offset(name) for name in names}
 
 
-def write_results(case: Case, windows: list[HostWindow], seed: int) -> None:
+def write_results(case: Case, windows: list[CpuDeviceWindow], seed: int) -> None:
     """Of rows and pairs that a rank has slots of; all others stay NaN."""
     for window in windows:
         generator = torch.Generator().manual_seed(1000 + 10 * seed + window.rank)
@@ -160,7 +162,7 @@ def _write(plane: Tensor, values: Tensor, mask: Tensor) -> None:
 
 
 def oracle(
-    case: Case, windows: list[HostWindow], rank: int, tokens: LocalTokens, pairs: bool
+    case: Case, windows: list[CpuDeviceWindow], rank: int, tokens: LocalTokens, pairs: bool
 ) -> Tensor:
     """In float64, pair by pair."""
     out_TH = torch.zeros(case.counts[rank], case.hidden, dtype=torch.float64)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.comm.windows.device_window import HostWindow
+from moesaic.comm.windows.device_window import CpuDeviceWindow
 from moesaic.kernels import a2a as twins
 from moesaic.kernels.a2a import LocalTokens, ResultPlane
 from moesaic.kernels.triton import a2a as kernels
@@ -66,7 +66,7 @@ class Rank:
     """One that sends, takes what has arrived for results, and collects: n times a token, where n
     ranks had it."""
 
-    def __init__(self, case: Case, window: HostWindow) -> None:
+    def __init__(self, case: Case, window: CpuDeviceWindow) -> None:
         self.case, self.window = case, window
         self.tokens = on_device(case.tokens(window.rank))
         self.out_TH = torch.empty_like(self.tokens.x_TH)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moesaic.comm.errors import PeerTimeout, WindowAborted
 from moesaic.comm.lifecycle import Membership
-from moesaic.comm.windows.device_window import HostWindow, OutOfStep
+from moesaic.comm.windows.device_window import CpuDeviceWindow, OutOfStep
 from moesaic.kernels import a2a as twins
 from moesaic.kernels.a2a import (
     MAX_TAG,
@@ -33,7 +33,7 @@ from tests.kernels.a2a_cases import (
 )
 from tests.kernels.triton_cases import DEVICE, GPU, compile_apart
 
-Windows = list[HostWindow]
+Windows = list[CpuDeviceWindow]
 HALF, BF16 = torch.float16, torch.bfloat16
 SMALL = [
     Case(counts=(1, 0, 2), rows=2),
@@ -191,7 +191,7 @@ def together(calls: list[twins.ChannelCall], signal: Do, wait: Do) -> None:
         wait(call)
 
 
-def check(window: HostWindow) -> None:
+def check(window: CpuDeviceWindow) -> None:
     if GPU:
         torch.cuda.synchronize()
     window.check()
@@ -224,7 +224,7 @@ def test_a_peer_that_has_gone_on_to_a_count_that_begins_anew(
     windows, calls = after_days(count, signal, wait)
     signal(calls[1])
     wait(calls[0])
-    with pytest.raises(OutOfStep, match="rank 1 has gone on without this one"):
+    with pytest.raises(OutOfStep, match="rank 1 has moved to a later step"):
         check(windows[0])
 
 

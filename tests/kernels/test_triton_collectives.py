@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moesaic.comm.collectives.device_collective import DeviceCollective
 from moesaic.comm.lifecycle import Membership
-from moesaic.comm.windows.device_window import HostWindow
+from moesaic.comm.windows.device_window import CpuDeviceWindow
 from moesaic.kernels import collectives as reference
 from moesaic.kernels.a2a import ChannelCall, DeviceStateWord, Failure, FailureWords
 from moesaic.kernels.collectives import Columns, ElementRange, Sum, Target
@@ -38,7 +38,7 @@ def make_ranks(
 ) -> list[DeviceCollective]:
     """Whose regions hold NaN wherever nobody has written."""
     specs = DeviceCollective.planes(size, nbytes, lanes, lane_bytes)
-    windows = HostWindow.between(size, specs, 20.0, DeviceCollective.channels(lanes))
+    windows = CpuDeviceWindow.between(size, specs, 20.0, DeviceCollective.channels(lanes))
     regions = torch.stack(windows[0].signals.regions).to(DEVICE)
     regions[:, windows[0].offset("pushed") :] = 255
     bases = torch.tensor([region.data_ptr() for region in regions], device=DEVICE)

@@ -18,8 +18,8 @@ from moesaic.comm.windows.device_window import (
     ALIGN,
     MAX_GENERATION,
     UNREADABLE,
+    CpuDeviceWindow,
     DeviceWindow,
-    HostWindow,
     layout,
 )
 from moesaic.comm.windows.factory import create_device_window, device_window_bytes
@@ -31,8 +31,8 @@ CPU = torch.device("cpu")
 SECONDS = 0.05
 
 
-def windows(size: int, timeout: float = SECONDS, channels: int = 2) -> list[HostWindow]:
-    return HostWindow.between(size, SPECS, timeout, channels)
+def windows(size: int, timeout: float = SECONDS, channels: int = 2) -> list[CpuDeviceWindow]:
+    return CpuDeviceWindow.between(size, SPECS, timeout, channels)
 
 
 def test_planes_do_not_overlap():
@@ -64,7 +64,7 @@ def test_one_array_of_each_rank():
     with pytest.raises(ValueError, match=r"no plane 'y': this window has \['ids', 'x'\]"):
         a.plane("y")
     with pytest.raises(ValueError, match="give each a name of its own"):
-        HostWindow.between(2, (SPECS[0], SPECS[0]), SECONDS, 1)
+        CpuDeviceWindow.between(2, (SPECS[0], SPECS[0]), SECONDS, 1)
 
 
 def test_a_rank_alone():
@@ -181,7 +181,7 @@ def test_a_rank_that_has_gone_on():
     for _ in range(2):
         signal(b.call(0, "dispatch"))
     wait(a.call(0, "dispatch"))
-    with pytest.raises(OutOfStep, match="rank 1 has gone on without this one"):
+    with pytest.raises(OutOfStep, match="rank 1 has moved to a later step"):
         a.check()
 
 

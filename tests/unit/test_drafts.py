@@ -1,6 +1,7 @@
 """Steps that verify a drafter's proposals yield exactly the tokens of steps without any."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -39,14 +40,11 @@ def requests() -> list[Request]:
     return found
 
 
-def serve(core: LocalCore, drafter: "Drafter | None" = None) -> list[Request]:
-    served = requests()
+def serve(core: LocalCore, served: list[Request] | None = None) -> list[Request]:
+    served = requests() if served is None else served
     for request in served:
         core.add(RequestState(request, None, lambda progress: None))
     while core.has_work:
-        for request in served:
-            if drafter is not None and request.finish_reason is None and request.is_decoding:
-                request.drafts = drafter.propose(request)
         core.step()
     assert core.planner.metrics.counts.failed_steps == 0
     assert core.planner.kv.num_used == 0
@@ -59,10 +57,12 @@ class Drafter:
     def __init__(self, answers: list[Request], wrong: float) -> None:
         self.answers, self.wrong, self.chance = answers, wrong, random.Random(1)
 
-    def propose(self, request: Request) -> list[int]:
-        ahead = self.answers[int(request.rid)].output_ids[request.num_output :]
-        ahead = ahead[: self.chance.randrange(5)]
-        return [t if self.chance.random() >= self.wrong else (t + 1) % 256 for t in ahead]
+    def propose(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            ahead = self.answers[int(request.rid)].output_ids[request.num_output :]
+            ahead = ahead[: self.chance.randrange(5)]
+            wrong = [self.chance.random() < self.wrong for _ in ahead]
+            request.drafts = [(t + w) % 256 for t, w in zip(ahead, wrong, strict=True)]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
@@ -74,7 +74,8 @@ def test_drafts_change_no_token(asynchronous: bool, wrong: float, flags: dict[st
     plain = make_core(asynchronous, **flags)
     expected = serve(plain)
     core = make_core(asynchronous, **flags)
-    found = serve(core, Drafter(expected, wrong))
+    core.planner.drafter = Drafter(expected, wrong)
+    found = serve(core)
     for one, other in zip(expected, found, strict=True):
         assert other.output_ids == one.output_ids and other.finish_reason == one.finish_reason
         assert other.output_logprobs == pytest.approx(one.output_logprobs, abs=1e-5)
@@ -82,15 +83,36 @@ def test_drafts_change_no_token(asynchronous: bool, wrong: float, flags: dict[st
     # Right proposals need fewer steps for the same tokens.
     if wrong == 0.0:
         assert core.planner.num_steps < plain.planner.num_steps
+    core.planner.drafter = None
     again = serve(core)  # the prefix cache holds no rejected token
     assert [one.output_ids for one in again] == [one.output_ids for one in expected]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_drafts_are_verified_also_where_steps_overlap(asynchronous: bool) -> None:
+    """A drafter needs the newest token on the host: no step runs ahead of it."""
+
+    class EveryToken:
+        def propose(self, requests: Sequence[Request]) -> None:
+            for request in requests:
+                request.drafts = expected.output_ids[request.num_output :][:4]
+
+    greedy = SamplingParams(temperature=0.0, ignore_eos=True)
+    args = ([1, 2, 3], greedy, 0, 21, 0)
+    core = make_core(asynchronous)
+    (expected,) = serve(core, [Request("0", *args)])
+    assert core.planner.num_steps >= 21
+    core = LocalCore(core.args, core.runner, EveryToken())
+    (found,) = serve(core, [Request("0", *args)])
+    assert found.output_ids == expected.output_ids
+    assert core.planner.num_steps == 1 + 20 // 5  # the prompt, then five tokens a step
 
 
 def test_a_rollback_gives_the_drafts_back() -> None:
     (request,) = requests()[:1]
     request.token_ids.append(5)
     request.num_computed, request.drafts = len(request.prompt_ids), [7, 8, 9]
-    item = PlannedItem.next(request, 3, True, 2)
+    item = PlannedItem.of(request, 3, True, 2)
     item.begin()
     assert item.drafts == [7, 8] and item.samples and request.verifying
     assert not request.can_run_ahead and request.drafts == [] and request.pending == 1
@@ -105,7 +127,7 @@ def test_rejected_drafts_are_computed_anew() -> None:
     request.token_ids.append(5)
     for num_tokens, computed in ((1, first + 1), (2, first + 2), (3, first + 3)):
         request.num_computed, request.drafts = first, [7, 8]
-        item = PlannedItem.next(request, 3, True, 2)
+        item = PlannedItem.of(request, 3, True, 2)
         item.begin()
         assert item.confirmed == first + 1
         item.end(num_tokens)

@@ -12,7 +12,7 @@ import torch
 from moesaic.comm.errors import PeerTimeout, WindowAborted
 from moesaic.comm.lifecycle import Lifecycle, Membership, Participant
 from moesaic.comm.supervise.control_page import ControlPage, RankStatus, StepRolledBack
-from moesaic.comm.windows.device_window import DeviceWindow, HostWindow
+from moesaic.comm.windows.device_window import CpuDeviceWindow, DeviceWindow
 from moesaic.comm.windows.window import PlaneSpec
 from moesaic.engine.runner.peer_watchdog import PeerWatchdog
 from moesaic.kernels.a2a import signal, wait
@@ -36,7 +36,7 @@ class Owner(Participant):
 
 
 def owners(timeout: float) -> list[Owner]:
-    return [Owner(window) for window in HostWindow.between(2, [], timeout, channels=1)]
+    return [Owner(window) for window in CpuDeviceWindow.between(2, [], timeout, channels=1)]
 
 
 def watchdog(owner: Owner, status: RankStatus | None) -> PeerWatchdog:
@@ -92,7 +92,7 @@ def test_kernels_give_up_when_the_rank_is_called_back(page: ControlPage):
 
 def test_memory_of_windows_is_counted():
     plane = PlaneSpec("rows", (3, 512), torch.float16)
-    two = [HostWindow.between(2, [plane], 1.0, channels=1)[0] for _ in range(2)]
+    two = [CpuDeviceWindow.between(2, [plane], 1.0, channels=1)[0] for _ in range(2)]
     lifecycle = Lifecycle(Membership(0, (0, 1)))
     # Flags take 512 bytes.
     assert PeerWatchdog(lifecycle, None, two).nbytes == 2 * (3 * 1024 + 512)

@@ -193,7 +193,7 @@ def _start_own(program: str) -> Mps:
     if shown != READY:
         Mps(environment, watch).stop()
         raise RuntimeError(
-            f"no MPS daemon: {shown or 'the process that starts it died'}; {NEEDED}: mend that, or "
+            f"no MPS daemon: {shown or 'the process that starts it died'}; {NEEDED}: fix that, or "
             "give each rank a GPU of its own"
         )
     logger.info("MPS: daemon of our own in %s, stopped with this process", folder)

@@ -71,7 +71,7 @@ class FollowerSupervisor(NodeSupervisor):
         if now - self._started > limit:
             self.fail(
                 f"node 0 did not answer at {address} within {limit:.0f} s: start it with "
-                f"--node-rank 0, and look whether it has ended with an error",
+                f"--node-rank 0, and check whether it failed",
                 [],
             )
         elif now - self._last_logged > WAIT_SECONDS:

@@ -171,7 +171,7 @@ class DeviceWindow(ABC):
     def _last_seen(self, channel: int, flag: int, expected: int) -> str:
         """The last operation of a rank on a channel, by its flag."""
         if ahead(flag, expected) >= 0:
-            return "it came later"
+            return "it arrived after the timeout"
         if not flag or flag >> GENERATION_SHIFT != self.generation:
             return ""
         return self._operation(channel, flag)
@@ -188,17 +188,17 @@ def _difference(rank: int, seen: int, expected: int) -> str:
             f"{expected >> GENERATION_SHIFT}: one of them has been left behind"
         )
     if seen >> COUNT_SHIFT != expected >> COUNT_SHIFT:
-        return f"rank {rank} has gone on without this one"
+        return f"rank {rank} has moved to a later step"
     return f"rank {rank} is in layer {seen & MAX_TAG}, this rank in layer {expected & MAX_TAG}"
 
 
-class HostWindow(DeviceWindow):
+class CpuDeviceWindow(DeviceWindow):
     """A window of ranks that compute on CPU, in several processes or in one (`between`)."""
 
     @classmethod
     def create(
         cls, group: Peers, specs: Sequence[PlaneSpec], timeout: float, channels: int
-    ) -> HostWindow:
+    ) -> CpuDeviceWindow:
         """All ranks of the group call it with the same planes."""
         nbytes = layout(specs, channels, group.size)[1]
         if group.size == 1:
@@ -210,7 +210,7 @@ class HostWindow(DeviceWindow):
     @classmethod
     def between(
         cls, size: int, specs: Sequence[PlaneSpec], timeout: float, channels: int
-    ) -> list[HostWindow]:
+    ) -> list[CpuDeviceWindow]:
         """Windows of ranks in one process, for tests of kernels."""
         nbytes = layout(specs, channels, size)[1]
         regions = torch.zeros(size, nbytes, dtype=torch.uint8).unbind(0)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from moesaic.comm.collectives.group import Peers
-from moesaic.comm.windows.device_window import DeviceWindow, HostWindow, layout
+from moesaic.comm.windows.device_window import CpuDeviceWindow, DeviceWindow, layout
 from moesaic.comm.windows.node_window import create_node_window
 from moesaic.comm.windows.signals import MAX_RANKS
 from moesaic.comm.windows.window import (
@@ -54,7 +54,7 @@ def create_device_window(
     # in inference mode cannot be written outside it.
     with torch.device("cpu"), torch.inference_mode(False):
         if device.type == "cpu":
-            return HostWindow.create(group, specs, timeout, channels)
+            return CpuDeviceWindow.create(group, specs, timeout, channels)
         # Builds of torch without CUDA do not have what it imports.
         from moesaic.comm.windows.symmetric_memory import SymmetricWindow
 

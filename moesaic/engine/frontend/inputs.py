@@ -272,7 +272,7 @@ class GenerateInput:
     def _prompts(self, tokenizer: Tokenizer | None, limits: EngineLimits) -> list[list[int]]:
         """Sizes are checked first, so that excessive input is refused cheaply."""
         if (self.prompt is None) == (self.input_ids is None):
-            raise ValueError("give either prompt or input_ids, and not both")
+            raise ValueError("give exactly one of prompt and input_ids")
         if self.input_ids is None:
             return self._encoded(tokenizer, limits)
         rows = [self._rows()] if self.is_single else self._rows()

@@ -18,7 +18,7 @@ from moesaic.engine.setup.device_memory import (
     gpu_sharers,
     total_memory,
 )
-from moesaic.engine.worker.rank_context import RankContext
+from moesaic.engine.setup.rank_context import RankContext
 
 logger = logging.getLogger(__name__)
 

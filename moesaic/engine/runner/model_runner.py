@@ -35,9 +35,9 @@ from moesaic.engine.setup.device_memory import (
 )
 from moesaic.engine.setup.memory_plan import ResolvedModel
 from moesaic.engine.setup.moe_setup import kind_of, report_buffers
+from moesaic.engine.setup.rank_context import RankContext
 from moesaic.engine.text.grammar import Compiler
 from moesaic.engine.text.tokenizer import Tokenizer
-from moesaic.engine.worker.rank_context import RankContext
 from moesaic.layers.paged_cache import PagedCache, SequenceSpan
 from moesaic.models.config import BuildContext
 from moesaic.models.registry import build_model

@@ -16,7 +16,7 @@ from moesaic.comm.errors import WindowAborted
 from moesaic.comm.lifecycle import Lifecycle
 from moesaic.comm.supervise.control_page import RankStatus
 from moesaic.comm.windows.device_window import DeviceWindow
-from moesaic.engine.worker.rank_context import RankContext
+from moesaic.engine.setup.rank_context import RankContext
 from moesaic.moe.context import MoeContext
 
 POLL_SECONDS = 0.02

@@ -65,8 +65,8 @@ COMPILE_SECONDS = 600.0
 
 @dataclass(slots=True)
 class BatchOutput:
-    """`logits_RV` and `found_2R`, greedy tokens and whether there is none, are those of the sampled
-    rows; `scored`: the output of a step that scores prompt tokens."""
+    """`logits_RV` and `found_2R`, greedy tokens and whether they are invalid, are of sampled rows;
+    `scored`: the output of a step that scores prompt tokens."""
 
     logits_RV: Tensor
     found_2R: Tensor
@@ -76,7 +76,7 @@ class BatchOutput:
 
 @dataclass(slots=True)
 class DeviceStep:
-    """An in-flight step; after `event`, `found` [2, R] has the tokens of `rows`, or their lack."""
+    """An in-flight step; after `event`, `found` [2, R] has the tokens of `rows`, and failures."""
 
     steps: AsynchronousSteps
     plan: StepPlan
@@ -140,9 +140,9 @@ class AsynchronousSteps:
     def begin(self, plan: StepPlan, agreement: StepAgreement, x_TH: Tensor | None) -> DeviceStep:
         runner = self._runner
         if self.stuck:
-            raise RuntimeError(f"the GPU is lost to this process: {self.stuck}")
+            raise RuntimeError(f"the GPU is unusable in this process: {self.stuck}")
         if runner.device.type == "cuda":
-            torch.cuda.set_device(runner.device)  # of this thread
+            torch.cuda.set_device(runner.device)  # the current device is per thread
         self._number += 1
         runner.attention.clear(plan.clear)
         self._future_tokens.free(plan.ended)
@@ -322,7 +322,7 @@ class AsynchronousSteps:
                     self.graphs.drop()
                 torch.cuda.empty_cache()
             except RuntimeError as error:
-                logger.error("the GPU is lost to this process: %s", error)
+                logger.error("the GPU is unusable in this process: %s", error)
 
     def device_info(self) -> dict[str, Any]:
         """What this rank has on a GPU, beside weights and KV cache."""

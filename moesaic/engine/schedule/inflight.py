@@ -27,7 +27,7 @@ class PlannedItem(msgspec.Struct, frozen=True, gc=False, eq=False):
     retractions: int
 
     @classmethod
-    def next(
+    def of(
         cls, request: Request, length: int, decodes: bool = False, num_drafts: int = 0
     ) -> PlannedItem:
         """The next `length` tokens of a request, the last `num_drafts` of them proposals."""

@@ -75,7 +75,7 @@ class Scheduler:
             has_room = request.num_computed < len(request.pages) * page_size
             if has_room or self._plan(request, 1, planned):
                 drafts = self._drafts_that_fit(request) if request.drafts else 0
-                planned[request] = PlannedItem.next(request, 1 + drafts, True, drafts)
+                planned[request] = PlannedItem.of(request, 1 + drafts, True, drafts)
         budget = self.config.chunk_tokens
         for request in filling:
             budget -= self._plan(request, min(budget, _uncomputed(request)), planned)
@@ -112,7 +112,7 @@ class Scheduler:
             self._retract(youngest)
             if youngest is request:
                 return 0
-        planned[request] = PlannedItem.next(request, length)
+        planned[request] = PlannedItem.of(request, length)
         return length
 
     def _retract(self, request: Request) -> None:

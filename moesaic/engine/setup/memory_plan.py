@@ -37,7 +37,7 @@ from moesaic.engine.setup.moe_setup import (
     report_buffers,
     weight_format,
 )
-from moesaic.engine.worker.rank_context import DEVICE_BYTES, RankContext, neighbours
+from moesaic.engine.setup.rank_context import DEVICE_BYTES, RankContext, neighbours
 from moesaic.layers.attention import Attention, LatentAttention
 from moesaic.layers.parallel import Parallel
 from moesaic.models.blocks import CausalLM

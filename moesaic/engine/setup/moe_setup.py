@@ -11,7 +11,7 @@ import torch
 from moesaic.comm.mesh import Mesh
 from moesaic.config import ServerArgs
 from moesaic.config.deepep import read_deepep_config
-from moesaic.engine.worker.rank_context import RankContext
+from moesaic.engine.setup.rank_context import RankContext
 from moesaic.models.blocks import CausalLM
 from moesaic.moe.backends import load_backends
 from moesaic.moe.context import DTYPE_NAMES, MoeContext

@@ -16,7 +16,7 @@ from moesaic.engine.schedule.inflight import InflightStep
 from moesaic.engine.schedule.plan import StepResult
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.setup.moe_setup import describe_backends
-from moesaic.engine.worker.planner import Planner
+from moesaic.engine.worker.planner import Drafter, Planner
 from moesaic.engine.worker.rank_info import rank_info, service_info
 from moesaic.engine.worker.rank_stats import RankStatsReporter
 from moesaic.engine.worker.stage import SingleStage
@@ -31,10 +31,15 @@ class LocalCore:
 
     fault: str = ""
 
-    def __init__(self, args: ServerArgs, runner: ModelRunner | None = None) -> None:
+    def __init__(
+        self,
+        args: ServerArgs,
+        runner: ModelRunner | None = None,
+        drafter: Drafter | None = None,
+    ) -> None:
         self.args = args
         self.runner = runner or ModelRunner(args)
-        self.planner = Planner(args, self.runner)
+        self.planner = Planner(args, self.runner, drafter=drafter)
         self.states, self.facts = self.planner.states, self.planner.facts
         self.providers = describe_backends(self.runner.moe)
         self.stats = RankStatsReporter(self.runner, group=self.planner.metrics.stats)

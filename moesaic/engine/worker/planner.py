@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from moesaic.config import ServerArgs
 from moesaic.core.request import ABORTED, FinishReason, Request, failure
@@ -28,8 +28,15 @@ from moesaic.engine.schedule.scheduler_metrics import SchedulerMetrics
 
 logger = logging.getLogger(__name__)
 
-# The work of a step, and its items in the same order.
-Chosen = tuple[list[PlannedItem], list[PlanItem]]
+# The requests of a step with their ranges of tokens, and its plan items in the same order.
+PlannedWork = tuple[list[PlannedItem], list[PlanItem]]
+
+
+class Drafter(Protocol):
+    """Proposes tokens. Steps verify the proposals, so that they change no answer."""
+
+    def propose(self, requests: Sequence[Request]) -> None:
+        """Sets `drafts` of requests that decode; the host knows all their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +54,17 @@ class ModelFacts:
 class Planner:
     """The requests of one serving group. Not thread-safe: one thread calls it. Where steps overlap,
     `plan` makes the next one before the results of the last are known: requests take part with a
-    FUTURE_TOKEN that only the device knows, unless they need their last token on the host."""
+    FUTURE_TOKEN that only the device knows, unless they need their last token on the host, as all
+    of them do for a drafter."""
 
-    def __init__(self, args: ServerArgs, runner: ModelRunner, group: int = 0) -> None:
-        self.runner = runner
+    def __init__(
+        self,
+        args: ServerArgs,
+        runner: ModelRunner,
+        group: int = 0,
+        drafter: Drafter | None = None,
+    ) -> None:
+        self.runner, self.drafter = runner, drafter
         self._new_pages: list[int] = []
         """Allocated since the last plan; the next step clears them."""
         self.kv = KVManager(
@@ -83,7 +97,7 @@ class Planner:
 
     @property
     def num_suspects(self) -> int:
-        """Sets of requests that are still to run by themselves, after a failed step."""
+        """Sets of requests that are still to be retried in isolation, after a failed step."""
         return len(self._quarantine)
 
     def info(self) -> dict[str, Any]:
@@ -119,7 +133,7 @@ class Planner:
             try:
                 self._finish(state, failure(message))
             except Exception:
-                logger.exception("request %s could not be ended in order", state.request.rid)
+                logger.exception("request %s could not be ended cleanly", state.request.rid)
 
     def plan(self, parts: int = 1) -> InflightStep:
         """The next step, with an empty plan if there is nothing to compute. `parts`: how many
@@ -143,12 +157,16 @@ class Planner:
         self.num_steps += 1
         return InflightStep(StepPlan(items, pages, prefill, ended), work)
 
-    def _choose(self, parts: int) -> Chosen:
+    def _choose(self, parts: int) -> PlannedWork:
         """The work of the next step. Nothing counts as done before all of it is known, so that an
         error leaves all requests as they were; the error is raised if no request causes it."""
         num_open, work = len(self.states), list[PlannedItem]()
         try:
-            work = self.scheduler.schedule(parts, ahead=self.runner.overlaps)
+            ahead = self.runner.overlaps and self.drafter is None
+            if self.drafter is not None:
+                running = self.scheduler.running
+                self.drafter.propose([r for r in running if r.is_decoding and not r.pending])
+            work = self.scheduler.schedule(parts, ahead=ahead)
             return work, [_plan_item(planned) for planned in work]
         except Exception as error:
             logger.exception("a step could not be planned")
@@ -160,7 +178,7 @@ class Planner:
                 raise
             return chosen
 
-    def _try_suspects(self) -> Chosen:
+    def _try_suspects(self) -> PlannedWork:
         """A step for the next set of suspects; those that cannot be computed now are dropped."""
         while self._quarantine:
             next_suspects = self._quarantine.next_suspects()
@@ -205,7 +223,7 @@ class Planner:
                 self._apply_item(item, found)
             except Exception as error:
                 logger.exception("request %s failed", item.request.rid)
-                self._fail(item.request, f"its token could not be taken in: {error!r}")
+                self._fail(item.request, f"its token could not be applied: {error!r}")
 
     def _apply_item(self, item: PlannedItem, found: ItemResult) -> None:
         request = item.request

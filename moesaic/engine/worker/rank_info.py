@@ -58,8 +58,8 @@ def log_ranks(ranks: Sequence[Mapping[str, Any]], mesh: Mesh) -> None:
         weights, experts, cache, buffers = (rank[key] / MIB for key in MEMORY)
         layers = len(rank["moe_layers"])
         logger.info(
-            "%s: %s of %d MoE layer%s; weights %.1f MiB (experts %.1f), KV cache %.1f, buffers "
-            "%.1f; process %d",
+            "%s: %s of %d MoE layer%s; weights %.1f MiB (experts %.1f MiB), KV cache %.1f MiB, "
+            "buffers %.1f MiB; process %d",
             mesh.describe(number),
             describe_experts(rank["experts"]),
             layers,

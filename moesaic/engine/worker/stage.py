@@ -29,8 +29,8 @@ from moesaic.engine.schedule.plan import (
     encode,
 )
 from moesaic.engine.schedule.plan_codec import PlanReceiver, PlanSender
+from moesaic.engine.setup.rank_context import RankContext
 from moesaic.engine.worker.planner import Planner
-from moesaic.engine.worker.rank_context import RankContext
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,9 @@ from moesaic.core import messages
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.schedule.inflight import InflightStep
 from moesaic.engine.setup.memory_plan import COLLECTIVE_BYTES, pipe_spec
+from moesaic.engine.setup.rank_context import RankContext
 from moesaic.engine.worker.leader import Leader
 from moesaic.engine.worker.planner import Planner
-from moesaic.engine.worker.rank_context import RankContext
 from moesaic.engine.worker.rank_info import rank_info
 from moesaic.engine.worker.rank_stats import RankStatsReporter
 from moesaic.engine.worker.stage import FirstStage, LaterStage, SingleStage, Stage

@@ -37,7 +37,7 @@ from moesaic.moe.dispatch.device.rows import DeviceRoute
 from moesaic.moe.dispatch.host.exchange import ExchangeSignal, ExchangeSpec
 from moesaic.moe.dispatch.host.low_latency import DeviceLowLatency
 from moesaic.moe.dispatch.host.windowed import ExchangeDispatcher
-from moesaic.moe.dispatch.local import DeviceDispatcher
+from moesaic.moe.dispatch.local import LocalDeviceDispatcher
 from moesaic.moe.formats import (
     CombineInput,
     FusedCombineInput,
@@ -197,7 +197,9 @@ class DeviceFuseEP(FusedDispatcher):
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
         super().__init__(config, comm)
         alone = config.layout.size == 1
-        self.rows: BaseDispatcher = (DeviceDispatcher if alone else DeviceFusedRows)(config, comm)
+        self.rows: BaseDispatcher = (LocalDeviceDispatcher if alone else DeviceFusedRows)(
+            config, comm
+        )
 
     @classmethod
     def buffer_spec(cls, config: DispatchConfig) -> DeviceExchangeSpec | None:

@@ -1,4 +1,4 @@
-"""One rank: nothing travels. On a GPU this serves all backends."""
+"""One rank: nothing is sent. On a GPU this serves all backends."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class LocalDispatcher(BaseDispatcher):
         )
 
 
-class DeviceDispatcher(LocalDispatcher):
+class LocalDeviceDispatcher(LocalDispatcher):
     """One rank on a GPU: invalid pairs have rows, too."""
 
     @property
@@ -73,7 +73,7 @@ class DeviceDispatcher(LocalDispatcher):
 def device_provider(choose: Choose, formats: Mapping[str, str] | None = None) -> Provider:
     """A backend on a GPU: `choose` gives the dispatcher of several ranks."""
     return Provider.choosing(
-        lambda config: DeviceDispatcher if config.layout.size == 1 else choose(config),
+        lambda config: LocalDeviceDispatcher if config.layout.size == 1 else choose(config),
         formats,
         local=True,
     )
