@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import logging
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ DESCRIPTION = """\
 Answer prompts with a model, in this process or on several ranks.
 Without --prompt: a conversation on a terminal, or one prompt a line from a pipe."""
 Message = dict[str, str]
+logger = logging.getLogger(__name__)
 NOT_SAMPLING = ("prompt", "chat", "json")
 
 
@@ -95,6 +97,9 @@ class Conversation:
             ids = [self._chat_ids([_user(prompt)]) for prompt in prompts]
             results = self.engine.generate(input_ids=ids, sampling_params=sampling)
         else:
+            tokenizer = self.engine.tokenizer
+            if tokenizer is not None and tokenizer.chat.texts:
+                logger.info("prompts are continued as plain text; --chat asks as a user does")
             results = self.engine.generate(prompt=list(prompts), sampling_params=sampling)
         assert isinstance(results, list)
         several = len(results) > 1

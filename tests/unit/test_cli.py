@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -269,6 +270,8 @@ def test_package_offers_engine_lazily():
 
 
 class WordTokenizer:
+    chat = SimpleNamespace(texts={"default": "a template"})
+
     def apply_chat_template(self, messages: list[dict[str, str]]) -> str:
         return "".join(f"<{m['role']}>{m['content']}" for m in messages)
 
