@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +122,9 @@ def plain_loop(layer: FusedMoE, x_TH: Tensor, topk: TopKOutput) -> Tensor:
 def limit(shape: Shape, dtype: str, tokens: int, touched: int) -> float:
     """Microseconds."""
     weights = WEIGHT_FORMATS[FORMATS[dtype]]
-    of_one = weights.nbytes(2 * shape.inner, shape.hidden) + weights.nbytes(
-        shape.hidden, shape.inner
-    )
+    sizes = ((2 * shape.inner, shape.hidden), (shape.hidden, shape.inner))
+    planes = [plane for size in sizes for plane in weights.planes(*size).values()]
+    of_one = sum(prod(dimensions) * kind.itemsize for dimensions, kind in planes)
     num_bytes = touched * of_one + 2 * tokens * shape.hidden * 2
     operations = 2 * tokens * shape.top_k * 3 * shape.hidden * shape.inner
     rate = gpu.matrix_rate(torch.bfloat16 if dtype == "bf16" else torch.float8_e4m3fn)

@@ -40,7 +40,7 @@ class NewRequest(msgspec.Struct, array_like=True):
     """One sequence to continue, as it is submitted to a serving group."""
 
     rid: str
-    """The caller's id."""
+    """The caller's id; on ranks only logs show it."""
     prompt_ids: list[int]
     params: SamplingParams
     seed: int

@@ -67,6 +67,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 FAMILIES = {
     family: {"architectures": [architecture], **_SETTINGS[family]}
     for architecture, family in ARCHITECTURES.items()
+    if family in _SETTINGS
 }
 
 

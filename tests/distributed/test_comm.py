@@ -71,7 +71,6 @@ def roundtrip(group: RankGroup) -> int:
         for peer in range(size):
             sent = values(me, peer, dtype)
             window.put(str(dtype), peer, me * ROWS, sent, choice(me, peer))
-            assert sent.nbytes == ROWS * WIDTH * dtype.itemsize
     window.signal(3, 1, "put")
     window.wait(3, 1, "put")
     for dtype in DTYPES:

@@ -174,7 +174,7 @@ def check_twins_and_aborts(service: Service) -> None:
         finish = next(
             (d.finish for d in next_message(service).deltas if d.finish is not None), None
         )
-    assert finish.failed and "request 0 is in use" in finish.message
+    assert finish.failed and "request 0 was submitted twice" in finish.message
     service.send(Abort(0))
     service.send(Abort(1))
     service.send(Abort(9))

@@ -36,16 +36,22 @@ class EpochChanged(RuntimeError):
     """The supervisor changed the membership: the step in progress is abandoned."""
 
     def __init__(self, epoch: int, reason: str) -> None:
-        super().__init__(reason)
-        self.epoch = epoch
+        super().__init__(epoch, reason)  # all arguments, so that it can be pickled
+        self.epoch, self.reason = epoch, reason
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 class StepRolledBack(RuntimeError):
     """A rank could not finish a step: its replica abandons it and enters the next generation."""
 
     def __init__(self, generation: int) -> None:
-        super().__init__(f"rolled back to generation {generation}")
+        super().__init__(generation)
         self.generation = generation
+
+    def __str__(self) -> str:
+        return f"rolled back to generation {self.generation}"
 
 
 class ControlPage:

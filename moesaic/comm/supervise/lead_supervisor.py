@@ -243,7 +243,7 @@ class LeadSupervisor(NodeSupervisor):
             self._wake_if_due(replica)
 
     def _refuse(self, request_no: int) -> None:
-        why = f"request {request_no} is in use: give another"
+        why = f"request {request_no} was submitted twice"
         finish = FinishReason("abort", message=why, failed=True)
         self.send_client(
             messages.StepOutput([messages.RequestDelta(request_no, [], finish=finish)])

@@ -253,12 +253,15 @@ class NodeSupervisor(ABC):
         """Yields (sender, message, encoded message). libzmq passes on whatever a process of this
         user writes to the socket; messages of unknown senders are dropped."""
         for frames in receive_some(socket):
+            sender = senders.get(frames[0])
             try:
-                sender, message = senders[frames[0]], decode(frames[1])
-            except (KeyError, IndexError, NoMessage) as error:
-                self._dropped_log.warn(
-                    f"dropped a message of an unknown sender ({type(error).__name__})"
-                )
+                message = decode(frames[1])
+            except (IndexError, NoMessage) as error:
+                who = "an unknown sender" if sender is None else f"sender {sender}"
+                self._dropped_log.warn(f"dropped a message of {who}: {error!r:.200}")
+                continue
+            if sender is None:
+                self._dropped_log.warn("dropped a message of an unknown sender")
                 continue
             if self.exit_code is None:
                 yield sender, message, frames[1]

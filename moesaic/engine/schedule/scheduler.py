@@ -117,11 +117,11 @@ class Scheduler:
 
     def _retract(self, request: Request) -> None:
         assert len(self.running) > 1, "a request that was admitted alone must fit"
+        self.waiting.appendleft(request)  # before pages are released, which may fail
         self._leave(request, RequestPhase.WAITING)
         request.retractions += 1
         self.num_retractions += 1
         self._reserve = min(1.0, self._reserve + RESERVE_STEP)
-        self.waiting.appendleft(request)
 
     def _leave(self, request: Request, phase: RequestPhase) -> None:
         request.phase = phase

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from moesaic.config import ServerArgs
+from moesaic.core.redact import shown_id
 from moesaic.core.request import ABORTED, FinishReason, Request, failure
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.sampling.sampler import SampleRow
@@ -133,7 +134,9 @@ class Planner:
             try:
                 self._finish(state, failure(message))
             except Exception:
-                logger.exception("request %s could not be ended cleanly", state.request.rid)
+                logger.exception(
+                    "request %s could not be ended cleanly", shown_id(state.request.rid)
+                )
 
     def plan(self, parts: int = 1) -> InflightStep:
         """The next step, with an empty plan if there is nothing to compute. `parts`: how many
@@ -213,7 +216,7 @@ class Planner:
         self.metrics.counts.failed_steps += bool(suspects)
         culprit = self._quarantine.report_failure(suspects, alone=alone)
         if culprit is not None:
-            logger.error("request %s made a step fail: %s", culprit.rid, error)
+            logger.error("request %s made a step fail: %s", shown_id(culprit.rid), error)
             self._fail(culprit, f"the step failed: {error}")
 
     def apply(self, step: InflightStep, result: StepResult) -> None:
@@ -222,7 +225,7 @@ class Planner:
             try:
                 self._apply_item(item, found)
             except Exception as error:
-                logger.exception("request %s failed", item.request.rid)
+                logger.exception("request %s failed", shown_id(item.request.rid))
                 self._fail(item.request, f"its token could not be applied: {error!r}")
 
     def _apply_item(self, item: PlannedItem, found: ItemResult) -> None:

@@ -319,7 +319,8 @@ def decode_kernel(
 
 @triton.jit
 def zero_totals(keys, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """For each row and column, so that warps reduce once; float8 leaves registers for rows."""
+    """A total for each row and column, so that warps reduce once; with a float8 cache a total for
+    each row, as its conversion needs the registers."""
     if keys.dtype.element_ty.primitive_bitwidth > 8:
         return tl.zeros((ROWS, BLOCK_N), tl.float32)
     else:

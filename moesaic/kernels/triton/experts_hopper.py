@@ -70,14 +70,9 @@ class ExpertsConstants(ProductConstants):
     TALL: bool
     """Whether an expert's last two tiles become tall items if they have 129 to 192 rows."""
 
-    @property
-    def steps(self) -> int:
-        return self.K // self.BK
-
-    @property
-    def halves(self) -> bool:
-        """Whether items load 64 rows of each part."""
-        return self.TALL and self.PARTS == 2
+    steps: int
+    halves: bool
+    """Whether items load 64 rows of each part."""
 
 
 @gluon.jit
@@ -320,12 +315,15 @@ def can_run(x: Rows, w: Matrices, out: Tensor, product: Product, config: LargeCo
 def plan_of(
     product: Product, top_k: int, config: LargeConfig, pdl: bool = True, scaled: bool = False
 ) -> ExpertsConstants:
+    tall = config.tall and not product.PROMOTE
     return ExpertsConstants(
         **constants(product, top_k, config, pdl),
         STAGES=config.ring,
         SHARES=_shares(product),
         SCALED=scaled,
-        TALL=config.tall and not product.PROMOTE,
+        TALL=tall,
+        steps=product.K // config.block_k,
+        halves=tall and product.PARTS == 2,
     )
 
 

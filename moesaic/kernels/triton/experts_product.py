@@ -90,7 +90,8 @@ class ProductOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class ProductConstants(Product):
-    """Compile-time constants `P` of a kernel."""
+    """Compile-time constants `P` of a kernel. All are fields: the key of Triton's cache has these,
+    and not the code of properties."""
 
     TOP_K: int
     STRIP: int
@@ -101,20 +102,11 @@ class ProductConstants(Product):
     BK: int
     GROUP: int
     PDL: bool
-
-    @property
-    def rows(self) -> int:
-        """Rows of an expert's weights."""
-        return self.PARTS * self.N
-
-    @property
-    def inner_blocks(self) -> int:
-        return -(-self.K // 128)
-
-    @property
-    def row_blocks(self) -> int:
-        """Blocks of 128 rows of a part."""
-        return -(-self.N // 128)
+    rows: int
+    """Rows of an expert's weights."""
+    inner_blocks: int
+    row_blocks: int
+    """Blocks of 128 rows of a part."""
 
 
 def product_of(x: Rows, w: Matrices, sorted_pairs: bool, limited: bool = False) -> Product:
@@ -155,4 +147,7 @@ def constants(product: Product, top_k: int, config: LargeConfig, pdl: bool) -> d
         "BK": config.block_k,
         "GROUP": config.group,
         "PDL": pdl,
+        "rows": product.PARTS * product.N,
+        "inner_blocks": -(-product.K // 128),
+        "row_blocks": -(-product.N // 128),
     }

@@ -8,6 +8,7 @@ column of a tile; in the kernel of both, programs claim columns dynamically.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import torch
 import triton
@@ -136,19 +137,39 @@ def planes_of(matrices: Matrices) -> tuple[Tensor | None, ...]:
 def constants_of(
     config: TileConfig, groups: Groups, matrices: Matrices, activation: SwigluSpec | None = None
 ) -> TileConstants:
-    _, rows, columns = matrices.shape
     gates = matrices.parts == 2
     assert "scales" not in matrices.planes or config.block_k == FP8_GROUP, config
+    return _constants(
+        config,
+        tuple(matrices.shape[1:]),
+        gates,
+        (groups.block, groups.top_k if gates else 1),
+        (matrices.planes["values"].dtype == torch.float32, matrices.format in BLOCK_SCALED),
+        activation is not None and activation.limit is not None,
+    )
+
+
+@cache
+def _constants(
+    config: TileConfig,
+    shape: tuple[int, int],
+    gates: bool,
+    rows: tuple[int, int],
+    kind: tuple[bool, bool],
+    limited: bool,
+) -> TileConstants:
+    """One object for all launches with the same constants: making one takes microseconds."""
+    (block, top_k), (ieee, block_scales) = rows, kind
     return TileConstants(
-        HIDDEN=columns if gates else rows,
-        INNER=rows // 2 if gates else columns,
-        BM=groups.block,
+        HIDDEN=shape[1] if gates else shape[0],
+        INNER=shape[0] // 2 if gates else shape[1],
+        BM=block,
         BN=config.block_n,
         BK=config.block_k,
-        PRECISION="ieee" if matrices.planes["values"].dtype == torch.float32 else "tf32",
-        BLOCK_SCALES=matrices.format in BLOCK_SCALED,
-        TOP_K=groups.top_k if gates else 1,
-        LIMITED=activation is not None and activation.limit is not None,
+        PRECISION="ieee" if ieee else "tf32",
+        BLOCK_SCALES=block_scales,
+        TOP_K=top_k,
+        LIMITED=limited,
     )
 
 

@@ -32,6 +32,8 @@ class RouteConstants:
     """Compile-time constants `P` of the routing kernels; blocks are padded to powers of two."""
 
     spec: TopKConfig
+    limits_groups: bool
+    """A field, as Triton's cache knows fields and not the code of properties."""
     by_logits: bool
     experts: int
     block_e: int
@@ -99,7 +101,7 @@ def _choose(logits, expert, bias_ptr, P: tl.constexpr):
     if bias_ptr is not None:
         choice += tl.load(bias_ptr + expert, valid, 0.0).to(tl.float32)
     keys = tl.where(valid, _key(choice), LEAST)
-    if P.spec.limits_groups:
+    if P.limits_groups:
         keys = _drop_groups(keys, expert, P)
     # Scores are not negative: their bits sort like them, and one maximum selects one.
     bits = tl.where(scores == scores, scores.to(tl.int32, bitcast=True), 0x7FC00000)
@@ -319,6 +321,7 @@ def _run_router(
 def constants(experts: int, spec: TopKConfig, biased: bool, replicas: int) -> RouteConstants:
     return RouteConstants(
         spec=spec,
+        limits_groups=spec.limits_groups,
         by_logits=spec.by_logits(biased),
         experts=experts,
         block_e=max(32, triton.next_power_of_2(experts)),

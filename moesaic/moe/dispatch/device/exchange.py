@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -87,9 +86,8 @@ class DeviceExchange(InFlight):
         with torch.inference_mode(False):  # or it could not be written outside that mode
             self.active_P = torch.ones(self.size, dtype=torch.bool, device=device)
         """The active ranks, on the device."""
-        # Views are kept, for all layers: making one takes longer than a kernel launch.
-        self.arrived = lru_cache(MOST_VIEWS)(self._arrived)
-        self.results = lru_cache(MOST_VIEWS)(self._results)
+        self._views: dict[tuple[str, int, int, float], Any] = {}
+        """Kept for all layers: making one takes longer than a kernel launch."""
         self._places = count()
         self._last: list[int | None] = [None] * spec.lanes
         comm.group.register(self)
@@ -105,8 +103,7 @@ class DeviceExchange(InFlight):
 
     def close(self) -> None:
         """Frees the memory; no kernel of this rank may use it any more."""
-        self.arrived.cache_clear()
-        self.results.cache_clear()
+        self._views.clear()
         self.window.close()
 
     def check(self) -> None:
@@ -130,9 +127,28 @@ class DeviceExchange(InFlight):
             local_rows=self.spec.home_rows > 0,
         )
 
+    def arrived(self, lane: int, rows: int, scale: float) -> Arrived:
+        """The first rows of this rank's planes."""
+        key = ("arrived", lane, rows, scale)
+        if (found := self._views.get(key)) is None:
+            found = self._keep(key, self._arrived(lane, rows, scale))
+        return cast(Arrived, found)
+
+    def results(self, lane: int, first: int, rows: int) -> Tensor:
+        """The buffer for this many of this rank's results, which its peers read."""
+        key = ("results", lane, first, rows)
+        if (found := self._views.get(key)) is None:
+            found = self._keep(key, self._results(lane, first, rows))
+        return cast(Tensor, found)
+
+    def _keep(self, key: tuple[str, int, int, float], view: Any) -> Any:
+        if len(self._views) >= MOST_VIEWS:
+            self._views.clear()
+        self._views[key] = view
+        return view
+
     @torch.inference_mode(False)
     def _arrived(self, lane: int, rows: int, scale: float) -> Arrived:
-        """The first rows of this rank's planes."""
         scales = None
         if self.payload.scales is not None:
             scales = self.window.plane(f"scales {lane}")[:rows]
@@ -143,7 +159,6 @@ class DeviceExchange(InFlight):
 
     @torch.inference_mode(False)
     def _results(self, lane: int, first: int, rows: int) -> Tensor:
-        """The buffer for this many of this rank's results, which its peers read."""
         return self.window.plane(f"results {lane}")[first : first + rows]
 
     def side_stream(self) -> AbstractContextManager[Any]:
