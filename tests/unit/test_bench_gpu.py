@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench import experts_large, gpu, moe_layer
-from bench.moe_layer_gpu import Point, merged
+from bench.moe_layer_gpu import Point, Shape, limit, merged
 from moesaic.kernels.triton.experts_product import LargeConfig
 
 POINT = Point("qwen3_30b", "bf16", "uniform", 8, 60, 100.0, 90.0, {}, 1e-3)
@@ -19,6 +19,18 @@ POINT = Point("qwen3_30b", "bf16", "uniform", 8, 60, 100.0, 90.0, {}, 1e-3)
 def test_files_are_named_by_the_gpu():
     assert gpu.named("linear", "NVIDIA H200") == "h200_linear"
     assert gpu.named("moe_layer", "NVIDIA A100-SXM4-80GB") == "a100_sxm4_80gb_moe_layer"
+
+
+def test_the_limit_of_a_layer_counts_bytes_and_operations(monkeypatch: pytest.MonkeyPatch):
+    """bf16 weights have two bytes, fp8 one and a scale of four bytes for each block of 128 x 128;
+    rows of two bytes are read and written."""
+    monkeypatch.setattr(gpu, "copy_bandwidth", lambda: 1.0)
+    monkeypatch.setattr(gpu, "matrix_rate", lambda dtype: 1e30)
+    shape, numbers, rows = Shape(8, 2, 256, 128), 3 * 256 * 128, 4 * 5 * 256
+    assert limit(shape, "bf16", tokens=5, touched=7) == 7 * 2 * numbers + rows
+    assert limit(shape, "fp8", tokens=5, touched=7) == 7 * (numbers + 4 * 6) + rows
+    monkeypatch.setattr(gpu, "matrix_rate", lambda dtype: 1e-3)
+    assert limit(shape, "bf16", tokens=5, touched=7) == pytest.approx(2 * 5 * 2 * numbers * 1e3)
 
 
 def test_a_run_of_a_part_loses_no_points(tmp_path: Path):
