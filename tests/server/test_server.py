@@ -178,7 +178,7 @@ BAD_BODIES = {
     '{"text": "\\ud800"}': "a lone surrogate",
     '{"text": ""}': "must be a non-empty text",
     '{"text": "x", "input_ids": [1]}': "give exactly one of text and input_ids",
-    "{}": "give either text or input_ids",
+    "{}": "give exactly one of text and input_ids",
     '{"input_ids": []}': "the prompt is empty",
     '{"input_ids": [[1], 2]}': "mixes token ids and lists",
     '{"input_ids": [-1]}': "out of range",
