@@ -225,7 +225,7 @@ def test_a_daemon_that_does_not_start(fake: Path):
         start_mps()
     assert str(caught.value) == (
         f"no MPS daemon: {fake / PROGRAM} -d ended with 1: a daemon is already running | no GPU "
-        "here; ranks that share a GPU need it: mend that, or give each rank a GPU of its own"
+        "here; ranks that share a GPU need it: fix that, or give each rank a GPU of its own"
     )
     assert list(fake.glob("moesaic-mps-*")) == []
 
