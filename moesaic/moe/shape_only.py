@@ -12,16 +12,16 @@ class ShapeOnlyGroup(RankGroup):
     """A rank of a group that does not run."""
 
     def __init__(self, rank: int, size: int) -> None:
-        super().__init__(None, None, "outline", 0.0)
+        super().__init__(None, None, "shape_only", 0.0)
         self.rank, self.size = rank, size
 
 
 class ShapeOnlyDispatcher(BaseDispatcher):
     """Has a config and no buffers."""
 
-    name = "outline"
+    name = "shape_only"
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError("an outline does not compute")
+        raise NotImplementedError("a shape-only model does not compute")
 
     _dispatch_a = _dispatch_b = _combine_a = _combine_b = _refuse
