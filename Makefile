@@ -2,6 +2,8 @@
 #   make setup    create .venv (again only when pyproject.toml changed)
 #   make test     format check, lint, types, tests: what CI runs
 #   make test-slow  all comparisons with transformers, and the whole product of MoE backends: 45 minutes
+#   make test-clients  real packages of others against the server (TOOLS="openai litellm" chooses);
+#                 installs them in .venv-clients, 16 GB for all
 #   make serve    serve the house model on port 30000, its experts on 4 ranks (MODEL=DIR serves
 #                 another, ARGS=… with other flags)
 
@@ -13,6 +15,7 @@ MODEL ?= models/house-moe
 BENCH ?=
 ARGS ?=
 PYTEST_ARGS ?=
+TOOLS ?=
 
 BIN := .venv/bin
 # They judge ranks by how long these take, and run alone: beside others that are busy they may misjudge them.
@@ -22,7 +25,7 @@ BESIDE := -n 2 -m "not slow and not gpu"
 NONE := || [ $$? -eq 5 ]
 STAMP := .venv/.stamp
 
-.PHONY: setup test test-slow serve format docs bench clean
+.PHONY: setup test test-slow test-clients serve format docs bench clean
 
 setup: $(STAMP)
 
@@ -45,6 +48,9 @@ test: setup
 
 test-slow: setup
 	$(BIN)/pytest -m slow $(PYTEST_ARGS)
+
+test-clients: setup
+	$(BIN)/python -m tests.clients.run $(TOOLS)
 
 serve: setup
 	$(BIN)/moesaic serve --model-path $(MODEL) $(or $(ARGS),--tp 4 --ep 4 --moe-a2a-backend deepep)

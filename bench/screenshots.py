@@ -1,6 +1,6 @@
 """Pictures of the server's page under load: `python -m bench.screenshots`, on 4 ranks.
 
-Writes docs/images/dashboard_light.png and dashboard_dark.png.
+Writes docs/images/dashboard_light.png, dashboard_dark.png and dashboard_phone.png.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import httpx
-from playwright.sync_api import Browser, sync_playwright
+from PIL import Image
+from playwright.sync_api import Browser, ViewportSize, sync_playwright
 
 from bench.http_server import started
 from moesaic.evals.tasks.draw import TASKS, problems
@@ -31,6 +34,7 @@ CHROMIUM = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
     "--disable-background-networking --disable-component-update --disable-sync"
 )
+SETTLE = 4  # seconds, for rates of the table
 NAMES = ("--served-model-name", "house-moe", "--num-threads", "1")
 
 
@@ -60,24 +64,52 @@ def load(url: str, clients: int) -> Iterator[None]:
             thread.join()
 
 
-def picture(browser: Browser, url: str, scheme: str, path: Path) -> None:
-    page = browser.new_page(viewport={"width": 1440, "height": 1000}, color_scheme=scheme)
+@dataclass(frozen=True)
+class View:
+    name: str
+    scheme: Literal["light", "dark"]
+    width: int
+    height: int
+
+
+VIEWS = (
+    View("light", "light", 1280, 960),
+    View("dark", "dark", 1280, 960),
+    View("phone", "light", 390, 1250),
+)
+
+
+def picture(browser: Browser, url: str, view: View, path: Path) -> None:
+    """The page, when it has shown the path of an answer's tokens."""
+    size = ViewportSize(width=view.width, height=view.height)
+    page = browser.new_page(viewport=size, color_scheme=view.scheme)
     page.goto(url)
-    page.fill("#temperature", "0")
-    page.fill("#max-tokens", "100")
+    page.wait_for_selector("#example-list button")
     page.fill("#prompt", QUESTION)
     page.press("#prompt", "Enter")
-    time.sleep(12)
+    page.wait_for_selector(".lanes .dot", timeout=120_000)
+    page.press("#token", "ArrowLeft")  # the last one with a text
+    time.sleep(SETTLE)
     page.evaluate("document.activeElement.blur()")
-    page.screenshot(path=path, full_page=True)
+    page.screenshot(path=path, full_page=view.width > view.height)
     page.close()
+    compress(path)
     print(f"{path}: {path.stat().st_size // 1024} KB")
+
+
+def compress(path: Path) -> None:
+    """256 colours are enough for text and charts."""
+    with Image.open(path) as image:
+        small = image.convert("RGB").quantize(
+            256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
+        )
+    small.save(path, optimize=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m bench.screenshots", description=__doc__)
     parser.add_argument("--seconds", type=float, default=100, help="of load before the first one")
-    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--flags", default=RANKS, help="of the server, for its ranks")
     parser.add_argument("--folder", type=Path, default=IMAGES)
@@ -88,8 +120,8 @@ def main() -> None:
         time.sleep(args.seconds)
         with sync_playwright() as tools:
             browser = tools.chromium.launch(executable_path=chromium, args=CHROMIUM.split())
-            for scheme in ("light", "dark"):
-                picture(browser, server.url, scheme, args.folder / f"dashboard_{scheme}.png")
+            for view in VIEWS:
+                picture(browser, server.url, view, args.folder / f"dashboard_{view.name}.png")
             browser.close()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -443,6 +444,14 @@ class Oracle:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self._logits: dict[tuple[int, ...], torch.Tensor] = {}
+        self._routed: dict[tuple[int, ...], torch.Tensor] = {}
+        self._choices: dict[int, torch.Tensor] = {}
+        for name, module in model.named_modules():
+            if "Router" in type(module).__name__:
+                module.register_forward_hook(partial(self._keep_choice, int(name.split(".")[2])))
+
+    def _keep_choice(self, layer: int, module: object, args: object, output: Any) -> None:
+        self._choices[layer] = output[2]
 
     def logits(self, ids: list[int]) -> torch.Tensor:
         """Float32 logits [len, V] of one forward over the whole sequence, without a cache."""
@@ -451,7 +460,16 @@ class Oracle:
             with torch.inference_mode():
                 out = self.model(input_ids=torch.tensor([ids]), use_cache=False)
             self._logits[key] = out.logits[0].float()
+            config = self.model.config
+            none = torch.zeros(len(ids), config.num_experts_per_tok, dtype=torch.int64)
+            choices = [self._choices.get(n, none) for n in range(config.num_hidden_layers)]
+            self._routed[key] = torch.stack(choices, 1)
         return self._logits[key]
+
+    def routed(self, ids: list[int]) -> torch.Tensor:
+        """The experts [len, layers, K] that its routers choose; zeros in layers without one."""
+        self.logits(ids)
+        return self._routed[tuple(ids)]
 
     def all_logprobs(self, ids: list[int]) -> torch.Tensor:
         return self.logits(ids).log_softmax(-1)

@@ -9,8 +9,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from moesaic.config.args import ServerArgs
-from moesaic.config.parser import FlagParser, merge, read_config
+from moesaic.config.parser import FlagParser, merge, read_config, sglang_values
 from moesaic.config.resolve import SHAPE_PREFIX, resolve
+from moesaic.config.sglang import notes
 
 if TYPE_CHECKING:
     from moesaic.engine.engine import Engine
@@ -24,11 +25,18 @@ def add_model(parser: FlagParser) -> None:
 
 def read_args(given: Mapping[str, Any]) -> ServerArgs:
     """The engine's arguments from a parsed command line and its --config file."""
+    return read_args_and_notes(given)[0]
+
+
+def read_args_and_notes(given: Mapping[str, Any]) -> tuple[ServerArgs, list[str]]:
+    """The arguments, and what to log about flags of SGLang's that need nothing."""
     named, flagged = given["model"], given.get("model_path")
     if named is not None and flagged is not None and named != flagged:
         raise ValueError(f"two models, {named} and --model-path {flagged}: keep one")
     given = {**given, "model_path": named} if named else given
-    return merge(ServerArgs, given, read_config(ServerArgs, given["config"]))
+    file = read_config(ServerArgs, given["config"])
+    args = merge(ServerArgs, given, file)
+    return args, list(notes(sglang_values(ServerArgs, given, file)))
 
 
 @contextmanager

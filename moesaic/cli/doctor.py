@@ -132,9 +132,9 @@ def _notes(found: Findings, gpus: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 def _lay_out(args: ServerArgs) -> MemoryPlan:
     from moesaic.engine.setup.memory_plan import plan_memory
-    from moesaic.models.tiny import materialise
+    from moesaic.models.locate import model_folder
 
-    folder = materialise(args.model_path)
+    folder = model_folder(args)
     _check_files(args, folder)
     return plan_memory(replace(args, model_path=folder))
 

@@ -21,7 +21,8 @@ from moesaic.cli.common import (
 from moesaic.config.args import ServerArgs
 from moesaic.config.args_engine import ServeArgs
 from moesaic.config.flags import FlagSpec, specs
-from moesaic.config.parser import FlagParser, merge
+from moesaic.config.parser import FlagParser, merge, sglang_values
+from moesaic.config.sglang import sglang_flags
 from moesaic.evals.args import EvalArgs, ServerTargetArgs
 from moesaic.evals.server_url import ServerUrl
 from moesaic.loadgen.endpoints import parse_extra_body
@@ -104,6 +105,7 @@ def _ask_server(
         )
     shared = {*SHARED_FLAGS, *specs(ServerTargetArgs)}
     unused = [spec.name for spec in _given(ServerArgs, given) if spec.field not in shared]
+    unused += [sglang_flags()[field].spec.name for field in sglang_values(ServerArgs, given, {})]
     if given["config"] is not None:
         unused.append("--config")
     if unused:

@@ -1,5 +1,6 @@
 """`moesaic serve MODEL …`: the HTTP server."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ from moesaic.cli.common import (
     add_model,
     check_nodes,
     join_node,
-    read_args,
+    read_args_and_notes,
     requires_extra,
     set_up_logging,
 )
@@ -16,6 +17,8 @@ from moesaic.config.args import ServerArgs
 from moesaic.config.parser import FlagParser
 from moesaic.config.resolve import resolve
 from moesaic.server.listen import bind
+
+logger = logging.getLogger(__name__)
 
 DESCRIPTION = """\
 Serve a Mixture-of-Experts model over HTTP.
@@ -26,8 +29,10 @@ def run(argv: Sequence[str]) -> int:
     parser = FlagParser("moesaic serve", "moesaic serve MODEL [flags]", DESCRIPTION)
     add_model(parser)
     parser.add_flags(ServerArgs)
-    args = read_args(parser.parse(argv))
+    args, notes = read_args_and_notes(parser.parse(argv))
     set_up_logging(args.log_level)
+    for note in notes:
+        logger.info("%s", note)
     torchrun = Torchrun.find()
     return _start(args) if torchrun is None else _start_under(torchrun, args)
 

@@ -4,18 +4,45 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from moesaic.config.flags import flag, not_built
-from moesaic.core.chat import REASONING_PARSERS, TOOL_PARSERS
+from moesaic.core.chat import (
+    OTHER_REASONING_PARSERS,
+    OTHER_TOOL_PARSERS,
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+)
 
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
-DEVICES = ("auto", "cpu", "cuda", "npu")
-QUANTIZATIONS = tuple(
-    "fp8 w8a8_fp8 w8a8_int8 w4afp8 mxfp4 modelopt_fp8 modelopt_fp4 awq gptq compressed-tensors "
-    "modelslim".split()
+DEVICES = ("auto", "cpu", "cuda", "npu", "xpu", "hpu", "musa", "mps")
+QUANTIZATIONS_BUILT = tuple(
+    "fp8 w8a8_fp8 w8a8_int8 mxfp4 modelopt_fp8 modelopt_fp4 awq gptq compressed-tensors".split()
 )
+QUANTIZATIONS = (
+    *QUANTIZATIONS_BUILT,
+    *"w4afp8 modelslim mxfp8 awq_marlin gptq_marlin bitsandbytes gguf modelopt modelopt_mixed "
+    "nvfp4_online petit_nvfp4 moe_wna16 auto-round auto-round-int8 mxfp_w4a8 quark "
+    "quark_int4fp8_moe quark_mxfp4 mlx_q4 mlx_q8 unquant humming".split(),
+)
+LOAD_FORMATS_BUILT = ("auto", "safetensors", "dummy")
+LOAD_FORMATS = (
+    *LOAD_FORMATS_BUILT,
+    *"pt npcache gguf bitsandbytes mistral layered sharded_state presharded fastsafetensors "
+    "instanttensor runai_streamer remote remote_instance flash_rl expert_pack private".split(),
+)
+KV_TYPES = tuple("auto bfloat16 bf16 fp8_e4m3 fp8_e5m2 mxfp8 nvfp4 fp4_mx_block16".split())
 ATTENTION_BACKENDS = tuple(
-    "auto torch_native triton flashinfer fa3 flashmla cutlass_mla trtllm_mla trtllm_mha "
-    "ascend".split()
+    "auto torch_native triton flashinfer fa3 fa4 flashmla cutlass_mla trtllm_mla trtllm_mha "
+    "cutedsl_mla tokenspeed_mla flex_attention hpc_ops dsa nsa qsa dsv4 compressed aiter wave "
+    "intel_amx intel_xpu ascend llada2_cfg_flashinfer minicpm_flashattn "
+    "minicpm_flashinfer".split()
 )
+POLICIES = tuple(
+    "fcfs lpm random dfs-weight lof priority routing-key hrrn shortest-prefill-first".split()
+)
+NO_SUCH_FORMAT = (
+    "no served model writes this format: leave it out, and the model's family decides, or name one "
+    "of "
+)
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 @dataclass(frozen=True)
@@ -24,7 +51,8 @@ class ModelArgs:
 
     model_path: str = flag(
         "",
-        "Hugging Face folder with safetensors files; tiny:FAMILY creates a random toy model, "
+        "Hugging Face folder with safetensors files, or the id of a model that was downloaded to "
+        "the Hub's cache; tiny:FAMILY creates a random toy model, "
         "shape:NAME has the sizes of a known model for --load-format dummy.",
         aliases=("--model",),
         metavar="DIR",
@@ -38,13 +66,30 @@ class ModelArgs:
     load_format: str = flag(
         "auto",
         "How weights are read; dummy fills them with random numbers.",
-        choices=("auto", "safetensors", "dummy"),
+        choices=LOAD_FORMATS,
+        built=LOAD_FORMATS_BUILT,
+        why="weights are read from safetensors files",
     )
     trust_remote_code: bool = flag(
         False, "Accepted for compatibility; code from a checkpoint is never run."
     )
+    revision: str | None = flag(
+        None, "Branch, tag or commit of a model in the Hub's cache; unset: main."
+    )
+    download_dir: str | None = flag(
+        None,
+        "The Hub's cache; unset: HF_HUB_CACHE, or hub in HF_HOME, or ~/.cache/huggingface/hub. "
+        "Nothing is downloaded.",
+        metavar="DIR",
+    )
+    json_model_override_args: str = flag(
+        "{}", "JSON object whose values replace those of config.json.", metavar="JSON", json=True
+    )
     context_length: int | None = flag(
-        None, "Longest sequence in tokens; unset: what the model declares.", at_least=1
+        None,
+        "Longest sequence in tokens; unset: what the model declares.",
+        at_least=1,
+        suffixes=True,
     )
     dtype: str = flag(
         "auto", "Type of weights and activations; auto: what the checkpoint has.", choices=DTYPES
@@ -55,16 +100,25 @@ class ModelArgs:
         "experts are quantised while loading (fp8, w8a8_fp8, w8a8_int8, mxfp4, modelopt_*), "
         "and on CUDA by the fp8 ones its other projections.",
         choices=QUANTIZATIONS,
-        built=tuple(name for name in QUANTIZATIONS if name not in ("w4afp8", "modelslim")),
+        same={"awq_marlin": "awq", "gptq_marlin": "gptq"},
+        built=QUANTIZATIONS_BUILT,
+        why="there are no kernels for this format",
     )
     kv_cache_dtype: str = flag(
         "auto",
         "Type of the KV cache; auto: the model's. The others are for --device cuda.",
-        choices=("auto", "bfloat16", "fp8_e4m3", "fp8_e5m2"),
-        built=("auto", "bfloat16", "fp8_e4m3"),
+        choices=KV_TYPES,
+        built=("auto", "bfloat16", "bf16", "fp8_e4m3"),
+        why="attention does not read this type",
     )
     chat_template: str | None = flag(
         None, "File with a Jinja chat template; unset: the model's own.", metavar="FILE"
+    )
+    preferred_sampling_params: str | None = flag(
+        None,
+        "JSON object of sampling parameters for requests that leave them out.",
+        metavar="JSON",
+        json=True,
     )
 
 
@@ -85,21 +139,65 @@ class ServeArgs:
         "the API.",
         secret=True,
     )
+    ssl_certfile: str | None = flag(
+        None, "Certificate, with which the server speaks HTTPS.", metavar="FILE"
+    )
+    ssl_keyfile: str | None = flag(
+        None, "Key of the certificate; unset: it is in the certificate's file.", metavar="FILE"
+    )
+    ssl_keyfile_password: str | None = flag(None, "Password of the key.", secret=True)
+    ssl_ca_certs: str | None = flag(
+        None, "Certificates of authorities; clients need none of their own.", metavar="FILE"
+    )
+    enable_ssl_refresh: bool = flag(False, "Read the certificate again when its files change.")
     served_model_name: str | None = flag(
-        None, "Model name that the API shows; unset: the model path."
+        None,
+        "Model name that the API shows; unset: the model path. Further names after it are "
+        "answered too.",
+        rest="served_model_aliases",
+    )
+    served_model_aliases: tuple[str, ...] = flag((), "Further names of the model.")
+    sampling_defaults: str = flag(
+        "model",
+        "Sampling parameters that a request leaves out: those of the model's "
+        "generation_config.json, or OpenAI's.",
+        choices=("model", "openai"),
+    )
+    default_chat_template_kwargs: str | None = flag(
+        None,
+        "JSON object of chat_template_kwargs for requests that leave them out.",
+        metavar="JSON",
+        json=True,
+    )
+    stream_response_default_include_usage: bool = flag(
+        False, "End every stream of the OpenAI API with its usage."
     )
     tool_call_parser: str | None = flag(
         None,
         "Format in which the model calls tools; unset: what its family writes.",
         choices=TOOL_PARSERS,
+        refused=dict.fromkeys(OTHER_TOOL_PARSERS, NO_SUCH_FORMAT + ", ".join(TOOL_PARSERS)),
+        unset=("auto",),
     )
     reasoning_parser: str | None = flag(
         None,
         "Format in which the model marks its reasoning; unset: what its family writes.",
         choices=REASONING_PARSERS,
+        refused=dict.fromkeys(
+            OTHER_REASONING_PARSERS, NO_SUCH_FORMAT + ", ".join(REASONING_PARSERS)
+        ),
+        unset=("auto",),
     )
     grammar_backend: str | None = flag(
-        None, "Engine for structured output.", choices=("llguidance", "none")
+        None,
+        "Engine for structured output.",
+        choices=("llguidance", "none"),
+        same={"xgrammar": "llguidance", "outlines": "llguidance"},
+    )
+    constrained_json_allow_additional_properties: bool = flag(
+        False,
+        "Objects of JSON schemas may have properties that the schema does not name, by the letter "
+        "of the standard; otherwise only if it has additionalProperties.",
     )
     skip_server_warmup: bool = flag(
         False, "Skip the warm-up request and the compilation of GPU kernels at start."
@@ -111,7 +209,35 @@ class ServeArgs:
         "0: metadata; 1: also sampling; 2: also shortened texts; 3: everything.",
         choices=(0, 1, 2, 3),
     )
+    log_requests_format: str = flag("text", "Form of these lines.", choices=("text", "json"))
+    log_requests_target: tuple[str, ...] | None = flag(
+        None,
+        "Where these lines go: stdout, or folders, each with a file per day; unset: the log.",
+    )
+    enable_request_time_stats_logging: bool = flag(
+        False, "Log the seconds that every request waited, took for its prompt, and decoded."
+    )
+    log_level_http: str | None = flag(
+        None,
+        "Least severe line of the HTTP server; info and debug log every HTTP request; unset: "
+        "warning.",
+        choices=LOG_LEVELS,
+    )
+    uvicorn_access_log_exclude_prefixes: tuple[str, ...] = flag(
+        (), "Beginnings of paths whose requests --log-level-http does not log."
+    )
     enable_metrics: bool = flag(False, "Accepted for compatibility; metrics are always served.")
+    metric_names: str = flag(
+        "moesaic",
+        "Names in /metrics; sglang: SGLang's names beside our own, with the same values.",
+        choices=("moesaic", "sglang"),
+    )
+    profile_dir: str | None = flag(
+        None,
+        "Folder of traces; a client may choose a folder in it. Unset: MOESAIC_PROFILER_DIR, or "
+        "moesaic/profile in the user's cache folder.",
+        metavar="DIR",
+    )
     drain_timeout: float = flag(
         25.0,
         "Seconds that open requests may take after SIGTERM before they fail.",
@@ -138,7 +264,7 @@ class ScheduleArgs:
         None, "Most requests that may wait; unset: 4096 on the server, else no limit.", at_least=1
     )
     max_total_tokens: int | None = flag(
-        None, "Tokens in the KV cache; unset: what memory allows.", at_least=1
+        None, "Tokens in the KV cache; unset: what memory allows.", at_least=1, suffixes=True
     )
     chunked_prefill_size: int | None = flag(
         None,
@@ -147,11 +273,14 @@ class ScheduleArgs:
         at_least=1,
         also=(-1,),
     )
-    max_prefill_tokens: int | None = not_built(
+    max_prefill_tokens: int | None = flag(
         None,
-        "Most prompt tokens in one step.",
+        "Most prompt tokens in one step, if --chunked-prefill-size is more or -1.",
         at_least=1,
-        instead="use --chunked-prefill-size, the token budget of a step",
+        suffixes=True,
+    )
+    prefill_max_requests: int | None = flag(
+        None, "Most requests whose prompts share a step; unset: no limit.", at_least=1
     )
     enable_mixed_chunk: bool = flag(
         False, "Accepted for compatibility; prefill and decode always share a batch."
@@ -160,8 +289,9 @@ class ScheduleArgs:
     schedule_policy: str = flag(
         "fcfs",
         "Order of waiting requests: first come, or longest cached prefix first.",
-        choices=("fcfs", "lpm"),
+        choices=POLICIES,
         built=("fcfs",),
+        why="requests start in the order in which they come",
     )
     schedule_conservativeness: float = flag(
         1.0, "Above 1 admits fewer requests at once, below 1 more (and may preempt).", above=0
@@ -183,6 +313,7 @@ class RuntimeArgs:
         "for each rank and CUDA supports all flags given.",
         choices=DEVICES,
         built=("auto", "cpu", "cuda"),
+        why="there are no kernels for this device",
     )
     num_threads: int | None = flag(
         None,
@@ -192,7 +323,10 @@ class RuntimeArgs:
     )
     base_gpu_id: int = flag(0, "First GPU to use on a node.", at_least=0)
     gpu_id_step: int = not_built(
-        1, "Distance between two GPUs; 0: every rank on the first.", at_least=0
+        1,
+        "Distance between two GPUs; 0: every rank on the first.",
+        at_least=0,
+        why="ranks take GPUs one after the other, and CUDA_VISIBLE_DEVICES chooses which",
     )
     random_seed: int | None = flag(
         None,
@@ -204,28 +338,56 @@ class RuntimeArgs:
         "Attention kernels: torch_native (torch's own) on CPU, triton on CUDA.",
         choices=ATTENTION_BACKENDS,
         built=("auto", "torch_native", "triton"),
+        why="attention has kernels of its own, which the device decides",
     )
     sampling_backend: str = flag(
         "auto",
         "Sampling kernels: pytorch on CPU, triton on CUDA.",
-        choices=("auto", "pytorch", "triton", "flashinfer"),
+        choices=("auto", "pytorch", "triton", "flashinfer", "ascend", "intel_xpu"),
         built=("auto", "pytorch", "triton"),
+        why="sampling has kernels of its own, which the device decides",
     )
     enable_deterministic_inference: bool = flag(
         False, "Bitwise equal results for any batch, mesh (TP, EP, DP, PP) and placement."
     )
-    disable_cuda_graph: bool = flag(False, "Capture no CUDA graphs (CPU has none).")
+    disable_cuda_graph: bool = flag(
+        False, "Capture no CUDA graphs (CPU has none).", aliases=("--disable-decode-cuda-graph",)
+    )
+    cuda_graph_backend_decode: str | None = flag(
+        None,
+        "How decode steps are captured; disabled: the same as --disable-cuda-graph.",
+        choices=("full", "breakable", "disabled"),
+        built=("full", "disabled"),
+        why="a decode step is captured as one graph",
+    )
     cuda_graph_bs: tuple[int, ...] | None = flag(
-        None, "Batch sizes to capture as CUDA graphs; unset: 1, 2, 4, 8, 16 and so on.", at_least=1
+        None,
+        "Batch sizes to capture as CUDA graphs; unset: 1, 2, 4, 8, 16 and so on.",
+        aliases=("--cuda-graph-bs-decode",),
+        at_least=1,
     )
     cuda_graph_max_bs: int | None = flag(
-        None, "Largest batch size to capture; unset: --max-running-requests.", at_least=1
+        None,
+        "Largest batch size to capture; unset: --max-running-requests.",
+        aliases=("--cuda-graph-max-bs-decode",),
+        at_least=1,
     )
-    enable_torch_compile: bool = not_built(False, "Compile the model with torch.compile.")
+    enable_torch_compile: bool = not_built(
+        False,
+        "Compile the model with torch.compile.",
+        why="layers run kernels of their own, on a GPU in CUDA graphs",
+    )
     watchdog_timeout: float = flag(
         300.0, "Seconds without progress after which a step of several ranks is aborted.", above=0
     )
-    log_level: str = flag(
-        "info", "Least severe log line to show.", choices=("debug", "info", "warning", "error")
+    gc_threshold: tuple[int, ...] | None = flag(
+        None,
+        "One to three thresholds of Python's garbage collector, as for gc.set_threshold; unset: "
+        "Python's.",
+        at_least=0,
     )
+    crash_dump_folder: str | None = flag(
+        None, "Folder for a file with the open requests if the engine fails.", metavar="DIR"
+    )
+    log_level: str = flag("info", "Least severe log line to show.", choices=LOG_LEVELS)
     decode_log_interval: int = flag(40, "Decode steps between two log lines.", at_least=1)

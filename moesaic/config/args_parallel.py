@@ -24,6 +24,14 @@ EPLB_ALGORITHMS = (
     "elasticity_aware",
     "elasticity_aware_hierarchical",
 )
+# SGLang's other backends.
+OTHER_A2A_BACKENDS = ("nixl", "megamoe", "deepep_v2", "pplx", "ascend_tp", "flashinfer_megamoe")
+OTHER_RUNNER_BACKENDS = tuple(
+    "experimental_sgl_trtllm flashinfer_trtllm_routed flashinfer_megamoe aiter marlin humming "
+    "experimental_sgl_marlin hpc_ops megamoe intel_xpu".split()
+)
+LORA_RUNNER_BACKENDS = ("lora_cutedsl", "lora_triton", "lora_marlin")
+REGISTER = "or name the module that registers it with --moe-backend-module"
 TRANSFER_BACKENDS = ("mooncake", "nixl", "ascend", "fake", "mori", "mooncake_tcp")
 
 
@@ -53,22 +61,34 @@ class ParallelArgs:
         1, "Pipeline stages.", aliases=("--pp", "--pipeline-parallel-size"), at_least=1
     )
     enable_dp_attention: bool = flag(False, "Split attention by request over --dp-size groups.")
+    attn_dp_size: int = flag(
+        1,
+        "Attention groups: the same as --dp-size with --enable-dp-attention.",
+        aliases=("--attention-data-parallel-size",),
+        at_least=1,
+    )
     enable_dp_lm_head: bool = flag(
         False,
         "Compute logits within each attention group; always on with --enable-dp-attention on CUDA.",
     )
     enable_tp_lm_head_all_to_all: bool | None = not_built(
-        None, "Exchange the shards of the logits by an all-to-all."
+        None,
+        "Exchange the shards of the logits by an all-to-all.",
+        why="the shards of the logits are gathered",
     )
     enable_dp_attention_local_control_broadcast: bool = not_built(
-        False, "Send control messages within an attention group only."
+        False,
+        "Send control messages within an attention group only.",
+        why="control messages go to all ranks",
     )
     load_balance_method: str = flag(
         "auto",
         "How requests are assigned to data-parallel groups: in turn, or to the one with the "
         "fewest requests or tokens; auto: in turn.",
         choices=LOAD_BALANCE_METHODS,
+        same={"minimum_tokens": "total_tokens", "shortest_queue": "total_requests"},
         built=("auto", "round_robin", "total_requests", "total_tokens"),
+        why="it is for prefill/decode disaggregation, which is not built",
     )
     nnodes: int = flag(1, "Number of nodes.", at_least=1)
     node_rank: int = flag(0, "Number of this node.", at_least=0)
@@ -89,10 +109,25 @@ class MoeArgs:
     GROUP: ClassVar[str] = "Mixture of experts"
 
     moe_a2a_backend: str = flag(
-        "none", "How tokens are sent to their experts.", choices=A2A_BACKENDS, open=True
+        "none",
+        "How tokens are sent to their experts.",
+        choices=A2A_BACKENDS,
+        open=True,
+        refused=dict.fromkeys(
+            OTHER_A2A_BACKENDS,
+            "it is not built, and all give the same answers: give deepep, " + REGISTER,
+        ),
     )
     moe_runner_backend: str = flag(
-        "auto", "How experts compute.", choices=RUNNER_BACKENDS, open=True
+        "auto",
+        "How experts compute.",
+        choices=RUNNER_BACKENDS,
+        open=True,
+        refused=dict.fromkeys(
+            OTHER_RUNNER_BACKENDS,
+            "it is not built: leave it out, and the weights decide, " + REGISTER,
+        )
+        | dict.fromkeys(LORA_RUNNER_BACKENDS, "LoRA adapters are not served: leave it out"),
     )
     moe_backend_module: str | None = flag(
         None, "Python module that registers more backends for the two flags above.", metavar="M"
@@ -111,7 +146,12 @@ class MoeArgs:
         aliases=("--deepep-dispatcher-output-dtype",),
         choices=("auto", "bf16", "fp8", "int8", "nvfp4", "mxfp4"),
     )
-    fuseep_mode: int = not_built(2, "Variant of the fused all-to-all.", choices=(1, 2))
+    fuseep_mode: int = not_built(
+        2,
+        "Variant of the fused all-to-all.",
+        choices=(1, 2),
+        why="ascend_fuseep has one variant here",
+    )
     moe_dense_tp_size: int | None = flag(
         None,
         "Tensor-parallel size of dense layers: 1 or --tp-size; unset: --tp-size, but 1 with "
@@ -121,30 +161,48 @@ class MoeArgs:
     moe_dp_size: int = not_built(
         1,
         "Data-parallel groups of the MoE layers.",
+        why="all ranks share the experts",
         aliases=("--moe-data-parallel-size",),
         at_least=1,
     )
     dwdp_size: int = not_built(
-        1, "Ranks that share the weights while every rank computes its own tokens.", at_least=1
+        1,
+        "Ranks that share the weights while every rank computes its own tokens.",
+        at_least=1,
+        why="tokens go to the weights, not weights to the tokens",
     )
     flashinfer_mxfp4_moe_precision: str = not_built(
-        "default", "Activations of the flashinfer_mxfp4 runner.", choices=("default", "bf16")
+        "default",
+        "Activations of the flashinfer_mxfp4 runner.",
+        choices=("default", "bf16", "fp8"),
+        why="the weights decide the type of the activations",
     )
     disable_flashinfer_cutlass_moe_fp4_allgather: bool = not_built(
-        False, "Quantize to FP4 after the all-gather, not before it."
+        False,
+        "Quantize to FP4 after the all-gather, not before it.",
+        why="--deepep-dispatch-output-dtype bf16 sends unquantised tokens",
     )
-    disable_shared_experts_fusion: bool = not_built(
-        False, "Compute shared experts separately from the routed ones."
+    disable_shared_experts_fusion: bool = flag(
+        False,
+        "Accepted for compatibility; shared experts are always computed separately from the "
+        "routed ones.",
     )
-    enforce_shared_experts_fusion: bool = not_built(False, "Compute shared experts as routed ones.")
+    enforce_shared_experts_fusion: bool = not_built(
+        False,
+        "Compute shared experts as routed ones.",
+        why="shared experts are computed separately from the routed ones",
+    )
     enable_waterfill: bool = not_built(
-        False, "Send the shared expert's rows to the least loaded ranks."
+        False,
+        "Send the shared expert's rows to the least loaded ranks.",
+        why="the shared expert's rows stay on their rank",
     )
 
 
 @dataclass(frozen=True)
 class BalanceArgs:
     GROUP: ClassVar[str] = "Expert load balancing"
+    WHY: ClassVar[str] = "experts keep their first placement, and /metrics counts their load"
 
     enable_eplb: bool = not_built(False, "Move and replicate experts while serving.")
     eplb_algorithm: str = not_built("auto", "How a placement is computed.", choices=EPLB_ALGORITHMS)
@@ -175,7 +233,9 @@ class BalanceArgs:
     expert_distribution_recorder_buffer_size: int | None = not_built(
         None, "Passes kept; -1: all; unset: the rebalancing period.", at_least=1, also=(-1,)
     )
-    enable_expert_distribution_metrics: bool = not_built(False, "Export expert load as metrics.")
+    enable_expert_distribution_metrics: bool = flag(
+        False, "Accepted for compatibility; /metrics always has the load of the experts."
+    )
     expert_balancedness_report_mode: str = not_built(
         "off",
         "Where the mean/max load of the ranks is reported.",
@@ -186,6 +246,7 @@ class BalanceArgs:
 @dataclass(frozen=True)
 class OverlapArgs:
     GROUP: ClassVar[str] = "Overlap of communication and computation"
+    WHY: ClassVar[str] = "a step is one batch, which communicates and computes in turn"
 
     enable_two_batch_overlap: bool = not_built(
         False, "Compute one micro-batch while the other communicates."
@@ -205,9 +266,10 @@ class OverlapArgs:
 @dataclass(frozen=True)
 class ElasticArgs:
     GROUP: ClassVar[str] = "Elastic expert parallelism"
+    WHY: ClassVar[str] = "the number of ranks is fixed"
 
     elastic_ep_backend: str | None = not_built(
-        None, "Continue when ranks fail or join.", choices=("mooncake", "nixl")
+        None, "Continue when ranks fail or join.", choices=("mooncake", "nixl"), unset=("none",)
     )
     mooncake_ib_device: str | None = not_built(
         None, "InfiniBand devices, comma-separated; unset: detected."
@@ -218,10 +280,14 @@ class ElasticArgs:
     elastic_ep_join_mode: str | None = not_built(
         None,
         "Join a running service: as new ranks, or in place of failed ones.",
+        aliases=("--ep-join-mode",),
         choices=("scale", "recover"),
     )
     elastic_ep_join_rank_offset: int = not_built(
-        0, "First rank number of the joining ranks.", at_least=0
+        0,
+        "First rank number of the joining ranks.",
+        aliases=("--ep-join-rank-offset",),
+        at_least=0,
     )
     elastic_ep_initial_size: int | None = not_built(
         None, "Ranks at the start of the service.", at_least=1

@@ -11,11 +11,12 @@ from moesaic.config.flags import not_built
 @dataclass(frozen=True)
 class SpeculativeArgs:
     GROUP: ClassVar[str] = "Speculative decoding"
+    WHY: ClassVar[str] = "a step decodes one token of a request"
 
     speculative_algorithm: str | None = not_built(
         None,
         "How draft tokens are made.",
-        choices=("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM"),
+        choices=("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", "DFLASH", "DSPARK", "UNO"),
     )
     speculative_draft_model_path: str | None = not_built(
         None, "Folder of the draft model.", aliases=("--speculative-draft-model",), metavar="DIR"
@@ -51,6 +52,7 @@ class SpeculativeArgs:
 @dataclass(frozen=True)
 class DisaggregationArgs:
     GROUP: ClassVar[str] = "Prefill/decode disaggregation"
+    WHY: ClassVar[str] = "a server does both prefill and decode"
 
     disaggregation_mode: str = not_built(
         "null",

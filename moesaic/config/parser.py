@@ -1,7 +1,7 @@
 """Command line and YAML file to a dataclass of flags: command line over file over default."""
 
 import argparse
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -9,30 +9,35 @@ from moesaic.config.flags import (
     ALL,
     ONLY_DEFAULT,
     FlagSpec,
-    build,
+    build_and_check,
     find_field,
-    nearest,
+    has_key,
+    nearest_flag,
     parse_text,
+    refuse_unbuilt,
     remedy,
     specs,
 )
+from moesaic.config.sglang import find_sglang_flag, refuse, sglang_flags, takes_sglang_flags
 
 Args = TypeVar("Args")
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An argparse parser that raises ValueError in one line and accepts no abbreviations."""
+    """An argparse parser that raises ValueError in one line. As with SGLang's, the beginning of a
+    flag is enough where no other begins so."""
 
     def __init__(self, prog: str, usage: str, description: str) -> None:
         super().__init__(
             prog=prog,
             usage=usage,
             description=description,
-            allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         self.flags: list[str] = ["--config"]
         self.left_out: dict[str, str] = {}
+        self._classes: list[type[Any]] = []
+        self._takes_sglang_flags = False
         self.add_argument(
             "--config",
             metavar="FILE",
@@ -43,6 +48,8 @@ class FlagParser(argparse.ArgumentParser):
     def add_flags(self, cls: type[Any], leave_out: Collection[str] = ()) -> None:
         """Add the flags of a dataclass, except the groups in leave_out. A name that is already
         taken keeps its meaning: an alias elsewhere may be a command's own flag."""
+        self._classes.append(cls)
+        self._takes_sglang_flags |= takes_sglang_flags(cls)
         groups: dict[str, argparse._ArgumentGroup] = {}
         for spec in specs(cls).values():
             if spec.group in leave_out:
@@ -55,33 +62,65 @@ class FlagParser(argparse.ArgumentParser):
                 self.flags.extend(names)
 
     def parse(self, argv: Sequence[str]) -> dict[str, Any]:
-        """The given flags as text; an unknown flag is an error with a hint."""
+        """The given flags as text; an unknown flag is an error with a hint, which also names what
+        else is refused."""
+        if self._takes_sglang_flags:
+            self._add_sglang_flags()
+        for word in argv:  # before it is taken for the beginning of another
+            name = word.split("=")[0]
+            if name in self.left_out and name not in self._option_string_actions:
+                raise ValueError(self._complaint(name))
         namespace, rest = self.parse_known_args(list(argv))
         if rest:
-            raise ValueError(self._complaint(rest[0].split("=")[0]))
+            # A word without dashes is most likely the value of an unknown flag.
+            flags = [word for word in rest if word.startswith("-")] or rest[:1]
+            unknown = [self._complaint(word.split("=")[0]) for word in flags]
+            raise ValueError("; ".join([*unknown, *self._refusals(vars(namespace))]))
         return vars(namespace)
+
+    def _refusals(self, given: Mapping[str, Any]) -> Iterator[str]:
+        for cls in self._classes:
+            try:
+                refuse_unbuilt(merge(cls, given, {}))
+            except ValueError as error:
+                yield str(error)
+
+    def _add_sglang_flags(self) -> None:
+        """Add those that no other flag is called by, without help, once."""
+        self._takes_sglang_flags = False
+        for flag in sglang_flags().values():
+            if names := [name for name in flag.spec.names if name not in self.flags]:
+                _add_flag(self, flag.spec, names, flag.arity)
+                self.flags.extend(names)
 
     def _complaint(self, word: str) -> str:
         if word in self.left_out:
             return f"{word} is a flag of the {self.left_out[word]}: {self.prog} does not take it"
         kind = "unknown flag" if word.startswith("-") else "unexpected argument"
-        return f"{kind} {word}{nearest(word, self.flags)}"
+        return f"{kind} {word}{nearest_flag(word, self.flags)}"
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; see {self.prog} --help")
 
 
-def _add_flag(group: argparse._ArgumentGroup, spec: FlagSpec, names: Sequence[str]) -> None:
+def _add_flag(
+    group: argparse._ActionsContainer,
+    spec: FlagSpec,
+    names: Sequence[str],
+    arity: str | None = None,
+) -> None:
+    """`arity`: of a flag without help."""
+    shown = _help(spec) if arity is None else argparse.SUPPRESS
     common: dict[str, Any] = {"dest": spec.field, "default": argparse.SUPPRESS}
     if spec.kind is bool:
-        group.add_argument(*names, action="store_true", help=_help(spec), **common)
+        group.add_argument(*names, action="store_true", help=shown, **common)
         # The command line can override a file that switches the flag on.
-        off = f"--no-{spec.name.removeprefix('--')}"
-        group.add_argument(off, action="store_false", help=argparse.SUPPRESS, **common)
+        off = [f"--no-{name.removeprefix('--')}" for name in names]
+        group.add_argument(*off, action="store_false", help=argparse.SUPPRESS, **common)
         return
-    if spec.many:
-        common |= {"action": "append"} if spec.flag.repeat else {"nargs": "+"}
-    group.add_argument(*names, metavar=_metavar(spec), help=_help(spec), **common)
+    if spec.many or arity or spec.flag.rest:
+        common |= {"action": "append"} if spec.flag.repeat else {"nargs": arity or "+"}
+    group.add_argument(*names, metavar=_metavar(spec), help=shown, **common)
 
 
 def _metavar(spec: FlagSpec) -> str:
@@ -120,26 +159,45 @@ def read_config(cls: type[Any], path: Path | None) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in content.items():
         try:
-            field = find_field(cls, str(key))
+            field = find_sglang_flag(cls, str(key)) or find_field(cls, str(key))
         except KeyError as error:
             raise ValueError(f"--config {path}: unknown key {error.args[0]}") from None
-        if field in values:
+        if value and values.get(field):
             raise ValueError(f"--config {path}: {field!r} is given twice, once as {key!r}")
-        values[field] = value
+        values[field] = values.get(field) or value
     return values
 
 
 def merge(cls: type[Args], given: Mapping[str, Any], file: Mapping[str, Any]) -> Args:
     """Build the dataclass from the command line's text and the file's values."""
-    typed = {
-        field: _typed(spec, given[field]) for field, spec in specs(cls).items() if field in given
-    }
-    return build(cls, file, typed)
+    own, typed, wrong = specs(cls), dict[str, Any](), list[str]()
+    for field in given:
+        if field in own:
+            try:
+                typed[field] = _typed(own[field], given[field])
+            except ValueError as error:
+                wrong.append(str(error))
+    layers = {field: file[field] for field in file if field in own}, typed
+    args, more = build_and_check(cls, *layers)
+    refuse(sglang_values(cls, given, file), args, [*wrong, *more])
+    return args
+
+
+def sglang_values(
+    cls: type[Any], given: Mapping[str, Any], file: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The values of SGLang's other flags, by field."""
+    if not takes_sglang_flags(cls):
+        return {}
+    flags = sglang_flags()
+    theirs = {field for field in {*file, *given} if field in flags and not has_key(cls, field)}
+    typed = {field: flags[field].typed(given[field]) for field in given if field in theirs}
+    return {field: file[field] for field in file if field in theirs} | typed
 
 
 def _typed(spec: FlagSpec, given: Any) -> Any:
     if spec.kind is bool:
         return given
-    if spec.many:
+    if spec.many or spec.flag.rest:
         return tuple(parse_text(spec, word) for word in given)
     return parse_text(spec, given)

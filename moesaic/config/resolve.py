@@ -1,7 +1,7 @@
 """Turns the given flags into those that run, or raises a ValueError that says what to change.
 
-A value out of range is reported first, then flags that contradict each other, then what is not
-built yet: a contradiction stays wrong in every version.
+A value out of range is reported first, then all that is not built yet, then flags that contradict
+each other: advice about a flag is for one that works.
 """
 
 import logging
@@ -27,6 +27,7 @@ from moesaic.config.gpus import crowding_warning
 logger = logging.getLogger(__name__)
 
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
+KV_TYPE_NAMES = {"bf16": "bfloat16"}
 # Installed packages name their MoE backends here; moe/backends.py imports them.
 BACKEND_ENTRY_POINTS = "moesaic.moe_backends"
 DIST_TIMEOUT = 300.0
@@ -52,10 +53,10 @@ def resolve(args: ServerArgs) -> ServerArgs:
     """Check the arguments and fill in the unset ones; idempotent."""
     for spec in specs(ServerArgs).values():
         check(spec, convert(spec, getattr(args, spec.field)))
+    refuse_unbuilt(args)
     problem = next(contradictions(args), None)
     if problem is not None:
         raise ValueError(problem)
-    refuse_unbuilt(args)
     if args.trust_remote_code:
         logger.info("--trust-remote-code changes nothing: code from a checkpoint is never run")
     for change in _logged(args):
@@ -67,11 +68,11 @@ def resolve(args: ServerArgs) -> ServerArgs:
 
 def problems(args: ServerArgs) -> Iterator[str]:
     """All reasons for which `resolve` would refuse these arguments."""
-    yield from contradictions(args)
     try:
         refuse_unbuilt(args)
     except ValueError as error:
         yield str(error)
+    yield from contradictions(args)
 
 
 def flag_changes(args: ServerArgs) -> list[FlagChange]:
@@ -86,6 +87,10 @@ def _shown(change: FlagChange) -> str:
 
 def _logged(args: ServerArgs) -> Iterator[FlagChange]:
     """Changes that may surprise, so they are logged."""
+    for spec in specs(ServerArgs).values():
+        if (meant := spec.means(getattr(args, spec.field))) is not None:
+            why = f"it does what {getattr(args, spec.field)} asks for"
+            yield FlagChange(spec.field, meant, why)
     if expert_ranks(args) != args.ep_size:
         why = f"with --moe-a2a-backend {args.moe_a2a_backend} all tp ranks share the experts"
         yield FlagChange("ep_size", expert_ranks(args), f"{why} unless --ep-size is more than 1")
@@ -120,12 +125,16 @@ def _defaults(args: ServerArgs) -> Iterator[FlagChange]:
         tokenizer = args.tokenizer_path or args.model_path
         yield FlagChange("tokenizer_path", tokenizer, "the model's folder")
     yield FlagChange("dtype", DTYPE_NAMES.get(args.dtype, args.dtype), "its other name")
+    kv_type = KV_TYPE_NAMES.get(args.kv_cache_dtype, args.kv_cache_dtype)
+    yield FlagChange("kv_cache_dtype", kv_type, "its other name")
     if DEVICE_VARIABLE in os.environ:  # else it is logged
         yield FlagChange("device", device, device_reason(args))
     yield FlagChange("attention_backend", ATTENTION[device], f"the only one on {device}")
     yield FlagChange("sampling_backend", SAMPLING[device], f"the only one on {device}")
-    if args.chunked_prefill_size is None:
-        yield FlagChange("chunked_prefill_size", CHUNKS[device], f"the default on {device}")
+    chunk, why = args.chunked_prefill_size or CHUNKS[device], f"the default on {device}"
+    if args.max_prefill_tokens is not None and not 0 < chunk <= args.max_prefill_tokens:
+        chunk, why = args.max_prefill_tokens, "--max-prefill-tokens"
+    yield FlagChange("chunked_prefill_size", chunk, why)
     if args.load_balance_method == "auto":
         yield FlagChange("load_balance_method", "round_robin", "the default")
     if args.dist_timeout is None:
@@ -144,6 +153,9 @@ def contradictions(args: ServerArgs) -> Iterator[str]:
     yield from _elastic(args)
     yield from _graphs(args)
     yield from _roles(args)
+    yield from _https(args)
+    if args.gc_threshold is not None and len(args.gc_threshold) not in (1, 2, 3):
+        yield f"--gc-threshold has {len(args.gc_threshold)} numbers: give one, two or three"
 
 
 def _given(args: ServerArgs, *fields: str) -> Iterator[str]:
@@ -170,11 +182,14 @@ def _model(args: ServerArgs) -> Iterator[str]:
 
 
 def _device(args: ServerArgs) -> Iterator[str]:
-    if args.device == "npu":  # `refuse_unbuilt` reports it
+    if not specs(ServerArgs)["device"].accepts(args.device):  # `refuse_unbuilt` reports it
         return
-    device = device_of(args)
+    device, typed = (
+        device_of(args),
+        specs(ServerArgs)["kv_cache_dtype"].accepts(args.kv_cache_dtype),
+    )
     source = "--device cuda" if args.device == "cuda" else f"{DEVICE_VARIABLE}=cuda"
-    if device == "cpu" and args.kv_cache_dtype != "auto":
+    if device == "cpu" and typed and args.kv_cache_dtype != "auto":
         yield f"--kv-cache-dtype {args.kv_cache_dtype} needs --device cuda: leave it out on cpu"
     elif device == "cuda" and (missing := cuda_missing()):
         yield f"{source} cannot work here: {missing}; give --device cpu"
@@ -262,6 +277,11 @@ def _is_address(text: str) -> bool:
 
 
 def _dp_attention(args: ServerArgs) -> Iterator[str]:
+    if args.attn_dp_size not in (1, args.dp_size):
+        yield (
+            f"--attn-dp-size {args.attn_dp_size} with --dp-size {args.dp_size}: replicas that have "
+            "attention groups each are not supported, so leave one of the two out"
+        )
     if args.enable_dp_attention and args.tp_size % args.dp_size:
         yield (
             f"--enable-dp-attention with --tp-size {args.tp_size} and --dp-size {args.dp_size}: "
@@ -322,6 +342,9 @@ def _backend_names(args: ServerArgs) -> Iterator[str]:
         spec, name = specs(ServerArgs)[field], getattr(args, field)
         known = [str(choice) for choice in spec.flag.choices]
         if name in known or args.moe_backend_module or entry_points(group=BACKEND_ENTRY_POINTS):
+            continue
+        if name in spec.flag.refused:
+            yield f"{spec.name} is {name!r}: {spec.flag.refused[name]}"
             continue
         yield (
             f"{spec.name} is {name!r}: choose one of {', '.join(known)}, or name the module that "
@@ -388,6 +411,14 @@ def _roles(args: ServerArgs) -> Iterator[str]:
     if args.speculative_algorithm is None:
         for given in _given(args, "speculative_num_draft_tokens"):
             yield f"{given} needs --speculative-algorithm"
+
+
+def _https(args: ServerArgs) -> Iterator[str]:
+    if args.ssl_certfile is None:
+        for given in _given(args, "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
+            yield f"{given} needs --ssl-certfile FILE"
+        if args.enable_ssl_refresh:
+            yield "--enable-ssl-refresh needs --ssl-certfile FILE"
 
 
 def expert_ranks(args: ServerArgs) -> int:

@@ -53,6 +53,9 @@ class RequestDelta(Message, gc=False):
     retractions: int = 0
     finish: FinishReason | None = None
     queue_seconds: float | None = None
+    routed_first: int = 0
+    routed: bytes = b""
+    """Experts of the tokens from `routed_first` on, if the request asks for them."""
 
 
 class StepOutput(Message):

@@ -8,6 +8,7 @@ from typing import Any, Final
 LONGEST_WORD: Final = 40
 LONGEST_NUMBER: Final = 10**LONGEST_WORD
 LONGEST_ID: Final = 64
+LONGEST_QUOTE: Final = 256
 ID_SIGNS: Final = str.maketrans("", "", "_-.:")
 
 
@@ -29,6 +30,14 @@ def shown(value: Any) -> str:
         case Mapping():
             return f"a dict of {len(value)}"
     return f"a value of type {type(value).__name__}"
+
+
+def quoted(text: str, longest: int = LONGEST_QUOTE) -> str:
+    """A name itself, in quotes, whatever its characters: control characters are escaped, and only
+    the beginning of a very long one is quoted."""
+    if len(text) <= longest:
+        return repr(text)
+    return f"{text[:longest]!r} … ({len(text)} characters)"
 
 
 def shown_id(value: str) -> str:

@@ -11,6 +11,7 @@ import msgspec
 from moesaic.core.sampling import SamplingParams
 
 TopLogprobs = list[tuple[float, int]]
+"""The most likely tokens of a position, then those of the request's `token_ids_logprob`."""
 
 
 # The message of an abort that was asked for; others come from a service that ends.
@@ -55,6 +56,14 @@ class NewRequest(msgspec.Struct, array_like=True):
     """The serving group that must take it; None: any."""
     emitted: list[int] = []
     """Tokens that it has from another serving group."""
+    routed_start: int | None = None
+    """The first position whose routed experts are requested; None: none are."""
+    routed_row: int = 0
+    """The bytes of one token's routed experts."""
+    cache_namespace: str = ""
+    """Only requests with the same one share pages of the prefix cache."""
+    token_ids_logprob: tuple[int, ...] = ()
+    """Tokens whose logprobs are reported at every position."""
 
 
 class RequestPhase(Enum):
@@ -99,6 +108,8 @@ class Request(NewRequest, eq=False):
     input_top_logprobs: list[TopLogprobs] = []
     output_logprobs: list[float] = []
     output_top_logprobs: list[TopLogprobs] = []
+    routed: bytearray = msgspec.field(default_factory=bytearray)
+    """Experts of the tokens from `routed_start` on, [tokens, layers, top-k] of uint16."""
 
     looks_back: bool = False
     """As its parameters say; asked for every token."""
@@ -155,6 +166,19 @@ class Request(NewRequest, eq=False):
             and not self.looks_back
             and not (self.return_logprob and self.lacks_input_logprobs)
         )
+
+    @property
+    def next_routed(self) -> int:
+        """The first position whose routed experts are still missing."""
+        assert self.routed_start is not None
+        return self.routed_start + len(self.routed) // self.routed_row
+
+    def add_routed(self, first: int, rows: bytes) -> None:
+        """Adds the experts of the tokens from `first` on. Known ones stay: a token that is computed
+        again, after a retraction or on another rank, was emitted with those."""
+        known = self.next_routed - first
+        assert known >= 0, f"position {first} is routed before {self.next_routed}"
+        self.routed += rows[known * self.routed_row :]
 
     @property
     def next_input_logprob(self) -> int:

@@ -9,15 +9,12 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Final, NamedTuple
 
+from moesaic.core.foreign_fields import BadParameter as BadParameter
+from moesaic.core.foreign_fields import drop_foreign
 from moesaic.core.redact import LONGEST_WORD, shown
 
-NOT_BUILT: Final = (
-    "structural_tag",
-    "stop_regex",
-    "custom_params",
-    "stream_interval",
-)
-ALIASES: Final = {"seed": "sampling_seed"}
+# vLLM's names.
+ALIASES: Final = {"seed": "sampling_seed", "include_stop_str_in_output": "no_stop_trim"}
 GREEDY_BELOW: Final = 1e-6
 MAX_SEED: Final = 2**63
 # Counts of tokens must fit into a message between processes.
@@ -40,14 +37,6 @@ class Grammar(NamedTuple):
 
     kind: str
     text: str
-
-
-class BadParameter(ValueError):
-    """An invalid value of the sampling parameter `name`."""
-
-    def __init__(self, name: str, message: str) -> None:
-        super().__init__(message)
-        self.name = name
 
 
 class Limit(NamedTuple):
@@ -100,6 +89,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -113,7 +103,8 @@ class SamplingParams:
     lark: str | None = None
 
     def __post_init__(self) -> None:
-        _set(self, "stop", _strings("stop", self.stop))
+        for name in ("stop", "stop_regex"):
+            _set(self, name, _strings(name, getattr(self, name)))
         _set(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         _set(self, "logit_bias", _bias(self.logit_bias))
         for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim"):
@@ -134,11 +125,13 @@ class SamplingParams:
         for given, value in (values or {}).items():
             name = ALIASES.get(given, given)
             if name not in known:
-                _check_foreign(given, value, known)
-            elif value is not None or name == "max_new_tokens":
+                if not drop_foreign(given, value):
+                    raise _unknown(given, known)
+            elif name == "max_new_tokens" or not (value is None or _is_no_text(name, value)):
                 if name in chosen:
                     names = [key for key in values or {} if ALIASES.get(key, key) == name]
-                    raise ValueError(f"{' and '.join(names)} are the same: give one of them")
+                    text = f"{' and '.join(names)} are the same: give one of them"
+                    raise BadParameter(given, text)
                 chosen[name] = value
         return cls(**chosen)
 
@@ -179,7 +172,8 @@ class SamplingParams:
         if not given:
             return
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} exclude each other: give one of them")
+            text = f"{' and '.join(given)} exclude each other: give one of them"
+            raise BadParameter(given[1], text)
         kind = given[0]
         _set(self, kind, _grammar_text(kind, getattr(self, kind)))
         if self.ignore_eos:
@@ -202,19 +196,17 @@ def _at_most(name: str, number: int, limit: int) -> None:
         raise BadParameter(name, f"{name} has {number} entries: give at most {limit}")
 
 
-def _check_foreign(name: str, value: Any, known: set[str]) -> None:
-    if name in NOT_BUILT:
-        if value is not None:
-            raise ValueError(f"sampling parameter {name!r} is not built yet: leave it out")
-    elif name == "spaces_between_special_tokens":
-        # Fast tokenizers never add such spaces, so only the default is true.
-        if value not in (None, True):
-            _refuse(name, value, "this tokenizer never adds such spaces: leave it out")
-    else:
-        names = sorted(known | set(ALIASES))
-        near = get_close_matches(str(name)[:LONGEST_WORD], names, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
-        raise ValueError(f"unknown sampling parameter {shown(name)}: {hint}")
+def _is_no_text(name: str, value: Any) -> bool:
+    return value == "" and name in (*GRAMMARS, "stop", "stop_regex")
+
+
+def _unknown(name: str, known: set[str]) -> BadParameter:
+    names = sorted(known | set(ALIASES))
+    near = get_close_matches(str(name)[:LONGEST_WORD], names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
+    plain = shown(name) == repr(name)
+    field = name if plain else "sampling_params"
+    return BadParameter(field, f"unknown sampling parameter {shown(name)}: {hint}")
 
 
 def _integer(name: str, value: Any) -> int:
@@ -247,7 +239,7 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     _at_most(name, len(strings), MAX_STOPS)
     for string in strings:
         if not isinstance(string, str) or not string:
-            _refuse(name, string, "each stop must be a string of at least one character")
+            _refuse(name, string, "each must be a string of at least one character")
         if any("\ud800" <= character <= "\udfff" for character in string):
             _refuse(name, string, "it holds half of a character (a lone surrogate)")
         if len(string) > MAX_STOP_LENGTH:

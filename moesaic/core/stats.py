@@ -69,6 +69,10 @@ class GroupStats(msgspec.Struct, array_like=True):
     generated_tokens: int = 0
     retractions: int = 0
     failed_steps: int = 0
+    page_size: int = 0
+    """Tokens of a page."""
+    waiting_tokens: int = 0
+    """Prompt tokens of the requests that wait."""
 
 
 class EngineStats(msgspec.Struct):

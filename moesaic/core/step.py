@@ -16,7 +16,8 @@ class Step:
     rank, by which kernels lay out rows for other ranks; 0 if each rank finds it out.
     `num_tokens_1`: how many rows are tokens (int32, on the step's device), None if all are; the
     others pad a fixed shape and take no experts. `own_tokens_1`: the same for the rows that this
-    rank takes to the experts."""
+    rank takes to the experts. `routed`: each MoE layer appends the slots of those rows; None if no
+    request asks for them."""
 
     prefill: bool = True
     lane: int = 0
@@ -24,6 +25,7 @@ class Step:
     rows: int = 0
     num_tokens_1: Tensor | None = field(default=None, compare=False)
     own_tokens_1: Tensor | None = field(default=None, compare=False)
+    routed: list[Tensor] | None = field(default=None, compare=False)
 
 
 PREFILL = Step(prefill=True)

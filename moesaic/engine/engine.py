@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import gc
 import logging
 import queue
 import random
@@ -12,22 +13,24 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Final, Unpack
+from typing import TYPE_CHECKING, Any, Final, Unpack
 
 import torch
 
 from moesaic.comm.mesh import mesh_of
 from moesaic.config import ServerArgs, resolve
-from moesaic.config.flags import without_secrets
+from moesaic.config.flags import json_object, without_secrets
 from moesaic.core.redact import shown
 from moesaic.core.request import Request
 from moesaic.core.sampling import Grammar, SamplingParams
 from moesaic.core.stats import EngineStats
 from moesaic.engine.errors import QueueFull as QueueFull
+from moesaic.engine.frontend import routed_experts
 from moesaic.engine.frontend.admission import CallAdmission
 from moesaic.engine.frontend.core_client import start_ranks
+from moesaic.engine.frontend.crash_dump import CrashDump
 from moesaic.engine.frontend.engine_thread import Core, EngineThread
 from moesaic.engine.frontend.inflight import InflightRequests
 from moesaic.engine.frontend.inputs import (
@@ -39,18 +42,28 @@ from moesaic.engine.frontend.inputs import (
     check_token_ids,
 )
 from moesaic.engine.frontend.output_queue import OutputQueue, OutputSenders
-from moesaic.engine.frontend.outputs import CallOutputs, IndexedProgress, RequestUpdate
+from moesaic.engine.frontend.outputs import (
+    CallOutputs,
+    IndexedProgress,
+    OutputFormat,
+    RequestUpdate,
+)
 from moesaic.engine.frontend.profiler import Profiler
 from moesaic.engine.frontend.queries import engine_stats
 from moesaic.engine.schedule.request_state import Progress, RequestState
+from moesaic.engine.sglang_engine import (
+    MISSING_METHODS,
+    TokenizerManager,
+    TransformersTokenizer,
+)
 from moesaic.engine.text.detokenizer import IncrementalDetokenizer
 from moesaic.engine.text.grammar_check import GrammarChecker
 from moesaic.engine.text.grammar_child import GrammarSetup
 from moesaic.engine.text.tokenizer import load_tokenizer
 from moesaic.engine.worker.local_core import LocalCore
-from moesaic.engine.worker.rank_info import log_ranks, rank_info
+from moesaic.engine.worker.rank_info import log_ranks
 from moesaic.models.checkpoint import check_folder
-from moesaic.models.tiny import materialise
+from moesaic.models.locate import model_folder, own_folder, tokenizer_folder
 from moesaic.observe.requests import RequestStats, RequestWatch
 from moesaic.observe.spans import SpanKind
 
@@ -69,11 +82,17 @@ class Engine:
 
     def __init__(self, *, apart: bool = False, **kwargs: Any) -> None:
         started = time.monotonic()
-        self.args = _with_local_model(resolve(ServerArgs.from_kwargs(**kwargs)))
+        given = resolve(ServerArgs.from_kwargs(**kwargs))
+        self.args = _with_local_model(given)
+        self.server_args = _with_own_folder(self.args, given)
+        """The resolved flags to show: the model's own folder, not one with a changed config."""
         logging.getLogger("moesaic").setLevel(self.args.log_level.upper())
         check_folder(self.args.model_path, has_tensors=self.args.load_format != "dummy")
+        dump = CrashDump(self.args) if self.args.crash_dump_folder else None
         if self.args.num_threads is not None:
             torch.set_num_threads(self.args.num_threads)
+        if self.args.gc_threshold is not None:
+            gc.set_threshold(*self.args.gc_threshold)
         self.tokenizer = load_tokenizer(self.args.tokenizer_path, self.args.chat_template)
         prepared = time.monotonic()
         self.mesh = mesh_of(self.args)
@@ -92,7 +111,9 @@ class Engine:
         self._inflight = InflightRequests(
             self._thread, self.max_running, self.args.max_queued_requests, self.spans
         )
-        self._profiler = Profiler(self._thread.query, self.mesh, self.spans)
+        if dump is not None:
+            self._core.on_failure = lambda reason: dump.write(reason, self._inflight.requests())
+        self._profiler = Profiler(self._thread.query, self.mesh, self.spans, self.args.profile_dir)
         atexit.register(self.shutdown)
 
     def _make_core(self, apart: bool) -> Core:
@@ -105,7 +126,7 @@ class Engine:
         args = without_secrets(self.args)
         if self.mesh.world == 1 and not apart:
             core = LocalCore(args)
-            log_ranks([rank_info(core.runner)], self.mesh)
+            log_ranks(core.rank_facts, self.mesh)
             return core
         return start_ranks(args, self.mesh)
 
@@ -116,7 +137,8 @@ class Engine:
             tokenizer.warn_beyond(facts.vocab_size)
             eos_ids = tokenizer.eos_ids or eos_ids
         if folder is not None:
-            setup = GrammarSetup(folder, facts.vocab_size, sorted(eos_ids))
+            open_objects = self.args.constrained_json_allow_additional_properties
+            setup = GrammarSetup(folder, facts.vocab_size, sorted(eos_ids), open_objects)
         return EngineLimits(
             vocab_size=facts.vocab_size,
             context_length=facts.context_length,
@@ -124,8 +146,10 @@ class Engine:
             eos_ids=eos_ids,
             seeds=random.Random(self.args.random_seed),
             num_groups=self.mesh.num_groups,
+            routed_row=routed_experts.row_bytes(facts),
             longest_token=0 if tokenizer is None else tokenizer.longest_token,
             grammars=GrammarChecker(setup, self.args.grammar_backend),
+            preferred=_preferred_params(self.args),
         )
 
     def __enter__(self) -> Engine:
@@ -180,7 +204,9 @@ class Engine:
         before the first update; a later failure is a finish reason. Closing the generator aborts
         unfinished requests. Requests start when `admission` allows it."""
         states, output_queue = await self._prepare_async(call)
-        check_logprobs([state.request for state in states])
+        requests = [state.request for state in states]
+        check_logprobs(requests)
+        routed_experts.check_size(requests)
         async with aclosing(self._progress(states, output_queue, admission)) as found:
             async for number, progress in found:
                 yield RequestUpdate(number, progress, states[number].request)
@@ -201,6 +227,25 @@ class Engine:
         SamplingParams(**{grammar.kind: grammar.text})  # type: ignore[arg-type]
         await self.limits.grammars.check_in_turn(grammar, client)
 
+    @cached_property
+    def tokenizer_manager(self) -> TokenizerManager:
+        """As SGLang's programs use it: `engine.tokenizer_manager.tokenizer`."""
+        tokenizer = self.tokenizer
+        folder = self.server_args.tokenizer_path or ""
+        view = None if tokenizer is None else TransformersTokenizer(tokenizer, folder)
+        return TokenizerManager(view, self.server_args)
+
+    def get_tokenizer(self) -> TransformersTokenizer | None:
+        """The tokenizer, with the names of transformers; None with `skip_tokenizer_init`."""
+        return self.tokenizer_manager.tokenizer
+
+    if not TYPE_CHECKING:  # a checker would allow every name
+
+        def __getattr__(self, name: str) -> Any:
+            if name in MISSING_METHODS:
+                raise AttributeError(f"Engine.{name} is not supported: {MISSING_METHODS[name]}")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def flush_cache(self) -> int:
         """Empties the prefix cache and returns the number of pages that became free."""
         return int(self._thread.query("flush_cache"))
@@ -208,16 +253,35 @@ class Engine:
     def get_server_info(self) -> dict[str, Any]:
         """The resolved flags, and the present state of scheduler and cache."""
         info: dict[str, Any] = self._thread.query("info")
-        return info
+        shown = self.server_args
+        return info | {"model_path": shown.model_path, "tokenizer_path": shown.tokenizer_path}
 
     def request_stats(self) -> RequestStats:
         """Counts of requests since the start; it never waits."""
         return self._watch.stats(len(self._inflight))
 
     @property
+    def queued(self) -> tuple[int, int]:
+        """Requests that wait in front of the schedulers, and the tokens of their prompts."""
+        return self._inflight.waiting()
+
+    @property
     def providers(self) -> dict[str, Any]:
         """The resolved all-to-all and MoE runner backends."""
         return self._core.providers
+
+    def routing_info(self) -> dict[str, Any]:
+        """The sizes of an answer's routed experts, and for each rank its MoE layers and the logical
+        experts that it holds in each of them."""
+        facts = self._core.facts
+        return {
+            "num_layers": facts.num_layers,
+            "top_k": facts.top_k,
+            "ranks": [
+                {"layers": rank["moe_layers"], "experts": rank["experts"]}
+                for rank in self._core.rank_facts
+            ],
+        }
 
     def get_stats(self) -> EngineStats:
         """Counters since the start; for a rank that is late, the supervisor's view of it."""
@@ -231,7 +295,8 @@ class Engine:
         self._profiler.start(output_dir, num_steps)
 
     def stop_profile(self) -> str:
-        """Ends the last recording and returns the path of its trace; ValueError without one."""
+        """Ends the recording and returns the path of its trace, once also after `num_steps` ended
+        it; ValueError without one."""
         return str(self._profiler.stop())
 
     @property
@@ -299,7 +364,8 @@ class Engine:
 
     def _call_outputs(self, call: GenerateInput, states: list[RequestState]) -> CallOutputs:
         single = call.is_single and len(states) == 1
-        return CallOutputs(states, single, self.tokenizer if call.return_text_in_logprobs else None)
+        texts = self.tokenizer if call.return_text_in_logprobs else None
+        return CallOutputs(states, single, OutputFormat(texts, call.return_prompt_token_ids))
 
     def _notify(
         self, put: Callable[[int, Progress], None], number: int, progress: Progress
@@ -351,11 +417,27 @@ class Engine:
             self._inflight.abandon(states[number] for number in pending)
 
 
+def _preferred_params(args: ServerArgs) -> dict[str, Any]:
+    found = json_object(args, "preferred_sampling_params")
+    try:
+        SamplingParams.from_dict(found)
+    except ValueError as error:
+        raise ValueError(f"--preferred-sampling-params: {error}") from None
+    return found
+
+
 def _with_local_model(args: ServerArgs) -> ServerArgs:
-    folder = materialise(args.model_path)
+    folder = model_folder(args)
     return replace(
         args,
         model_path=folder,
-        tokenizer_path=folder if args.tokenizer_path == args.model_path else args.tokenizer_path,
+        tokenizer_path=tokenizer_folder(args, folder),
         served_model_name=args.served_model_name or args.model_path,
     )
+
+
+def _with_own_folder(args: ServerArgs, given: ServerArgs) -> ServerArgs:
+    folder = own_folder(given)
+    if folder == args.model_path:
+        return args
+    return replace(args, model_path=folder, tokenizer_path=tokenizer_folder(given, folder))

@@ -18,7 +18,7 @@ from moesaic.evals.args import ServerTargetArgs
 from moesaic.evals.ask import Asker, ModelReply, Options
 from moesaic.evals.server_url import ServerUrl
 from moesaic.evals.tasks.problem import Problem
-from moesaic.loadgen.client import reason, session
+from moesaic.loadgen.client import reason, session, unreachable
 from moesaic.loadgen.endpoints import FAILED, OpenAIPart, error_text, merged
 
 TRIES: Final = 6
@@ -65,10 +65,7 @@ class HttpAsker(Asker):
             async with self._session.get(url, timeout=self._timeout) as response:
                 return response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise RuntimeError(
-                f"no server at {self.target}: {self._why(error)}; start one with "
-                "moesaic serve MODEL, or say where it is with --base-url"
-            ) from None
+            raise unreachable(self.target, error, self._why(error)) from None
 
     async def ask(self, problem: Problem, options: Options) -> ModelReply:
         """Ask with retries; the latency is that of the last attempt."""

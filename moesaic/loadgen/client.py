@@ -20,6 +20,19 @@ READ_BUFFER: Final = 1 << 20
 LONGEST_ERROR: Final = 300
 
 
+def unreachable(url: str, error: Exception, why: str) -> RuntimeError:
+    """The error where a first request gets no answer: it says what to do."""
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return RuntimeError(
+            f"the certificate of {url} is not trusted: {error.certificate_error}; set "
+            "SSL_CERT_FILE to a file with its authority's certificate (its own if self-signed)"
+        )
+    return RuntimeError(
+        f"no server at {url}: {why}; start one with moesaic serve MODEL, or say where it is with "
+        "--base-url"
+    )
+
+
 def session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
     """A session without a connection limit, which would be an unmeasured queue."""
     return aiohttp.ClientSession(

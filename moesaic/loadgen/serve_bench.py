@@ -16,7 +16,7 @@ import aiohttp
 
 from moesaic.loadgen import picture, report
 from moesaic.loadgen.args import Load, ServeBenchArgs
-from moesaic.loadgen.client import Client, reason, session
+from moesaic.loadgen.client import Client, reason, session, unreachable
 from moesaic.loadgen.datasets import DatasetSpec, draw_prompts
 from moesaic.loadgen.endpoints import ENDPOINTS, RequestOptions, parse_extra_body
 from moesaic.loadgen.metrics import measure, parse_goodput
@@ -171,10 +171,7 @@ class _Bench:
             models = await self._get("/v1/models")
             about = await self._get("/server_info")
         except (aiohttp.ClientError, OSError) as error:
-            raise RuntimeError(
-                f"no server at {self.url}: {error}; start one with moesaic serve MODEL, or say "
-                "where it is with --base-url"
-            ) from None
+            raise unreachable(self.url, error, str(error)) from None
         names = [entry.get("id") for entry in models.get("data") or [] if isinstance(entry, dict)]
         name = names[0] if names else about.get("served_model_name") or about.get("model_path")
         tokenizer = about.get("tokenizer_path") or about.get("model_path")

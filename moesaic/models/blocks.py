@@ -31,6 +31,7 @@ from moesaic.layers.norm import RMSNorm
 from moesaic.layers.parallel import Parallel
 from moesaic.layers.rotary import RopeConfig, RotaryTable
 from moesaic.models.config import ModelConfig, RawConfig
+from moesaic.moe.context import MoeContext
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE, MoeConfig
 from moesaic.moe.operations import YIELD, LayerState, Operation
@@ -128,6 +129,8 @@ class SparseBlock(Module):
             state.own_x_TH, state.own_step = self._own_part(state.x_TH, state.step)
         if state.chosen is None:
             state.chosen = self.route(state.own_x_TH, state.own_step.num_tokens_1)
+        if state.step.routed is not None:
+            state.step.routed.append(state.chosen.ids_TK)
 
     def _dispatch_a(self, state: LayerState) -> None:
         assert state.chosen is not None
@@ -201,7 +204,7 @@ class SparseBlock(Module):
 
     @property
     def _takes_all_rows(self) -> bool:
-        return self.parallel.attention.size == 1 or self.experts.context.replicated
+        return takes_all_rows(self.parallel, self.experts.context)
 
     def _own_part(self, x_TH: Tensor, step: Step) -> tuple[Tensor, Step]:
         """This rank's part of the rows, and the step for it. With `step.rows` kernels run, which
@@ -216,6 +219,11 @@ class SparseBlock(Module):
                 tokens_1 = torch.zeros(1, dtype=torch.int32, device=x_TH.device)
         rows = self.parallel.most_rows(step.rows)
         return mine_TH, replace(step, rows=rows, num_tokens_1=tokens_1)
+
+
+def takes_all_rows(parallel: Parallel, context: MoeContext) -> bool:
+    """Whether a rank takes all rows of its attention group to the experts, or a part of them."""
+    return parallel.attention.size == 1 or context.replicated
 
 
 def dense_mlp(

@@ -57,6 +57,7 @@ class TokenizerConfig(TokenNames, frozen=True):
     chat_template: str | list[NamedTemplate] | dict[str, str] | None = None
     add_bos_token: bool | None = None
     add_eos_token: bool | None = None
+    model_max_length: float | None = None
 
 
 # No vocabulary is larger: the file has a mistake.

@@ -45,10 +45,12 @@ ROWS: Final = {
     ),
     "Steps": (
         Panel("KV cache", "percentunit", "cache_hit_ratio kv_cache_usage_ratio"),
+        Panel("Tokens in the KV cache", "short", "kv_cache_used_tokens kv_cache_tokens"),
         Panel("Batch", "short", "decode_batch_size"),
-        Panel("Computed tokens", "short", "computed_tokens_total"),
-        Panel("Steps", "ops", "steps_total", 12),
-        Panel("Time in steps", "percentunit", "forward_seconds_total", 12),
+        Panel("Computed tokens", "short", "computed_tokens_total", 6),
+        Panel("Generated tokens per second", "short", "generation_throughput", 6),
+        Panel("Steps", "ops", "steps_total", 6),
+        Panel("Time in steps", "percentunit", "forward_seconds_total", 6),
     ),
     "Ranks": (
         Panel(
@@ -86,6 +88,9 @@ EXPRESSIONS: Final = {
     "requests_open": "sum({name})",
     "requests_running": "sum({name})",
     "requests_waiting": "sum({name})",
+    "kv_cache_used_tokens": "sum({name})",
+    "kv_cache_tokens": "sum({name})",
+    "generation_throughput": "sum({name})",
     "rank_steps_total": "rate(moesaic_rank_step_seconds_total) / rate({name})",
     "rank_runner_seconds_total": "rate({name}) / rate(moesaic_rank_compute_seconds_total)",
     "expert_tokens_total": "avg by (layer) (rate({name})) / max by (layer) (rate({name}))",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Final
@@ -13,6 +13,9 @@ from moesaic.observe.expert_load import LayerLoad
 from moesaic.observe.requests import GAP_BOUNDS, LATENCY_BOUNDS, Distribution, RequestStats
 
 PREFIX: Final = "moesaic_"
+SGLANG_PREFIX: Final = "sglang:"
+# Our label for schedulers, for which SGLang has the ranks of its leader.
+GROUP: Final = "group"
 # Seconds of event loop lag.
 LAG_BOUNDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 INFO_LABELS: Final = ("version", "model", "mesh", "a2a_backend", "mode", "runner_backend")
@@ -30,6 +33,10 @@ class ServerStats:
     info: dict[str, str]
     """The configuration that was resolved at start."""
     queued: int = 0
+    model_name: str = ""
+    """As the API shows it."""
+    leaders: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """By group: SGLang's labels for the rank that leads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,8 @@ class Snapshot:
     server: ServerStats
     batch: float = 0.0
     """Recent mean of tokens generated per step."""
+    throughputs: Mapping[int, float] = field(default_factory=dict)
+    """By group: tokens generated per second, between the last two readings."""
 
 
 Labels = tuple[str, ...]
@@ -76,11 +85,27 @@ class MetricKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class SglangName:
+    """SGLang's name for a metric. Several metrics may share one, as parts of it."""
+
+    name: str
+    only: str = ""
+    """The one value of a label whose samples it has; all samples if empty."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels that it has always."""
+
+    @property
+    def full_name(self) -> str:
+        return SGLANG_PREFIX + self.name
+
+
+@dataclass(frozen=True, slots=True)
 class Metric:
     name: str
     help: str
     series: Series
     kind: MetricKind
+    sglang: tuple[SglangName, ...] = ()
 
     @property
     def full_name(self) -> str:
@@ -93,12 +118,12 @@ def _requests(
     return Series(MetricSource.REQUESTS, lambda s: [((), value(s.requests))], buckets=buckets)
 
 
-def _groups(value: Callable[[GroupStats], float], hidden: Labels = ("group",)) -> Series:
+def _groups(value: Callable[[GroupStats], float], hidden: Labels = (GROUP,)) -> Series:
     def read(snapshot: Snapshot) -> Iterator[Sample]:
         for group in snapshot.engine.groups:
             yield (str(group.group),), value(group)
 
-    return Series(MetricSource.SCHEDULERS, read, ("group",), hidden)
+    return Series(MetricSource.SCHEDULERS, read, (GROUP,), hidden)
 
 
 def _phases(prefill: str, decode: str) -> Series:
@@ -107,7 +132,7 @@ def _phases(prefill: str, decode: str) -> Series:
             for phase, name in (("prefill", prefill), ("decode", decode)):
                 yield (str(group.group), phase), getattr(group, name)
 
-    return Series(MetricSource.SCHEDULERS, read, ("group", "phase"), hidden=("group",))
+    return Series(MetricSource.SCHEDULERS, read, (GROUP, "phase"), hidden=(GROUP,))
 
 
 def _ranks(value: Callable[[RankStats], float]) -> Series:
@@ -156,11 +181,16 @@ def _balancedness(snapshot: Snapshot) -> Iterator[Sample]:
             yield (str(load.layer),), load.balancedness
 
 
-def _hit_ratio(requests: RequestStats) -> float:
-    return requests.cached_tokens / requests.prompt_tokens if requests.prompt_tokens else 0.0
+def _throughputs(snapshot: Snapshot) -> Iterator[Sample]:
+    for group, tokens in snapshot.throughputs.items():
+        yield (str(group),), tokens
 
 
-def _usage(group: GroupStats) -> float:
+def hit_ratio(cached: int, total: int) -> float:
+    return cached / total if total else 0.0
+
+
+def kv_usage(group: GroupStats) -> float:
     return group.pages_used / group.pages_total if group.pages_total else 0.0
 
 
@@ -173,6 +203,10 @@ def _http(snapshot: Snapshot) -> Iterator[Sample]:
         yield (route, str(status)), number
 
 
+def _also(names: str) -> tuple[SglangName, ...]:
+    return tuple(SglangName(name) for name in names.split())
+
+
 _counter = partial(Metric, kind=MetricKind.COUNTER)
 _gauge = partial(Metric, kind=MetricKind.GAUGE)
 _histogram = partial(Metric, kind=MetricKind.HISTOGRAM)
@@ -182,59 +216,101 @@ METRICS: Final[tuple[Metric, ...]] = (
         "requests_total",
         "Requests that ended, by reason: stop, length, abort (by the client) or error.",
         _labelled("finish_reason", MetricSource.REQUESTS, lambda s: s.requests.ended),
+        sglang=(
+            SglangName("num_requests_total"),
+            SglangName("num_aborted_requests_total", only="abort"),
+        ),
     ),
     _gauge("requests_open", "Requests that have not ended.", _requests(lambda r: r.open)),
     _counter(
         "prompt_tokens_total",
         "Prompt tokens, including cached ones; counted at the first output token.",
         _requests(lambda r: r.prompt_tokens),
+        sglang=_also("prompt_tokens_total"),
     ),
     _counter(
         "cached_tokens_total",
         "Prompt tokens found in the prefix cache.",
         _requests(lambda r: r.cached_tokens),
+        sglang=(SglangName("cached_tokens_total", labels={"cache_source": "device"}),),
     ),
     _counter(
         "generation_tokens_total",
         "Tokens sent to clients.",
         _requests(lambda r: r.generated_tokens),
+        sglang=_also("generation_tokens_total"),
     ),
     _histogram(
         "time_to_first_token_seconds",
         "Time from a request's arrival to its first token.",
         _requests(lambda r: r.time_to_first_token, LATENCY_BOUNDS),
+        sglang=_also("time_to_first_token_seconds"),
     ),
     _histogram(
         "inter_token_latency_seconds",
         "Time between two tokens of an answer.",
         _requests(lambda r: r.inter_token, GAP_BOUNDS),
+        sglang=_also("inter_token_latency_seconds"),
     ),
     _histogram(
         "e2e_request_latency_seconds",
         "Time from arrival to the last token, for requests that were not aborted.",
         _requests(lambda r: r.end_to_end, LATENCY_BOUNDS),
+        sglang=_also("e2e_request_latency_seconds"),
     ),
     _histogram(
         "queue_time_seconds",
         "Time from a request's arrival to its first step.",
         _requests(lambda r: r.queue, LATENCY_BOUNDS),
+        sglang=_also("queue_time_seconds"),
     ),
     _gauge(
         "cache_hit_ratio",
         "Share of prompt tokens found in the prefix cache since the start.",
-        _requests(_hit_ratio),
+        _requests(lambda r: hit_ratio(r.cached_tokens, r.prompt_tokens)),
+        sglang=_also("cache_hit_rate"),
     ),
-    _gauge("requests_running", "Requests in the batch.", _groups(lambda g: g.running)),
-    _gauge("requests_waiting", "Requests in the scheduler's queue.", _groups(lambda g: g.waiting)),
+    _gauge(
+        "requests_running",
+        "Requests in the batch.",
+        _groups(lambda g: g.running),
+        sglang=_also("num_running_reqs"),
+    ),
+    _gauge(
+        "requests_waiting",
+        "Requests in the scheduler's queue.",
+        _groups(lambda g: g.waiting),
+        sglang=_also("num_queue_reqs"),
+    ),
     _gauge(
         "kv_cache_usage_ratio",
         "Share of the KV cache's pages that running requests hold.",
-        _groups(_usage, hidden=()),
+        _groups(kv_usage, hidden=()),
+        sglang=_also("token_usage full_token_usage"),
+    ),
+    _gauge(
+        "kv_cache_used_tokens",
+        "Tokens that fit in the pages that running requests hold.",
+        _groups(lambda g: g.pages_used * g.page_size),
+        sglang=_also("num_used_tokens kv_used_tokens"),
+    ),
+    _gauge(
+        "kv_cache_tokens",
+        "Tokens that fit in the KV cache.",
+        _groups(lambda g: g.pages_total * g.page_size),
+        sglang=_also("max_total_num_tokens"),
+    ),
+    _gauge(
+        "generation_throughput",
+        "Tokens generated per second between the last two readings.",
+        Series(MetricSource.SCHEDULERS, _throughputs, (GROUP,), hidden=(GROUP,)),
+        sglang=_also("gen_throughput"),
     ),
     _counter(
         "preemptions_total",
         "Requests that lost their pages to others; they resume from the tokens already emitted.",
         _groups(lambda g: g.retractions),
+        sglang=_also("num_retracted_requests_total"),
     ),
     _gauge(
         "decode_batch_size",
@@ -245,6 +321,10 @@ METRICS: Final[tuple[Metric, ...]] = (
         "computed_tokens_total",
         "Tokens computed in steps: prompt tokens (prefill) and output tokens (decode).",
         _phases("prompt_tokens", "generated_tokens"),
+        sglang=(
+            SglangName("realtime_tokens_total", "prefill", {"mode": "prefill_compute"}),
+            SglangName("realtime_tokens_total", "decode", {"mode": "decode"}),
+        ),
     ),
     _counter(
         "steps_total",
@@ -317,6 +397,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "requests_queued",
         "Requests in the server's queue, before the engine.",
         _server(lambda s: s.server.queued),
+        sglang=_also("num_queue_reqs"),
     ),
     _counter(
         "http_requests_total",
@@ -340,6 +421,10 @@ METRICS: Final[tuple[Metric, ...]] = (
         "startup_seconds",
         "Seconds that the start took, by stage: tokenizer, model (weights and ranks).",
         _labelled("stage", MetricSource.SERVER, lambda s: s.server.startup),
+        sglang=(
+            SglangName("startup_time_seconds", "tokenizer", {"phase": "tokenizer_e2e"}),
+            SglangName("startup_time_seconds", "model", {"phase": "scheduler_e2e"}),
+        ),
     ),
     _gauge(
         "stats_age_seconds",

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from moesaic.observe.grafana import dashboard
-from moesaic.observe.metrics import METRICS, Metric, MetricSource
+from moesaic.observe.metrics import METRICS, Metric, MetricSource, SglangName
 
 HEAD = """\
 # Metrics
@@ -31,8 +31,31 @@ age.
 A `group` is a scheduler with its own requests (one per data-parallel group and per copy of the
 model); a `rank` is a process.
 
+`--metric-names sglang` adds [SGLang's names](#sglangs-names), so that its dashboards work.
+
 The server writes the text format itself. `prometheus-client` would keep the values in a global
 registry, and ours are a snapshot of other processes; the tests parse the output with it.
+"""
+
+
+SGLANG = """
+## SGLang's names
+
+    moesaic serve tiny:qwen3_moe --metric-names sglang &
+    curl -s localhost:30000/metrics | grep sglang:
+
+A name has the values of our metric in its row, summed over labels that SGLang does not have. All
+have the labels `model_name` and `engine_type` (`unified`); those of schedulers also have `dp_rank`,
+the number of the group, and `tp_rank`, `pp_rank` and `moe_ep_rank` of the rank that leads it. There
+is no `is_streaming`.
+
+- Histograms keep [our buckets](#buckets), which are not SGLang's: quantiles work with any.
+- `sglang:cache_hit_rate` is over the time since the start; SGLang's is over the last prompts.
+- `sglang:num_queue_reqs` has a series for every scheduler, and one without `dp_rank` for the
+  server's own queue: sum them.
+
+| name | kind | ours |
+|---|---|---|
 """
 
 
@@ -42,7 +65,7 @@ def markdown() -> str:
         parts.append(f"\n## {source.value}\n\n| name | kind | labels | meaning |\n")
         parts.append("|---|---|---|---|\n")
         parts += [_row(metric) for metric in METRICS if metric.series.source is source]
-    return "".join(parts) + _buckets()
+    return "".join(parts) + _buckets() + _sglang_names()
 
 
 def _row(metric: Metric) -> str:
@@ -57,6 +80,25 @@ def _buckets() -> str:
             bounds = ", ".join(f"{bound:g}" for bound in metric.series.buckets)
             lines.append(f"- `{metric.full_name}`: {bounds}\n")
     return "".join(lines)
+
+
+def _sglang_names() -> str:
+    by_name: dict[str, list[tuple[SglangName, Metric]]] = {}
+    for metric in METRICS:
+        for name in metric.sglang:
+            by_name.setdefault(name.full_name, []).append((name, metric))
+    rows = []
+    for full_name, found in sorted(by_name.items()):
+        kind, parts = found[0][1].kind.value, ", ".join(_part(*part) for part in found)
+        rows.append(f"| `{full_name}` | {kind} | {parts} |\n")
+    return SGLANG + "".join(rows)
+
+
+def _part(name: SglangName, metric: Metric) -> str:
+    """The samples of ours that a name has, and the labels that it gives them."""
+    only = f" with `{name.only}`" if name.only else ""
+    labels = "".join(f' as `{label}="{value}"`' for label, value in name.labels.items())
+    return f"`{metric.full_name}`{only}{labels}"
 
 
 def grafana_json() -> str:

@@ -78,12 +78,13 @@ async def health_generate(context: Context, request: Request) -> Response:
 
 
 async def model_info(context: Context, _: Request) -> Response:
-    args = context.args
+    args = context.engine.server_args
     return json_response(
         {
             "model_path": args.model_path,
             "tokenizer_path": args.tokenizer_path,
             "is_generation": True,
+            "preferred_sampling_params": dict(context.engine.limits.preferred) or None,
             "max_model_len": context.engine.context_length,
         }
     )
@@ -128,5 +129,13 @@ ROUTES = (
     Route("GET", "/ping", health, OPEN, "The same as /health", probe=True),
     Route("POST", "/flush_cache", flush_cache, ADMIN, "Empties the prefix cache"),
     Route("GET", "/flush_cache", flush_cache, ADMIN, "The same, as in SGLang", changes=True),
-    Route("POST", "/abort_request", abort_request, USER, "Ends a request by its id", AbortBody),
+    Route(
+        "POST",
+        "/abort_request",
+        abort_request,
+        USER,
+        "Ends a request by its id",
+        AbortBody,
+        example={"rid": "the-id-of-a-request"},
+    ),
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -11,12 +12,25 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from moesaic.engine.engine import Engine
-from moesaic.server import admin, dashboard, native, openai, openapi, profile, tokens
+from moesaic.server import (
+    admin,
+    anthropic,
+    dashboard,
+    loads,
+    native,
+    openai,
+    openapi,
+    profile,
+    responses_api,
+    tokens,
+)
 from moesaic.server.auth import Keys, refuse_browsers
-from moesaic.server.context import Context
+from moesaic.server.client_warnings import add_warning_header
+from moesaic.server.context import CLOSE_AND_RETRY, Context
 from moesaic.server.errors import INTERNAL, Refusal
 from moesaic.server.live_stats import ROUTE, CountResponses
-from moesaic.server.routes import CLIENT, Route
+from moesaic.server.paths import TrailingSlash, unknown_path, wrong_method
+from moesaic.server.routes import CLIENT, Route, plain_path
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +39,11 @@ ROUTES = (
     *dashboard.ROUTES,
     *native.ROUTES,
     *openai.ROUTES,
+    *responses_api.ROUTES,
+    *anthropic.ROUTES,
     *tokens.ROUTES,
     *profile.ROUTES,
+    *loads.ROUTES,
 )
 
 
@@ -45,39 +62,67 @@ def make_app(
     app.state.context = context
     context.shared(openai.OpenAISetup)  # raises its errors at start
     routes = (*ROUTES, openapi.route(ROUTES))
+    by_path: dict[str, dict[str, Route]] = {}
     for route in routes:
-        app.router.add_route(route.path, _endpoint(context, route), [route.method])
-    app.add_exception_handler(Exception, _internal)
-    app.add_exception_handler(HTTPException, _http)
+        by_path.setdefault(route.path, {})[route.method] = route
+    for path, methods in by_path.items():
+        app.router.add_route(path, _endpoint(context, methods), list(methods))
+    app.add_exception_handler(Exception, _unexpected)
+    app.add_exception_handler(HTTPException, partial(_http, by_path))
     app.add_middleware(CountResponses, context.stats)
+    app.add_middleware(TrailingSlash)
     return app
 
 
-def _endpoint(context: Context, route: Route) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(
+    context: Context, methods: Mapping[str, Route]
+) -> Callable[[Request], Awaitable[Response]]:
+    """The endpoint of a path, with its route for each method; HEAD is GET without the body."""
+
     async def endpoint(request: Request) -> Response:
+        route = methods["GET" if request.method == "HEAD" else request.method]
         request.scope[ROUTE] = route.path
         try:
             key = request.scope[CLIENT] = context.keys.admit(route.access, request)
             if route.changes and not key:
                 refuse_browsers(request)
-            return await route.handler(context, request)
+            if route.generates and (reason := context.unavailable_reason):
+                raise Refusal(503, reason, headers=CLOSE_AND_RETRY)
+            response = await route.handler(context, request)
+            add_warning_header(request, response)
+            return response
         except Refusal as refusal:
-            return refusal.response()
+            return refusal.response(route.error_body(refusal))
         except ClientDisconnect:
             return Response(status_code=499)  # is not sent
         except HTTPException:
             raise
         except Exception as error:  # starlette would raise it again, for the log
-            return await _internal(request, error)
+            failure = _internal(request, error)
+            return failure.response(route.error_body(failure))
 
     return endpoint
 
 
-async def _http(_: Request, error: Exception) -> Response:
+async def _http(
+    routes: Mapping[str, Mapping[str, Route]], request: Request, error: Exception
+) -> Response:
     assert isinstance(error, HTTPException)
-    return Refusal(error.status_code, error.detail, headers=error.headers).response()
+    headers, path = error.headers or {}, request.scope["path"]
+    match error.status_code:
+        case 404:
+            return unknown_path(path, map(plain_path, routes)).response()
+        case 405:
+            refusal = wrong_method(headers.get("Allow", "").split(", "))
+            shapes = [route.error_body(refusal) for route in routes.get(path, {}).values()]
+            return refusal.response(shapes[0] if shapes else None)
+    return Refusal(error.status_code, error.detail, headers=headers).response()
 
 
-async def _internal(request: Request, error: Exception) -> Response:
+async def _unexpected(request: Request, error: Exception) -> Response:
+    return _internal(request, error).response()
+
+
+def _internal(request: Request, error: Exception) -> Refusal:
     logger.error("%s %r failed", request.method, request.url.path, exc_info=error)
-    return Refusal(500, INTERNAL).response()
+    return Refusal(500, INTERNAL)

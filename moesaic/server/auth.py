@@ -60,14 +60,14 @@ class Keys:
                 if self.local:
                     _refuse_foreign_names(request)
             return b""
-        given = _bearer(request)
+        given = _given_key(request)
         if any(hmac.compare_digest(given, key) for key in accepted):
             return given
         if given and self.api and hmac.compare_digest(given, self.api):
             raise Refusal(403, "this needs the admin key", code="admin_key_needed")
         raise Refusal(
             401,
-            "give the server's key, as 'Authorization: Bearer KEY'",
+            "give the server's key, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
             code="invalid_api_key",
             headers=CHALLENGE,
         )
@@ -100,11 +100,18 @@ def _digest_of(flag: str, key: str | None) -> bytes:
     return sha256(key.encode()).digest()
 
 
-def _bearer(request: Request) -> bytes:
-    """The digest of the header's key; empty if the header is missing or malformed."""
-    found = [value for name, value in request.scope["headers"] if name == b"authorization"]
+def _given_key(request: Request) -> bytes:
+    """The digest of the request's key, from OpenAI's header or else from Anthropic's; empty if the
+    header is missing, malformed or given twice."""
+    found = _header(request, b"authorization")
+    if not found:
+        found = [b"Bearer " + key for key in _header(request, b"x-api-key")]
     scheme, _, key = found[0].partition(b" ") if len(found) == 1 else (b"", b"", b"")
     return sha256(key.strip()).digest() if scheme.lower() == b"bearer" else b""
+
+
+def _header(request: Request, wanted: bytes) -> list[bytes]:
+    return [value for name, value in request.scope["headers"] if name == wanted]
 
 
 def _refuse_foreign_pages(request: Request) -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import msgspec
 import numpy as np
 from starlette.requests import Request
 
-from moesaic.core.redact import shown
+from moesaic.core.foreign_fields import Unsupported, drop_foreign
+from moesaic.core.redact import LONGEST_WORD, shown
 from moesaic.engine.engine import LONG_PROMPT
 from moesaic.engine.frontend.inputs import GenerateInput
 from moesaic.server.errors import Refusal
@@ -40,6 +44,7 @@ LONE_SURROGATE: Final = "the body has a lone surrogate: \\ud800 to \\udfff must 
 
 # The field at fault in msgspec's messages.
 _FIELD: Final = re.compile(r"`\$\.(\w+)|field `(\w+)`$")
+_UNKNOWN: Final = re.compile(r"unknown field `(\w+)`$")
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 Result = TypeVar("Result")
@@ -58,29 +63,36 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
     stream: bool = False
     rid: str | list[str] | None = None
     data_parallel_rank: int | list[int] | None = None
-    # Existing clients send these as null.
-    image_data: None = None
-    lora_path: None = None
+    return_routed_experts: bool | None = False
+    routed_experts_start_len: int | None = 0
+    routed_dp_rank: int | list[int] | None = None
+    token_ids_logprob: list[int | list[int] | None] | None = None
+    extra_key: str | list[str | None] | None = None
+    cache_salt: str | list[str | None] | None = None
+    return_prompt_token_ids: bool = False
+    return_cached_tokens_details: bool = False
+    """Without effect: `meta_info` always has them."""
+    model: str | None = None
 
     def to_input(self) -> GenerateInput:
         if (self.text is None) == (self.input_ids is None):
             raise Refusal(400, "give exactly one of text and input_ids")
-        return GenerateInput(
-            self.text,
-            cast(Any, self.input_ids),
-            self.sampling_params,
-            self.return_logprob,
-            self.logprob_start_len,
-            self.top_logprobs_num,
-            self.rid,
-            self.data_parallel_rank,
-        )
+        values = {name: getattr(self, name) for name in SAME_FIELDS}
+        return GenerateInput(self.text, cast(Any, self.input_ids), **values)
 
     @property
     def samples(self) -> Any:
         """`n` as the client sent it."""
         params = self.sampling_params
         return params.get("n") or 1 if isinstance(params, dict) else 1
+
+
+SAME_FIELDS: Final = tuple(
+    field.name
+    for field in fields(GenerateInput)
+    if field.name in GenerateBody.__struct_fields__ and field.name != "input_ids"
+)
+"""Fields of the body that have the same name in the engine."""
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -119,6 +131,43 @@ def is_decodable(text: str) -> bool:
 
 
 def _decode(data: bytes, kind: type[Body]) -> Body:
+    """Fields of other APIs, and null, are looked at only if the plain way fails."""
+    _check_extent(data)
+    with _refused_errors(data, kind):
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except msgspec.ValidationError:
+            if (rest := _without_off_fields(data, kind)) is None:
+                raise
+        return msgspec.json.decode(rest, type=kind)
+
+
+def _without_off_fields(data: bytes, kind: type[Body]) -> bytes | None:
+    """The body without its fields that are as good as left out; None if it has none of them."""
+    try:
+        given = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError:
+        return None
+    known = kind.__struct_fields__
+    kept = {name: raw for name, raw in given.items() if not _is_left_out(name, raw, known)}
+    return None if len(kept) == len(given) else msgspec.json.encode(kept)
+
+
+def _is_left_out(name: str, raw: msgspec.Raw, known: tuple[str, ...]) -> bool:
+    if name in known:
+        return bytes(raw) == b"null"
+    return is_foreign(name, msgspec.json.decode(raw))
+
+
+def is_foreign(name: str, value: Any) -> bool:
+    """Whether another API's field is off and without effect; Refusal if it asks for something."""
+    try:
+        return drop_foreign(name, value)
+    except Unsupported as error:
+        raise Refusal(400, str(error), name, "unsupported_parameter") from None
+
+
+def _check_extent(data: bytes) -> None:
     if not data.strip():
         raise Refusal(400, "the body is empty: send JSON")
     extent = json_extent(data)
@@ -131,8 +180,12 @@ def _decode(data: bytes, kind: type[Body]) -> Body:
     ):
         if number > most:
             raise Refusal(413, f"the body has {number} {what}: send at most {most} at once")
+
+
+@contextmanager
+def _refused_errors(data: bytes, kind: type[Body]) -> Iterator[None]:
     try:
-        return msgspec.json.decode(data, type=kind)
+        yield
     except RecursionError:
         raise Refusal(400, "the body is nested too deeply") from None
     except UnicodeError:
@@ -144,7 +197,15 @@ def _decode(data: bytes, kind: type[Body]) -> Body:
         field = _FIELD.search(message)
         where = field and (field[1] or field[2])
         what = "request body" if isinstance(error, msgspec.ValidationError) else "JSON"
-        raise Refusal(400, f"invalid {what}: {message}", where) from None
+        raise Refusal(400, f"invalid {what}: {message}{_hint(message, kind)}", where) from None
+
+
+def _hint(message: str, kind: type[Body]) -> str:
+    """The field that a client may have meant by an unknown one."""
+    if not (unknown := _UNKNOWN.search(message)):
+        return ""
+    near = get_close_matches(unknown[1][:LONGEST_WORD], kind.__struct_fields__, n=1)
+    return f": did you mean {near[0]!r}?" if near else ""
 
 
 class JsonExtent(NamedTuple):

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from moesaic.config import ServerArgs
+from moesaic.core.foreign_fields import BadParameter, Unsupported
 from moesaic.core.request import Request
-from moesaic.core.sampling import BadParameter
 from moesaic.engine.engine import Engine, QueueFull
 from moesaic.engine.frontend.inputs import PromptTooLong
 from moesaic.engine.frontend.profiler import ProfileRunning
@@ -75,6 +75,8 @@ class Context:
                 return Refusal(409, str(error))
             case PromptTooLong():
                 return Refusal(400, str(error), code="context_length_exceeded")
+            case Unsupported():
+                return Refusal(400, str(error), error.name, "unsupported_parameter")
             case BadParameter():
                 return Refusal(400, str(error), error.name)
             # JSON allows numbers that no float can hold, such as 10**400.

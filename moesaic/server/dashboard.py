@@ -1,4 +1,4 @@
-"""Statistics over HTTP: the page at /, the endpoint that feeds it, and /metrics."""
+"""The page at / and the endpoints that feed it, and /metrics."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from moesaic.comm.mesh import Mesh
+from moesaic.core.sampling import SamplingParams
 from moesaic.core.stats import RankStats
 from moesaic.observe.exposition import CONTENT_TYPE, exposition
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
+from moesaic.server.example_prompts import ExamplePrompts
+from moesaic.server.openai.setup import OpenAISetup
 from moesaic.server.responses import json_response
 from moesaic.server.routes import OPEN, USER, Handler, Route
 
@@ -43,7 +47,8 @@ HEADERS: Final = {
 
 async def metrics(context: Context, _: Request) -> Response:
     snapshot = await context.stats.snapshot()
-    text = await asyncio.to_thread(exposition, snapshot)  # slow with many ranks
+    both = context.args.metric_names == "sglang"
+    text = await asyncio.to_thread(exposition, snapshot, both)  # slow with many ranks
     return Response(text, headers={"content-type": CONTENT_TYPE})
 
 
@@ -64,9 +69,31 @@ async def data(context: Context, request: Request) -> Response:
             "groups": [msgspec.structs.asdict(group) for group in stats.groups],
             "ranks": [_rank(rank) for rank in stats.ranks],
             "experts": {"number": stats.num_experts, "layers": live.poll.experts},
+            "routing": context.engine.routing_info(),
             "loop_lag_max": live.lag.max,
         }
     )
+
+
+async def chat(context: Context, _: Request) -> Response:
+    """What the page's chat and its path of a token need once."""
+    setup, mesh = context.shared(OpenAISetup), context.engine.mesh
+    temperature = setup.defaults.get("temperature", SamplingParams().temperature)
+    return json_response(
+        {
+            "model": setup.model,
+            "temperature": temperature,
+            "context_length": context.engine.context_length,
+            "examples": await asyncio.to_thread(context.shared(ExamplePrompts).draw),
+            "mesh": [_place(mesh, rank) for rank in range(mesh.world)],
+        }
+    )
+
+
+def _place(mesh: Mesh, rank: int) -> dict[str, int]:
+    place = mesh.place(rank)
+    group = mesh.group_of(place)
+    return {"rank": rank, "replica": place.replica, "group": group, "ep": place.ep_rank}
 
 
 def _since(text: str) -> float:
@@ -102,4 +129,5 @@ ROUTES = (
     Route("GET", "/metrics", metrics, OPEN, "Metrics for Prometheus"),
     *_files(),
     Route("GET", "/dashboard/data", data, USER, "The data of the page"),
+    Route("GET", "/dashboard/chat", chat, USER, "The data of the page's chat"),
 )

@@ -10,6 +10,8 @@ from starlette.responses import Response
 
 # Messages may quote the request, which may have megabytes.
 LONGEST_MESSAGE: Final = 500
+# Those of 404s quote names up to a limit of their own, and list what is served.
+LONGEST_NOT_FOUND: Final = 4000
 INTERNAL: Final = "internal server error: see the server's log"
 TYPES: Final = {
     400: "invalid_request_error",
@@ -39,13 +41,14 @@ class Refusal(Exception):
 
     def body(self) -> dict[str, Any]:
         """The body of the response, or the last event of a stream."""
-        text = self.message
-        if len(text) > LONGEST_MESSAGE:
-            text = f"{text[:LONGEST_MESSAGE]} …"
+        text, longest = self.message, LONGEST_NOT_FOUND if self.status == 404 else LONGEST_MESSAGE
+        if len(text) > longest:
+            text = f"{text[:longest]} …"
         kind = TYPES.get(self.status, "server_error" if self.status >= 500 else TYPES[400])
         error = {"message": text, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
-    def response(self) -> Response:
-        body = msgspec.json.encode(self.body())
-        return Response(body, self.status, self.headers, "application/json")
+    def response(self, body: Any = None) -> Response:
+        """`body`: of an API with another shape."""
+        data = msgspec.json.encode(self.body() if body is None else body)
+        return Response(data, self.status, self.headers, "application/json")

@@ -14,7 +14,7 @@ from moesaic.engine.frontend.outputs import RequestUpdate
 from moesaic.server.connections import network_of
 from moesaic.server.context import CLOSE_AND_RETRY, Context
 from moesaic.server.errors import Refusal
-from moesaic.server.request_log import log_request
+from moesaic.server.request_log import CallLog
 from moesaic.server.responses import while_connected
 from moesaic.server.routes import CLIENT
 
@@ -40,7 +40,9 @@ async def stream(
     failed answer is one of the updates and does not end the others."""
     updates = _updates(context, call, True, client_of(request))
     try:
-        first = await while_connected(request, anext(updates))
+        first = await while_connected(request, _first(updates))
+        if first is None:
+            return updates  # a list of no prompts
         if first.progress.finished and first.request.failed and not keep_failures:
             raise context.failure_of(first.request)
     except BaseException:
@@ -74,16 +76,21 @@ async def _updates(
         raise Refusal(503, context.engine.fault, headers=CLOSE_AND_RETRY)
     admission = CallAdmission() if client is None else context.admission.new_call(client)
     updates = context.engine.stream(replace(call, client=client, stream=stream), admission)
+    log = CallLog(context.args, call)
     try:
         async for update in updates:
-            if context.args.log_requests and update.progress.finished:
-                log_request(context.args, update, call.text_of(update.index))
+            if update.progress.finished:
+                log.add(update)
             yield update
     except (ValueError, OverflowError, RuntimeError) as error:
         raise context.refusal(error) from error
     finally:
         await updates.aclose()
         admission.leave()  # the engine leaves only what it has entered
+
+
+async def _first(updates: AsyncGenerator[RequestUpdate, None]) -> RequestUpdate | None:
+    return await anext(updates, None)
 
 
 async def _with_first(

@@ -235,7 +235,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._lost:
             return False
         self.table.update(self, ConnectionState.IDLE)  # its last request is over
-        return cycle.scope["path"] in self.limits.probes or self.table.admit_request(self)
+        path = cycle.scope["path"].rstrip("/")
+        return path in self.limits.probes or self.table.admit_request(self)
 
     def _update_state(self) -> None:
         if self._lost:

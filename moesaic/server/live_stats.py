@@ -15,6 +15,7 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moesaic import __version__
+from moesaic.comm.mesh import Mesh
 from moesaic.core.stats import EngineStats
 from moesaic.engine.engine import Engine
 from moesaic.observe.expert_load import LayerLoad, expert_loads
@@ -48,7 +49,10 @@ class EnginePoll:
         self.stats = EngineStats(time.time(), [], [])
         self.experts: list[LayerLoad] = []
         self.batch = 0.0
+        self.throughputs: dict[int, float] = {}
+        """By group: tokens generated per second, between the last two readings."""
         self._totals: dict[int, tuple[int, int]] = {}
+        self._when = self.stats.when
         self._polled_at = float("-inf")
         self._task: asyncio.Task[None] | None = None
 
@@ -67,7 +71,7 @@ class EnginePoll:
     async def _poll(self) -> None:
         try:
             self.stats, self.experts = await asyncio.to_thread(self._read)
-            self.batch = self._batch()
+            self._compare()
         except RuntimeError as error:  # the engine is shutting down, which /health reports
             logger.debug("the engine gave no statistics: %s", error)
         finally:
@@ -78,15 +82,18 @@ class EnginePoll:
         stats = self._query()
         return stats, expert_loads(stats, self._ranks_per_expert)
 
-    def _batch(self) -> float:
-        """Mean of tokens generated per step since the last reading."""
+    def _compare(self) -> None:
+        """Means since the last reading: tokens generated per step, and by each group per second."""
         tokens = steps = 0
+        seconds = max(self.stats.when - self._when, 1e-3)
+        self._when, self.throughputs = self.stats.when, {}
         for group in self.stats.groups:
             now = (group.generated_tokens, group.prefill_steps + group.decode_steps)
             before = self._totals.get(group.group, (0, 0))
             self._totals[group.group] = now
+            self.throughputs[group.group] = (now[0] - before[0]) / seconds
             tokens, steps = tokens + now[0] - before[0], steps + now[1] - before[1]
-        return tokens / steps if steps > 0 else 0.0
+        self.batch = tokens / steps if steps > 0 else 0.0
 
 
 class LagMonitor:
@@ -186,6 +193,10 @@ class LiveStats:
         self.lag, self.history = LagMonitor(), History()
         self.http: Counter[tuple[str, int]] = Counter()
         self.info = engine_info(engine)
+        self._model_name = engine.args.served_model_name or engine.args.model_path
+        self._leaders = {
+            str(n): leader_labels(engine.mesh, n) for n in range(engine.mesh.num_groups)
+        }
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -211,6 +222,8 @@ class LiveStats:
             loop_lag_max=self.lag.max,
             startup=self._engine.startup_seconds,
             info=self.info,
+            model_name=self._model_name,
+            leaders=self._leaders,
         )
         return Snapshot(
             engine=self.poll.stats,
@@ -219,12 +232,24 @@ class LiveStats:
             requests=self._engine.request_stats(),
             server=server,
             batch=self.poll.batch,
+            throughputs=self.poll.throughputs,
         )
 
 
 def _ranks_per_expert(engine: Engine) -> int:
     """In deterministic mode experts are not sharded over ranks."""
     return 1 if engine.args.enable_deterministic_inference else engine.mesh.moe_tp
+
+
+def leader_labels(mesh: Mesh, group: int) -> dict[str, str]:
+    """SGLang's labels for the rank that leads a group."""
+    place = mesh.place(mesh.leader(group))
+    return {
+        "tp_rank": str(place.tp_rank),
+        "pp_rank": str(place.stage),
+        "moe_ep_rank": str(place.ep_rank),
+        "dp_rank": str(group),
+    }
 
 
 def engine_info(engine: Engine) -> dict[str, str]:

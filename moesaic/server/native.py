@@ -14,12 +14,15 @@ from moesaic.server import generation
 from moesaic.server.bodies import GenerateBody, read_body
 from moesaic.server.context import CLOSE_AND_RETRY, Context
 from moesaic.server.errors import Refusal
+from moesaic.server.openai.setup import OpenAISetup
 from moesaic.server.responses import EventStream, ResponseWriter, event, json_response, prepared
 from moesaic.server.routes import USER, Route
 
 
 async def generate(context: Context, request: Request) -> Response:
     body = await read_body(request, GenerateBody)
+    if body.model is not None:
+        context.shared(OpenAISetup).check_model(body.model)
     with generation.open_call(context):
         outputs = _Outputs(context, body)
         if not body.stream:
@@ -37,9 +40,8 @@ class _Outputs:
     def __init__(self, context: Context, body: GenerateBody) -> None:
         self.call = body.to_input()
         self._context, self._writer = context, context.shared(ResponseWriter)
-        self._format = OutputFormat(
-            context.engine.tokenizer if body.return_text_in_logprobs else None
-        )
+        texts = context.engine.tokenizer if body.return_text_in_logprobs else None
+        self._format = OutputFormat(texts, body.return_prompt_token_ids)
         self.single = self.call.is_single and body.samples == 1
 
     async def response(self, updates: list[RequestUpdate]) -> Any:
@@ -80,4 +82,16 @@ async def _events(
             yield await outputs.event(update)
 
 
-ROUTES = (Route("POST", "/generate", generate, USER, "Continues texts or token ids", GenerateBody),)
+ROUTES = (
+    Route(
+        "POST",
+        "/generate",
+        generate,
+        USER,
+        "Continues texts or token ids",
+        GenerateBody,
+        generates=True,
+        example={"text": "Once upon a time", "sampling_params": {"max_new_tokens": 16}},
+        one_of=("text", "input_ids"),
+    ),
+)

@@ -102,11 +102,25 @@ def _runs(items: list[Any]) -> Iterator[bytes]:
     yield b"]"
 
 
-class EventStream(StreamingResponse):
-    """Encoded server-sent events and [DONE]; a disconnect closes the source and its requests."""
+def named_event(name: str, value: Any) -> bytes:
+    return f"event: {name}\n".encode() + event(value)
 
-    def __init__(self, source: AsyncGenerator[bytes, None]) -> None:
-        self._source = _with_errors(source)
+
+def error_event(refusal: Refusal) -> bytes:
+    return event(refusal.body())
+
+
+class EventStream(StreamingResponse):
+    """Encoded server-sent events; a disconnect closes the source and its requests. `on_error`: the
+    event for an error after the status is sent. `end`: what follows the last event."""
+
+    def __init__(
+        self,
+        source: AsyncGenerator[bytes, None],
+        on_error: Callable[[Refusal], bytes] = error_event,
+        end: bytes = DONE,
+    ) -> None:
+        self._source = _with_errors(source, on_error, end)
         super().__init__(self._source, media_type="text/event-stream")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -118,18 +132,21 @@ class EventStream(StreamingResponse):
             await self._source.aclose()
 
 
-async def _with_errors(source: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+async def _with_errors(
+    source: AsyncGenerator[bytes, None], on_error: Callable[[Refusal], bytes], end: bytes
+) -> AsyncGenerator[bytes, None]:
     """Sends an error as an event, because the status is already sent."""
     try:
         async with aclosing(source):
             async for data in source:
                 yield data
     except Refusal as refusal:
-        yield event(refusal.body())
+        yield on_error(refusal)
     except Exception:
         logger.exception("a stream failed")
-        yield event(Refusal(500, INTERNAL).body())
-    yield DONE
+        yield on_error(Refusal(500, INTERNAL))
+    if end:
+        yield end
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

@@ -29,6 +29,8 @@ from moesaic.server.app import ROUTES, make_app
 from moesaic.server.auth import Keys
 from moesaic.server.connections import ConnectionQuotas
 from moesaic.server.http_protocol import ConnectionLimits, protocol_with
+from moesaic.server.request_log import AccessFilter, set_up_request_log
+from moesaic.server.tls import check_certificate, refresh_certificate, tls_options
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,8 @@ PROBES: Final = frozenset(route.path for route in ROUTES if route.probe)
 def serve(args: ServerArgs, listener: socket.socket) -> int:
     """Serves until a signal (status 0) or a fault of the engine (status 1)."""
     keys = Keys.of(args)  # a wrong key is an error before anything is loaded
+    check_certificate(args)
+    set_up_request_log(args)
     forget_api_keys()  # libraries start compilers, which would inherit them
     _check_file_limit()
     address = listener.getsockname()[0]
@@ -84,24 +88,31 @@ class Server(uvicorn.Server):
     """uvicorn's server, with our handling of signals and engine faults."""
 
     def __init__(self, engine: Engine, listener: socket.socket, keys: Keys) -> None:
-        self.stopping = False
+        self.stopping, args = False, engine.args
         app = make_app(engine, lambda: self.stopping, keys)
         self._admission: AdmissionQueue = app.state.context.admission
         quotas = ConnectionQuotas.of(_max_connections(self._admission.most_open))
-        super().__init__(config_of(app, ConnectionLimits(quotas, PROBES)))
+        super().__init__(config_of(app, ConnectionLimits(quotas, PROBES), args))
         self._engine, self._listener = engine, listener
 
     async def serve_until_stopped(self) -> None:
         loop = asyncio.get_running_loop()
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
-        stop = asyncio.create_task(self._stop_when_drained())
+        tasks = [asyncio.create_task(self._stop_when_drained())]
+        if self._engine.args.enable_ssl_refresh:
+            self.config.load()
+            assert self.config.ssl is not None, "it needs a certificate"
+            refresh = refresh_certificate(self.config.ssl, self._engine.args)
+            tasks.append(asyncio.create_task(refresh))
         try:
             await self.serve(sockets=[self._listener])
         finally:
-            stop.cancel()
-            with suppress(asyncio.CancelledError):
-                await stop
+            for task in tasks:
+                task.cancel()
+            for ended in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(ended, Exception):
+                    logger.error("a task of the server failed: %r", ended)
             if self.force_exit:
                 # uvicorn would cancel the lifespan, which is logged as an error.
                 with suppress(TimeoutError):
@@ -121,7 +132,8 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         host, port = self._listener.getsockname()[:2]
         logger.info("The server is fired up and ready to roll!")
-        print(f"ready: http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+        scheme = "https" if self.config.is_ssl else "http"
+        print(f"ready: {scheme}://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self.stopping:
@@ -155,19 +167,26 @@ class Server(uvicorn.Server):
         )
 
 
-def config_of(app: ASGIApp, limits: ConnectionLimits) -> uvicorn.Config:
+def config_of(
+    app: ASGIApp, limits: ConnectionLimits, args: ServerArgs | None = None
+) -> uvicorn.Config:
     """uvicorn's configuration; with `proxy_headers` a client could pretend to be many."""
+    args = args or ServerArgs()
+    level = args.log_level_http or "warning"
+    access_log = logging.getLogger("uvicorn.access")
+    access_log.filters = [AccessFilter(args.uvicorn_access_log_exclude_prefixes)]
     return uvicorn.Config(
         app,
         http=protocol_with(limits),
         ws="none",
         log_config=None,
-        log_level="warning",
-        access_log=False,
+        log_level=level,
+        access_log=level in ("debug", "info"),
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        **tls_options(args),
     )
 
 

@@ -15,6 +15,7 @@ from moesaic.server.bodies import read_body
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.generation import client_of
+from moesaic.server.openai.setup import OpenAISetup
 from moesaic.server.responses import json_response
 from moesaic.server.routes import USER, Route
 
@@ -41,6 +42,7 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True):
 
 async def tokenize(context: Context, request: Request) -> Response:
     body = await read_body(request, TokenizeBody)
+    context.shared(OpenAISetup).check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise Refusal(400, "give exactly one of prompt and messages")
     if isinstance(body.prompt, list) and len(body.prompt) > MAX_SAMPLES:
@@ -65,6 +67,7 @@ async def tokenize(context: Context, request: Request) -> Response:
 
 async def detokenize(context: Context, request: Request) -> Response:
     body = await read_body(request, DetokenizeBody)
+    context.shared(OpenAISetup).check_model(body.model)
     single = not (body.tokens and isinstance(body.tokens[0], list))
     rows: list[Any] = [body.tokens] if single else body.tokens
     number = sum(len(row) if isinstance(row, list) else 1 for row in rows[: MAX_SAMPLES + 1])
@@ -83,7 +86,23 @@ async def detokenize(context: Context, request: Request) -> Response:
         return [tokenizer.decode(row, body.skip_special_tokens) for row in rows]
 
     texts = await context.in_thread(decode)
-    return json_response({"text": texts[0] if single else texts})
+    found = texts[0] if single else texts
+    return json_response({"text": found, "prompt": found})  # SGLang's name and vLLM's
+
+
+async def tokenizer_info(context: Context, _: Request) -> Response:
+    """What clients that render chats and tokenize by this server need, with vLLM's names."""
+    tokenizer = _tokenizer(context)
+    templates = tokenizer.templates
+    return json_response(
+        {
+            "eos_token": None,
+            **tokenizer.special_tokens,
+            "vocab_size": tokenizer.vocab_size,
+            "model_max_length": context.engine.context_length,
+            "chat_template": templates.get("default", next(iter(templates.values()), None)),
+        }
+    )
 
 
 def _ids(tokenizer: Tokenizer, body: TokenizeBody, limits: EngineLimits) -> list[list[int]]:
@@ -114,6 +133,30 @@ def _tokenizer(context: Context) -> Tokenizer:
 
 
 ROUTES = (
-    Route("POST", "/tokenize", tokenize, USER, "Text to token ids", TokenizeBody),
-    Route("POST", "/detokenize", detokenize, USER, "Token ids to text", DetokenizeBody),
+    *(
+        Route(
+            "POST",
+            path,
+            tokenize,
+            USER,
+            "Text to token ids",
+            TokenizeBody,
+            example={"prompt": "Once upon a time"},
+            one_of=("prompt", "messages"),
+        )
+        for path in ("/tokenize", "/v1/tokenize")
+    ),
+    *(
+        Route(
+            "POST",
+            path,
+            detokenize,
+            USER,
+            "Token ids to text",
+            DetokenizeBody,
+            example={"tokens": [1, 2, 3]},
+        )
+        for path in ("/detokenize", "/v1/detokenize")
+    ),
+    Route("GET", "/tokenizer_info", tokenizer_info, USER, "Special tokens and the chat template"),
 )

@@ -1,10 +1,13 @@
 """Command lines over ranks, and what all of them must answer."""
 
+import base64
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+
+import numpy as np
 
 from moesaic.config.args import ServerArgs
 from moesaic.config.parser import FlagParser, merge
@@ -85,6 +88,9 @@ SLOW = (
 class Answer:
     output_ids: list[int]
     logprobs: list[float]
+    routed: bytes
+    """The experts of all tokens in all layers, sorted: two may be so close that rounding decides
+    which is first."""
 
 
 def model_path(family: str) -> str:
@@ -121,17 +127,28 @@ def answers(
     sampling |= {"temperature": 0.8, "sampling_seed": seeds[0]} if seeds else {"temperature": 0}
     with Engine(**args) as engine:
         outputs = engine.generate(
-            input_ids=prompts(), sampling_params=sampling, return_logprob=logprobs
+            input_ids=prompts(),
+            sampling_params=sampling,
+            return_logprob=logprobs,
+            return_routed_experts=True,
         )
+        top_k = engine.routing_info()["top_k"]
     assert isinstance(outputs, list)
-    return [_answer(output) for output in outputs]
+    return [_answer(output, top_k) for output in outputs]
 
 
-def _answer(output: dict[str, Any]) -> Answer:
+def _answer(output: dict[str, Any], top_k: int) -> Answer:
     meta = output["meta_info"]
     assert meta["finish_reason"]["type"] == "length", meta
     told = meta.get("output_token_logprobs", [])
-    return Answer(output["output_ids"], [entry[0] for entry in told])
+    routed = sorted_experts(output, top_k)
+    return Answer(output["output_ids"], [entry[0] for entry in told], routed.tobytes())
+
+
+def sorted_experts(output: dict[str, Any], top_k: int) -> Any:
+    """The experts [tokens * layers, K] of an output."""
+    data = base64.b64decode(output["meta_info"]["routed_experts"])
+    return np.sort(np.frombuffer(data, np.int32).reshape(-1, top_k))
 
 
 @cache

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,7 +22,7 @@ from moesaic.comm.launch.mps_owner import mps_processes
 from moesaic.engine.frontend import core_client as remote
 from moesaic.models.tiny import FAMILIES
 from tests import gpu_rank
-from tests.e2e.grid import model_path
+from tests.e2e.grid import model_path, sorted_experts
 from tests.e2e.poison_rank import POISONS
 from tests.e2e.test_rank_isolation import prompts, reason
 
@@ -96,6 +97,15 @@ def answers(engine: Engine, params: list[dict[str, Any]], logprobs: bool = False
     return [one["output_ids"] for one in told]
 
 
+def routed(engine: Engine) -> Any:
+    """The experts of some tokens in all layers: of prompts in chunks and of answers."""
+    told = engine.generate(
+        input_ids=prompts()[:6], sampling_params=GREEDY, return_routed_experts=True
+    )
+    assert isinstance(told, list)
+    return np.concatenate([sorted_experts(one, engine.routing_info()["top_k"]) for one in told])
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -113,10 +123,12 @@ def test_ranks_give_the_tokens_of_one(flags: dict[str, Any]) -> None:
     with Engine(model_path=model_path("qwen3_moe"), **SMALL) as one:
         expected = answers(one, many)
         scored = answers(one, PARAMS[:2], logprobs=True)
+        experts = routed(one)
     with twins("qwen3_moe", **flags) as engine:
         assert answers(engine, many) == expected
         assert answers(engine, many[:1]) == expected[:1]
         assert answers(engine, PARAMS[:2], logprobs=True) == scored
+        assert (routed(engine) == experts).all()
         engine.flush_cache()
         bad = [7, 8, POISONS["combine"], 9]
         told = engine.generate(input_ids=[*prompts()[:3], bad], sampling_params=[*many[:3], GREEDY])
@@ -188,14 +200,16 @@ MANY = [GREEDY] * 10
 def of_one(family: str) -> list[Any]:
     """What one rank answers there."""
     with Engine(model_path=model_path(family), **ON_GPU) as engine:
-        return answers(engine, MANY)
+        return [answers(engine, MANY), routed(engine)]
 
 
 def check_on_gpu(family: str, flags: dict[str, Any]) -> None:
-    expected = of_one(family)
+    expected, experts = of_one(family)
     with nothing_left(), Engine(model_path=model_path(family), **ON_GPU, **flags) as engine:
         assert answers(engine, MANY) == expected
         assert answers(engine, MANY[:1]) == expected[:1]
+        # Rounding decides between two experts now and then.
+        assert (routed(engine) != experts).any(-1).mean() < 0.01
         providers = engine.get_server_info()["providers"]
     backend = flags.get("moe_a2a_backend", "none")
     assert (providers["device"], providers["a2a"]) == ("cuda", backend)

@@ -167,14 +167,25 @@ def serve(runner: ModelRunner, args: ServerArgs, seed: int) -> list[Any]:
             return_logprob=n % 4 == 1,
             logprob_start=0 if n % 8 == 1 else 10**6,
             top_logprobs_num=2,
+            routed_start=0 if n % 3 == 2 else None,
+            routed_row=runner.num_layers * runner.top_k * 2,
         )
         jobs.append(RequestState(request, None, lambda progress: None))
         core.add(jobs[-1])
     while core.has_work:
         core.step()
     assert core.planner.metrics.counts.failed_steps == 0
+    for request in (job.request for job in jobs):
+        tokens = len(request.token_ids) - 1 if request.routed_start == 0 else 0
+        assert len(request.routed) == tokens * request.routed_row
     return [
-        (job.request.output_ids, job.request.finish_reason, rounded(job.request)) for job in jobs
+        (
+            job.request.output_ids,
+            job.request.finish_reason,
+            bytes(job.request.routed),
+            rounded(job.request),
+        )
+        for job in jobs
     ]
 
 
@@ -185,7 +196,8 @@ def rounded(request: Request) -> list[float]:
 def test_the_engine_gives_the_same_answers():
     args = arguments("qwen3_moe")
     expected = serve(ModelRunner(args), args, seed=5)
-    assert any(logprobs for _, _, logprobs in expected)
+    assert any(logprobs for *_, logprobs in expected)
+    assert len({routed for _, _, routed, _ in expected}) == 4
     assert serve(asynchronous(args), args, seed=5) == expected
 
 
@@ -366,7 +378,7 @@ def test_the_code_of_a_gpu_by_its_twins(family: str, monkeypatch: pytest.MonkeyP
     runner = asynchronous(args)
     assert runner.moe.resolved.device == "cuda"
     assert ahead(runner, 6) == expected
-    assert [job[:2] for job in serve(runner, args, seed=8)] == [job[:2] for job in served]
+    assert [job[:3] for job in serve(runner, args, seed=8)] == [job[:3] for job in served]
     assert ahead(asynchronous(replace(args, disable_cuda_graph=True)), 6) == expected
 
 
@@ -387,6 +399,9 @@ def test_graphs_give_what_launches_give(family: str, monkeypatch: pytest.MonkeyP
     assert ahead(captured, 6) == expected
     assert ahead(launched, 6) == expected
     assert ahead(captured, 6) == expected
+    assert [job[:3] for job in serve(captured, args, 8)] == [
+        job[:3] for job in serve(launched, args, 8)
+    ]
     assert ran == [], "sizes that were not captured"
 
 

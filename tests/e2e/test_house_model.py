@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -19,6 +20,7 @@ from moesaic.evals.tasks.problem import Problem
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.quantize import PROJECTION, QuantizeJob, quantize
 from tests.oracle import Oracle, load
+from tests.server.serving import served
 
 HOUSE = Path(__file__).parents[2] / "models" / "house-moe"
 pytestmark = [
@@ -196,3 +198,35 @@ def test_a_quantised_twin_keeps_the_mtp_layer(form: str, engine: Engine, tmp_pat
     before = score(Models.load(HOUSE, "float32"), replies)
     after = score(Models.load(tmp_path / "twin", "float32"), replies)
     assert after.share > before.share - 0.1
+
+
+@pytest.fixture(scope="module")
+def http(engine: Engine) -> Iterator[httpx.Client]:
+    with served(engine) as url, httpx.Client(base_url=url, timeout=300) as client:
+        yield client
+
+
+TURNS = {"messages": [{"role": "user", "content": "3+4"}], "temperature": 0, "max_tokens": 10}
+
+
+def test_a_switch_that_the_template_ignores(http: httpx.Client) -> None:
+    """The model does not think, so the whole answer is content."""
+
+    def chat_message(**fields: Any) -> dict[str, Any]:
+        answer = http.post("/v1/chat/completions", json=TURNS | fields).json()
+        found: dict[str, Any] = answer["choices"][0]["message"]
+        return found
+
+    plain = chat_message()
+    assert plain["content"] and plain.get("reasoning_content") is None
+    for switch in ("thinking", "enable_thinking"):
+        asked = chat_message(chat_template_kwargs={switch: True})
+        assert (asked["content"], asked.get("reasoning_content")) == (plain["content"], None)
+    schema = {"name": "s", "schema": {"enum": ["red", "blue"]}}
+    form = {"type": "json_schema", "json_schema": schema}
+    found = chat_message(chat_template_kwargs={"thinking": True}, response_format=form)
+    assert json.loads(found["content"]) in ("red", "blue")
+    for display in ({}, {"display": "omitted"}):
+        thinking = {"type": "enabled", "budget_tokens": 1024, **display}
+        message = http.post("/v1/messages", json=TURNS | {"thinking": thinking}).json()
+        assert message["content"] == [{"type": "text", "text": plain["content"]}]

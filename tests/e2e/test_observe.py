@@ -12,6 +12,7 @@ import pytest
 
 from moesaic import Engine
 from moesaic.core.stats import EngineStats
+from moesaic.engine.frontend.profiler import trace_folder
 from moesaic.server.app import make_app
 from moesaic.server.errors import Refusal
 from moesaic.server.profile import folder_for
@@ -147,6 +148,8 @@ def record(engine: Engine, folder: Path, steps: int) -> trace_format.TraceFile:
             break
         threading.Event().wait(0.05)
     assert engine.stop_profile() == str(found[0])
+    with pytest.raises(ValueError, match="no profile is being recorded"):
+        engine.stop_profile()
     return trace_format.read(found[0])
 
 
@@ -207,6 +210,8 @@ def test_one_rank_gives_the_same_shape(engine: Engine, one_rank: Engine, tmp_pat
         "max_running",
         "eos_ids",
         "num_experts",
+        "num_layers",
+        "top_k",
     }
     experts = [expert for rank in many["placement"]["experts_of_rank"] for expert in rank]
     assert experts == one["placement"]["experts_of_rank"][0] == list(range(len(experts)))
@@ -237,27 +242,46 @@ async def converse(client: httpx.AsyncClient, root: Path) -> None:
         ({"output_dir": "../elsewhere"}, "output_dir"),
         ({"output_dir": "a\0b"}, "output_dir"),
         ({"activities": ["CPU", "MEM"]}, "activities"),
-        ({"num_steps": 0}, "num_steps"),
+        ({"num_steps": -1}, "num_steps"),
+        ({"num_steps": "100001"}, "num_steps"),
+        ({"num_steps": "many"}, "num_steps"),
+        ({"start_step": "3"}, "start_step"),
+        ({"profile_by_stage": True, "num_steps": 5}, "profile_by_stage"),
         ({"with_stack": True}, "with_stack"),
         ({"start_step": 3}, "start_step"),
     ]
     for body, param in wrong:
         answer = await post("/start_profile", body)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == param, body
-    begun = {"output_dir": "mine", "activities": ["CPU", "GPU"], "with_stack": False}
-    answer = await post("/start_profile", begun)
+    # SGLang's bench_serving --profile sends these, and a folder of its own.
+    begun = {
+        "activities": ["CPU", "GPU"],
+        "num_steps": None,
+        "profile_by_stage": False,
+        "profile_stages": None,
+        "output_dir": str(root / "mine"),
+        "profile_prefix": None,
+    }
+    off = {"with_stack": False, "start_step": "0", "merge_profiles": True, "num_steps": "0"}
+    answer = await post("/start_profile", begun | off)
     assert answer.status_code == 200 and answer.json()["output_dir"] == str(root / "mine")
     assert (await post("/start_profile")).status_code == 409
     generated = {"input_ids": [5, 6, 7], "sampling_params": {**GREEDY, "max_new_tokens": 4}}
     assert (await post("/generate", generated)).status_code == 200
-    stopped = (await post("/stop_profile")).json()
+    stopped = (await post("/stop_profile", {})).json()
     assert stopped.keys() == {"path", "steps"} and stopped["steps"] >= 4
+    again = await post("/stop_profile", {})
+    assert again.status_code == 400
+    assert again.json()["error"]["message"] == "no profile is being recorded: start one first"
     path = Path(stopped["path"])
     assert path.parent == root / "mine"
     trace = trace_format.read(path)
     assert all(len(trace.of(rank + 1, "step")) == 4 for rank in range(4))
     assert {e.name for e in trace.events if e.pid == 0} == {"tokenise", "submit", "detokenise"}
     assert not list(root.glob("*.gz"))
+    assert (await client.get("/start_profile")).json()["output_dir"] == str(root)
+    assert (await client.get("/stop_profile")).json()["steps"] == 0
+    assert (await client.get("/start_profile", headers={"Origin": "x"})).status_code == 403
 
 
 def test_traces_are_private(
@@ -268,20 +292,24 @@ def test_traces_are_private(
     work.mkdir()
     monkeypatch.chdir(work)
     monkeypatch.delenv("MOESAIC_PROFILER_DIR", raising=False)
-    monkeypatch.setenv("XDG_STATE_HOME", str(state))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(state))
     one_rank.start_profile()
     path = Path(one_rank.stop_profile())
     assert path.parent == state / "moesaic" / "profile" and not list(work.iterdir())
     assert path.stat().st_mode & 0o777 == 0o600
     made = (state, state / "moesaic", path.parent)
     assert [folder.stat().st_mode & 0o777 for folder in made] == [0o700] * 3
-    monkeypatch.setenv("XDG_STATE_HOME", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert folder_for("mine") == tmp_path / ".local/state/moesaic/profile/mine"
-    (tmp_path / ".local/state/moesaic/profile").mkdir(parents=True)
-    (tmp_path / ".local/state/moesaic/profile/out").symlink_to(work)
-    with pytest.raises(Refusal, match="output_dir must be inside the server's own folder"):
-        folder_for("out/there")
+    root = tmp_path / ".cache/moesaic/profile"
+    assert trace_folder() == root and trace_folder(str(work)) == work
+    assert folder_for("mine", root) == folder_for(f"{root}/mine", root) == root / "mine"
+    assert folder_for("", root) == folder_for(None, root) == root
+    root.mkdir(parents=True)
+    (root / "out").symlink_to(work)
+    for outside in ("out/there", f"{root}/out", f"{root}-2", f"{root}/../x"):
+        with pytest.raises(Refusal, match="or start the server with another --profile-dir"):
+            folder_for(outside, root)
 
 
 def test_nothing_to_stop(one_rank: Engine, tmp_path: Path) -> None:

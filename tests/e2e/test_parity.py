@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -82,6 +83,8 @@ def ask(
         sampling_params={"temperature": 0, "max_new_tokens": length, "ignore_eos": True},
         return_logprob=True,
         logprob_start_len=logprob_start_len,
+        return_routed_experts=True,
+        routed_experts_start_len=logprob_start_len,
     )
     assert isinstance(answers, list)
     assert [a["meta_info"]["prompt_tokens"] for a in answers] == [len(p) for p in prompts]
@@ -124,6 +127,16 @@ def check_inputs(
     torch.testing.assert_close(input_logprobs(prompt, answer), expected, atol=tolerance, rtol=0)
 
 
+def check_routed(oracle: Oracle, prompt: list[int], answer: Answer, start: int) -> None:
+    tokens, routed = prompt + answer["output_ids"], answer["meta_info"]["routed_experts"]
+    expected = oracle.routed(tokens)[start:-1]
+    found = torch.frombuffer(bytearray(base64.b64decode(routed)), dtype=torch.int32)
+    assert found.shape == (expected.numel(),)
+    # Families differ in the order of a token's experts.
+    same = found.view(expected.shape).sort(-1).values == expected.sort(-1).values
+    assert same.all(), (~same).nonzero()
+
+
 def total(answers: list[Answer], key: str) -> int:
     return sum(a["meta_info"][key] for a in answers)
 
@@ -146,6 +159,9 @@ def check_case(
             check_answer(oracle, prompt, answer, length, TOLERANCES[device])
     for prompt, answer in zip(prompts, rounds[0], strict=True):
         check_inputs(oracle, prompt, answer, TOLERANCES[device])
+    for answers, start in zip(rounds, (0, -1), strict=False) if device == "cpu" else ():
+        for prompt, answer in zip(prompts, answers, strict=True):
+            check_routed(oracle, prompt, answer, start % len(prompt))
     assert (total(rounds[-1], "cached_tokens") > 0) == radix
     return rounds
 

@@ -1,6 +1,8 @@
 """What callers can do with an engine on ranks: the same as with one in their own process."""
 
 import asyncio
+import math
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -86,6 +88,82 @@ def test_a_stop_string_ends_the_request_on_its_rank(engine: Engine, one_rank: En
         assert found[key] == expected[key]
     assert found["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
     assert settled(engine)["pages_used"] == 0
+
+
+def test_a_pattern_ends_the_request_on_its_rank(engine: Engine, one_rank: Engine) -> None:
+    whole = one_rank.generate("Mosaic", {"temperature": 0, "max_new_tokens": 12})["text"]
+    pattern = re.escape(whole[4:6]) + "(.)" + re.escape(whole[7]) + "|never"
+    found = re.search(pattern, whole, re.DOTALL)
+    assert found is not None
+    call = {"temperature": 0, "max_new_tokens": 4000, "ignore_eos": True, "stop": "never"}
+    call |= {"stop_regex": f"(?s){pattern}"}
+    for each in (engine, one_rank):
+        answer = each.generate("Mosaic", call)
+        assert answer["text"] == whole[: found.start()]
+        reason = {"type": "stop", "matched": f"(?s){pattern}"}
+        assert answer["meta_info"]["finish_reason"] == reason
+    kept = one_rank.generate("Mosaic", call | {"no_stop_trim": True})
+    assert kept["text"] == whole[: found.end()]
+    assert settled(engine)["pages_used"] == 0
+
+
+def test_only_equal_keys_share_cached_pages(engine: Engine) -> None:
+    """A prompt of 41 tokens finds ten pages of four: its last token is always computed."""
+    prompt = [*range(60, 101)]
+
+    def cached(**keys: Any) -> int:
+        answer = engine.generate(
+            input_ids=prompt,
+            sampling_params={"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
+            data_parallel_rank=0,
+            **keys,
+        )
+        outputs.append(answer["output_ids"])
+        number = answer["meta_info"]["cached_tokens"]
+        details = {"device": number, "host": 0} if number else None
+        assert answer["meta_info"]["cached_tokens_details"] == details
+        return int(number)
+
+    outputs: list[list[int]] = []
+    engine.flush_cache()
+    assert [cached(), cached(extra_key=None), cached(extra_key="", cache_salt="")] == [0, 40, 40]
+    assert [cached(extra_key="a"), cached(extra_key="a"), cached(cache_salt="a")] == [0, 40, 0]
+    assert [cached(extra_key="ab"), cached(extra_key="a", cache_salt="b")] == [0, 0]
+    assert [cached(extra_key="a", cache_salt="b"), cached()] == [40, 40]
+    assert outputs == [outputs[0]] * 10
+    call = {"input_ids": [prompt] * 2, "extra_key": ["a", "z"], "data_parallel_rank": [0, 0]}
+    pair = engine.generate(sampling_params={"max_new_tokens": 1}, **call)
+    assert [answer["meta_info"]["cached_tokens"] for answer in pair] == [40, 0]
+
+
+def test_logprobs_of_chosen_tokens(engine: Engine, one_rank: Engine) -> None:
+    """At every position, in the order of the ids, beside the most likely ones."""
+    call: dict[str, Any] = {
+        "input_ids": [prompts()[7][:12], prompts()[8][:9]],
+        "sampling_params": {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    vocabulary = one_rank.limits.vocab_size
+    ids = [[9, 5, 9], [*range(vocabulary)]]
+    for each in (engine, one_rank):
+        answers = each.generate(top_logprobs_num=3, token_ids_logprob=ids, **call)
+        for prompt, asked, answer in zip(call["input_ids"], ids, answers, strict=True):
+            meta = answer["meta_info"]
+            rows = [meta["input_token_ids_logprobs"], meta["output_token_ids_logprobs"]]
+            assert rows[0][0] is None and [len(row) for row in rows] == [len(prompt), 5]
+            for row in rows[0][1:] + rows[1]:
+                assert [token for _, token, _ in row] == asked
+            assert [len(row) for row in meta["output_top_logprobs"]] == [3] * 5
+        known = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]
+        for row, (value, token, _) in zip(rows[0][1:] + rows[1], known, strict=True):
+            assert row[token][0] == pytest.approx(value, abs=1e-6)
+            assert sum(math.exp(logprob) for logprob, _, _ in row) == pytest.approx(1, abs=1e-4)
+        shared = each.generate(token_ids_logprob=[7], **call)
+        lengths = [len(answer["meta_info"]["output_token_ids_logprobs"]) for answer in shared]
+        assert lengths == [5, 5] and "output_top_logprobs" not in shared[0]["meta_info"]
+    plain = engine.generate("x", {"max_new_tokens": 1}, token_ids_logprob=[7])
+    assert "output_token_ids_logprobs" not in plain["meta_info"]
 
 
 def test_streams_grow_and_may_be_left(engine: Engine) -> None:

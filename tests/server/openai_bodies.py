@@ -33,7 +33,7 @@ WRONG_CHATS: dict[str, tuple[Json, str | None, str]] = {
     ),
     "stops": ({"messages": USER, "stop": ["x"] * 17}, "stop", "at most 16"),
     "long stop": ({"messages": USER, "stop": "x" * 257}, "stop", "256 characters"),
-    "empty stop": ({"messages": USER, "stop": ""}, "stop", "at least one character"),
+    "empty stop": ({"messages": USER, "stop": ["x", ""]}, "stop", "at least one character"),
     "top_logprobs": (
         {"messages": USER, "logprobs": True, "top_logprobs": 21},
         "top_logprobs",
@@ -107,6 +107,12 @@ WRONG_CHATS: dict[str, tuple[Json, str | None, str]] = {
         },
         "tool_choice",
         "not in tools",
+    ),
+    "no content": ({"messages": [{"role": "user"}]}, "messages", "needs content"),
+    "null content": (
+        {"messages": [*USER, {"role": "user", "content": None}]},
+        "messages",
+        "needs content",
     ),
     "rid": ({"messages": USER, "rid": ""}, "rid", "between 1 and 256"),
 }

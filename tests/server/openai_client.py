@@ -30,7 +30,7 @@ KINDS: dict[str, Any] = {
     "model": types.Model,
 }
 # What we send besides what OpenAI's types have.
-BEYOND = {"reasoning_content", "max_model_len", "root", "parent"}
+BEYOND = {"reasoning_content", "max_model_len", "root", "parent", "sglext"}
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import httpx
 import uvicorn
 from starlette.types import ASGIApp
 
+from moesaic.config import ServerArgs
 from moesaic.engine.engine import Engine
 from moesaic.server.app import make_app
 from moesaic.server.connections import ConnectionQuotas
@@ -63,13 +64,15 @@ class Listening:
         seconds: float = 60.0,
         connections: int | ConnectionQuotas = 100,
         write_seconds: float = 60.0,
+        args: ServerArgs | None = None,
     ) -> Iterator[Self]:
         listener = bind("127.0.0.1", 0)
         if write_seconds < 60:  # small socket buffers, so that unread answers show
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         self.port = int(listener.getsockname()[1])
         quotas = ConnectionQuotas.of(connections) if isinstance(connections, int) else connections
-        config = config_of(self.app, ConnectionLimits(quotas, PROBES, seconds, write_seconds))
+        limits = ConnectionLimits(quotas, PROBES, seconds, write_seconds)
+        config = config_of(self.app, limits, args)
         self.server = uvicorn.Server(config)
 
         async def main() -> None:
@@ -176,6 +179,6 @@ def pieces_of(response: httpx.Response) -> Iterator[Answer]:
 
 
 def without_times(answer: Answer) -> Answer:
-    left_out = ("id", "e2e_latency", "ttft", "cached_tokens")
+    left_out = ("id", "e2e_latency", "ttft", "cached_tokens", "cached_tokens_details")
     meta = {key: value for key, value in answer["meta_info"].items() if key not in left_out}
     return {**answer, "meta_info": meta}

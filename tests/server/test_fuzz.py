@@ -9,8 +9,8 @@ import pytest
 
 from bench.fuzz_server import attack
 from moesaic.engine.engine import Engine
+from moesaic.engine.frontend.profiler import FOLDER_VARIABLE
 from moesaic.server.app import ROUTES
-from moesaic.server.profile import FOLDER_VARIABLE
 from tests.server.serving import Running, wait_until
 
 STATUSES = {"200", "400", "403", "404", "405", "408", "409", "413", "431", "left waiting", "closed"}

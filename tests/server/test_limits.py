@@ -21,6 +21,7 @@ import httpx
 import pytest
 
 from moesaic.engine.engine import Engine
+from moesaic.engine.frontend.profiler import FOLDER_VARIABLE
 from moesaic.server import app as server_app
 from moesaic.server import run
 from moesaic.server.app import ROUTES
@@ -29,7 +30,6 @@ from moesaic.server.bodies import MAX_BODY, MAX_DEPTH, json_extent
 from moesaic.server.context import Context
 from moesaic.server.http_protocol import MAX_HEAD
 from moesaic.server.listen import bind
-from moesaic.server.profile import FOLDER_VARIABLE
 from moesaic.server.routes import Route, RouteAccess
 from tests.server.serving import Running, hear, post_head, status_of, talk, wait_until
 
@@ -116,7 +116,9 @@ def test_keys(
         b"Authorization: \xe4\xb8\xad",
         b"Authorization: Bearer k\r\nAuthorization: Bearer k",
         b"Authorization: k",
-        b"X-Api-Key: k",
+        b"X-Api-Key: k\r\nX-Api-Key: k",
+        b"X-Api-Key: Bearer k",
+        b"Authorization: Basic azpr\r\nX-Api-Key: k",
     ],
 )
 def test_a_malformed_key_is_no_key(running: Running, header: bytes) -> None:
@@ -341,7 +343,7 @@ def test_methods_and_paths(running: Running) -> None:
     with running.client() as client:
         assert client.head("/health").status_code == 200
         assert client.options("/generate").status_code == 405
-        assert client.get("/generate/").status_code == 404
+        assert client.get("/generate/").status_code == 405
         assert client.get("/health?x=%00&y").status_code == 200
         assert (
             status_of(talk(running.port, b"GET /%00%ff HTTP/1.1\r\nHost: localhost\r\n\r\n")) == 404

@@ -1,12 +1,10 @@
-"""/metrics against what the engine itself says, read by Prometheus' own parser; and what is made of
-the table: docs and dashboard."""
+"""/metrics against what the engine itself says, read by Prometheus' own parser."""
 
 from __future__ import annotations
 
 import asyncio
-import json
+import base64
 import math
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -16,24 +14,26 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from moesaic.core.request import FinishReason, Request
-from moesaic.core.sampling import SamplingParams
-from moesaic.core.stats import EngineStats, GroupStats, RankStats, TrafficStats
+from moesaic.comm.mesh import Mesh
+from moesaic.core.stats import EngineStats, GroupStats
 from moesaic.engine.engine import Engine
-from moesaic.observe.expert_load import expert_loads
 from moesaic.observe.exposition import exposition
-from moesaic.observe.grafana import ROWS
-from moesaic.observe.metrics import METRICS, Metric, MetricKind, ServerStats, Snapshot
-from moesaic.observe.metrics_docs import grafana_json, markdown
-from moesaic.observe.requests import Distribution, Histogram, RequestWatch
+from moesaic.observe.metrics import (
+    INFO_LABELS,
+    METRICS,
+    ServerStats,
+    Snapshot,
+)
+from moesaic.observe.requests import RequestWatch
 from moesaic.server import live_stats
+from tests.server.metric_values import Values, histogram, parsed
 from tests.server.serving import served, wait_until
 
 ROOT = Path(__file__).parents[2]
-Values = dict[str, dict[tuple[str, ...], float]]
 
 
 @contextmanager
@@ -48,17 +48,9 @@ def engine_with(**flags: Any) -> Iterator[tuple[Engine, httpx.Client]]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[Engine, httpx.Client]]:
-    with engine_with(num_threads=1, max_running_requests=2, max_queued_requests=1) as found:
+    flags = {"max_running_requests": 2, "max_queued_requests": 1, "metric_names": "sglang"}
+    with engine_with(num_threads=1, **flags) as found:
         yield found
-
-
-def parsed(text: str) -> Values:
-    """By the names of samples, by the values of their labels in the table's order."""
-    found: Values = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            found.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
-    return found
 
 
 def scrape(client: httpx.Client) -> Values:
@@ -84,7 +76,8 @@ def test_all_of_the_table_and_nothing_else(server: tuple[Engine, httpx.Client]) 
     engine, client = server
     engine.generate("hello", {"max_new_tokens": 4})
     fresh(client, engine)
-    families = list(text_string_to_metric_families(client.get("/metrics").text))
+    text = client.get("/metrics").text
+    families = [f for f in text_string_to_metric_families(text) if not f.name.startswith("sglang:")]
     # The parser takes _total off the names of counters.
     names = {metric.full_name.removesuffix("_total"): metric for metric in METRICS}
     assert [family.name for family in families] == list(names)
@@ -134,6 +127,92 @@ def test_values_are_those_of_the_engine(server: tuple[Engine, httpx.Client]) -> 
     assert after["moesaic_requests_running"] == {("0",): 0}
     info = next(iter(after["moesaic_info"]))
     assert info[2:4] == ("one rank", "none")
+
+
+# SGLang 0.5.23's names, types and labels (srt/observability/metrics_collector.py), and ours.
+SERVER_LABELS = {"model_name", "engine_type"}
+SCHEDULER_LABELS = SERVER_LABELS | {"tp_rank", "pp_rank", "moe_ep_rank", "dp_rank"}
+SGLANG = {
+    ("num_running_reqs", "gauge", "scheduler"): "requests_running",
+    ("num_used_tokens", "gauge", "scheduler"): "kv_cache_used_tokens",
+    ("kv_used_tokens", "gauge", "scheduler"): "kv_cache_used_tokens",
+    ("max_total_num_tokens", "gauge", "scheduler"): "kv_cache_tokens",
+    ("token_usage", "gauge", "scheduler"): "kv_cache_usage_ratio",
+    ("full_token_usage", "gauge", "scheduler"): "kv_cache_usage_ratio",
+    ("gen_throughput", "gauge", "scheduler"): "generation_throughput",
+    ("num_retracted_requests_total", "counter", "scheduler"): "preemptions_total",
+    ("realtime_tokens_total", "counter", "scheduler mode"): "computed_tokens_total",
+    ("num_queue_reqs", "gauge", "scheduler"): "requests_waiting requests_queued",
+    ("cache_hit_rate", "gauge", ""): "cache_hit_ratio",
+    ("prompt_tokens_total", "counter", ""): "prompt_tokens_total",
+    ("generation_tokens_total", "counter", ""): "generation_tokens_total",
+    ("cached_tokens_total", "counter", "cache_source"): "cached_tokens_total",
+    ("num_requests_total", "counter", ""): "requests_total",
+    ("num_aborted_requests_total", "counter", ""): "requests_total",
+    ("startup_time_seconds", "gauge", "phase"): "startup_seconds",
+    ("time_to_first_token_seconds", "histogram", ""): "time_to_first_token_seconds",
+    ("inter_token_latency_seconds", "histogram", ""): "inter_token_latency_seconds",
+    ("e2e_request_latency_seconds", "histogram", ""): "e2e_request_latency_seconds",
+    ("queue_time_seconds", "histogram", ""): "queue_time_seconds",
+}
+
+
+def test_sglang_names_have_the_same_values(server: tuple[Engine, httpx.Client]) -> None:
+    engine, client = server
+    prompt = list(range(40))
+    for _ in range(2):
+        engine.generate(input_ids=prompt, sampling_params={"max_new_tokens": 12})
+    fresh(client, engine)
+    text = client.get("/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    theirs = {name: family for name, family in families.items() if name.startswith("sglang:")}
+    names = {f"sglang:{name}".removesuffix("_total"): key for key in SGLANG for name in key[:1]}
+    assert theirs.keys() == names.keys()
+    for name, family in theirs.items():
+        (_, kind, labels), ours = names[name], SGLANG[names[name]].split()
+        assert family.type == kind
+        extra = set(labels.replace("scheduler", "").split())
+        full = extra | (SCHEDULER_LABELS if "scheduler" in labels else SERVER_LABELS)
+        assert set(family.samples[0].labels) - {"le"} == full
+        own = [families[f"moesaic_{one}".removesuffix("_total")] for one in ours]
+        assert sums(family) == sums(*own) or name == "sglang:num_aborted_requests"
+    assert sums(theirs["sglang:max_total_num_tokens"])["", ""] == engine.limits.cache_tokens
+    labels = theirs["sglang:gen_throughput"].samples[0].labels
+    assert set(labels.values()) == {"tiny:qwen3_moe", "unified", "0"}
+    (aborted,) = theirs["sglang:num_aborted_requests"].samples
+    assert aborted.value == parsed(text)["moesaic_requests_total"]["abort",]
+    modes = {s.labels["mode"]: s.value for s in theirs["sglang:realtime_tokens"].samples}
+    computed = parsed(text)["moesaic_computed_tokens_total"]
+    assert modes == {"prefill_compute": computed["0", "prefill"], "decode": computed["0", "decode"]}
+
+
+def sums(*families: Any) -> dict[tuple[str, str], float]:
+    """By the end of a sample's name and its bucket, over all other labels."""
+    found: dict[tuple[str, str], float] = {}
+    for family in families:
+        for sample in family.samples:
+            key = (
+                sample.name.removeprefix(family.name).replace("_total", ""),
+                sample.labels.get("le", ""),
+            )
+            found[key] = found.get(key, 0.0) + sample.value
+    return found
+
+
+def test_sglang_names_of_groups_and_none_by_default() -> None:
+    engine = EngineStats(0.0, [GroupStats(0, running=3), GroupStats(1, running=4)], [])
+    mesh = Mesh(tp=4, dp=2, ep=4)
+    leaders = {str(group): live_stats.leader_labels(mesh, group) for group in (0, 1)}
+    info = dict.fromkeys(INFO_LABELS, "x")
+    server = ServerStats({}, histogram(), 0.0, {}, info, model_name="m", leaders=leaders)
+    snapshot = Snapshot(engine, [], 0.0, RequestWatch().stats(0), server)
+    assert "sglang:" not in exposition(snapshot)
+    values = parsed(exposition(snapshot, with_sglang_names=True))["sglang:num_running_reqs"]
+    # model_name, engine_type, tp_rank, pp_rank, moe_ep_rank, dp_rank
+    assert values == {
+        ("m", "unified", "0", "0", "0", "0"): 3,
+        ("m", "unified", "2", "0", "2", "1"): 4,
+    }
 
 
 def test_http_is_counted_by_route_and_status(server: tuple[Engine, httpx.Client]) -> None:
@@ -245,7 +324,11 @@ def test_ranks() -> None:
     flags: dict[str, Any] = dict.fromkeys(("tp_size", "ep_size", "dp_size"), 2)
     flags |= {"enable_dp_attention": True, "moe_a2a_backend": "deepep"}
     with engine_with(**flags) as (engine, client):
-        engine.generate(["one", "two", "three"], {"max_new_tokens": 24, "ignore_eos": True})
+        answers = engine.generate(
+            ["one", "two", "three"],
+            {"max_new_tokens": 24, "ignore_eos": True},
+            return_routed_experts=True,
+        )
         values = fresh(client, engine)
         assert set(values["moesaic_requests_running"]) == {("0",), ("1",)}
         assert set(values["moesaic_rank_compute_seconds_total"]) == {("0",), ("1",)}
@@ -260,143 +343,22 @@ def test_ranks() -> None:
             assert values["moesaic_ep_balancedness"][layer,] == pytest.approx(expected)
         data = client.get("/dashboard/data").json()
         assert [rank["rank"] for rank in data["ranks"]] == [0, 1]
-        for load in data["experts"]["layers"]:
-            assert sum(load["experts"]) == sum(load["ranks"].values())
+        check_routing(data, answers)
 
 
-def histogram(*values: float) -> Distribution:
-    found = Histogram((1.0, 2.0, 4.0))
-    for value in values:
-        found.add(value)
-    return found.copy()
-
-
-def test_quantiles() -> None:
-    values = histogram(1.0, 1.5, 2.0, 3.0)
-    assert values.counts == (1, 2, 1, 0)
-    assert (values.count, values.total) == (4, 7.5)
-    # In the bucket from 1 to 2 the second of two values lies at its end.
-    assert values.quantile(0.75) == 2.0
-    assert values.quantile(0.5) == 1.5
-    assert histogram(9.0).quantile(0.5) == 4.0
-    assert histogram().quantile(0.5) is None
-    assert values.since(histogram(1.5)).counts == (1, 1, 1, 0)
-
-
-def test_balancedness_of_ranks() -> None:
-    def rank(number: int, experts: list[int], tokens: list[int]) -> RankStats:
-        return RankStats(
-            number, f"rank {number}", layers=[3], experts=[experts], expert_tokens=[tokens]
-        )
-
-    # Expert 1 is there twice.
-    stats = EngineStats(0.0, [], [rank(0, [0, 1], [5, 7]), rank(1, [1, 2], [1, 3])], 3)
-    (load,) = expert_loads(stats)
-    assert (load.layer, load.experts, load.ranks) == (3, [5, 8, 3], {0: 12, 1: 4})
-    assert load.balancedness == pytest.approx((12 + 4) / 2 / 12)
-    stats = EngineStats(0.0, [], [rank(0, [0, 1], [4, 6]), rank(1, [0, 1], [4, 6])], 2)
-    assert expert_loads(stats, ranks_per_expert=2)[0].experts == [4, 6]
-    idle = EngineStats(0.0, [], [rank(0, [0], [0])], 1)
-    assert expert_loads(idle)[0].balancedness is None
-
-
-def test_a_request_is_measured_where_it_ends() -> None:
-    watch = RequestWatch()
-
-    def request(finish: FinishReason, seconds: float) -> Request:
-        made = Request("r", [1, 2, 3], SamplingParams(), 0, 8, 0, created=100.0)
-        made.finish_reason, made.finished = finish, 100.0 + seconds
-        return made
-
-    done = request(FinishReason("stop"), 2.0)
-    done.queue_seconds, done.cached_tokens = 0.25, 2
-    watch.first_token(done, 100.5)
-    assert watch.stats(1).answering == 1
-    done.first_token = 100.5
-    for gap in (0.004, 0.2, 9.0):
-        watch.next_token(gap)
-    watch.end(done)
-    watch.end(request(FinishReason("abort", message="m"), 3.0))
-    watch.end(request(FinishReason("abort", message="m", failed=True), 3.0))
-    stats = watch.stats(0)
-    assert stats.ended == {"stop": 1, "length": 0, "abort": 1, "error": 1}
-    assert (stats.prompt_tokens, stats.cached_tokens, stats.generated_tokens) == (3, 2, 4)
-    assert (stats.answering, stats.open) == (0, 0)
-    assert (stats.queue.total, stats.time_to_first_token.total) == (0.25, 0.5)
-    assert (stats.end_to_end.total, stats.end_to_end.count) == (2.0, 1)
-    assert stats.inter_token.total == pytest.approx(9.204)
-    assert (stats.inter_token.count, stats.inter_token.counts[-1]) == (3, 1)
-
-
-def test_labels_are_escaped() -> None:
-    ugly = 'a\\b"c\nd{e="f"}'
-    info = dict.fromkeys(
-        ("version", "model", "mesh", "a2a_backend", "mode", "runner_backend"), ugly
-    )
-    traffic = {ugly: TrafficStats(dispatch_bytes=3)}
-    engine = EngineStats(0.0, [GroupStats(0)], [RankStats(0, ugly, traffic=traffic)])
-    server = ServerStats({(ugly, 200): 2}, histogram(), 0.0, {ugly: 1.5}, info)
-    values = parsed(exposition(Snapshot(engine, [], 0.0, RequestWatch().stats(0), server)))
-    assert values["moesaic_info"] == {(ugly,) * 6: 1}
-    assert values["moesaic_http_requests_total"] == {(ugly, "200"): 2}
-    assert values["moesaic_a2a_bytes_total"]["0", ugly, "dispatch"] == 3
-    assert values["moesaic_startup_seconds"] == {(ugly,): 1.5}
-
-
-def test_names_are_as_prometheus_wants_them() -> None:
-    names = [metric.full_name for metric in METRICS]
-    assert len(set(names)) == len(names)
-    for metric in METRICS:
-        assert re.fullmatch(r"moesaic_[a-z0-9_]+", metric.full_name)
-        assert metric.full_name.endswith("_total") == (metric.kind is MetricKind.COUNTER)
-        series = metric.series
-        assert bool(series.buckets) == (metric.kind is MetricKind.HISTOGRAM)
-        assert list(series.buckets) == sorted(set(series.buckets))
-        assert set(series.hidden) <= set(series.labels)
-        assert metric.help.endswith(".") and series.source
-
-
-def test_docs_and_dashboard_are_up_to_date() -> None:
-    assert (ROOT / "docs/metrics.md").read_text("utf-8") == markdown(), "run make docs"
-    committed = (ROOT / "deploy/grafana/moesaic.json").read_text("utf-8")
-    assert committed == grafana_json(), "run make docs"
-    for metric in METRICS:
-        assert f"| `{metric.full_name}` |" in markdown()
-
-
-def exported(metric: Metric) -> set[str]:
-    ends = ("_bucket", "_sum", "_count") if metric.kind is MetricKind.HISTOGRAM else ("",)
-    return {metric.full_name + end for end in ends}
-
-
-def test_the_dashboard_asks_for_nothing_else() -> None:
-    board = json.loads(grafana_json())
-    panels = [panel for panel in board["panels"] if panel["type"] != "row"]
-    used: set[str] = set()
-    for panel in panels:
-        assert panel["targets"], panel["title"]
-        assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
-        for target in panel["targets"]:
-            used |= set(re.findall(r"moesaic_\w+", target["expr"]))
-            assert target["expr"].count("(") == target["expr"].count(")")
-            assert target["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
-    known = set().union(*map(exported, METRICS))
-    assert used <= known
-    assert [metric.name for metric in METRICS if not exported(metric) & used] == []
-    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
-    shown = [name for row in ROWS.values() for panel in row for name in panel.metrics.split()]
-    assert sorted(shown) == sorted(metric.name for metric in METRICS)
-    assert board["templating"]["list"][0]["type"] == "datasource"
-
-
-def test_panels_do_not_overlap() -> None:
-    taken: set[tuple[int, int]] = set()
-    for panel in json.loads(grafana_json())["panels"]:
-        place = panel["gridPos"]
-        cells = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        }
-        assert not cells & taken and max(x for x, _ in cells) < 24
-        taken |= cells
+def check_routing(data: dict[str, Any], answers: Any) -> None:
+    """Experts have computed the tokens that were routed to them, on the ranks that hold them."""
+    routing, number = data["routing"], data["experts"]["number"]
+    texts = [answer["meta_info"]["routed_experts"] for answer in answers]
+    ids = np.frombuffer(b"".join(map(base64.b64decode, texts)), np.int32)
+    experts = ids.reshape(-1, routing["num_layers"], routing["top_k"])
+    assert len(experts) == sum(len(word) + 24 - 1 for word in ("one", "two", "three"))
+    for layer, load in enumerate(data["experts"]["layers"]):
+        counts = np.bincount(experts[:, layer].ravel(), minlength=number)
+        assert counts.tolist() == load["experts"]
+        held = {str(r): rank["experts"] for r, rank in enumerate(routing["ranks"])}
+        assert {r: counts[found].sum() for r, found in held.items()} == load["ranks"]
+    assert routing["ranks"] == [
+        {"layers": [0, 1], "experts": [0, 1, 2, 3]},
+        {"layers": [0, 1], "experts": [4, 5, 6, 7]},
+    ]

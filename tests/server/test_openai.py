@@ -4,12 +4,14 @@ client, its types, which are stricter than the client itself, and transformers f
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
@@ -24,7 +26,6 @@ from tests.server.openai_client import (
     GREEDY,
     MESSAGES,
     MODEL,
-    Json,
     bytes_of,
     check,
     contents,
@@ -120,6 +121,29 @@ def test_usage_in_streams(http: httpx.Client) -> None:
         chunks = stream_chunks(http, path, **sent, stream_options=options)
         counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
         assert counts == sorted(counts) and counts[0] >= 1 and counts[-1] == 36
+
+
+def test_routed_experts(client: openai.OpenAI, http: httpx.Client, tokenizer: Any) -> None:
+    """The first choice gives them; a stream has them in one chunk behind all choices."""
+    asked: Any = {"return_routed_experts": True, "routed_experts_start_len": 3}
+    expected = generate(http, tokenizer, **asked)["meta_info"]["routed_experts"]
+    answer = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, extra_body=asked, **GREEDY
+    )
+    assert answer.model_extra == {"sglext": {"routed_experts": expected}}
+    ids = np.frombuffer(base64.b64decode(expected), "<i4").reshape(-1, 2, 2)
+    assert answer.usage is not None and len(ids) == answer.usage.total_tokens - 1 - 3
+    prompt = {"prompt": tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)}
+    prompt["prompt"] = [*prompt["prompt"]["input_ids"]]
+    for path, body in ((CHAT, {"messages": MESSAGES}), (COMPLETIONS, prompt)):
+        options = {"stream_options": {"include_usage": True}}
+        whole = post(http, path, n=2, **body, **GREEDY, **asked)
+        assert whole["sglext"] == {"routed_experts": expected} and len(whole["choices"]) == 2
+        *chunks, last, usage = stream_chunks(http, path, n=2, **body, **GREEDY, **asked, **options)
+        assert (last["choices"], last["sglext"]) == ([], {"routed_experts": expected})
+        assert (last["usage"], usage["usage"]["completion_tokens"]) == (None, 24)
+        assert all("sglext" not in chunk and chunk["choices"] for chunk in chunks)
+        assert "sglext" not in post(http, path, **body, **GREEDY, return_routed_experts=False)
 
 
 def test_async_client_with_many_streams(url: str, http: httpx.Client) -> None:
@@ -354,31 +378,6 @@ def test_echo_with_logprobs(http: httpx.Client, tokenizer: Any, as_ids: bool) ->
         assert joined == some["logprobs"][key]
 
 
-LINE_ENDS = "a\u2028b\u2029c\u0085d"
-
-
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/generate"])
-def test_line_ends_of_unicode_do_not_end_an_event(http: httpx.Client, path: str) -> None:
-    """httpx's `iter_lines` splits decoded text there."""
-    params = {"regex": LINE_ENDS, "temperature": 0}
-    limit = {"max_new_tokens" if path == "/generate" else "max_tokens": 40}
-    bodies: dict[str, Json] = {
-        CHAT: {"messages": MESSAGES, **params, **limit},
-        COMPLETIONS: {"prompt": "x", **params, **limit},
-        "/generate": {"text": "x", "sampling_params": params | limit},
-    }
-    with http.stream("POST", path, json={**bodies[path], "stream": True}) as response:
-        lines = [line for line in response.iter_lines() if line]
-    assert lines.pop() == "data: [DONE]"
-    events = [json.loads(line.removeprefix("data: ")) for line in lines]
-    if path == "/generate":
-        assert events[-1]["text"] == LINE_ENDS
-        return
-    choices = [event["choices"][0] for event in events]
-    texts = [choice.get("text") or choice.get("delta", {}).get("content") for choice in choices]
-    assert "".join(filter(None, texts)) == LINE_ENDS
-
-
 def test_offsets_point_into_the_text(http: httpx.Client) -> None:
     bias = {str(token): 50 for token in (64, 65, 66, 67)}
     raw = post(http, COMPLETIONS, prompt="x", max_tokens=12, logprobs=0, logit_bias=bias)
@@ -435,21 +434,11 @@ def test_bad_and_good_requests_side_by_side(http: httpx.Client) -> None:
         assert all(future.result() for future in found)
 
 
-@pytest.fixture(scope="module")
-def structured(http: httpx.Client) -> None:
-    """Skips where the engine cannot force a form."""
-    body = {"messages": USER, "regex": "a", "max_tokens": 1}
-    if "not built yet" in http.post(CHAT, json=body).text:
-        pytest.skip("the engine has no structured output")
-
-
-@pytest.mark.usefixtures("structured")
 def test_structured_answers(client: openai.OpenAI, http: httpx.Client) -> None:
     schema = {
         "type": "object",
         "properties": {"tiles": {"type": "integer", "minimum": 0, "maximum": 9}},
         "required": ["tiles"],
-        "additionalProperties": False,
     }
     form: Any = {"type": "json_schema", "json_schema": {"name": "t", "schema": schema}}
     answer = client.chat.completions.create(
@@ -468,7 +457,6 @@ def test_structured_answers(client: openai.OpenAI, http: httpx.Client) -> None:
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) in ("yes", "no")
 
 
-@pytest.mark.usefixtures("structured")
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "lift"}}], ids=str
 )
@@ -487,3 +475,18 @@ def test_calls_that_are_forced(client: openai.OpenAI, http: httpx.Client, choice
     (streamed,) = state.get_final_completion().choices[0].message.tool_calls
     assert streamed.function.arguments == call.function.arguments
     assert streamed.function.name == call.function.name
+
+
+def test_forced_calls_that_are_cut(http: httpx.Client) -> None:
+    body: Any = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", "temperature": 0}
+    whole = '[TOOL_CALLS] [{"name": "lay", "arguments": {"tile": "'
+    for limit in (1, 12, len(whole)):
+        answer = post(http, CHAT, **body, max_tokens=limit)["choices"][0]
+        parts = [c["choices"][0] for c in stream_chunks(http, CHAT, **body, max_tokens=limit)]
+        assert answer["finish_reason"] == parts[-1]["finish_reason"] == "length"
+        assert answer["message"]["content"] is None
+        assert not any(part["delta"].get("content") for part in parts)
+        calls = answer["message"].get("tool_calls") or [{"function": {"arguments": ""}}]
+        deltas = [call for part in parts for call in part["delta"].get("tool_calls", ())]
+        streamed = "".join(delta["function"]["arguments"] for delta in deltas)
+        assert [call["function"]["arguments"] for call in calls] == [streamed]

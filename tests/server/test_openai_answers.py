@@ -30,13 +30,16 @@ from moesaic.engine.schedule.request_state import Progress
 from moesaic.engine.text.limited_child import Allowance, LimitedChild
 from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.models.tiny import make_tiny_checkpoint
+from moesaic.server.client_warnings import HEADER
 from moesaic.server.openai.choices import ChatAnswer, ParseOptions
 from moesaic.server.openai.prompts import render, template_input
 from moesaic.server.openai.request_types import ChatBody
+from moesaic.server.openai.setup import HIDDEN_TOOLS
 from moesaic.server.parsers.formats import choose_format
 from moesaic.server.parsers.parts import Tool
 from tests.server.serving import held, served, wait_until, wait_until_idle
 
+HOUSE_TEMPLATE = Path(__file__).parents[2] / "models" / "house-moe" / "chat_template.jinja"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "Hello"}]
 LONG = {"messages": USER, "max_tokens": 1900, "ignore_eos": True, "stream": True}
@@ -47,6 +50,7 @@ TEMPLATE = (
     "{% if m.content == 'hang' %}{% for a in range(99999) %}{% for b in range(99999) %}"
     "{% endfor %}{% endfor %}{% endif %}"
     "{% if m.role == 'developer' %}{{ raise_exception('no developers here') }}{% endif %}"
+    "{% if m.content == 'refuse' %}{{ raise_exception('not this text') }}{% endif %}"
     "<|turn|>{{ m.role }}\n{{ m.content or '' }}{{ m.reasoning_content or '' }}"
     "{% for call in m.tool_calls or [] %}"
     "{{ '[' + call.function.name + call.function.arguments + ']' }}"
@@ -173,11 +177,63 @@ def test_a_failure_is_a_status(http: httpx.Client, engine: Engine) -> None:
 
 def test_a_template_that_refuses(http: httpx.Client) -> None:
     for stream in (False, True):
-        body = {"messages": [{"role": "developer", "content": "x"}], "stream": stream}
+        body = {"messages": [{"role": "user", "content": "refuse"}], "stream": stream}
         response = http.post(CHAT, json=body)
         assert response.status_code == 400
         error = response.json()["error"]
-        assert error["param"] == "messages" and "no developers here" in error["message"]
+        assert error["param"] == "messages" and "not this text" in error["message"]
+
+
+def test_a_developer_is_the_system_of_a_template_that_knows_none(http: httpx.Client) -> None:
+    def tokens(role: str) -> Any:
+        messages = [{"role": role, "content": "Be brief."}, *USER]
+        answer = http.post(CHAT, json={"messages": messages, "max_tokens": 1, "temperature": 0})
+        assert answer.status_code == 200, answer.text
+        sizes = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+        assert answer.json()["usage"]["prompt_tokens"] == len(sizes)
+        return sizes
+
+    assert tokens("developer") == tokens("system")
+
+
+def test_tools_that_the_template_does_not_render(
+    engine: Engine,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The answer is as without tools, or the call that the client forces; a header says it."""
+    plain = Tokenizer.from_folder(str(folder), chat_template=HOUSE_TEMPLATE.read_text())
+    monkeypatch.setattr(engine, "tokenizer", plain)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {}}}}
+    sent = {"messages": USER, "max_tokens": 8, "temperature": 0, "reasoning_effort": "none"}
+    force = {"tool_choice": "required", "max_tokens": 60}
+    with served(engine) as url, httpx.Client(base_url=url, timeout=60) as http:
+        assert [r.message for r in caplog.records if "does not render tools" in r.message] == [
+            HIDDEN_TOOLS % folder
+        ]
+        without = http.post(CHAT, json=sent)
+        auto = http.post(CHAT, json={**sent, "tools": [tool]})
+        forced = http.post(CHAT, json={**sent, "tools": [tool], **force})
+    plain.chat.close()
+    told = "tools: the chat template does not render them, so the model does not see them"
+    assert [one.headers.get(HEADER) for one in (without, auto, forced)] == [None, told, told]
+    first, second = (one.json()["choices"][0]["message"] for one in (without, auto))
+    assert first["content"] == second["content"]
+    (call, *_) = forced.json()["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": "{}"}
+
+
+def test_one_forced_call_ends_the_answer(http: httpx.Client, engine: Engine) -> None:
+    """Also for a model that would rather write another call than end."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {}}}}
+    ends = dict.fromkeys(map(str, engine.limits.eos_ids), -100)
+    sent = {"messages": USER, "max_tokens": 250, "temperature": 0, "reasoning_effort": "none"}
+    sent |= {"tools": [tool], "tool_choice": "required", "logit_bias": ends}
+    several = http.post(CHAT, json=sent).json()["choices"][0]
+    assert several["finish_reason"] == "length" and len(several["message"]["tool_calls"]) > 1
+    one = http.post(CHAT, json=sent | {"parallel_tool_calls": False}).json()["choices"][0]
+    assert one["finish_reason"] == "tool_calls" and len(one["message"]["tool_calls"]) == 1
 
 
 def test_prompts_are_those_of_transformers(folder: Path, engine: Engine) -> None:
@@ -254,9 +310,9 @@ TOOLS = [Tool("lay", "", {"type": "object"}, False)]
 
 
 def reading(split_reasoning: bool = True, **changes: Any) -> ParseOptions:
-    form, end = choose_format(None, None, "qwen3_moe"), "<|im_start|>assistant\n"
+    form = choose_format(None, None, "qwen3_moe")
     fields: dict[str, Any] = {
-        "new_parser": partial(form.parser, TOOLS, True, split_reasoning, end),
+        "new_parser": partial(form.parser, TOOLS, False, split_reasoning),
         "stream_reasoning": True,
         "parallel_calls": True,
         "shows_reasoning": True,

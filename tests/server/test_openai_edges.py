@@ -15,7 +15,9 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from moesaic.engine.engine import Engine
+from moesaic.server.client_warnings import HEADER, header_value
 from moesaic.server.openai.choices import ChatAnswer
+from tests.server.openai_client import MESSAGES, Json
 from tests.server.serving import held, pieces_of, served, wait_until, wait_until_idle
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -46,12 +48,12 @@ FORMS: list[tuple[dict[str, Any], bool, str]] = [
     (of_schema({"schema": False}), False, "{"),
     (of_schema({"schema": {"$ref": "http://sec.ret/x"}}), False, "sec.ret"),
     (of_schema({"schema": {"type": "string", "pattern": "(sec-ret"}}), False, "sec-ret"),
-    ({"regex": ""}, False, "{"),
+    ({"regex": ""}, True, ""),
     ({"regex": "sec-ret\\"}, False, "sec-ret"),
     ({"regex": "(sec-ret"}, False, "sec-ret"),
     ({"regex": "a\\\\"}, True, ""),
     ({"guided_regex": "(sec-ret"}, False, "sec-ret"),
-    ({"guided_choice": []}, False, "{"),
+    ({"guided_choice": []}, True, ""),
     ({"structured_outputs": {"grammar": "sec-ret"}}, False, "sec-ret"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, False, "'b'"),
 ]
@@ -112,6 +114,75 @@ def test_tools_that_cannot_be_had(http: httpx.Client) -> None:
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "tools")
     assert "sec.ret" not in error["message"] and "lark" not in error["message"]
+
+
+def test_strict_schemas_with_one_of(http: httpx.Client) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"oneOf": [{"type": "number"}, {"type": "integer"}]}},
+    }
+    function = {"name": "f", "parameters": schema, "strict": True}
+    form = {"name": "f", "schema": schema, "strict": True}
+    for field, value in {
+        "tools": [{"type": "function", "function": function}],
+        "response_format": {"type": "json_schema", "json_schema": form},
+    }.items():
+        answer = chat(http, **{field: value})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, field)
+        assert "are not supported: use anyOf (leave it out, or drop strict" in error["message"]
+        assert "coerce" not in error["message"]
+
+
+TAGS = {
+    "type": "object",
+    "properties": {"tags": {"type": "array", "maxItems": 1, "uniqueItems": True}},
+}
+IGNORED = "ignored uniqueItems at $.properties.tags"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_not_enforced_is_a_warning(http: httpx.Client, stream: bool) -> None:
+    def warning(**body: Any) -> Any:
+        answer = chat(http, stream=stream, max_tokens=2, **body)
+        assert answer.status_code == 200, answer.text
+        return answer.headers.get(HEADER)
+
+    def form(strict: bool | None) -> Any:
+        return {
+            "type": "json_schema",
+            "json_schema": {"name": "t", "schema": TAGS, "strict": strict},
+        }
+
+    def tools(strict: bool | None) -> Any:
+        return [
+            {"type": "function", "function": {"name": "f", "parameters": TAGS, "strict": strict}}
+        ]
+
+    assert warning(response_format=form(None)) == f"response_format: {IGNORED}"
+    assert warning(response_format=form(False)) == f"response_format: {IGNORED}"
+    assert warning(guided_json=json.dumps(TAGS)) == f"guided_json: {IGNORED}"
+    assert warning(tools=tools(None), tool_choice="required") == f"tools: f: {IGNORED}"
+    assert warning(tools=tools(None)) is None
+    assert warning(json_schema=PERSON) is None
+    sent = {"prompt": "x", "max_tokens": 2, "json_schema": TAGS, "stream": stream}
+    assert http.post(COMPLETIONS, json=sent).headers[HEADER] == f"json_schema: {IGNORED}"
+    for strict in (
+        {"response_format": form(True)},
+        {"tools": tools(True), "tool_choice": "required"},
+        {"tools": tools(True)},
+    ):
+        answer = chat(http, stream=stream, **strict)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, next(iter(strict)))
+        assert '["uniqueItems"] (leave it out, or drop strict' in error["message"]
+        assert HEADER not in answer.headers
+
+
+def test_warnings_are_short_and_printable() -> None:
+    assert header_value(["a: é\r\nb", "c", "c"]) == "a: \\xe9??b; c"
+    long = header_value(["x" * 600, "y" * 600])
+    assert len(long) == 1000 and long.endswith("y...")
 
 
 def test_words_of_vllm(http: httpx.Client) -> None:
@@ -316,3 +387,28 @@ def test_what_a_message_repeats(http: httpx.Client) -> None:
     ):
         answer = http.post(CHAT, json=body)
         assert answer.status_code == 400 and secret not in answer.text
+
+
+LINE_ENDS = "a\u2028b\u2029c\u0085d"
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/generate"])
+def test_line_ends_of_unicode_do_not_end_an_event(http: httpx.Client, path: str) -> None:
+    """httpx's `iter_lines` splits decoded text there."""
+    params = {"regex": LINE_ENDS, "temperature": 0}
+    limit = {"max_new_tokens" if path == "/generate" else "max_tokens": 40}
+    bodies: dict[str, Json] = {
+        CHAT: {"messages": MESSAGES, **params, **limit},
+        COMPLETIONS: {"prompt": "x", **params, **limit},
+        "/generate": {"text": "x", "sampling_params": params | limit},
+    }
+    with http.stream("POST", path, json={**bodies[path], "stream": True}) as response:
+        lines = [line for line in response.iter_lines() if line]
+    assert lines.pop() == "data: [DONE]"
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    if path == "/generate":
+        assert events[-1]["text"] == LINE_ENDS
+        return
+    choices = [event["choices"][0] for event in events]
+    texts = [choice.get("text") or choice.get("delta", {}).get("content") for choice in choices]
+    assert "".join(filter(None, texts)) == LINE_ENDS

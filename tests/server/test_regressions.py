@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from moesaic.engine.engine import Engine
 from moesaic.server.app import ROUTES, make_app
-from moesaic.server.errors import LONGEST_MESSAGE
+from moesaic.server.errors import LONGEST_MESSAGE, LONGEST_NOT_FOUND
 
 PATHS = {route.path for route in ROUTES}
 CHAT = [{"role": "user", "content": "hi"}]
@@ -152,7 +152,8 @@ def test_is_refused(client: httpx.Client, name: str) -> None:
     assert answer.status_code == 400 if path in PATHS else 404, answer.text
     error = answer.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
-    assert len(error["message"]) <= LONGEST_MESSAGE + 2
+    longest = LONGEST_MESSAGE if path in PATHS else LONGEST_NOT_FOUND
+    assert len(error["message"]) <= longest + 2
     assert client.get("/health_generate").status_code == 200
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import re
@@ -12,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 import moesaic
 from moesaic.engine.engine import Engine
+from moesaic.engine.frontend import inputs, routed_experts
 from moesaic.server.app import ROUTES
 from moesaic.server.bodies import MAX_BODY
 from tests.server.serving import held, pieces_of, served, wait_until, wait_until_idle, without_times
@@ -79,6 +82,41 @@ def test_generate_gives_what_the_engine_gives(client: httpx.Client, engine: Engi
     assert len(answers[0]["meta_info"]["output_top_logprobs"][7]) == 2
 
 
+def test_routed_experts(
+    client: httpx.Client, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row for each token but the last; in a stream, the last event has them."""
+    text = "a mosaic of experts, which many small tiles make"
+    body = {"text": text, "sampling_params": GREEDY, "return_routed_experts": True}
+
+    def experts(**more: Any) -> tuple[Any, int]:
+        meta = client.post("/generate", json=body | more).json()["meta_info"]
+        data = base64.b64decode(meta["routed_experts"])
+        return np.frombuffer(data, "<i4").reshape(-1, 2, 2), meta["cached_tokens"]
+
+    whole, cached = experts()
+    assert len(whole) == len(text) + 8 - 1 and cached == 0
+    assert whole.min() == 0 and whole.max() == 7 and (whole[..., 0] != whole[..., 1]).all()
+    for start in (0, 20, 36, len(text), -1):
+        found, cached = experts(routed_experts_start_len=start)
+        first = start if start >= 0 else len(text) - 1
+        assert (found == whole[first:]).all() and len(found) == len(whole) - first
+        assert cached == min(first, len(text) - 1) // 16 * 16
+    with client.stream("POST", "/generate", json=body | {"stream": True}) as response:
+        *pieces, last = [piece["meta_info"] for piece in pieces_of(response)]
+    assert base64.b64decode(last["routed_experts"]) == whole.tobytes()
+    assert pieces and not any("routed_experts" in piece for piece in pieces)
+    plain = client.post("/generate", json=body | {"return_routed_experts": False}).json()
+    assert "routed_experts" not in plain["meta_info"]
+    monkeypatch.setattr(routed_experts, "MAX_BYTES", 8 * (len(whole) - 1))
+    response = client.post("/generate", json=body)
+    assert response.status_code == 400
+    assert "55 tokens, more than 54: lower" in response.json()["error"]["message"]
+    assert (
+        "routed_experts" in engine.generate(text, GREEDY, return_routed_experts=True)["meta_info"]
+    )
+
+
 def test_generate_takes_token_ids_and_an_id(client: httpx.Client, engine: Engine) -> None:
     body = {"input_ids": [5, 6, 7], "sampling_params": GREEDY, "rid": "mine"}
     answer = client.post("/generate", json=body).json()
@@ -108,6 +146,13 @@ def test_stream_of_nothing(client: httpx.Client) -> None:
         assert [piece["output_ids"] for piece in pieces_of(response)] == [[]]
 
 
+def test_no_prompts_have_no_answers(client: httpx.Client) -> None:
+    whole = client.post("/generate", json={"text": []})
+    stream = client.post("/generate", json={"text": [], "stream": True})
+    assert (whole.status_code, stream.status_code) == (200, 200)
+    assert (whole.json(), stream.text) == ([], "data: [DONE]\n\n")
+
+
 def test_stream_of_several(client: httpx.Client) -> None:
     body = {"text": ["one", "two", "three"], "sampling_params": GREEDY}
     whole = client.post("/generate", json=body).json()
@@ -125,11 +170,12 @@ def test_tokenize_and_back(client: httpx.Client, engine: Engine) -> None:
         "count": len(text.encode()),
         "max_model_len": 2048,
     }
-    assert client.post("/detokenize", json={"tokens": told["tokens"]}).json() == {"text": text}
+    back = client.post("/detokenize", json={"tokens": told["tokens"]}).json()
+    assert back == {"text": text, "prompt": text}
     both = client.post("/tokenize", json={"prompt": ["a", "bc"]}).json()
     assert both["count"] == [1, 2]
     texts = client.post("/detokenize", json={"tokens": both["tokens"]}).json()
-    assert texts == {"text": ["a", "bc"]}
+    assert texts["text"] == ["a", "bc"]
     messages = [{"role": "user", "content": "Hi"}]
     chat = client.post("/tokenize", json={"messages": messages}).json()["tokens"]
     rendered = engine.tokenizer.apply_chat_template(messages)
@@ -186,9 +232,16 @@ BAD_BODIES = {
     '{"input_ids": [1], "rid": 3}': "$.rid",
     '{"input_ids": [1], "stream": "yes"}': "$.stream",
     '{"input_ids": [1], "sampling_parms": {}}': "unknown field `sampling_parms`",
-    '{"input_ids": [1], "lora_path": "x"}': "$.lora_path",
+    '{"input_ids": [1], "lora_path": "x"}': "no adapters are served",
     '{"input_ids": [1], "logprob_start_len": 7, "return_logprob": true}': "logprob_start_len 7",
     '{"input_ids": [1], "top_logprobs_num": 99999, "return_logprob": true}': "top_logprobs_num",
+    '{"input_ids": [1], "return_routed_experts": 1}': "$.return_routed_experts",
+    '{"input_ids": [1], "return_routed_experts": true, "routed_experts_start_len": 2}': (
+        "routed_experts_start_len 2 must be -1 (the last prompt token) or from 0 to the length"
+    ),
+    '{"input_ids": [1], "return_routed_experts": true, "routed_experts_start_len": -2}': (
+        "routed_experts_start_len -2 must be"
+    ),
     '{"input_ids": [1], "sampling_params": {"stop": '
     + "[" * 100_000: "nested more than 64 levels deep",
 }
@@ -222,10 +275,11 @@ def test_size_limit(client: httpx.Client) -> None:
 
 def test_unknown_paths_and_methods(client: httpx.Client) -> None:
     missing, wrong = client.get("/nothing"), client.get("/generate")
-    error = {"message": "Not Found", "type": "not_found_error", "param": None, "code": None}
-    assert (missing.status_code, missing.json()) == (404, {"error": error})
+    error = missing.json()["error"]
+    assert missing.status_code == 404 and error.pop("message").startswith("there is no '/nothing' ")
+    assert error == {"type": "not_found_error", "param": None, "code": None}
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
-    assert wrong.json()["error"]["message"] == "Method Not Allowed"
+    assert wrong.json()["error"]["message"] == "this path has no such method: send POST"
 
 
 def test_an_id_in_use_is_refused(client: httpx.Client, engine: Engine) -> None:
@@ -290,6 +344,23 @@ def test_a_client_that_leaves_stops_its_request(url: str, engine: Engine, stream
     assert engine.get_server_info()["steps"] - steps < 1500
 
 
+@pytest.mark.parametrize(("logged", "level", "times"), [(False, 3, 0), (True, 1, 0), (True, 2, 6)])
+def test_logs_count_the_outputs_of_a_call_once(
+    engine: Engine, url: str, logged: bool, level: int, times: int
+) -> None:
+    """... for all of its 12 outputs, and only if a line has a prompt."""
+    made: list[Any] = []
+    count = inputs._num_samples
+    with pytest.MonkeyPatch.context() as patch:
+        args = dataclasses.replace(engine.args, log_requests=logged, log_requests_level=level)
+        patch.setattr(engine, "args", args)
+        patch.setattr(inputs.GenerateInput, "size", 0)
+        patch.setattr(inputs, "_num_samples", lambda given: made.append(given) or count(given))
+        body = {"text": list("abcdef"), "sampling_params": {"n": 2, "max_new_tokens": 1}}
+        assert len(httpx.post(url + "/generate", json=body, timeout=60).json()) == 12
+    assert len(made) == times
+
+
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_requests_are_logged(
     engine: Engine, url: str, caplog: pytest.LogCaptureFixture, level: int
@@ -313,9 +384,10 @@ def test_requests_are_logged(
 
 def test_every_route_is_documented() -> None:
     page = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
-    told = set(re.findall(r"`(GET|POST) (/[^`]*)`", page))
+    told = set(re.findall(r"`(GET|POST|DELETE) (/[^`]*)`", page))
     paths = {
         (r.method, re.sub(r"/page/.*", "/page/NAME", r.path.replace("{model:path}", "NAME")))
         for r in ROUTES
     }
+    paths = {(method, path.replace("{response_id}", "ID")) for method, path in paths}
     assert paths <= told, sorted(paths - told)

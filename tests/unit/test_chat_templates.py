@@ -434,7 +434,7 @@ def test_tiny_models_render_tools_as_the_parsers_read_them(folder):
         "tool\n<tool_response>\n6 °C\n</tool_response><|end|>",
     ]
     assert prompt == "assistant\n<think>\n\n</think>\n\n"
-    parser = choose_format(None, None, "qwen3_moe").parser([Tool("get_weather")], True, True)
+    parser = choose_format(None, None, "qwen3_moe").parser([Tool("get_weather")], False)
     written = answer.removeprefix("assistant\n").removesuffix("<|end|>")
     assert summed(parts_of(parser, list(written))) == [
         ("Reasoning", "I look it up."),

@@ -105,7 +105,7 @@ GUIDE = (
         "--enable-two-batch-overlap --enable-single-batch-overlap",
         "--enable-two-batch-overlap|--enable-single-batch-overlap",
     ),
-    (f"{FP4} --disable-shared-experts-fusion", "--disable-shared-experts-fusion"),
+    (f"{FP4} --disable-shared-experts-fusion", ""),
     (
         "--model-path M --tp 4 --mem-fraction-static 0.8 --max-total-tokens 66000 "
         "--trust-remote-code --attention-backend ascend --device npu --host 127.0.0.1 --port 30088 "

@@ -14,10 +14,11 @@ import pytest
 from moesaic.config import devices
 from moesaic.config.args import ServerArgs
 from moesaic.config.docs import markdown
-from moesaic.config.flags import specs
+from moesaic.config.flags import specs, unbuilt
 from moesaic.config.parser import FlagParser, merge, read_config
 from moesaic.config.resolve import (
     BACKEND_ENTRY_POINTS,
+    contradictions,
     expert_ranks,
     flag_changes,
     largest_divisor,
@@ -96,7 +97,6 @@ def test_command_line(line: str, field: str, value: object):
     ("line", "message"),
     [
         ("--tp-sise 8", "unknown flag --tp-sise; did you mean --tp-size?"),
-        ("--moe-a2a deepep", "unknown flag --moe-a2a; did you mean --moe-a2a-backend?"),
         ("--confg=x", "unknown flag --confg; did you mean --config?"),
         ("--qqqqqqq", "unknown flag --qqqqqqq"),
         ("stray", "unexpected argument stray"),
@@ -107,7 +107,27 @@ def test_command_line(line: str, field: str, value: object):
             "--deepep-mode is 'lowlatency': choose one of auto, normal, low_latency; "
             "did you mean low_latency?",
         ),
-        ("--fuseep-mode 3", "--fuseep-mode is 3: choose one of 1, 2"),
+        (
+            "--speculative-algorithm EAGLE --deepep-mode fast --enable-lora --tp two --page-size 0",
+            "--tp-size is 'two': give a whole number; "
+            "--deepep-mode is 'fast': choose one of auto, normal, low_latency; "
+            "--page-size is 0: give at least 1; not supported: --enable-lora (LoRA adapters are "
+            "not served: merge the adapter into the checkpoint (peft's merge_and_unload) and "
+            "serve that); not built yet: --speculative-algorithm EAGLE (a step decodes one token "
+            "of a request: leave it out)",
+        ),
+        (
+            "--magic 3 --max-loras-per-batch 4 --wand --enable-waterfill",
+            "unknown flag --magic; unknown flag --wand; not supported: --max-loras-per-batch (LoRA "
+            "adapters are not served: merge the adapter into the checkpoint (peft's "
+            "merge_and_unload) and serve that); not built yet: --enable-waterfill (the shared "
+            "expert's rows stay on their rank: leave it out)",
+        ),
+        (
+            "--qqqqqqq --enable-waterfill",
+            "unknown flag --qqqqqqq; not built yet: --enable-waterfill (the shared expert's rows "
+            "stay on their rank: leave it out)",
+        ),
     ],
 )
 def test_wrong_command_line(line: str, message: str):
@@ -148,7 +168,6 @@ def test_a_flag_without_its_value_is_refused():
         ),
         ({"page_size": 1.5}, "--page-size is 1.5: give a whole number"),
         ({"page_size": True}, "--page-size is True: give a whole number"),
-        ({"page_size": None}, "--page-size is None: give a whole number"),
         ({"enable_eplb": "yes"}, "--enable-eplb is 'yes': give true or false"),
         ({"cuda_graph_bs": 4}, "--cuda-graph-bs is 4: give a list of whole numbers"),
         ({"api_key": 12}, "--api-key is 12: give a text; quote it in a YAML file"),
@@ -302,11 +321,14 @@ def test_missing_file_is_named(tmp_path: Path):
         ("--skip-tokenizer-init --tokenizer-path t", "--tokenizer-path t needs a tokenizer"),
     ],
 )
-def test_contradiction_is_reported_before_what_is_not_built(line: str, message: str):
+def test_contradictions(line: str, message: str):
+    args = parse("--model-path m " + line)
+    found = next(contradictions(args))
+    assert message in found
     with pytest.raises(ValueError) as caught:
-        resolve(parse("--model-path m " + line))
-    assert message in str(caught.value)
-    assert "not built" not in str(caught.value)
+        resolve(args)
+    missing = unbuilt(args)
+    assert str(caught.value) == ("not built yet: " + "; ".join(missing) if missing else found)
 
 
 KNOWN = {
@@ -405,34 +427,49 @@ def test_every_flag_that_is_not_built_is_refused_by_name():
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--device npu", "not built yet: --device npu (works now: auto, cpu, cuda)"),
+        (
+            "--device npu",
+            "not built yet: --device npu (there are no kernels for this device: give auto, cpu, "
+            "cuda)",
+        ),
         (
             "--load-balance-method follow_bootstrap_room",
-            "not built yet: --load-balance-method follow_bootstrap_room (works now: auto, "
-            "round_robin, total_requests, total_tokens)",
+            "not built yet: --load-balance-method follow_bootstrap_room (it is for prefill/decode "
+            "disaggregation, which is not built: give auto, round_robin, total_requests, "
+            "total_tokens)",
         ),
         (
             "--tp 2 --moe-dp-size 2",
-            "not built yet: --moe-dp-size 2 (only the default, 1, is built)",
+            "not built yet: --moe-dp-size 2 (all ranks share the experts: only the default, 1, is "
+            "built)",
         ),
         (
             "--quantization modelslim",
-            "not built yet: --quantization modelslim (works now: fp8, w8a8_fp8, w8a8_int8, mxfp4, "
-            "modelopt_fp8, modelopt_fp4, awq, gptq, compressed-tensors)",
+            "not built yet: --quantization modelslim (there are no kernels for this format: give "
+            "fp8, w8a8_fp8, w8a8_int8, mxfp4, modelopt_fp8, modelopt_fp4, awq, gptq, "
+            "compressed-tensors)",
         ),
         (
             "--enable-two-batch-overlap",
-            "not built yet: --enable-two-batch-overlap (leave it out)",
-        ),
-        (
-            "--max-prefill-tokens 512",
-            "not built yet: --max-prefill-tokens 512 "
-            "(use --chunked-prefill-size, the token budget of a step)",
+            "not built yet: --enable-two-batch-overlap (a step is one batch, which communicates "
+            "and computes in turn: leave it out)",
         ),
         (
             "--enable-torch-compile --schedule-policy lpm",
-            "not built yet: --schedule-policy lpm (works now: fcfs); "
-            "--enable-torch-compile (leave it out)",
+            "not built yet: --schedule-policy lpm (requests start in the order in which they come: "
+            "give fcfs); --enable-torch-compile (layers run kernels of their own, on a GPU in "
+            "CUDA graphs: leave it out)",
+        ),
+        (
+            "--disable-radix-cache --enable-mixed-chunk --kv-cache-dtype fp8_e5m2 --enable-eplb",
+            "not built yet: --kv-cache-dtype fp8_e5m2 (attention does not read this type: give "
+            "auto, bfloat16, bf16, fp8_e4m3); --enable-eplb (experts keep their first "
+            "placement, and /metrics counts their load: leave it out)",
+        ),
+        (
+            "--fuseep-mode 3",
+            "not built yet: --fuseep-mode 3 (ascend_fuseep has one variant here: only the default, "
+            "2, is built)",
         ),
     ],
 )
@@ -526,7 +563,7 @@ def test_an_address_that_is_none(address: str, monkeypatch: pytest.MonkeyPatch):
 
 def test_all_problems_are_found():
     found = list(problems(parse("--model-path m --tp 8 --ep 3 --nnodes 3 --device npu")))
-    assert [text.split(" ")[0] for text in found] == ["--ep-size", "--tp-size", "--nnodes", "not"]
+    assert [text.split(" ")[0] for text in found] == ["not", "--ep-size", "--tp-size", "--nnodes"]
     assert list(problems(make())) == []
 
 

@@ -22,6 +22,9 @@ PARAMS = (
     {"temperature": 0.0, "min_new_tokens": 9},
 )
 
+# The bytes of a token's experts: two layers, two experts, two bytes.
+ROW = 8
+
 
 def make_core(asynchronous: bool, **flags: object) -> LocalCore:
     flags = {"enable_deterministic_inference": True, "page_size": 4, **flags}
@@ -36,7 +39,9 @@ def requests() -> list[Request]:
         params = SamplingParams(**PARAMS[number % 4], ignore_eos=number != 5)
         prompt = [chooser.randrange(97, 123) for _ in range(chooser.randrange(1, 20))]
         logprobs = {"return_logprob": number in (0, 1, 6), "top_logprobs_num": 2}
-        found.append(Request(str(number), prompt, params, number, 6 + number, number, **logprobs))
+        request = Request(str(number), prompt, params, number, 6 + number, number, **logprobs)
+        request.routed_start, request.routed_row = len(prompt) // 2 if number % 2 else None, ROW
+        found.append(request)
     return found
 
 
@@ -80,12 +85,16 @@ def test_drafts_change_no_token(asynchronous: bool, wrong: float, flags: dict[st
         assert other.output_ids == one.output_ids and other.finish_reason == one.finish_reason
         assert other.output_logprobs == pytest.approx(one.output_logprobs, abs=1e-5)
         assert len(other.output_top_logprobs) == len(one.output_top_logprobs)
+        assert other.routed == one.routed
+        if one.routed_start is not None:
+            assert len(one.routed) == (len(one.token_ids) - 1 - one.routed_start) * ROW
     # Right proposals need fewer steps for the same tokens.
     if wrong == 0.0:
         assert core.planner.num_steps < plain.planner.num_steps
     core.planner.drafter = None
     again = serve(core)  # the prefix cache holds no rejected token
     assert [one.output_ids for one in again] == [one.output_ids for one in expected]
+    assert [one.routed for one in again] == [one.routed for one in expected]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])

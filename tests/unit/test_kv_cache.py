@@ -266,6 +266,27 @@ def test_only_the_common_part_is_waited_for() -> None:
     assert {w.request: w.length for w in scheduler.schedule()} == {long: 10, short: 2}
 
 
+def test_prompts_of_a_step_are_limited() -> None:
+    kv = KVManager(64, 2, True, lambda pages: None)
+    config = SchedulerConfig(max_running=8, chunk_tokens=6, max_prompts=2)
+    scheduler = Scheduler(config, kv)
+    requests = [make_request([number] * 4, 2, number) for number in range(1, 6)]
+    for request in requests:
+        scheduler.add(request)
+    one, two, three, four, _ = requests
+    assert {w.request: w.length for w in scheduler.schedule()} == {one: 4, two: 2}
+    one.num_computed, two.num_computed = 4, 2
+    one.token_ids.append(9)  # it decodes from now on, beside two prompts
+    assert {w.request: w.length for w in scheduler.schedule()} == {one: 1, two: 2, three: 4}
+    two.num_computed = three.num_computed = 4
+    two.token_ids.append(9)
+    three.token_ids.append(9)
+    one.num_computed = 5
+    one.token_ids.append(9)
+    work = {w.request: w.length for w in scheduler.schedule()}
+    assert work == {one: 1, two: 1, three: 1, four: 4, requests[4]: 2}
+
+
 def admissions(scheduler: Scheduler, requests: list[Request]) -> list[int]:
     """The number of identical requests that each step admits, until all run."""
     for request in requests:

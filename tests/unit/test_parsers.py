@@ -39,11 +39,12 @@ TOOLS = (WEATHER, ADD)
 
 
 def read(
-    form: Format, text: str, thinking: bool = False, split: bool = True, tools: Any = TOOLS
+    form: Format, text: str, prompt: str = "", split: bool = True, tools: Any = TOOLS
 ) -> tuple[str, str, Calls]:
     """Returns (reasoning, content, calls); arguments are parsed if they are valid JSON."""
-    whole = summed(parts_of(form.parser(tools, thinking, split), [text]))
-    each = summed(parts_of(form.parser(tools, thinking, split), list(text)))
+    inside = form.begins_inside(prompt)
+    whole = summed(parts_of(form.parser(tools, inside, split), [text]))
+    each = summed(parts_of(form.parser(tools, inside, split), list(text)))
     assert whole == each
     return (
         "".join(t for kind, t in whole if kind == "Reasoning"),
@@ -94,7 +95,7 @@ def test_published_calls(name: str):
     assert read(chosen, PUBLISHED[name]) == ("", "", [PARIS, SUM])
     # Whitespace that touches a call is layout, the rest of the content is not.
     assert read(chosen, f"Let me look.\n\n{PUBLISHED[name]}") == ("", "Let me look.", [PARIS, SUM])
-    mixed = summed(parts_of(chosen.parser(TOOLS, False, True), [f"A b \n{PUBLISHED[name]}\n c d"]))
+    mixed = summed(parts_of(chosen.parser(TOOLS, False), [f"A b \n{PUBLISHED[name]}\n c d"]))
     if "[ARGS]" not in PUBLISHED[name]:
         assert [mixed[0], mixed[-1]] == [("Content", "A b"), ("Content", "c d")]
     # Without tools nothing is a call; markers that are special tokens are taken out.
@@ -127,24 +128,32 @@ def test_harmony_channels():
 
 
 @pytest.mark.parametrize(
-    ("name", "thinking", "text", "reasoning"),
+    ("name", "prompt", "text", "reasoning"),
     [
-        ("deepseek-r1", False, "So 2+2.\n</think>\n\nIt is 4.", "So 2+2."),
-        ("deepseek-r1", True, "<think>\nSo 2+2.\n</think>\n\nIt is 4.", "So 2+2."),
-        ("deepseek-v3", True, "So 2+2.</think>It is 4.", "So 2+2."),
-        ("deepseek-v3", False, "It is 4.", ""),
-        ("qwen3", True, "<think>\nSo 2+2.\n</think>\n\nIt is 4.", "So 2+2."),
-        ("qwen3", True, "It is 4.", ""),
-        ("qwen3", False, "It is 4.", ""),
-        ("qwen3-thinking", True, "So 2+2.\n</think>\n\nIt is 4.", "So 2+2."),
-        ("kimi", True, "◁think▷So 2+2.◁/think▷It is 4.", "So 2+2."),
-        ("kimi_k2", True, "<think>So 2+2.</think>It is 4.", "So 2+2."),
+        # Models that think always, whether the template opens the reasoning or not.
+        ("deepseek-r1", "<｜Assistant｜>", "So 2+2.\n</think>\n\nIt is 4.", "So 2+2."),
+        ("deepseek-r1", "<｜Assistant｜><think>\n", "So 2+2.\n</think>\n\nIt is 4.", "So 2+2."),
+        ("deepseek-r1", "", "<think>\nSo 2+2.\n</think>\n\nIt is 4.", "So 2+2."),
+        ("qwen3-thinking", "", "So 2+2.\n</think>\n\nIt is 4.", "So 2+2."),
+        ("qwen3-thinking", "assistant\n<think>\n", "So 2+2.\n</think>\n\nIt is 4.", "So 2+2."),
+        # DeepSeek-V3.1 with and without the switch, and a template that ignores it.
+        ("deepseek-v3", "<｜Assistant｜><think>", "So 2+2.</think>It is 4.", "So 2+2."),
+        ("deepseek-v3", "<｜Assistant｜></think>", "It is 4.", ""),
+        ("deepseek-v3", "<|assistant|>", "It is 4.", ""),
+        ("qwen3", "assistant\n", "<think>\nSo 2+2.\n</think>\n\nIt is 4.", "So 2+2."),
+        ("qwen3", "assistant\n", "It is 4.", ""),
+        ("qwen3", "assistant\n<think>\n", "So 2+2.\n</think>\n\nIt is 4.", "So 2+2."),
+        ("qwen3", "assistant\n<think>\n\n</think>\n\n", "It is 4.", ""),
+        ("kimi", "", "◁think▷So 2+2.◁/think▷It is 4.", "So 2+2."),
+        ("kimi", "", "It is 4.", ""),
+        ("kimi_k2", "", "<think>So 2+2.</think>It is 4.", "So 2+2."),
+        ("kimi_k2", "", "It is 4.", ""),
     ],
 )
-def test_reasoning(name: str, thinking: bool, text: str, reasoning: str):
+def test_reasoning(name: str, prompt: str, text: str, reasoning: str):
     chosen = form(reasoning=name)
-    assert read(chosen, text, thinking) == (reasoning, "It is 4.", [])
-    assert read(chosen, text, thinking, split=False) == ("", text, [])
+    assert read(chosen, text, prompt) == (reasoning, "It is 4.", [])
+    assert read(chosen, text, prompt, split=False) == ("", text, [])
 
 
 def test_markers_count_only_where_they_can_stand():
@@ -164,16 +173,13 @@ def test_markers_count_only_where_they_can_stand():
     assert (reasoning, calls) == (f"Say {PUBLISHED['qwen25']}?", [PARIS, SUM])
 
 
-def test_the_prompt_tells_whether_thinking_is_open():
-    for name in ("qwen3", "deepseek-v3"):
-        chosen = form(reasoning=name)
-        parser = chosen.parser((), False, True, prompt="…<｜Assistant｜><think>\n")
-        assert summed(parts_of(parser, ["Hm.</think>4"])) == [
-            ("Reasoning", "Hm."),
-            ("Content", "4"),
-        ]
-        parser = chosen.parser((), True, True, prompt="<think>\n\n</think>\n\n")
-        assert summed(parts_of(parser, ["4"])) == [("Content", "4")]
+@pytest.mark.parametrize("name", [name for name in THINKING if name != "kimi"])
+def test_the_clients_opening_of_an_answer(name: str):
+    chosen = form(reasoning=name)
+    assert chosen.begins_inside("…<think>", opening="So 2")
+    assert chosen.begins_inside("…", opening="<think>\nSo 2")
+    assert not chosen.begins_inside("…<think>", opening="So 2+2.</think>\n\nIt is")
+    assert not chosen.begins_inside("…</think>", opening="It is")
 
 
 HERMES_ODD = [
@@ -300,7 +306,7 @@ def test_xml_values_have_the_types_of_the_schema():
 
 def test_ids():
     def ids(name: str, text: str) -> list[str]:
-        parts = parts_of(form(name).parser(TOOLS, False, True), [text])
+        parts = parts_of(form(name).parser(TOOLS, False), [text])
         return [part.id for part in parts if isinstance(part, ToolStart)]
 
     for name in ("qwen25", "qwen3_coder", "deepseekv3", "deepseekv31"):
@@ -419,12 +425,12 @@ def test_how_the_text_is_cut_does_not_matter(name: str, data: st.DataObject):
     text = "".join(data.draw(st.lists(st.sampled_from(fragments(name)), max_size=14)))
     reasoning = "gpt-oss" if name == "gpt-oss" else data.draw(st.sampled_from([None, *THINKING]))
     chosen = form(name, reasoning)
-    thinking, split = data.draw(st.booleans()), data.draw(st.booleans())
+    inside, split = data.draw(st.booleans()), data.draw(st.booleans())
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    whole = summed(parts_of(chosen.parser(TOOLS, thinking, split), [text]))
-    assert summed(parts_of(chosen.parser(TOOLS, thinking, split), pieces)) == whole
-    assert summed(parts_of(chosen.parser(TOOLS, thinking, split), list(text))) == whole
+    whole = summed(parts_of(chosen.parser(TOOLS, inside, split), [text]))
+    assert summed(parts_of(chosen.parser(TOOLS, inside, split), pieces)) == whole
+    assert summed(parts_of(chosen.parser(TOOLS, inside, split), list(text))) == whole
     # Other text stays unchanged except for layout and the markers of reasoning.
     if name != "gpt-oss" and ("call", "add") not in whole and ("call", "get_weather") not in whole:
         seen = "".join(said for _, said in whole)
@@ -433,7 +439,7 @@ def test_how_the_text_is_cut_does_not_matter(name: str, data: st.DataObject):
 
 
 def one_feed(name: str, text: str) -> list[tuple[str, str]]:
-    return summed(parts_of(form(name).parser(TOOLS, False, True), [text]))
+    return summed(parts_of(form(name).parser(TOOLS, False), [text]))
 
 
 def test_deep_and_huge_input_is_read_in_linear_steps():
@@ -523,14 +529,16 @@ def test_names():
         ("qwen3", {}, True),
         ("qwen3", {"enable_thinking": False}, False),
         ("deepseek-v3", {}, False),
-        ("deepseek-v3", {"thinking": True}, True),
-        ("deepseek-v3", {"enable_thinking": True}, True),
+        ("qwen3", {"thinking": False}, False),
+        ("deepseek-v3", {"thinking": True}, False),  # the prompt opens the reasoning
+        ("deepseek-v3", {"enable_thinking": True}, False),
+        ("kimi_k2", {"thinking": False}, True),
         ("deepseek-r1", {"thinking": False}, True),
         ("gpt-oss", {}, True),
         (None, {"thinking": True}, False),
     ],
 )
-def test_the_template_switches_thinking(name: str | None, arguments: Any, thinking: bool):
+def test_models_that_open_their_reasoning(name: str | None, arguments: Any, thinking: bool):
     assert form(None, name).thinking(arguments) is thinking
 
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from msgspec import structs
 from transformers.generation import logits_process as hf
 
 from moesaic.core.sampling import SamplingParams
@@ -288,6 +289,30 @@ def test_top_logprobs_break_ties_by_token_id():
     _, top = token_logprobs(logits, [0, 9], top_n=4)
     assert [token for _, token in top[0]] == [250, 0, 1, 2]
     assert top[1] == [(-math.log(2), 4), (-math.log(2), 9)]
+
+
+def test_logprobs_of_chosen_tokens_follow_the_likely_ones():
+    logits = torch.randn(5, 300)
+    rows = [
+        SampleRow(SamplingParams(), 1, i, return_logprob=i != 2, top_logprobs_num=i)
+        for i in range(5)
+    ]
+    chosen = [(), (7,), (1,), (299, 0, 299), tuple(range(300))]
+    asked = [structs.replace(row, token_ids_logprob=c) for row, c in zip(rows, chosen, strict=True)]
+    plain, found = sample(logits, rows), sample(logits, asked)
+    assert found.token_ids == plain.token_ids and found.logprobs == plain.logprobs
+    want = logits.double().log_softmax(-1)
+    for i in (0, 1, 3, 4):
+        assert found.top_logprobs[i][:i] == plain.top_logprobs[i]
+        further = found.top_logprobs[i][i:]
+        assert tuple(token for _, token in further) == chosen[i]
+        expected = [want[i, token].item() for token in chosen[i]]
+        assert [value for value, _ in further] == pytest.approx(expected, abs=1e-6)
+    assert found.top_logprobs[2] is None
+    _, top = token_logprobs(logits, [0] * 5, 1, (7, 9))
+    assert [[token for _, token in row[1:]] for row in top] == [[7, 9]] * 5
+    values = [value for row in top for value, _ in row[1:]]
+    assert values == pytest.approx(want[:, [7, 9]].flatten().tolist(), abs=1e-6)
 
 
 def test_token_logprobs_in_pieces(monkeypatch):

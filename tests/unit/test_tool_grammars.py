@@ -176,7 +176,10 @@ def test_forced_calls(walker: Walker, name: str, thinking: bool):
         ] is (False)
     assert walker.accepts(required, one.replace("2", '"2"'))[0] is False
     # The parser reads what the grammar forces.
-    items = summed(parts_of(form.parser(tools_of(name), thinking, True), [one]))
+    single = form.grammar(tools_of(name), "required", None, thinking, parallel=False)
+    assert walker.accepts(single, one) == (True, True)
+    assert walker.accepts(single, two)[0] is False
+    items = summed(parts_of(form.parser(tools_of(name), False), [one]))
     ((called, arguments),) = calls_of(items)
     assert called == "get_weather" and arguments["days"] == 2
 
@@ -205,6 +208,9 @@ def test_forms_of_answers(walker: Walker, name: str, response: dict[str, str], g
     assert walker.accepts(both, thought + whole(name, 0)) == (True, True)
     assert walker.accepts(both, final + good) == (True, True)
     assert walker.accepts(both, final + bad)[1] is False
+    single = form.grammar(tools_of(name), "auto", response, True, parallel=False)
+    assert walker.accepts(single, thought + whole(name, 0)) == (True, True)
+    assert walker.accepts(single, thought + whole(name, 0, 1))[0] is False
     # Without a prefix the engine uses the response format unchanged.
     if name == "qwen25":
         assert form.grammar([], "none", response, False) == response
@@ -223,17 +229,24 @@ def test_strict_tools_leave_text_free(walker: Walker, name: str):
     assert walker.accepts(grammar, before + whole(name, 0).replace("get_weather", "rm"))[0] is False
     if name != "gpt-oss":
         assert walker.accepts(grammar, before + whole(name, 0) + "\n\nand" + whole(name, 1))[1]
+    single = form.grammar(tools_of(name, strict=True), "auto", None, False, parallel=False)
+    assert walker.accepts(single, text) == (True, True)
+    assert walker.accepts(single, before + whole(name, 0)) == (True, True)
+    assert walker.accepts(single, before + whole(name, 0) + "\n")[0] is False
 
 
 def test_answers_that_begin_within_the_reasoning(walker: Walker):
     for name in ("deepseek-r1", "qwen3-thinking", "deepseek-v3"):
         form = walker.form("qwen25", name)
-        grammar = form.grammar(tools_of("qwen25"), "required", None, True)
+        grammar = form.grammar(tools_of("qwen25"), "required", None, True, inside=True)
         assert walker.accepts(grammar, "I see.</think>\n" + whole("qwen25", 0)) == (True, True)
         assert walker.accepts(grammar, whole("qwen25", 0))[1] is False
-    grammar = form.grammar(tools_of("qwen25"), "required", None, False)
-    assert walker.accepts(grammar, whole("qwen25", 0)) == (True, True)
-    grammar = form.grammar(tools_of("qwen25"), "required", None, False, prompt="…<think>\n")
+    for value in (False, True):  # the switch alone does not open it
+        thinking = form.thinking({"thinking": value})
+        grammar = form.grammar(tools_of("qwen25"), "required", None, thinking)
+        assert walker.accepts(grammar, whole("qwen25", 0)) == (True, True)
+        assert walker.accepts(grammar, "<think>")[0] is False
+    grammar = form.grammar(tools_of("qwen25"), "required", None, False, inside=True)
     assert walker.accepts(grammar, "I see.</think>" + whole("qwen25", 0)) == (True, True)
 
 
@@ -251,9 +264,20 @@ def test_refusals():
         form.grammar([EMPTY], "auto", {"ebnf": "root ::= ("}, False)
     deep: dict[str, Any] = {}
     for _ in range(100_000):
-        deep = {"not": deep}
+        deep = {"items": deep}
     with pytest.raises(ValueError, match="nested too deeply"):
         form.grammar([Tool("f", "", deep)], "required", None, False)
+
+
+@pytest.mark.parametrize("odd", [None, 1, "x", [], {}, [1]], ids=str)
+@pytest.mark.parametrize("name", ["qwen25", "qwen3_coder"])
+def test_schemas_with_values_of_wrong_types(name: str, odd: Any):
+    form = choose_format(name, None, "")
+    words = ("type", "enum", "const", "properties", "required", "anyOf", "allOf", "$ref", "$defs")
+    for word in words:
+        inner = {"type": "string", word: odd}
+        for schema in ({word: odd}, {"properties": {"a": inner, "b": {word: odd}}, word: odd}):
+            assert "lark" in form.grammar([Tool("f", parameters=schema)], "required", None, False)
 
 
 def test_keywords_that_cannot_be_forced(walker: Walker):

@@ -21,6 +21,8 @@ OWN_FLAGS: Final = frozenset(
         "log_level",
         "model_path",
         "tokenizer_path",
+        "download_dir",
+        "crash_dump_folder",
         "num_threads",
     }
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from typing import Any
@@ -24,7 +24,7 @@ from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.setup.memory_plan import check_plan
 from moesaic.engine.worker.planner import ModelFacts
 from moesaic.engine.worker.rank_info import log_ranks, service_info
-from moesaic.models.tiny import materialise
+from moesaic.models.locate import model_folder
 from moesaic.observe.spans import SpanKind, Spans
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ class CoreClient:
     """Replaces LocalCore: it sends requests to the ranks and receives their tokens. A request that
     ends here by a stop string is aborted on its rank, and surplus tokens are dropped."""
 
+    on_failure: Callable[[str], None] | None = None
     idle_timeout: float | None = None
     """After a fault the engine's thread waits for commands without a timeout."""
 
@@ -118,6 +119,8 @@ class CoreClient:
         elif isinstance(message, messages.Fault):
             self.fault = message.message
             logger.error("%s", message.message)
+            if self.on_failure is not None:
+                self.on_failure(message.message)
             self.fail_all(message.message)
 
     def _apply(self, delta: messages.RequestDelta) -> None:
@@ -137,6 +140,8 @@ class CoreClient:
             request.queue_seconds = state.held + delta.queue_seconds
         request.input_logprobs += delta.input_logprobs
         request.input_top_logprobs += delta.input_top_logprobs
+        if delta.routed:
+            request.add_routed(delta.routed_first, delta.routed)
         reason = state.accept_all(delta)
         if delta.finish is not None:
             self._finish(state, reason or delta.finish)
@@ -207,7 +212,7 @@ def start_ranks(args: ServerArgs, mesh: Mesh) -> CoreClient:
 
 def serve_node(args: ServerArgs) -> int:
     """Runs the ranks of a further node until the first node ends the service; an exit status."""
-    args = replace(args, model_path=materialise(args.model_path))
+    args = replace(args, model_path=model_folder(args))
     return host_ranks(Service(service_spec(args, mesh_of(args))))
 
 

@@ -85,6 +85,8 @@ class EngineThread:
                     core.step()
                 except Exception as error:
                     logger.exception("the engine failed; all %d requests fail", len(core.states))
+                    if core.on_failure is not None:
+                        core.on_failure(repr(error))
                     core.fail_all(f"the engine failed: {error!r}")
         except BaseException as error:
             core.fault = core.fault or f"the engine's thread ended: {error!r}"

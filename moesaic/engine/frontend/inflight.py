@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 
 from moesaic.core.redact import shown_id
-from moesaic.core.request import ABORTED, FinishReason, failure
+from moesaic.core.request import ABORTED, FinishReason, Request, failure
 from moesaic.engine.errors import QueueFull
 from moesaic.engine.frontend.engine_thread import Core, EngineThread
 from moesaic.engine.schedule.request_state import RequestState
@@ -34,6 +34,16 @@ class InflightRequests:
 
     def __len__(self) -> int:
         return len(self._states)
+
+    def waiting(self) -> tuple[int, int]:
+        """Requests that have not started, and the tokens of their prompts."""
+        with self._lock:
+            found = list(self._waiting)
+        return len(found), sum(state.request.prompt_len for state in found)
+
+    def requests(self) -> list[Request]:
+        with self._lock:
+            return [state.request for state in self._states.values()]
 
     def submit(self, states: Sequence[RequestState]) -> None:
         with self._lock:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import random
 import re
 import uuid
@@ -12,14 +11,22 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, TypedDict
 
+from moesaic.core.foreign_fields import BadParameter, drop_foreign
 from moesaic.core.redact import shown, shown_id
 from moesaic.core.request import Request
-from moesaic.core.sampling import GRAMMARS, Grammar, SamplingParams
+from moesaic.core.sampling import ALIASES, GRAMMARS, Grammar, SamplingParams
 from moesaic.engine.frontend.outputs import num_logprobs
+from moesaic.engine.frontend.request_options import (
+    MAX_TOP_LOGPROBS,
+    cache_namespace,
+    integer,
+    tokens_to_score,
+)
+from moesaic.engine.frontend.routed_experts import first_position
 from moesaic.engine.text.grammar_check import GrammarChecker
+from moesaic.engine.text.stop_regex import check_stop_patterns
 from moesaic.engine.text.tokenizer import Tokenizer
 
-MAX_TOP_LOGPROBS = 1024
 MAX_SAMPLES = 4096
 MAX_RID = 256
 # The cost of preparing a request, in characters of its prompt.
@@ -34,7 +41,10 @@ PER_PROMPT = (
     "return_logprob",
     "logprob_start_len",
     "top_logprobs_num",
+    "token_ids_logprob",
     "data_parallel_rank",
+    "extra_key",
+    "cache_salt",
 )
 
 # The ids of a prompt: its own, and that of its call if the call has several prompts.
@@ -55,9 +65,13 @@ class EngineLimits:
     """The source of seeds for requests without one."""
     grammars: GrammarChecker
     num_groups: int = 1
+    routed_row: int = 0
+    """The bytes of one token's routed experts."""
     longest_token: int = 0
     """In characters; 0 without a tokenizer."""
     request_numbers: Iterator[int] = field(default_factory=count)
+    preferred: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling parameters that requests may leave out."""
 
     @property
     def max_sequence(self) -> int:
@@ -94,8 +108,15 @@ class GenerateOptions(TypedDict, total=False):
     top_logprobs_num: int | list[int]
     stream: bool
     return_text_in_logprobs: bool
+    return_routed_experts: bool
+    routed_experts_start_len: int
     rid: str | list[str] | None
     data_parallel_rank: int | list[int] | None
+    routed_dp_rank: int | list[int] | None
+    token_ids_logprob: list[int] | list[list[int]] | None
+    extra_key: str | list[str] | None
+    cache_salt: str | list[str] | None
+    return_prompt_token_ids: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +137,37 @@ class GenerateInput:
     stream: bool = False
     """Whether outputs come while they grow, or once at the end."""
     return_text_in_logprobs: bool = False
+    return_routed_experts: Any = False
+    routed_experts_start_len: Any = 0
+    routed_dp_rank: int | list[int] | None = None
+    """SGLang's other name of `data_parallel_rank`."""
+    token_ids_logprob: Any = None
+    """Token ids, or a list of them for each prompt."""
+    extra_key: Any = None
+    """Only prompts with the same `extra_key` and `cache_salt` share cached pages."""
+    cache_salt: Any = None
+    return_prompt_token_ids: bool = False
+
+    def __post_init__(self) -> None:
+        ranks = [
+            rank for rank in (self.data_parallel_rank, self.routed_dp_rank) if rank is not None
+        ]
+        if len(ranks) == 2 and ranks[0] != ranks[1]:
+            text = "data_parallel_rank and routed_dp_rank differ: give one of them"
+            raise BadParameter("routed_dp_rank", text)
+        object.__setattr__(self, "data_parallel_rank", ranks[0] if ranks else None)
+        object.__setattr__(self, "routed_dp_rank", None)
 
     @classmethod
     def from_arguments(
         cls, prompt: Any, sampling_params: Any, input_ids: Any, options: GenerateOptions
     ) -> GenerateInput:
-        for name in options:
-            if name not in GenerateOptions.__annotations__:
+        known = GenerateOptions.__annotations__
+        for name, value in options.items():
+            if name not in known and not drop_foreign(name, value):
                 raise TypeError(f"generate() got an unexpected keyword argument {name!r}")
-        return cls(prompt, input_ids, sampling_params, **options)
+        chosen: Any = {name: value for name, value in options.items() if name in known}
+        return cls(prompt, input_ids, sampling_params, **chosen)
 
     @property
     def is_single(self) -> bool:
@@ -148,13 +191,14 @@ class GenerateInput:
         asked = map(_num_samples, given[:SAMPLE_SIZE] or [self.sampling_params])
         return total + SAMPLE_SIZE * sum(n - 1 for n in asked if isinstance(n, int))
 
-    def text_of(self, index: int) -> str | None:
-        """The prompt of an output, if it is a text; outputs of one prompt are adjacent."""
-        if self.prompt is None or isinstance(self.prompt, str):
-            return self.prompt
-        params = _per_prompt("", self.sampling_params, len(self.prompt))
-        owners = [number for number, one in enumerate(params) for _ in range(_num_samples(one))]
-        return self.prompt[owners[index]]
+    def output_prompts(self) -> list[str] | None:
+        """The prompt of each output of a valid call, if prompts are texts."""
+        if self.prompt is None:
+            return None
+        texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        params = _per_prompt("sampling_params", self.sampling_params, len(texts))
+        pairs = zip(texts, params, strict=True)
+        return [text for text, one in pairs for _ in range(_num_samples(one))]
 
     @property
     def has_grammar(self) -> bool:
@@ -166,7 +210,7 @@ class GenerateInput:
     ) -> list[tuple[Request, PromptIds]]:
         """A request for each sample, `n` of each prompt. Grammars are not checked yet."""
         prompts = self._prompts(tokenizer, limits)
-        columns = [_per_prompt(name, getattr(self, name), len(prompts)) for name in PER_PROMPT]
+        columns = [self._column(name, len(prompts)) for name in PER_PROMPT]
         ids_of_prompts = self._ids(len(prompts))
         found: list[tuple[Request, PromptIds]] = []
         for number, (prompt_ids, *values) in enumerate(zip(prompts, *columns, strict=True)):
@@ -179,6 +223,13 @@ class GenerateInput:
         _check_distinct([request for request, _ in found])
         return found
 
+    def _column(self, name: str, number: int) -> list[Any]:
+        """The value of an argument for each prompt."""
+        value = getattr(self, name)
+        if name == "token_ids_logprob" and not _has_lists(value):
+            value = [value] * number  # one list is for all prompts
+        return _per_prompt(name, value, number)
+
     def _samples(
         self, rid: str, tokenizer: Tokenizer | None, limits: EngineLimits, most: int
     ) -> Iterator[Request]:
@@ -188,6 +239,10 @@ class GenerateInput:
         _check_prompt(prompt_ids, limits)
         params = _params(self.sampling_params, tokenizer, limits)
         start, top = self._logprob_range(len(prompt_ids), limits)
+        routed = integer("routed_experts_start_len", self.routed_experts_start_len or 0)
+        routed_start = first_position(self.return_routed_experts, routed, len(prompt_ids))
+        further = tokens_to_score(self.token_ids_logprob, limits.vocab_size)
+        namespace = cache_namespace(self.extra_key, self.cache_salt)
         if params.n > most:
             raise ValueError(f"more than {MAX_SAMPLES} outputs at once: ask several times")
         room = limits.max_sequence - len(prompt_ids)
@@ -208,21 +263,27 @@ class GenerateInput:
                 logprob_start=start,
                 top_logprobs_num=top if self.return_logprob else 0,
                 group=self.data_parallel_rank,  # type: ignore[arg-type]
+                routed_start=routed_start,
+                routed_row=limits.routed_row,
+                cache_namespace=namespace,
+                token_ids_logprob=further if self.return_logprob else (),
             )
 
     def _logprob_range(self, prompt_len: int, limits: EngineLimits) -> tuple[int, int]:
         """The first prompt position to report, and the number of alternatives."""
         start, top = self.logprob_start_len, self.top_logprobs_num
-        start = -1 if start is None else _integer("logprob_start_len", start)
-        top = 0 if top is None else _integer("top_logprobs_num", top)
+        start = -1 if start is None else integer("logprob_start_len", start)
+        top = 0 if top is None else integer("top_logprobs_num", top)
         if not -1 <= start < prompt_len:
-            raise ValueError(
+            raise BadParameter(
+                "logprob_start_len",
                 f"logprob_start_len {shown(start)} must be -1 or a position in the prompt, which "
-                f"has {prompt_len} tokens"
+                f"has {prompt_len} tokens",
             )
         most = min(MAX_TOP_LOGPROBS, limits.vocab_size)
         if not 0 <= top <= most:
-            raise ValueError(f"top_logprobs_num {shown(top)} must be between 0 and {most}")
+            text = f"top_logprobs_num {shown(top)} must be between 0 and {most}"
+            raise BadParameter("top_logprobs_num", text)
         return start if start >= 0 else prompt_len - 1, top
 
     def check_grammars(self, requests: Sequence[Request], grammars: GrammarChecker) -> None:
@@ -328,9 +389,10 @@ def _check_number(prompts: Sequence[Any]) -> None:
 
 
 def _check_group(group: Any, num_groups: int) -> None:
-    if group is not None and not 0 <= _integer("data_parallel_rank", group) < num_groups:
-        raise ValueError(
-            f"data_parallel_rank {group} is not one of the {num_groups} groups of this service"
+    if group is not None and not 0 <= integer("data_parallel_rank", group) < num_groups:
+        raise BadParameter(
+            "data_parallel_rank",
+            f"data_parallel_rank {group} is not one of the {num_groups} groups of this service",
         )
 
 
@@ -365,33 +427,43 @@ def _plain(value: Any) -> Any:
 def _token_ids(row: Any) -> list[int]:
     if not isinstance(row, list | tuple):
         raise ValueError(f"input_ids mixes token ids and lists of them: {shown(row)}")
-    return [_integer("input_ids", _plain(token)) for token in row]
+    return [integer("input_ids", _plain(token)) for token in row]
 
 
-def _integer(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ValueError(f"{name} must be made of integers, not {shown(value)}")
-    return operator.index(value)
+def _has_lists(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(item, list) for item in value)
 
 
 def _per_prompt(name: str, value: Any, number: int) -> list[Any]:
     if not isinstance(value, list):
         return [value] * number
     if len(value) != number:
-        raise ValueError(f"{name} has {len(value)} entries for {number} prompts")
+        raise BadParameter(name, f"{name} has {len(value)} entries for {number} prompts")
     return value
 
 
 def _params(given: Any, tokenizer: Tokenizer | None, limits: EngineLimits) -> SamplingParams:
     if given is not None and not isinstance(given, SamplingParams | Mapping):
-        raise ValueError(f"sampling_params must be a dict, not {shown(given)}")
+        text = f"sampling_params must be a dict, not {shown(given)}"
+        raise BadParameter("sampling_params", text)
+    if limits.preferred and not isinstance(given, SamplingParams):
+        given = _with_preferred(given or {}, limits.preferred)
     params = given if isinstance(given, SamplingParams) else SamplingParams.from_dict(given)
     params.check_vocab(limits.vocab_size)
-    if params.stop and tokenizer is None:
-        raise ValueError("stop strings need a tokenizer: give stop_token_ids instead")
+    if tokenizer is None and (params.stop or params.stop_regex):
+        text = "stop strings need a tokenizer: give stop_token_ids instead"
+        raise BadParameter("stop" if params.stop else "stop_regex", text)
+    check_stop_patterns(params.stop_regex)
     if params.n > MAX_SAMPLES:
-        raise ValueError(f"n {params.n} is more than {MAX_SAMPLES}: ask several times")
+        raise BadParameter("n", f"n {params.n} is more than {MAX_SAMPLES}: ask several times")
     return params
+
+
+def _with_preferred(given: Mapping[str, Any], preferred: Mapping[str, Any]) -> dict[str, Any]:
+    """Adds the preferred parameters that are not given, also not by another name."""
+    names = {ALIASES.get(name, name) for name, value in given.items() if value is not None}
+    left_out = {k: v for k, v in preferred.items() if ALIASES.get(k, k) not in names}
+    return left_out | {name: value for name, value in given.items() if value is not None}
 
 
 def _seed_of_sample(seed: int, sample: int) -> int:

@@ -7,6 +7,7 @@ from typing import Any, Final
 import msgspec
 
 from moesaic.core.request import FinishReason, Request, TopLogprobs
+from moesaic.engine.frontend import routed_experts
 from moesaic.engine.schedule.request_state import Progress, RequestState
 from moesaic.engine.text.tokenizer import Tokenizer
 
@@ -36,10 +37,10 @@ class RequestUpdate(msgspec.Struct, frozen=True, gc=False):
 class CallOutputs:
     """Collects the outputs of one call's requests."""
 
-    def __init__(self, states: list[RequestState], single: bool, texts: Tokenizer | None) -> None:
+    def __init__(self, states: list[RequestState], single: bool, format: OutputFormat) -> None:
         self.states, self.single = states, single
         self.pending = set(range(len(states)))
-        self._format = OutputFormat(texts)
+        self._format = format
         self._final: dict[int, dict[str, Any]] = {}
         self._num_shown = [-1] * len(states)
 
@@ -69,8 +70,9 @@ class OutputFormat:
     """Formats the outputs of one call. Each output of a stream repeats everything so far, which
     grows quadratically; so intermediate outputs have logprobs only while they are few."""
 
-    def __init__(self, texts: Tokenizer | None) -> None:
-        self._texts = texts
+    def __init__(self, texts: Tokenizer | None = None, prompt_ids: bool = False) -> None:
+        """`texts`: for the texts of tokens in logprobs. `prompt_ids`: the last output has them."""
+        self._texts, self._prompt_ids = texts, prompt_ids
         self._repeated = 0
 
     def answer(self, request: Request, progress: Progress) -> dict[str, Any]:
@@ -82,19 +84,25 @@ class OutputFormat:
             "prompt_tokens": request.prompt_len,
             "completion_tokens": number,
             "cached_tokens": request.cached_tokens,
+            "cached_tokens_details": cached_tokens_details(request),
             "total_retractions": request.retractions,
         }
         if request.finished is not None and progress.finished:
             meta["e2e_latency"] = request.finished - request.created
             if request.first_token is not None:
                 meta["ttft"] = request.first_token - request.created
+            if request.routed_start is not None:
+                meta["routed_experts"] = routed_experts.encoded(request)
         if request.return_logprob:
             if self._has_logprobs(request, progress):
                 meta |= _logprobs(request, number, self._texts)
             if not progress.finished:
                 self._repeated += num_logprobs(request, 0, number)
         output_ids = request.token_ids[request.prompt_len : request.prompt_len + number]
-        return {"text": progress.text, "output_ids": output_ids, "meta_info": meta}
+        output = {"text": progress.text, "output_ids": output_ids, "meta_info": meta}
+        if self._prompt_ids and progress.finished:
+            output["prompt_token_ids"] = request.prompt_ids
+        return output
 
     def weight(self, request: Request, progress: Progress) -> int:
         if self._has_logprobs(request, progress):
@@ -106,39 +114,53 @@ class OutputFormat:
         return progress.finished or self._repeated + number <= MAX_REPEATED
 
 
+def cached_tokens_details(request: Request) -> dict[str, int] | None:
+    """As SGLang has it; pages are cached on the device only."""
+    return {"device": request.cached_tokens, "host": 0} if request.cached_tokens else None
+
+
 def num_logprobs(request: Request, start: int, stop: int) -> int:
     """Logprobs of the output tokens from `start` to `stop`; with the first, of the prompt too."""
     if not request.return_logprob:
         return 0
     inputs = 0 if start else request.prompt_len - request.logprob_start
-    return (inputs + stop - start) * (request.top_logprobs_num + 1)
+    entries = 1 + request.top_logprobs_num + len(request.token_ids_logprob)
+    return (inputs + stop - start) * entries
 
 
 def weight(request: Request, start: int, stop: int) -> int:
     """Estimated microseconds to build and encode these output tokens."""
-    return 8 + (stop - start) // 8 + num_logprobs(request, start, stop)
+    routed = routed_experts.encoding_time(request)
+    return 8 + (stop - start) // 8 + num_logprobs(request, start, stop) + routed
 
 
 def _logprobs(request: Request, number: int, texts: Tokenizer | None) -> dict[str, Any]:
     def entry(logprob: float | None, token: int) -> Entry:
         return logprob, token, None if texts is None else texts.token_text(token)
 
-    def top(rows: list[TopLogprobs]) -> list[list[Entry]]:
-        return [[entry(logprob, token) for logprob, token in row] for row in rows]
+    def top(rows: list[TopLogprobs], part: slice) -> list[list[Entry]]:
+        return [[entry(logprob, token) for logprob, token in row[part]] for row in rows]
 
-    inputs = request.prompt_ids[request.logprob_start :]
-    outputs = request.token_ids[request.prompt_len : request.prompt_len + number]
+    input_ids = request.prompt_ids[request.logprob_start :]
+    output_ids = request.token_ids[request.prompt_len : request.prompt_len + number]
     found: dict[str, Any] = {
         "input_token_logprobs": [
             entry(logprob, token)
-            for logprob, token in zip([None, *request.input_logprobs], inputs, strict=False)
+            for logprob, token in zip([None, *request.input_logprobs], input_ids, strict=False)
         ],
         "output_token_logprobs": [
             entry(logprob, token)
-            for logprob, token in zip(request.output_logprobs, outputs, strict=False)
+            for logprob, token in zip(request.output_logprobs, output_ids, strict=False)
         ],
     }
+    further = len(request.token_ids_logprob)
+    inputs, outputs = request.input_top_logprobs, request.output_top_logprobs[:number]
     if request.top_logprobs_num:
-        found["input_top_logprobs"] = [None, *top(request.input_top_logprobs)]
-        found["output_top_logprobs"] = top(request.output_top_logprobs[:number])
+        likely = slice(None, -further or None)
+        found["input_top_logprobs"] = [None, *top(inputs, likely)]
+        found["output_top_logprobs"] = top(outputs, likely)
+    if further:
+        asked = slice(-further, None)
+        found["input_token_ids_logprobs"] = [None, *top(inputs, asked)]
+        found["output_token_ids_logprobs"] = top(outputs, asked)
     return found

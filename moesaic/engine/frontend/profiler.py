@@ -24,7 +24,7 @@ from moesaic.observe.trace import Track, write_trace
 
 logger = logging.getLogger(__name__)
 
-# Names the folder of traces; only the operator can set it.
+# Names the folder of traces where --profile-dir does not; only the operator can set either.
 FOLDER_VARIABLE: Final = "MOESAIC_PROFILER_DIR"
 PRIVATE: Final = 0o700
 POLL_SECONDS: Final = 0.1
@@ -34,11 +34,15 @@ Ask = Callable[[str, Mapping[str, Any]], RankAnswers]
 class Profiler:
     """May be called from any thread. `spans` are those of this process."""
 
-    def __init__(self, ask: Callable[..., Any], mesh: Mesh, spans: Spans) -> None:
+    def __init__(
+        self, ask: Callable[..., Any], mesh: Mesh, spans: Spans, profile_dir: str | None = None
+    ) -> None:
         self._ask, self._mesh, self._spans = ask, mesh, spans
+        self._profile_dir = profile_dir
         self._lock = threading.Lock()
         self._recording: Recording | None = None
         self._path: Path | None = None
+        """The last trace's file, until `stop` returns it."""
         self.steps = 0
         """Steps in the last trace, of all replicas together."""
         self._closed = threading.Event()
@@ -46,7 +50,7 @@ class Profiler:
     def start(self, output_dir: str | Path | None, num_steps: int | None) -> None:
         if num_steps is not None and num_steps < 1:
             raise ValueError(f"num_steps is {num_steps}: record at least one step")
-        folder = Path(output_dir or trace_folder())
+        folder = Path(output_dir or trace_folder(self._profile_dir))
         with self._lock:
             if self._recording is not None:
                 raise ProfileRunning("a profile is being recorded already: stop it first")
@@ -62,9 +66,10 @@ class Profiler:
         with self._lock:
             if self._recording is not None:
                 self._write(self._recording)
-            if self._path is None:
+            path, self._path = self._path, None
+            if path is None:
                 raise ValueError("no profile is being recorded: start one first")
-            return self._path
+            return path
 
     def close(self) -> None:
         """Discards a running recording."""
@@ -204,12 +209,13 @@ class Recording:
         return self._mesh.place(rank).replica
 
 
-def trace_folder() -> Path:
-    """The default folder of traces is private: the working directory may be served or shared."""
-    if folder := os.environ.get(FOLDER_VARIABLE):
+def trace_folder(profile_dir: str | None = None) -> Path:
+    """The folder of --profile-dir, or the default one, which is private: the working directory may
+    be served or shared."""
+    if folder := profile_dir or os.environ.get(FOLDER_VARIABLE):
         return Path(folder).absolute()
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "moesaic" / "profile"
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "moesaic" / "profile"
 
 
 def _check_folder(folder: Path) -> None:

@@ -125,6 +125,9 @@ class GraphBatch:
         self.found_2B = torch.zeros(2, most, dtype=torch.int64, device=device)
         shape = (most if sizes and ranks.is_last else 0, runner.vocab_size)
         self.logits_BV = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.routed: dict[GraphKey, list[Tensor]] = {}
+        """The slots that each graph's routers choose, by layer: held, so that they keep their
+        memory, and overwritten by every replay."""
         self._x_BH = None if ranks.is_first else runner.hidden_buffer(most)
         self._hidden_BH = None if ranks.is_last else runner.hidden_buffer(most)
 
@@ -158,6 +161,7 @@ class GraphBatch:
         """The body of a graph, from static buffers to static buffers. All rows are sampled
         greedily, which is cheaper than to select those that should be."""
         runner, packed = self._runner, self.packed[:, : key.rows]
+        self.routed[key] = []
         hidden_BH = runner.model(
             self._future_tokens.resolve(packed[IDS], packed[SLOTS]),
             packed[POSITIONS],
@@ -168,6 +172,7 @@ class GraphBatch:
                 rows=key.rows,
                 num_tokens_1=self._count_1,
                 own_tokens_1=self._own_1,
+                routed=self.routed[key],
             ),
             None if self._x_BH is None else self._x_BH[: key.rows],
         )

@@ -79,6 +79,7 @@ class ModelRunner:
         weight_bytes = self._load_model(args, resolved)
         self.eos_ids = resolved.eos_ids
         self.vocab_size = self.model.config.vocab_size
+        self.num_layers, self.top_k = resolved.num_layers, resolved.top_k
         self.samples = ranks.is_last and ranks.place.attention_rank == 0
         self.matchers = Matchers(partial(self._compiler, args), 2 * self.max_running)
         self.watchdog = PeerWatchdog.of(self.moe, ranks)
@@ -203,7 +204,12 @@ class ModelRunner:
         """Made for the first grammar that a request asks for."""
         assert args.tokenizer_path is not None, "checked before a request is submitted"
         tokenizer = Tokenizer.from_folder(args.tokenizer_path)
-        return Compiler(tokenizer, self.vocab_size, tokenizer.eos_ids or self.eos_ids)
+        return Compiler(
+            tokenizer,
+            self.vocab_size,
+            tokenizer.eos_ids or self.eos_ids,
+            args.constrained_json_allow_additional_properties,
+        )
 
     def _announce_layers(self, status: RankStatus) -> None:
         """Shows the supervisor which layer is computed: a long step is not a hang."""

@@ -126,7 +126,7 @@ class ScoreQueue:
 
     def __init__(self, plan: StepPlan, results: Sequence[ItemResult]) -> None:
         self._waiting = deque(
-            (result, target, item.score.top)
+            (result, target, item.score)
             for item, result in zip(plan.items, results, strict=True)
             if item.score is not None
             for target in item.score.targets
@@ -135,10 +135,11 @@ class ScoreQueue:
     def score_next(self, logits_RV: Tensor) -> None:
         rows, start = [self._waiting.popleft() for _ in range(len(logits_RV))], 0
         for _, group in groupby(rows, key=lambda row: id(row[0])):
-            results, targets, tops = zip(*group, strict=True)
+            results, targets, scores = zip(*group, strict=True)
             some_RV = logits_RV[start : start + len(targets)]
             start += len(targets)
-            logprobs, top_logprobs = token_logprobs(some_RV, targets, tops[0])
+            score = scores[0]
+            logprobs, top_logprobs = token_logprobs(some_RV, targets, score.top, score.token_ids)
             result = results[0]
             if not all(map(math.isfinite, logprobs)):
                 result.broken = NOT_FINITE

@@ -28,6 +28,7 @@ from moesaic.engine.runner.future_tokens import FutureTokens, FutureTokenSlot, S
 from moesaic.engine.runner.graphs import GraphKey
 from moesaic.engine.runner.matchers import GrammarMask
 from moesaic.engine.runner.pinned import DeviceEvent, PinnedRing
+from moesaic.engine.runner.routed_experts import RoutedExperts, RoutedSlots
 from moesaic.engine.runner.row_results import (
     LOGIT_ROWS,
     NOT_FINITE,
@@ -72,6 +73,7 @@ class BatchOutput:
     found_2R: Tensor
     hidden_TH: Tensor | None = None
     scored: EagerOutput | None = None
+    routed: RoutedSlots | None = None
 
 
 @dataclass(slots=True)
@@ -86,6 +88,7 @@ class DeviceStep:
     event: DeviceEvent
     hidden_TH: Tensor | None = None
     scored: EagerOutput | None = None
+    routed: RoutedSlots | None = None
     host_sampled: list[int] = field(default_factory=list)
     """Rows that the host samples from `logits_LV`, into `slots_L`."""
     logits_LV: Tensor | None = None
@@ -121,6 +124,7 @@ class AsynchronousSteps:
         self._downloads = PinnedRing(device, 2 * runner.max_running, self._timeout)
         shared = (runner, self._uploads, self._future_tokens)
         self._eager = EagerBatch(*shared)
+        self._routed_experts = RoutedExperts(runner, self._uploads)
         self._idle = IdleBatch(runner) if self._has_peers else None
         self.graph_batch = GraphBatch(*shared, sizes, queries)
         self.graphs = self.graph_batch.graphs
@@ -178,11 +182,22 @@ class AsynchronousSteps:
         if (key := self._graph_key(plan, agreement)) is not None:
             hidden_TH = self.graph_batch.run(plan, key, x_TH, slots)
             rows = len(slots) * key.queries if self._runner.samples else 0
-            return self._output(hidden_TH, rows)
+            output = self._output(hidden_TH, rows)
+            if plan.is_routed:
+                output.routed = self._routed_experts.read(
+                    plan, self.graph_batch.routed[key], key.rows
+                )
+            return output
         if not plan.items:
             return self._run_idle(agreement)
-        eager = self._eager.run(plan, self._step(agreement), x_TH, slots)
-        return self._eager_output(plan, eager)
+        step = self._step(agreement)
+        if plan.is_routed:
+            step = replace(step, routed=[])
+        eager = self._eager.run(plan, step, x_TH, slots)
+        output = self._eager_output(plan, eager)
+        if step.routed is not None:
+            output.routed = self._routed_experts.read(plan, step.routed, plan.num_tokens)
+        return output
 
     def _graph_key(self, plan: StepPlan, agreement: StepAgreement) -> GraphKey | None:
         """The graph of a decode step, None for an eager step; all ranks choose alike."""
@@ -245,7 +260,7 @@ class AsynchronousSteps:
         host, event = self._downloads.next_buffer(2 * len(rows))
         found = host.view(2, len(rows)).copy_(found_2R, non_blocking=True)
         step = DeviceStep(self, plan, self._number, rows, found, event)
-        step.hidden_TH, step.scored = output.hidden_TH, output.scored
+        step.hidden_TH, step.scored, step.routed = output.hidden_TH, output.scored, output.routed
         if host_sampled:
             (rows_L,) = self._uploads.upload(host_sampled)
             # A copy: the next step overwrites the static buffers of a graph.
@@ -276,8 +291,9 @@ class AsynchronousSteps:
         plan = step.plan
         step.event.wait(self._timeout, f"step {step.number} of {plan.num_tokens} tokens")
         self._runner.watchdog.lifecycle.check()
+        routed = b"" if step.routed is None else step.routed.experts()
         if not self._runner.ranks.is_last:
-            return StepResult([])
+            return StepResult([], routed)
         tokens, broken = step.found.tolist()
         found = [ItemResult(token_ids=[token]) for token in tokens]
         for n in (n for n, bad in enumerate(broken) if bad):
@@ -288,7 +304,7 @@ class AsynchronousSteps:
         accept_drafts(plan, found)
         if step.scored is not None:
             self._score(plan, step.scored, results)
-        return StepResult(results)
+        return StepResult(results, routed)
 
     def _sample_on_host(self, step: DeviceStep, logits_LV: Tensor, found: list[ItemResult]) -> None:
         rows = [step.rows[n] for n in step.host_sampled]
@@ -343,18 +359,26 @@ class SynchronousSteps:
 
     def __init__(self, runner: ModelRunner, timeout: float) -> None:
         self._runner = runner
-        self._batch = EagerBatch(runner, PinnedRing(runner.device, 4 * LOGIT_ROWS, timeout))
+        uploads = PinnedRing(runner.device, 4 * LOGIT_ROWS, timeout)
+        self._batch = EagerBatch(runner, uploads)
+        self._routed_experts = RoutedExperts(runner, uploads)
 
     def begin(self, plan: StepPlan, agreement: StepAgreement, x_TH: Tensor | None) -> FinishedStep:
         runner = self._runner
         if runner.samples:
             runner.matchers.begin(plan)
         runner.attention.clear(plan.clear)
-        step = Step(prefill=agreement.prefill, counts=runner.group_counts(agreement))
-        output = self._batch.run(plan, step, x_TH)
+        slots: list[Tensor] | None = [] if plan.is_routed else None
+        counts = runner.group_counts(agreement)
+        step = Step(prefill=agreement.prefill, counts=counts, routed=slots)
+        output, routed = self._batch.run(plan, step, x_TH), b""
+        if slots is not None:
+            routed = self._routed_experts.read(plan, slots, plan.num_tokens).experts()
         if not runner.ranks.is_last:
-            return FinishedStep(StepResult([]), output.hidden_TH)
-        return FinishedStep(self.results(plan, output, agreement.logits or (len(output.rows_R),)))
+            return FinishedStep(StepResult([], routed), output.hidden_TH)
+        result = self.results(plan, output, agreement.logits or (len(output.rows_R),))
+        result.routed = routed
+        return FinishedStep(result)
 
     def results(self, plan: StepPlan, output: EagerOutput, group_rows: Sequence[int]) -> StepResult:
         """Samples and scores on the first rank of an attention group; the others only compute

@@ -64,6 +64,7 @@ class SampleRow(msgspec.Struct, frozen=True, gc=False):
     eos_ids: frozenset[int] = frozenset()
     return_logprob: bool = False
     top_logprobs_num: int = 0
+    token_ids_logprob: tuple[int, ...] = ()
 
 
 class Sampled(NamedTuple):
@@ -146,16 +147,18 @@ def sample(
 
 
 def token_logprobs(
-    logits_TV: Tensor, target_ids: Sequence[int], top_n: int = 0
+    logits_TV: Tensor, target_ids: Sequence[int], top_n: int = 0, further: Sequence[int] = ()
 ) -> tuple[list[float], list[TopLogprobs]]:
-    """Logprob of each row's target, and its `top_n` most likely tokens; NaN for invalid rows."""
+    """Logprob of each row's target, and of its `top_n` most likely tokens and the `further` ones;
+    NaN for invalid rows."""
     assert logits_TV.shape[0] == len(target_ids), (logits_TV.shape, len(target_ids))
     logprobs: list[float] = []
     top: list[TopLogprobs] = []
     for piece in _pieces(logits_TV):
         raw_RV = logits_TV[piece].float()
         targets = target_ids[piece]
-        some, some_top = _logprobs(raw_RV, targets, [top_n] * len(targets))
+        asked = [further] * len(targets) if further else ()
+        some, some_top = _logprobs(raw_RV, targets, [top_n] * len(targets), asked)
         logprobs += some
         top += some_top
     return logprobs, top
@@ -425,7 +428,8 @@ def _extend(out: Sampled, raw_RV: Tensor, tokens: list[int], rows: Sequence[Samp
     if asked:
         some_RV = raw_RV if len(asked) == len(rows) else raw_RV[asked]
         counts = [rows[i].top_logprobs_num for i in asked]
-        found, found_top = _logprobs(some_RV, [tokens[i] for i in asked], counts)
+        further = [rows[i].token_ids_logprob for i in asked]
+        found, found_top = _logprobs(some_RV, [tokens[i] for i in asked], counts, further)
         for i, logprob, best in zip(asked, found, found_top, strict=True):
             logprobs[i], top[i] = logprob, best
     out.token_ids.extend(tokens)
@@ -434,8 +438,13 @@ def _extend(out: Sampled, raw_RV: Tensor, tokens: list[int], rows: Sequence[Samp
 
 
 def _logprobs(
-    raw_RV: Tensor, targets: Sequence[int], counts: Sequence[int]
+    raw_RV: Tensor,
+    targets: Sequence[int],
+    counts: Sequence[int],
+    further: Sequence[Sequence[int]],
 ) -> tuple[list[float], list[TopLogprobs]]:
+    """The logprob of each row's target, and those of its `counts` most likely tokens and then of
+    its `further` ones."""
     scores = Scores.of(raw_RV)
     share = (scores.blocks_RNW - scores.best_R1[:, :, None]).exp_()
     total_R = share.mul_(scores.scale).round_().sum((1, 2), dtype=torch.float64)
@@ -444,7 +453,21 @@ def _logprobs(
     picked, best, totals = torch.stack([column.double() for column in table]).tolist()
     norms = [b + math.log(t / scores.scale) for b, t in zip(best, totals, strict=True)]
     top = _most_likely(raw_RV, norms, counts)
+    if any(further):
+        _append_further(top, raw_RV, norms, further)
     return [p - norm for p, norm in zip(picked, norms, strict=True)], top
+
+
+def _append_further(
+    top: list[TopLogprobs],
+    raw_RV: Tensor,
+    norms: Sequence[float],
+    further: Sequence[Sequence[int]],
+) -> None:
+    where = [(row, token) for row, tokens in enumerate(further) for token in tokens]
+    index = torch.tensor(where, device=raw_RV.device).unbind(1)
+    for (row, token), value in zip(where, raw_RV[index].tolist(), strict=True):
+        top[row].append((value - norms[row], token))
 
 
 def _most_likely(

@@ -47,6 +47,10 @@ class PlannedItem(msgspec.Struct, frozen=True, gc=False, eq=False):
         """Tokens that are computed even if all drafts are rejected."""
         return self.stop - len(self.drafts)
 
+    def accepted(self, num_tokens: int) -> int:
+        """How many drafts a step accepts that yields `num_tokens` tokens."""
+        return max(0, num_tokens - 1) if self.drafts else 0
+
     def begin(self) -> None:
         """Counts the step's work as done: steps run in the order in which they are planned."""
         request, stop = self.request, self.stop
@@ -63,7 +67,7 @@ class PlannedItem(msgspec.Struct, frozen=True, gc=False, eq=False):
         request = self.request
         request.pending -= self.samples
         if self.drafts and request.retractions == self.retractions:
-            request.num_computed = self.confirmed + max(0, num_tokens - 1)
+            request.num_computed = self.confirmed + self.accepted(num_tokens)
         request.verifying = False
 
     def undo(self) -> None:

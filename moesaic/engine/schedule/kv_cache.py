@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-Key = tuple[int, ...]
-"""The tokens of one full page."""
+Key = tuple[int | str, ...]
+"""The tokens of one full page; that of a sequence's first page begins with its namespace."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,14 +63,17 @@ class PrefixTree:
         self._clock = count(1)
         self._idle: list[tuple[int, int, PrefixNode]] = []
 
-    def key(self, token_ids: Sequence[int], page: int) -> Key:
-        return tuple(token_ids[page * self.page_size : (page + 1) * self.page_size])
+    def key(self, token_ids: Sequence[int], page: int, namespace: str = "") -> Key:
+        tokens = tuple(token_ids[page * self.page_size : (page + 1) * self.page_size])
+        return (namespace, *tokens) if namespace and page == 0 else tokens
 
-    def match(self, token_ids: Sequence[int], limit: int) -> tuple[PrefixNode, list[int]]:
+    def match(
+        self, token_ids: Sequence[int], limit: int, namespace: str = ""
+    ) -> tuple[PrefixNode, list[int]]:
         """The deepest node on the path of the first `limit` tokens, and the pages leading there."""
         node, pages = self.root, list[int]()
         for page in range(limit // self.page_size):
-            child = node.children.get(self.key(token_ids, page))
+            child = node.children.get(self.key(token_ids, page, namespace))
             if child is None:
                 break
             node = child

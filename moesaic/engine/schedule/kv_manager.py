@@ -38,7 +38,8 @@ class KVManager:
 
     def lookup(self, request: Request) -> tuple[PrefixNode, list[int]]:
         """The cached prefix that a request may use."""
-        return self.tree.match(request.token_ids, self._reusable(request))
+        limit = self._reusable(request)
+        return self.tree.match(request.token_ids, limit, request.cache_namespace)
 
     def awaited(self, request: Request, num_cached: int) -> Key | None:
         """The page after the cached ones, if another request may compute it for this one."""
@@ -53,16 +54,18 @@ class KVManager:
         """The tokens of a page within the first `limit` tokens."""
         if (page + 1) * self.page_size > limit:
             return None
-        return self.tree.key(request.token_ids, page)
+        return self.tree.key(request.token_ids, page, request.cache_namespace)
 
     def _reusable(self, request: Request) -> int:
         """Tokens that a request may take from the cache: neither its last one, nor those whose
-        successor's logprob was requested."""
+        successor's logprob or whose routed experts were requested."""
         if not self.tree.enabled:
             return 0
         limit = len(request.token_ids) - 1
         if request.lacks_input_logprobs:
             limit = min(limit, request.next_input_logprob)
+        if request.routed_start is not None:
+            limit = min(limit, request.next_routed)
         return limit
 
     def admit(self, request: Request, node: PrefixNode, pages: list[int]) -> None:
@@ -91,7 +94,7 @@ class KVManager:
             return
         node = self._place[request]
         for number in range(node.depth, num_tokens // self.page_size):
-            key = self.tree.key(request.token_ids, number)
+            key = self.tree.key(request.token_ids, number, request.cache_namespace)
             node = self.tree.extend(node, key, request.pages[number])
             request.pages[number] = node.page
         self._place[request] = node

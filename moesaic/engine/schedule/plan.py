@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise, repeat
 from typing import Final, Protocol
 
 import msgspec
@@ -22,6 +23,8 @@ class PromptScore(msgspec.Struct, array_like=True):
     row: int
     targets: list[int]
     top: int
+    token_ids: tuple[int, ...] = ()
+    """Further tokens to score, after the `top` most likely ones."""
 
 
 class PlanItem(msgspec.Struct, array_like=True, gc=False):
@@ -37,6 +40,8 @@ class PlanItem(msgspec.Struct, array_like=True, gc=False):
     num_drafts: int = 0
     """The last tokens are a drafter's proposals. The step samples before each and after the last,
     and yields the sampled tokens up to and including the first that differs from its proposal."""
+    num_routed: int = 0
+    """How many of the last tokens the request asks the routed experts of."""
 
     @property
     def num_sampled(self) -> int:
@@ -52,10 +57,21 @@ class StepPlan(msgspec.Struct, array_like=True):
     clear: list[int] = []
     prefill: bool = False
     ended: list[int] = []
+    is_routed: bool = False
+    """Whether an item has a `num_routed`."""
 
     @property
     def num_tokens(self) -> int:
         return sum(len(item.token_ids) for item in self.items)
+
+    def routed_rows(self) -> list[int]:
+        """Rows of the step whose routed experts are requested."""
+        rows, start = list[int](), 0
+        for item in self.items:
+            stop = start + len(item.token_ids)
+            rows += range(stop - item.num_routed, stop)
+            start = stop
+        return rows
 
     def logit_rows(self) -> list[int]:
         """Rows of the step whose logits are needed: those that sample, then those that score."""
@@ -86,7 +102,19 @@ class ItemResult(msgspec.Struct, array_like=True, gc=False):
 
 
 class StepResult(msgspec.Struct, array_like=True):
+    """`routed`: experts of the plan's routed rows, [rows, layers, top-k] of uint16. A stage has
+    those of its own layers; the last one gives those of all."""
+
     items: list[ItemResult]
+    routed: bytes = b""
+
+    def routed_of(self, items: Sequence[PlanItem]) -> Iterable[bytes]:
+        """The routed experts of each item of the plan."""
+        if not self.routed:
+            return repeat(b"", len(items))
+        row = len(self.routed) // sum(item.num_routed for item in items)
+        stops = list(accumulate(row * item.num_routed for item in items))
+        return (self.routed[start:stop] for start, stop in pairwise([0, *stops]))
 
 
 class StepHandle(Protocol):
@@ -126,6 +154,8 @@ class StageOrder(msgspec.Struct, array_like=True):
 
     agreement: StepAgreement
     plan: bytes
+    routed: list[bytes] = []
+    """Routed experts of the stages so far, as in StepResult."""
 
 
 encode = msgspec.msgpack.Encoder().encode

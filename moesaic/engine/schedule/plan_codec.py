@@ -35,6 +35,7 @@ class WirePlan(msgspec.Struct, array_like=True):
     clear: list[int]
     prefill: bool
     ended: list[int]
+    is_routed: bool = False
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -60,7 +61,7 @@ class PlanSender:
             return NOTHING
         ended = [key for key in plan.ended if self._known.pop(key, None) is not None]
         items = [self._item(item) for item in plan.items]
-        return _encoder.encode(WirePlan(items, plan.clear, plan.prefill, ended))
+        return _encoder.encode(WirePlan(items, plan.clear, plan.prefill, ended, plan.is_routed))
 
     def _item(self, item: PlanItem) -> WireItem:
         known = self._known.setdefault(item.request_no, KnownRequest([]))
@@ -72,7 +73,7 @@ class PlanSender:
         if known.sample is None:
             # The caller's process looks for stop strings.
             known.sample = wire.item.sample = structs.replace(
-                item.sample, params=replace(item.sample.params, stop=())
+                item.sample, params=replace(item.sample.params, stop=(), stop_regex=())
             )
         else:
             wire.position = item.sample.position
@@ -91,7 +92,7 @@ class PlanReceiver:
         for key in wire.ended:
             del self._known[key]
         items = [self._item(item) for item in wire.items]
-        return StepPlan(items, wire.clear, wire.prefill, wire.ended)
+        return StepPlan(items, wire.clear, wire.prefill, wire.ended, wire.is_routed)
 
     def _item(self, wire: WireItem) -> PlanItem:
         known = self._known.setdefault(wire.item.request_no, KnownRequest([]))

@@ -8,6 +8,7 @@ request ends.
 
 from __future__ import annotations
 
+import sys
 import time
 from bisect import insort
 from collections import deque
@@ -32,6 +33,8 @@ class SchedulerConfig:
     max_running: int
     chunk_tokens: int
     conservativeness: float = 1.0
+    max_prompts: int = sys.maxsize
+    """Most requests whose prompts share a step."""
 
 
 Plan = dict[Request, PlannedItem]
@@ -77,10 +80,10 @@ class Scheduler:
                 drafts = self._drafts_that_fit(request) if request.drafts else 0
                 planned[request] = PlannedItem.of(request, 1 + drafts, True, drafts)
         budget = self.config.chunk_tokens
-        for request in filling:
+        for request in filling[: self.config.max_prompts]:
             budget -= self._plan(request, min(budget, _uncomputed(request)), planned)
         if self.waiting:
-            self._admit(budget, planned, only)
+            self._admit(budget, self.config.max_prompts - len(filling), planned, only)
         self._reserve = max(self._least_reserve, self._reserve - RESERVE_DECAY)
         return list(planned.values())
 
@@ -128,14 +131,17 @@ class Scheduler:
         self.running.remove(request)
         self.kv.release(request)
 
-    def _admit(self, budget: int, planned: Plan, only: frozenset[Request] | None) -> None:
-        """Admits waiting requests in order, except those whose next page another one computes."""
+    def _admit(
+        self, budget: int, room: int, planned: Plan, only: frozenset[Request] | None
+    ) -> None:
+        """Admits up to `room` waiting requests in order, except those whose next page another one
+        computes."""
         # A prompt's last pages are shared once its first token has been sampled.
         computing = {
             self.kv.frontier(r) for r in self.running if r.num_output == 0 or not r.is_decoding
         }
         for request in list(self.waiting):
-            if budget <= 0 or len(self.running) >= self.config.max_running:
+            if min(budget, room) <= 0 or len(self.running) >= self.config.max_running:
                 break
             if only is not None and request not in only:
                 continue
@@ -148,6 +154,7 @@ class Scheduler:
             if not self._fits(request, node, len(pages)):
                 break
             self._begin(request, node, pages)
+            room -= 1
             computing.add(self.kv.frontier(request))
             budget -= self._plan(request, min(budget, _uncomputed(request)), planned)
 

@@ -40,6 +40,7 @@ LARGEST_SHARE, SMALLEST_SHARE = 0.92, 0.5
 SPLITS = 32
 # Bytes of a logit: in the model's dtype, in float32, and in the sampler.
 LOGIT_BYTES = 2 + 4 + 8
+SLOT_BYTES = 4
 CACHE_TYPES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 
 
@@ -134,19 +135,22 @@ class StepBytes:
     experts: int
     dense: int
     attention: int
+    routed: int = 0
+    """The slots of all layers and a copy of them, which requests may ask for."""
 
     @property
     def total(self) -> int:
-        return self.logits + self.experts + self.dense + self.attention
+        return self.logits + self.experts + self.dense + self.attention + self.routed
 
     @classmethod
     def of(cls, model: CausalLM, limits: StepLimits, context_length: int) -> StepBytes:
         config, tokens, size = model.config, limits.tokens, model.config.dtype.itemsize
-        widest, experts, attention = [0], [0], [0]
+        widest, experts, attention, routed = [0], [0], [0], 0
         for module in model.modules():
             if isinstance(module, FusedMoE):
                 part = config.parallel.most_rows(tokens)
                 experts.append(_expert_bytes(module, tokens, part))
+                routed += 2 * tokens * module.config.top_k * SLOT_BYTES
             elif isinstance(module, Attention | LatentAttention):
                 attention.append(_attention_bytes(module, limits, context_length, size))
         widest += [matrix.shape[0] for matrix in _dense(model)]
@@ -156,6 +160,7 @@ class StepBytes:
             # The residual, its norm, the widest product and its result.
             dense=tokens * size * (4 * config.hidden_size + 2 * max(widest)),
             attention=max(attention),
+            routed=routed,
         )
 
 

@@ -189,6 +189,10 @@ class ResolvedModel:
         return self.raw.integer("num_hidden_layers")
 
     @property
+    def top_k(self) -> int:
+        return self.raw.integer("num_experts_per_tok")
+
+    @property
     def eos_ids(self) -> frozenset[int]:
         """For engines without a tokenizer; a tokenizer's take precedence."""
         return checked(self.raw.data, ModelEosTokens, self.raw.source).all_ids

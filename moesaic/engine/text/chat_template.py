@@ -9,6 +9,20 @@ from typing import Any, Final
 
 from moesaic.engine.errors import EngineShutDown, QueueFull
 from moesaic.engine.frontend.fair_queue import FairExecutor
+from moesaic.engine.text.chat_roles import (
+    ANSWER,
+    CALLING,
+    RESULT,
+    TOOL,
+    USER,
+    CallArguments,
+    Message,
+    Probe,
+    TemplateSupport,
+    adapted,
+    find_support,
+    is_plain,
+)
 from moesaic.engine.text.limited_child import (
     ANSWER_SECONDS,
     Allowance,
@@ -19,36 +33,21 @@ from moesaic.engine.text.limited_child import (
 from moesaic.engine.text.template_child import INVALID, TEXT
 from moesaic.models.tiny_chat import CHAT_TEMPLATES
 
-Message = Mapping[str, Any]
-
 # The largest request body needs a tenth of it.
 ALLOWANCE: Final = Allowance(seconds=2.0, room=512 * 2**20)
 
-_TOOL: Final = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "description": "Looks a word up",
-        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
-    },
-}
-_CALL: Final = {
-    "id": "abcdefgh1",
-    "type": "function",
-    "function": {"name": "look_up", "arguments": {"word": "tile"}},
-}
 _TURNS: Final = (
-    {"role": "user", "content": "What is a tile?"},
-    {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [_CALL]},
-    {"role": "tool", "tool_call_id": "abcdefgh1", "content": "A part of a mosaic."},
-    {"role": "assistant", "content": "A part of a mosaic."},
+    USER,
+    {**CALLING, "reasoning_content": "Hm."},
+    {**RESULT, "content": "A part of a mosaic."},
+    ANSWER,
 )
 _SYSTEM: Final = {"role": "system", "content": "Be brief."}
 # Conversations that check a template at start: short and long, with and without tools.
 TRIALS: Final[tuple[tuple[tuple[Message, ...], list[Any] | None], ...]] = (
     (_TURNS[:1], None),
-    ((_SYSTEM, *_TURNS), [_TOOL]),
-    ((_SYSTEM, *(_TURNS * 64), {"role": "user", "content": "word " * 20000}), [_TOOL] * 32),
+    ((_SYSTEM, *_TURNS), [TOOL]),
+    ((_SYSTEM, *(_TURNS * 64), {"role": "user", "content": "word " * 20000}), [TOOL] * 32),
 )
 
 
@@ -56,15 +55,12 @@ class ChatTemplateError(ValueError):
     """There is no chat template, or it does not accept the messages."""
 
 
-class CallArguments(str):
-    """A tool call's arguments as the model wrote them; templates use them as values or as text."""
-
-
 class ChatTemplates:
     """The templates of a folder by name. Each gets `variables`. Any thread may render."""
 
     def __init__(self, texts: Mapping[str, str], variables: Mapping[str, str], folder: str) -> None:
         self.texts, self._variables, self._folder = dict(texts), dict(variables), folder
+        self._support: dict[str, TemplateSupport] = {}
         self._turns = FairExecutor("moesaic-templates")
         setup = json.dumps(self.texts).encode()
         self._child = LimitedChild("moesaic.engine.text.template_child", setup, ALLOWANCE)
@@ -82,12 +78,20 @@ class ChatTemplates:
             **self._variables,
             "documents": None,
             **kwargs,
-            "messages": messages,
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
         name = self._name(tools)
-        return self._turns.submit(client, lambda: self._render(name, variables))
+        return self._turns.submit(
+            client,
+            lambda: self._render(name, {**variables, "messages": self._adapted(name, messages)}),
+        )
+
+    @property
+    def renders_tools(self) -> bool:
+        """Whether a prompt shows the model its tools."""
+        name = "tool_use" if "tool_use" in self.texts else "default"
+        return name in self.texts and self._supported(name).tools
 
     def check(self) -> None:
         """ChatTemplateError if a template is not Jinja or too costly for usual conversations."""
@@ -110,10 +114,29 @@ class ChatTemplates:
                     ) from None
                 except ChatTemplateError:
                     continue
+            self._supported(name)
 
     def close(self) -> None:
         self._turns.close(EngineShutDown())
         self._child.close()
+
+    def _adapted(self, name: str, messages: Sequence[Message]) -> Sequence[Message]:
+        return messages if is_plain(messages) else adapted(messages, self._supported(name))
+
+    def _supported(self, name: str) -> TemplateSupport:
+        """What a template renders, found out once."""
+        if self.texts[name] in CHAT_TEMPLATES:
+            return TemplateSupport()
+        if name not in self._support:
+            self._support[name] = find_support(lambda probe: self._try(name, probe))
+        return self._support[name]
+
+    def _try(self, name: str, probe: Probe) -> str:
+        given = {"messages": probe.messages, "tools": probe.tools, "add_generation_prompt": True}
+        try:
+            return self._render(name, {**self._variables, **given})
+        except ChatTemplateError:
+            return ""
 
     def _render(self, name: str, variables: Mapping[str, Any]) -> str:
         try:

@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from typing import Final
 
 from moesaic.core.sampling import SamplingParams
+from moesaic.engine.text.stop_regex import StopPatterns
 from moesaic.engine.text.token_bytes import TokenBytes
 from moesaic.engine.text.tokenizer import Tokenizer
+
+# Characters of a held-back run of byte tokens up to which patterns are tried on it early.
+MAX_PREVIEW: Final = 64
+# Characters that are held back for a pattern; a longer match leaves only these out of the text.
+MAX_HELD: Final = 4096
 
 
 class IncrementalDetokenizer:
     """Feed tokens with `push`, read `text` at any time, call `finish` once at the end. The stop
-    string that ends first wins, and of those that end together the longest, in any tokenisation."""
+    string or match of a pattern that ends first wins, and of those that end together the longest,
+    in any tokenisation."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams
     ) -> None:
         self._bytes = TokenBytes(tokenizer, prompt_ids, params.skip_special_tokens)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._stops = _StopSearch(params.stop, params.no_stop_trim)
+        self._stops = _StopSearch(params.stop, params.stop_regex, params.no_stop_trim)
         self._finished = False
 
     @property
     def text(self) -> str:
-        """Whole characters that cannot be the start of a stop string."""
+        """Whole characters that cannot belong to a stop string or a match of a pattern."""
         return self._stops.text
 
     def push(self, token_ids: Sequence[int]) -> str | None:
-        """The matched stop string, if any; tokens after it are ignored."""
+        """The stop string or pattern that matched, if any; tokens after it are ignored."""
         assert not self._finished, "push after finish"
         for token_id in token_ids:
             if self._stops.matched is not None:
@@ -55,13 +63,15 @@ class IncrementalDetokenizer:
 
 
 class _StopSearch:
-    """Holds back the end of a text while it may become a stop string."""
+    """Holds back the end of a text while it may become a stop string or a pattern's match."""
 
-    def __init__(self, stops: tuple[str, ...], keep_stop: bool) -> None:
+    def __init__(self, stops: tuple[str, ...], patterns: tuple[str, ...], keep_stop: bool) -> None:
         self._stops = stops
+        self._patterns = StopPatterns(patterns) if patterns else None
         self._longest = max(map(len, stops), default=0)
         self._keep_stop = keep_stop
         self._pieces: list[str] = []
+        self._num_shown = 0
         self._held = ""
         self.matched: str | None = None
 
@@ -73,24 +83,45 @@ class _StopSearch:
         return self._pieces[0] if self._pieces else ""
 
     def would_match(self, following: str) -> bool:
-        """Whether a stop string would end exactly at the end of this text."""
-        if not following or not self._stops:
+        """Whether the answer would end with this text, which is not certain yet."""
+        if not following:
+            return False
+        preview = self._patterns if len(following) <= MAX_PREVIEW else None
+        if preview is not None and preview.copy().feed(following) is not None:
+            return True
+        if not self._stops:
             return False
         return (self._held + following[-self._longest :]).endswith(self._stops)
 
     def feed(self, piece: str) -> None:
         text = self._held + piece
-        found = [
-            (text.find(stop) + len(stop), -len(stop), stop) for stop in self._stops if stop in text
-        ]
-        if found:
+        if found := self._found(text, piece):
             end, minus_length, self.matched = min(found)
             self._pieces.append(text[: end if self._keep_stop else end + minus_length])
             self._held = ""
             return
-        safe = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
+        safe = len(text) - self._num_held(text)
         self._pieces.append(text[:safe])
+        self._num_shown += safe
         self._held = text[safe:]
+
+    def _found(self, text: str, piece: str) -> list[tuple[int, int, str]]:
+        """The end of each match in the text, minus its length, and what matched."""
+        # A stop string that ended before this piece would have been found.
+        first = max(0, len(text) - len(piece) - self._longest + 1)
+        ends = ((text.find(stop, first) + len(stop), stop) for stop in self._stops)
+        found = [(end, -len(stop), stop) for end, stop in ends if end >= len(stop)]
+        if self._patterns is not None and (match := self._patterns.feed(piece)) is not None:
+            length = min(match.end - match.start, MAX_HELD)
+            found.append((match.end - self._num_shown, -length, match.pattern))
+        return found
+
+    def _num_held(self, text: str) -> int:
+        """Characters at the end of the text that may belong to a match."""
+        held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        if self._patterns is None or self._keep_stop:
+            return held
+        return max(held, min(self._patterns.length - self._patterns.earliest, MAX_HELD))
 
     def release(self) -> None:
         self._pieces.append(self._held)

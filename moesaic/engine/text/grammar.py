@@ -16,6 +16,7 @@ import tokenizers
 
 from moesaic.core.redact import LONGEST_WORD
 from moesaic.core.sampling import Grammar
+from moesaic.engine.text.json_schema import prepare
 from moesaic.engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -27,6 +28,11 @@ WHITE_SPACE: Final = r"[\x20\x0A\x0D\x09]{1,64}"
 # A state takes 1 to 2 kB. grammar_check bounds the time and memory of compilation.
 MAX_LEXER_STATES: Final = 50_000
 SHOWN: Final = 240
+# How llguidance begins refusals that only schemas with `strict` get, see `json_schema`.
+STRICT_REFUSALS: Final = ("Unimplemented keys:", "Unknown format:", "oneOf constraints")
+WITHOUT_STRICT: Final = " (leave it out, or drop strict: then it is not enforced)"
+# What llguidance says about an option that clients do not set here, and what they can do.
+COERCE: Final = ". Enable 'coerce_one_of' option to approximate oneOf with anyOf"
 QUOTES: Final = "\"'`,.:;()[]{}"
 VOID: Final = "<|moesaic:no-end|>"
 
@@ -87,16 +93,18 @@ def _bracket_depth(text: str) -> int:
     return deepest
 
 
-def _from_json_schema(matcher: type[LLMatcher], text: str) -> str:
-    match json.loads(text):
-        case True:
-            text = "{}"
-        case False:
-            raise ValueError("nothing matches it")
-    return matcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITE_SPACE})
+def _from_json_schema(matcher: type[LLMatcher], text: str, open_objects: bool) -> str:
+    schema = json.loads(text)
+    if schema is False:
+        raise ValueError("nothing matches it")
+    schema = {} if schema is True else schema
+    return matcher.grammar_from_json_schema(
+        json.dumps(prepare(schema, open_objects).schema),
+        defaults={"whitespace_pattern": WHITE_SPACE},
+    )
 
 
-def _from_regex(matcher: type[LLMatcher], text: str) -> str:
+def _from_regex(matcher: type[LLMatcher], text: str, _: bool) -> str:
     """Removes anchors, which llguidance lacks: the whole output must match anyway."""
     if (len(text) - len(text.rstrip("\\"))) % 2:
         raise ValueError("it ends with a single backslash")
@@ -106,7 +114,7 @@ def _from_regex(matcher: type[LLMatcher], text: str) -> str:
     return matcher.grammar_from_regex(text if backslashes % 2 else body)
 
 
-def _from_ebnf(matcher: type[LLMatcher], text: str) -> str:
+def _from_ebnf(matcher: type[LLMatcher], text: str, _: bool) -> str:
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:
@@ -117,18 +125,26 @@ def _from_ebnf(matcher: type[LLMatcher], text: str) -> str:
         raise ValueError(f"it is not GBNF: {why}") from error
 
 
-SOURCES: Final[dict[str, Callable[[type[LLMatcher], str], str]]] = {
+SOURCES: Final[dict[str, Callable[[type[LLMatcher], str, bool], str]]] = {
     "json_schema": _from_json_schema,
     "regex": _from_regex,
     "ebnf": _from_ebnf,
-    "lark": lambda matcher, text: matcher.grammar_from_lark(text),
+    "lark": lambda matcher, text, _: matcher.grammar_from_lark(text),
 }
 
 
 class Compiler:
-    """Makes matchers for a tokenizer; without `eos_ids` outputs end with the token `void`."""
+    """Makes matchers for a tokenizer; without `eos_ids` outputs end with the token `void`.
+    `open_objects`: see `json_schema.prepare`."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_ids: Iterable[int],
+        open_objects: bool = False,
+    ) -> None:
+        self._open_objects = open_objects
         backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
         known = [token for token in sorted(eos_ids) if backend.id_to_token(token) is not None]
         self.eos_ids = [token for token in known if token < vocab_size]
@@ -155,7 +171,7 @@ class Compiler:
 
         limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
         try:
-            source = SOURCES[grammar.kind](LLMatcher, grammar.text)
+            source = SOURCES[grammar.kind](LLMatcher, grammar.text, self._open_objects)
         except ValueError as error:
             raise ValueError(shown(str(error), grammar)) from error
         matcher = LLMatcher(self.tokens, source, limits=limits, log_level=0)
@@ -175,6 +191,8 @@ def shown(message: str, grammar: Grammar) -> str:
     """A message of llguidance without the grammar's text and without its drawings."""
     lines = message.replace(grammar.text, "…").replace("<non-verbose/>", "").splitlines()
     text = " ".join(line.strip() for line in lines if line.strip(" ^") and " | " not in line)
+    text = text.replace(COERCE, ": use anyOf")
     text = text.rpartition("… error: ")[2]  # the regex crate shows the regex before it
     text = " ".join(_unquoted(word, grammar.text) for word in text.split())
-    return text if len(text) <= SHOWN else text[:SHOWN] + "…"
+    advice = WITHOUT_STRICT if any(one in text for one in STRICT_REFUSALS) else ""
+    return (text if len(text) <= SHOWN else text[:SHOWN] + "…") + advice

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Final
 
 import msgspec
@@ -21,7 +24,10 @@ from moesaic.engine.errors import EngineShutDown, QueueFull
 from moesaic.engine.frontend.fair_queue import FairExecutor
 from moesaic.engine.text.grammar import check_depth, is_installed
 from moesaic.engine.text.grammar_child import GrammarSetup
+from moesaic.engine.text.json_schema import prepare
 from moesaic.engine.text.limited_child import Allowance, ChildUnresponsive, Exceeded, LimitedChild
+
+logger = logging.getLogger(__name__)
 
 ALLOWANCE: Final = Allowance(seconds=1.0, room=128 * 2**20)
 REMEMBERED: Final = 4096
@@ -94,6 +100,8 @@ class GrammarChecker:
             check_depth(grammar)
         except ValueError as error:
             return str(error)
+        if grammar.kind == "json_schema":
+            _log_ignored(grammar.text)
         try:
             return self._child.ask(msgspec.msgpack.encode(tuple(grammar))).decode()
         except Exceeded as error:
@@ -109,6 +117,13 @@ def _key(grammar: Grammar) -> bytes:
 def _raise_if_refused(grammar: Grammar, why: str) -> None:
     if why:
         raise BadParameter(grammar.kind, f"{grammar.kind} is not possible: {why}")
+
+
+def _log_ignored(text: str) -> None:
+    with suppress(ValueError):  # a schema that cannot be prepared is refused
+        if ignored := prepare(json.loads(text)).ignored:
+            keywords = sorted({what.partition(" ")[0] for what in ignored})
+            logger.warning("a json_schema has %s, not enforced", ", ".join(keywords))
 
 
 def _full() -> QueueFull:

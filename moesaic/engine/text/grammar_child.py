@@ -24,6 +24,7 @@ class GrammarSetup(msgspec.Struct):
     folder: str
     vocab_size: int
     eos_ids: list[int]
+    open_objects: bool = False
 
 
 def judge(compiler: Compiler, grammar: Grammar) -> str:
@@ -56,7 +57,7 @@ def _begin(data: bytes) -> Answer:
     setup = msgspec.msgpack.decode(data, type=GrammarSetup)
     try:
         tokenizer = Tokenizer.from_folder(setup.folder)
-        compiler = Compiler(tokenizer, setup.vocab_size, setup.eos_ids)
+        compiler = Compiler(tokenizer, setup.vocab_size, setup.eos_ids, setup.open_objects)
         compiler.matcher(Grammar("regex", "a"))
     except Exception as error:
         raise ValueError(f"llguidance cannot use this model's tokenizer: {error}") from error

@@ -87,7 +87,7 @@ class _Reporter:
     def __init__(self, request: Request, deltas: list[messages.RequestDelta]) -> None:
         self._request, self._deltas = request, deltas
         self._num_tokens = len(request.token_ids)
-        self._num_logprobs = self._num_scored = 0
+        self._num_logprobs = self._num_scored = self._routed_bytes = 0
 
     def report(self, _: Progress) -> None:
         request = self._request
@@ -102,6 +102,10 @@ class _Reporter:
         self._num_tokens = len(request.token_ids)
         if request.return_logprob:
             self._add_logprobs(delta)
+        if request.routed_start is not None:
+            delta.routed = bytes(request.routed[self._routed_bytes :])
+            delta.routed_first = request.routed_start + self._routed_bytes // request.routed_row
+            self._routed_bytes = len(request.routed)
         self._deltas.append(delta)
 
     def _add_logprobs(self, delta: messages.RequestDelta) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
@@ -30,6 +30,7 @@ class LocalCore:
     """Runs the step loop in the engine's thread. Not thread-safe: one thread calls it."""
 
     fault: str = ""
+    on_failure: Callable[[str], None] | None = None
 
     def __init__(
         self,
@@ -41,6 +42,7 @@ class LocalCore:
         self.runner = runner or ModelRunner(args)
         self.planner = Planner(args, self.runner, drafter=drafter)
         self.states, self.facts = self.planner.states, self.planner.facts
+        self.rank_facts = [rank_info(self.runner)]
         self.providers = describe_backends(self.runner.moe)
         self.stats = RankStatsReporter(self.runner, group=self.planner.metrics.stats)
         self.loop = StepLoop(self.runner, SingleStage(self.planner), self, self.stats)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -50,6 +51,8 @@ class ModelFacts:
     max_running: int
     eos_ids: tuple[int, ...]
     num_experts: int = 0
+    num_layers: int = 0
+    top_k: int = 0
 
 
 class Planner:
@@ -78,6 +81,7 @@ class Planner:
             max_running=runner.max_running,
             chunk_tokens=runner.limits.chunk_tokens,
             conservativeness=args.schedule_conservativeness,
+            max_prompts=args.prefill_max_requests or sys.maxsize,
         )
         self.scheduler = Scheduler(config, self.kv)
         self.metrics = SchedulerMetrics(self.scheduler, args.decode_log_interval, group)
@@ -88,9 +92,13 @@ class Planner:
             max_running=runner.max_running,
             eos_ids=tuple(sorted(runner.eos_ids)),
             num_experts=runner.num_experts,
+            num_layers=runner.num_layers,
+            top_k=runner.top_k,
         )
         self.states: dict[int, RequestState] = {}
         """The open requests, by number."""
+        self._routed: set[int] = set()
+        """Those that ask for routed experts."""
         self.num_steps = 0
         self._quarantine = Quarantine()
         self._ended: list[int] = []
@@ -122,6 +130,8 @@ class Planner:
         assert number not in self.states, f"request number {number} is in use"
         self.scheduler.add(state.request)
         self.states[number] = state
+        if state.request.routed_start is not None:
+            self._routed.add(number)
 
     def abort(self, request_no: int) -> None:
         if (state := self.states.get(request_no)) is not None:
@@ -158,7 +168,8 @@ class Planner:
         pages, self._new_pages[:] = list(self._new_pages), []
         ended, self._ended = self._ended, []
         self.num_steps += 1
-        return InflightStep(StepPlan(items, pages, prefill, ended), work)
+        is_routed = bool(self._routed) and any(item.num_routed for item in items)
+        return InflightStep(StepPlan(items, pages, prefill, ended, is_routed), work)
 
     def _choose(self, parts: int) -> PlannedWork:
         """The work of the next step. Nothing counts as done before all of it is known, so that an
@@ -221,14 +232,15 @@ class Planner:
 
     def apply(self, step: InflightStep, result: StepResult) -> None:
         """Steps are applied in the order in which they were planned."""
-        for item, found in zip(step.items, result.items, strict=True):
+        routed_of = result.routed_of(step.plan.items)
+        for item, found, routed in zip(step.items, result.items, routed_of, strict=True):
             try:
-                self._apply_item(item, found)
+                self._apply_item(item, found, routed)
             except Exception as error:
                 logger.exception("request %s failed", shown_id(item.request.rid))
                 self._fail(item.request, f"its token could not be applied: {error!r}")
 
-    def _apply_item(self, item: PlannedItem, found: ItemResult) -> None:
+    def _apply_item(self, item: PlannedItem, found: ItemResult, routed: bytes) -> None:
         request = item.request
         state = self.states.get(request.request_no)
         if state is None:  # it ended while the step was in flight
@@ -239,6 +251,10 @@ class Planner:
         if found.input_logprobs:
             request.input_logprobs += found.input_logprobs
             request.input_top_logprobs += found.input_top_logprobs
+        if routed:
+            stop = item.confirmed + item.accepted(len(found.token_ids))
+            first = item.stop - len(routed) // request.routed_row
+            request.add_routed(first, routed[: (stop - first) * request.routed_row])
         if request.retractions == item.retractions:
             self.kv.share(request, item.confirmed)
         if not item.samples:
@@ -258,6 +274,7 @@ class Planner:
 
     def _finish(self, state: RequestState, reason: FinishReason) -> None:
         del self.states[state.request.request_no]
+        self._routed.discard(state.request.request_no)
         try:
             self.scheduler.finish(state.request)
         finally:
@@ -276,8 +293,11 @@ def _plan_item(planned: PlannedItem) -> PlanItem:
     score = _score(request, stop) if request.return_logprob else None
     if drafts:
         ids = [*ids, *drafts]
+    routed = 0
+    if request.routed_start is not None:
+        routed = max(0, planned.stop - max(first, request.routed_start))
     pages = list(request.pages)
-    return PlanItem(request.request_no, ids, first, pages, score, sample, len(drafts))
+    return PlanItem(request.request_no, ids, first, pages, score, sample, len(drafts), routed)
 
 
 def _score(request: Request, stop: int) -> PromptScore | None:
@@ -288,7 +308,8 @@ def _score(request: Request, stop: int) -> PromptScore | None:
         return None
     assert begin >= request.num_computed, "a prefix was reused whose logprobs are requested"
     row = begin - request.num_computed
-    return PromptScore(row, request.prompt_ids[begin + 1 : end + 1], request.top_logprobs_num)
+    targets = request.prompt_ids[begin + 1 : end + 1]
+    return PromptScore(row, targets, request.top_logprobs_num, request.token_ids_logprob)
 
 
 def _sample_row(request: Request, position: int) -> SampleRow:
@@ -302,4 +323,5 @@ def _sample_row(request: Request, position: int) -> SampleRow:
         request.eos_ids,
         request.return_logprob,
         request.top_logprobs_num,
+        request.token_ids_logprob,
     )

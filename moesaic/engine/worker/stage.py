@@ -16,6 +16,7 @@ from torch import Tensor
 from moesaic.comm.collectives.pipeline import Pipe
 from moesaic.comm.supervise.control_page import RankStatus
 from moesaic.core.rank_state import RankState
+from moesaic.engine.runner.routed_experts import join_layers
 from moesaic.engine.schedule import plan_codec
 from moesaic.engine.schedule.inflight import InflightStep
 from moesaic.engine.schedule.plan import (
@@ -155,7 +156,8 @@ class FirstStage(Stage):
     def hand_on(self, step: InflightStep, handle: StepHandle) -> StepHandle:
         if self._pipe is None:
             return handle
-        self._pipe.send(encode(StageOrder(step.agreement, self._encoded)), handle.hidden_TH)
+        routed = [handle.wait().routed] if step.plan.is_routed else []
+        self._pipe.send(encode(StageOrder(step.agreement, self._encoded, routed)), handle.hidden_TH)
         if self._planner is not None and step.items:
             return PipelineReply(self._pipe)
         return FinishedStep(StepResult([]))
@@ -177,6 +179,7 @@ class LaterStage(Stage):
         self.number = number
         self._receiver = PlanReceiver()
         self._order = b""
+        self._routed: list[bytes] = []
 
     def may_plan(self) -> bool:
         return False
@@ -188,16 +191,28 @@ class LaterStage(Stage):
         step.started_at, self.number = time.monotonic_ns(), order.agreement.number
         self._status.begin_step(self.number)
         step.plan, step.agreement = self._receiver.decode(order.plan), order.agreement
+        self._routed = order.routed
         return x_TH
 
     def hand_on(self, step: InflightStep, handle: StepHandle) -> StepHandle:
         if not self._ranks.is_last:
+            if self._routed:
+                self._order = self._with_routed(handle.wait())
             self._pipe.send(self._order, handle.hidden_TH)
             return FinishedStep(StepResult([]))
         result = handle.wait()
+        if self._routed:
+            rows = len(step.plan.routed_rows())
+            result.routed = join_layers([*self._routed, result.routed], rows)
         if self._ranks.place.attention_rank == 0 and step.plan.items:
             self._pipe.reply(encode(result))
         return FinishedStep(result)
+
+    def _with_routed(self, result: StepResult) -> bytes:
+        """The order for the next stage, with the routed experts of this one."""
+        order = decode_order(self._order)
+        order.routed.append(result.routed)
+        return encode(order)
 
     def stop(self) -> None:
         if not self._ranks.is_last:

@@ -52,6 +52,8 @@ def run(link: RankLink) -> None:
     # The objects of the start stay: a garbage collection that visits them would delay a step.
     gc.collect()
     gc.freeze()
+    if worker.args.gc_threshold is not None:
+        gc.set_threshold(*worker.args.gc_threshold)
     worker.serve()
 
 

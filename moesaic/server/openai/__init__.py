@@ -14,8 +14,26 @@ from moesaic.server.routes import USER, Route
 __all__ = ["ROUTES", "OpenAISetup"]
 
 ROUTES: Final = (
-    Route("POST", "/v1/chat/completions", chat_completions, USER, "Answers messages", ChatBody),
-    Route("POST", "/v1/completions", completions, USER, "Continues prompts", CompletionBody),
+    Route(
+        "POST",
+        "/v1/chat/completions",
+        chat_completions,
+        USER,
+        "Answers messages",
+        ChatBody,
+        generates=True,
+        example={"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16},
+    ),
+    Route(
+        "POST",
+        "/v1/completions",
+        completions,
+        USER,
+        "Continues prompts",
+        CompletionBody,
+        generates=True,
+        example={"prompt": "Once upon a time", "max_tokens": 16, "temperature": 0.7},
+    ),
     Route("GET", "/v1/models", models, USER, "The models that are served"),
     Route("GET", "/v1/models/{model:path}", model, USER, "One of the models"),
 )

@@ -18,7 +18,7 @@ from moesaic.server.openai.response_types import (
     MessageDelta,
     ToolCall,
 )
-from moesaic.server.openai.streams import finish_reason
+from moesaic.server.openai.streams import TokenIds, finish_reason
 from moesaic.server.parsers.formats import ChatParser
 from moesaic.server.parsers.parts import Content, Part, Reasoning, ToolArguments, ToolStart
 
@@ -33,6 +33,10 @@ class ParseOptions:
     shows_reasoning: bool
     vocabulary: VocabularyTexts | None
     """Set if the client asked for logprobs."""
+    token_ids: bool = False
+    prompt_token_ids: bool = False
+    forced: bool = False
+    """The answer must be a call, so it has no text of its own."""
 
 
 class ChatAnswer:
@@ -41,29 +45,34 @@ class ChatAnswer:
         self._parser = options.new_parser()
         self._started = self._called = False
         self._num_read = self._num_scored = 0
+        self._ids = TokenIds(options.prompt_token_ids, options.token_ids)
         self._held_reasoning: list[str] = []
         self.reasoning: list[str] = []
 
     def chunks(self, update: RequestUpdate) -> list[ChatChunkChoice]:
-        found = [self._chunk(_delta(part)) for part in self._parts(update)]
+        found = [self._chunk(_delta(part)) for part in self.parts(update)]
         if self._options.vocabulary is not None and (found or update.progress.finished):
-            scores = self._logprobs(update, self._options.vocabulary)
+            scores = self.logprobs(update, self._options.vocabulary)
             if scores.content:
                 found = found or [self._chunk(MessageDelta(content=""))]
                 found[0].logprobs = scores
+        if self._options.token_ids and (ids := self._ids.of_output(update)):
+            found = found or [self._chunk(MessageDelta(content=""))]
+            found[0].token_ids = ids
         if not self._started:
             self._started = True
             found.insert(0, self._chunk(MessageDelta(role="assistant", content="")))
+            found[0].prompt_token_ids = self._ids.of_prompt(update)
         if update.progress.finished:
             found.append(
-                ChatChunkChoice(self._index, MessageDelta(), finish_reason=self._reason(update))
+                ChatChunkChoice(self._index, MessageDelta(), finish_reason=self.reason(update))
             )
         return found
 
     def whole(self, update: RequestUpdate) -> ChatChoice:
         contents: list[str] = []
         calls: dict[int, ToolCall] = {}
-        for part in self._parts(update):
+        for part in self.parts(update):
             match part:
                 case Content(text):
                     contents.append(text)
@@ -72,24 +81,33 @@ class ChatAnswer:
                 case ToolArguments(index, text):
                     calls[index].function.arguments += text
         content = "".join(contents)
-        message = AssistantMessage(content=None if calls and not content else content)
+        has_call = calls or self._options.forced or self._parser.cut_call
+        message = AssistantMessage(content=None if has_call and not content else content)
         if self.reasoning and self._options.shows_reasoning:
             message.reasoning_content = "".join(self.reasoning)
         if calls:
             message.tool_calls = [*calls.values()]
         vocabulary = self._options.vocabulary
-        scores = None if vocabulary is None else self._logprobs(update, vocabulary)
-        return ChatChoice(self._index, message, scores, self._reason(update))
+        scores = None if vocabulary is None else self.logprobs(update, vocabulary)
+        prompt_ids, ids = self._ids.of_prompt(update), self._ids.of_output(update)
+        reason = self.reason(update)
+        return ChatChoice(self._index, message, scores, reason, prompt_ids, ids, ids)
 
     def _chunk(self, delta: MessageDelta) -> ChatChunkChoice:
         return ChatChunkChoice(self._index, delta)
 
-    def _parts(self, update: RequestUpdate) -> list[Part]:
-        text = update.text
-        found = self._parser.feed(text[self._num_read :])
-        self._num_read = len(text)
-        if update.progress.finished:
-            found = [*found, *self._parser.finish()]
+    def parts(self, update: RequestUpdate) -> list[Part]:
+        """What is new since the last update, of all that the client may see."""
+        return self.parts_until(update, len(update.text), update.progress.finished)
+
+    def parts_until(self, update: RequestUpdate, end: int, finished: bool) -> list[Part]:
+        """What is new in the text up to `end`; `finished`: nothing follows."""
+        found = self._parser.feed(update.text[self._num_read : end])
+        self._num_read = end
+        if finished:
+            forced = self._options.forced
+            cut = forced or finish_reason(update) == "length"
+            found = [*found, *self._parser.finish(cut, forced)]
         kept = [part for part in found if self._keeps(part)]
         for part in kept:
             if isinstance(part, Reasoning):
@@ -98,7 +116,7 @@ class ChatAnswer:
             return [part for part in kept if not isinstance(part, Reasoning)]
         if self._options.stream_reasoning:
             return kept
-        return self._with_whole_reasoning(kept, update.progress.finished)
+        return self._with_whole_reasoning(kept, finished)
 
     def _keeps(self, part: Part) -> bool:
         """Drops all calls but the first if the client does not allow parallel calls."""
@@ -117,11 +135,12 @@ class ChatAnswer:
         self._held_reasoning.clear()
         return [whole, *rest]
 
-    def _logprobs(self, update: RequestUpdate, vocabulary: VocabularyTexts) -> ChatLogprobs:
+    def logprobs(self, update: RequestUpdate, vocabulary: VocabularyTexts) -> ChatLogprobs:
         start, self._num_scored = self._num_scored, update.progress.num_output
         return chat_logprobs(vocabulary, output_scores(update.request, start, self._num_scored))
 
-    def _reason(self, update: RequestUpdate) -> str:
+    def reason(self, update: RequestUpdate) -> str:
+        """The finish reason: stop, length or tool_calls."""
         reason = finish_reason(update)
         return "tool_calls" if self._called and reason == "stop" else reason
 

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from moesaic.engine.frontend.inputs import GenerateInput, PromptTooLong
 from moesaic.engine.frontend.outputs import RequestUpdate
 from moesaic.server.bodies import in_thread_if_large, read_sized
+from moesaic.server.client_warnings import warn
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.generation import client_of, open_call
@@ -23,10 +24,18 @@ from moesaic.server.openai.sampling import (
     check_best_of,
     check_limits,
     check_range,
+    engine_options,
     sampling_params,
 )
 from moesaic.server.openai.setup import OpenAISetup
-from moesaic.server.openai.streams import AnswerWriter, finish_reason, new_id, prompt_field, respond
+from moesaic.server.openai.streams import (
+    AnswerWriter,
+    TokenIds,
+    finish_reason,
+    new_id,
+    prompt_field,
+    respond,
+)
 from moesaic.server.openai.structured_output import OutputGrammar, check_grammar, requested_grammar
 from moesaic.server.responses import while_connected
 
@@ -44,6 +53,7 @@ async def completions(context: Context, request: Request) -> Response:
         if prepared.grammar is not None:
             checked = check_grammar(context, prepared.grammar, client_of(request))
             await while_connected(request, checked)
+            warn(request, prepared.grammar.warnings)
         answers = AnswerWriter(setup, body, prepared.id, partial(CompletionAnswer, prepared))
         return await respond(context, request, prepared.call, answers, bool(body.stream))
 
@@ -59,6 +69,7 @@ class PreparedCompletion:
     """The texts of the prompts, if the client asked for `echo`."""
     vocabulary: VocabularyTexts | None
     grammar: OutputGrammar | None = None
+    return_token_ids: bool = False
 
 
 class CompletionAnswer:
@@ -68,6 +79,7 @@ class CompletionAnswer:
         self._echo = "" if echoes is None else echoes[index // prepared.samples]
         self._started = echoes is None
         self._num_read = self._num_scored = 0
+        self._ids = TokenIds(prepared.return_token_ids, prepared.return_token_ids)
         self._scores = None
         if prepared.vocabulary is not None:
             self._scores = CompletionScores(prepared.vocabulary)
@@ -84,7 +96,8 @@ class CompletionAnswer:
         if not self._started:
             text, self._started = self._echo + text, True
         reason = finish_reason(update) if update.progress.finished else None
-        return CompletionChoice(self._index, text, logprobs, reason)
+        ids = self._ids.of_prompt(update), self._ids.of_output(update)
+        return CompletionChoice(self._index, text, logprobs, reason, *ids)
 
     def _logprobs(self, update: RequestUpdate) -> CompletionLogprobs | None:
         if self._scores is None:
@@ -98,7 +111,6 @@ class CompletionAnswer:
 
 def _prepare(setup: OpenAISetup, body: CompletionBody) -> PreparedCompletion:
     setup.check_model(body.model)
-    body.check_refused()
     samples = body.n or 1
     if body.best_of is not None:
         check_best_of(body.best_of, samples)
@@ -119,10 +131,12 @@ def _prepare(setup: OpenAISetup, body: CompletionBody) -> PreparedCompletion:
         logprob_start_len=0 if body.echo else -1,
         top_logprobs_num=body.logprobs or 0,
         rid=name,
+        **engine_options(body),
     )
     vocabulary = None if body.logprobs is None else setup.vocabulary
     echoes = texts if body.echo else None
-    return PreparedCompletion(name, call, samples, echoes, vocabulary, grammar)
+    token_ids = bool(body.return_token_ids)
+    return PreparedCompletion(name, call, samples, echoes, vocabulary, grammar, token_ids)
 
 
 def _prompts(
@@ -141,10 +155,22 @@ def _prompts(
         text = f"{len(rows)} prompts with {samples} answers each: ask for at most {MAX_CHOICES}"
         raise Refusal(400, text, "prompt")
     if kinds == {str}:
-        return rows, None
+        return rows, _plain_ids(setup, rows) if body.add_special_tokens is False else None
     _check_ids(setup, rows)
     texts = [setup.tokenizer.decode(row, skip_special_tokens=False) for row in rows if body.echo]
     return texts, rows
+
+
+def _plain_ids(setup: OpenAISetup, texts: list[str]) -> list[list[int]]:
+    """Without special tokens."""
+    for text in texts:
+        try:
+            setup.limits.check_chars(len(text))
+        except PromptTooLong as error:
+            raise Refusal(400, str(error), "prompt", "context_length_exceeded") from None
+    rows = [setup.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    _check_ids(setup, rows)
+    return rows
 
 
 def _check_ids(setup: OpenAISetup, rows: list[list[int]]) -> None:

@@ -64,10 +64,10 @@ def input_scores(request: Request) -> Iterator[Scored]:
 
 
 def chat_logprobs(vocabulary: VocabularyTexts, scores: Iterator[Scored]) -> ChatLogprobs:
-    return ChatLogprobs([_token(vocabulary, *score) for score in scores])
+    return ChatLogprobs([token_logprob(vocabulary, *score) for score in scores])
 
 
-def _token(
+def token_logprob(
     vocabulary: VocabularyTexts, logprob: float | None, token: int, top: Top
 ) -> TokenLogprob:
     known = vocabulary[token]

@@ -13,18 +13,22 @@ from moesaic.server.responses import json_response
 
 
 async def models(context: Context, _: Request) -> Response:
-    return json_response({"data": [_model(context.shared(OpenAISetup))], "object": "list"})
+    setup = context.shared(OpenAISetup)
+    found = [_model(setup, name) for name in setup.names]
+    return json_response({"data": found, "object": "list"})
 
 
 async def model(context: Context, request: Request) -> Response:
     setup = context.shared(OpenAISetup)
-    setup.check_model(request.path_params["model"])
-    return json_response(_model(setup))
+    path_name = request.path_params["model"]  # without slashes at its end
+    name = next((known for known in setup.names if known.rstrip("/") == path_name), path_name)
+    setup.check_model(name)
+    return json_response(_model(setup, name if name in setup.names else setup.model))
 
 
-def _model(setup: OpenAISetup) -> dict[str, Any]:
+def _model(setup: OpenAISetup, name: str) -> dict[str, Any]:
     return {
-        "id": setup.model,
+        "id": name,
         "object": "model",
         "created": setup.created,
         "owned_by": "moesaic",

@@ -13,7 +13,8 @@ import msgspec
 
 from moesaic.core.sampling import MAX_GRAMMAR_BYTES
 from moesaic.engine.frontend.inputs import EngineLimits, PromptTooLong
-from moesaic.engine.text.chat_template import CallArguments, ChatTemplateError
+from moesaic.engine.text.chat_roles import CallArguments
+from moesaic.engine.text.chat_template import ChatTemplateError
 from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.server.bodies import in_thread_if_large, is_decodable
 from moesaic.server.errors import Refusal
@@ -54,7 +55,7 @@ class TemplateInput:
 class ChatPrompt:
     tokens: list[int]
     end: str
-    """The end of the text, which shows whether the answer begins with reasoning."""
+    """The end of the template's text, which shows whether the answer begins with reasoning."""
 
 
 async def render(
@@ -68,6 +69,7 @@ async def render(
                 client, chat.messages, chat.add_generation_prompt, chat.tools, chat.kwargs
             )
         )
+        end = text[-END_CHARS:]
         text += chat.opening
         limits.check_chars(len(text))
     except PromptTooLong as error:
@@ -77,12 +79,16 @@ async def render(
     tokens = await in_thread_if_large(
         len(text), lambda: tokenizer.encode(text, add_special_tokens=False)
     )
-    return ChatPrompt(tokens, text[-END_CHARS:])
+    return ChatPrompt(tokens, end)
+
+
+def check_number(messages: list[MessageBody]) -> None:
+    if not 0 < len(messages) <= MAX_MESSAGES:
+        raise Refusal(400, f"send between 1 and {MAX_MESSAGES} messages", "messages")
 
 
 def template_input(body: ChatBody, with_tools: bool) -> TemplateInput:
-    if not 0 < len(body.messages) <= MAX_MESSAGES:
-        raise Refusal(400, f"send between 1 and {MAX_MESSAGES} messages", "messages")
+    check_number(body.messages)
     messages, opening = body.messages, ""
     add_prompt = body.add_generation_prompt is not False
     if body.continue_final_message:
@@ -163,6 +169,8 @@ def _tool(function: Any) -> Tool:
 
 def _message(message: MessageBody) -> dict[str, Any]:
     found: dict[str, Any] = {"role": message.role, "content": _text(message)}
+    if found["content"] is None and message.role == "user":
+        raise Refusal(400, "a user's message needs content: give a text or text parts", "messages")
     if found["content"] is None and not message.tool_calls:
         found["content"] = ""
     if message.tool_calls:

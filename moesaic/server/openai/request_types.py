@@ -1,30 +1,13 @@
 """Request bodies of the OpenAI API, with the additional fields of SGLang and vLLM. A null field
-counts as omitted, because many clients send it so."""
+counts as omitted, because many clients send it so. core/foreign_fields.py has further fields."""
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import msgspec
 
-from moesaic.server.errors import Refusal
-
 Scalar = bool | int | float | str | None
-# Fields that are refused unless they have one of these values, and what to do instead.
-REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
-    "audio": ((), "this server answers in text"),
-    "modalities": ((["text"],), 'give ["text"] or leave it out'),
-    "functions": (([],), "give tools instead"),
-    "function_call": (("none",), "give tool_choice instead"),
-    "web_search_options": ((), "this server has no web search"),
-    "verbosity": (("medium",), "ask for it in a message"),
-    "suffix": (("",), "a prompt is continued only at its end"),
-    "return_hidden_states": ((False,), "they never leave the ranks"),
-    "lora_path": ((), "no adapters are served"),
-    "custom_logit_processor": ((), "requests cannot carry code"),
-    "stop_regex": ((), "give stop or stop_token_ids"),
-    "structural_tag": ((), "give response_format json_schema, regex or ebnf"),
-}
 
 
 class StreamOptions(msgspec.Struct):
@@ -56,8 +39,6 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CommonBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The common fields; those at the end have no effect or are refused (REFUSED)."""
-
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -84,35 +65,23 @@ class CommonBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ebnf: str | None = None
     json_schema: str | dict[str, Any] | None = None
     rid: str | None = None
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: int | None = None
+    stop_regex: str | list[str] | None = None
+    extra_key: str | list[str | None] | None = None
+    cache_salt: str | list[str | None] | None = None
+    return_cached_tokens_details: bool | None = None
+    data_parallel_rank: int | None = None
+    routed_dp_rank: int | None = None
 
+    return_token_ids: bool | None = None
+    include_stop_str_in_output: bool | None = None
     request_id: str | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = None
     guided_choice: list[str] | None = None
     structured_outputs: StructuredOutputs | None = None
-
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    priority: Any = None
-
-    lora_path: Any = None
-    custom_logit_processor: Any = None
-    return_hidden_states: Any = None
-    stop_regex: Any = None
-    structural_tag: Any = None
-
-    def check_refused(self) -> None:
-        for name, (neutral, fix) in REFUSED.items():
-            value = getattr(self, name, None)
-            if value is not None and not any(value == same for same in neutral):
-                text = f"{name} is not supported: {fix}"
-                raise Refusal(400, text, name, "unsupported_parameter")
 
 
 class ContentPart(msgspec.Struct):
@@ -180,15 +149,7 @@ class ChatBody(CommonBody, kw_only=True):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     include_reasoning: bool | None = None
-
-    prediction: Any = None
-
-    audio: Any = None
-    modalities: Any = None
-    functions: Any = None
-    function_call: Any = None
-    web_search_options: Any = None
-    verbosity: Any = None
+    return_prompt_token_ids: bool | None = None
 
 
 class CompletionBody(CommonBody, kw_only=True):
@@ -197,5 +158,6 @@ class CompletionBody(CommonBody, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
-
-    suffix: Any = None
+    add_special_tokens: bool | None = None
+    separate_reasoning: bool | None = None
+    """Without effect: reasoning is part of a completion's text."""

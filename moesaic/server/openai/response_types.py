@@ -56,6 +56,10 @@ class ChatChoice(msgspec.Struct):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    response_token_ids: list[int] | UnsetType = UNSET
+    """SGLang's name of the same."""
 
 
 class FunctionDelta(msgspec.Struct):
@@ -82,6 +86,8 @@ class ChatChunkChoice(msgspec.Struct):
     delta: MessageDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -97,6 +103,8 @@ class CompletionChoice(msgspec.Struct):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class Header(msgspec.Struct):
@@ -112,3 +120,7 @@ class WholeResponse(Header):
     choices: Sequence[Any]
     """ChatChoice or CompletionChoice, some already encoded."""
     usage: Usage
+    sglext: dict[str, Any] | msgspec.Raw | UnsetType = UNSET
+    """SGLang's additions to OpenAI's fields."""
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """Where vLLM has them in a chat."""

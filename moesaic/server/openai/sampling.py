@@ -21,6 +21,12 @@ SAME: Final = (
     *("temperature", "top_p", "top_k", "min_p", "logit_bias", "n"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty"),
     *("stop", "stop_token_ids", "no_stop_trim", "ignore_eos", "skip_special_tokens"),
+    *("stop_regex", "include_stop_str_in_output"),
+)
+# Fields that are arguments of the engine.
+OPTIONS: Final = (
+    *("extra_key", "cache_salt", "data_parallel_rank", "routed_dp_rank"),
+    *("return_routed_experts", "routed_experts_start_len"),
 )
 RENAMED: Final = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 
@@ -47,6 +53,10 @@ def sampling_params(
         raise Refusal(400, str(error)) from None
 
 
+def engine_options(body: CommonBody) -> dict[str, Any]:
+    return {name: getattr(body, name) for name in OPTIONS}
+
+
 def check_limits(body: CommonBody) -> None:
     if body.n is not None:
         check_range("n", body.n, 1, MAX_N)
@@ -58,7 +68,9 @@ def check_limits(body: CommonBody) -> None:
         raise Refusal(400, f"give at most {MAX_STOP_IDS} stop token ids", "stop_token_ids")
     if len(body.logit_bias or ()) > MAX_BIASES:
         raise Refusal(400, f"give a bias for at most {MAX_BIASES} tokens", "logit_bias")
-    if body.stream_options is not None and not body.stream:
+    options = body.stream_options
+    asks = options and (options.include_usage or options.continuous_usage_stats)
+    if asks and not body.stream:
         raise Refusal(400, "stream_options needs stream: set it", "stream_options")
 
 

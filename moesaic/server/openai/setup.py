@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from moesaic.config import ServerArgs
-from moesaic.core.redact import shown
+from moesaic.config.flags import json_object
+from moesaic.core.redact import quoted
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.models.config import RawConfig
@@ -17,6 +20,12 @@ from moesaic.server.errors import Refusal
 from moesaic.server.openai.logprobs import VocabularyTexts
 from moesaic.server.parsers.formats import Format, choose_format
 
+logger = logging.getLogger(__name__)
+
+HIDDEN_TOOLS: Final = (
+    "the chat template of %s does not render tools, so the model does not see them: give another "
+    "with --chat-template if it knows tools"
+)
 # Sampling defaults that a folder's generation_config.json may set.
 DEFAULTS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # The name that SGLang's clients use for any model.
@@ -29,12 +38,22 @@ class OpenAISetup:
         folder = Path(args.model_path)
         model_type = str(RawConfig.read(folder).data.get("model_type", ""))
         self.model = args.served_model_name or args.model_path
+        self.names = (self.model, *args.served_model_aliases)
         self.created = int(time.time())
         self.limits = context.engine.limits
         self.cache_report = args.enable_cache_report
-        self.defaults = _defaults(folder / "generation_config.json")
+        self.streams_end_with_usage = args.stream_response_default_include_usage
+        self.defaults: dict[str, Any] = {}
+        if args.sampling_defaults == "model":
+            self.defaults = _defaults(folder / "generation_config.json")
+        self.defaults |= self.limits.preferred
+        self.template_kwargs = json_object(args, "default_chat_template_kwargs")
         self._tokenizer = context.engine.tokenizer
         self.format = _format(args, model_type, self._tokenizer)
+        self.hides_tools = _hides_tools(self._tokenizer)
+        """The model does not see the tools of a request."""
+        if self.hides_tools and self.format.tools is not None:
+            logger.warning(HIDDEN_TOOLS, args.model_path)
         self._vocabulary = None if self._tokenizer is None else VocabularyTexts(self._tokenizer)
 
     @property
@@ -53,25 +72,27 @@ class OpenAISetup:
         return self._vocabulary
 
     def check_model(self, name: str | None) -> None:
-        if name not in (None, self.model, ANY_MODEL):
-            raise Refusal(
-                404,
-                f"the model {shown(name)} does not exist: this server has {self.model!r}",
-                "model",
-                "model_not_found",
-            )
+        if name not in (None, *self.names, ANY_MODEL):
+            served = ", ".join(map(quoted, self.names))
+            text = f"the model {quoted(name or '')} does not exist; served: {served}"
+            raise Refusal(404, text, "model", "model_not_found")
 
 
 def _format(args: ServerArgs, model_type: str, tokenizer: Tokenizer | None) -> Format:
     flags = args.tool_call_parser, args.reasoning_parser
     if tokenizer is None:
         return choose_format(*flags, model_type)
-    return choose_format(
+    found = choose_format(
         *flags,
         model_type,
         chat_template="".join(tokenizer.templates.values()),
         added_tokens=tokenizer.backend.get_added_tokens_decoder(),
     )
+    return replace(found, open_objects=args.constrained_json_allow_additional_properties)
+
+
+def _hides_tools(tokenizer: Tokenizer | None) -> bool:
+    return tokenizer is not None and bool(tokenizer.templates) and not tokenizer.chat.renders_tools
 
 
 def _defaults(file: Path) -> dict[str, Any]:

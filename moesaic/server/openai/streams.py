@@ -10,10 +10,12 @@ from functools import partial
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from moesaic.core.request import ABORTED
+from moesaic.engine.frontend import routed_experts
 from moesaic.engine.frontend.inputs import GenerateInput
 from moesaic.engine.frontend.outputs import RequestUpdate, weight
 from moesaic.server import generation
@@ -23,8 +25,10 @@ from moesaic.server.openai.request_types import CommonBody
 from moesaic.server.openai.response_types import Header, Usage, WholeResponse
 from moesaic.server.openai.setup import OpenAISetup
 from moesaic.server.responses import (
+    DONE,
     EventStream,
     ResponseWriter,
+    error_event,
     json_event,
     json_response,
     prepared,
@@ -44,6 +48,8 @@ class UsageCount:
         self._outputs: dict[int, int] = {}
         self._completion = 0
         self.reasoning: int | None = None
+        self.cached_tokens = 0
+        """Prompt tokens of the first answer that came from the prefix cache."""
 
     def record(self, update: RequestUpdate) -> None:
         number, request = update.progress.num_output, update.request
@@ -52,6 +58,8 @@ class UsageCount:
         prompt, sample = divmod(update.index, self._samples)
         if sample == 0 or prompt not in self._prompts:
             self._prompts[prompt] = (request.prompt_len, request.cached_tokens)
+        if update.index == 0:
+            self.cached_tokens = request.cached_tokens
 
     def num_output(self, index: int) -> int:
         return self._outputs.get(index, 0)
@@ -65,6 +73,26 @@ class UsageCount:
         if self.reasoning is not None:
             usage.completion_tokens_details = {"reasoning_tokens": self.reasoning}
         return usage
+
+
+class TokenIds:
+    """The token ids of one choice that were not sent yet. `prompt`, `output`: which are sent."""
+
+    def __init__(self, prompt: bool, output: bool) -> None:
+        self._prompt, self._output = prompt, output
+        self._num_taken = 0
+
+    def of_prompt(self, update: RequestUpdate) -> list[int] | UnsetType:
+        """Once."""
+        taken, self._prompt = self._prompt, False
+        return update.request.prompt_ids if taken else UNSET
+
+    def of_output(self, update: RequestUpdate) -> list[int] | UnsetType:
+        if not self._output:
+            return UNSET
+        first = update.request.prompt_len
+        start, self._num_taken = self._num_taken, update.progress.num_output
+        return update.request.token_ids[first + start : first + self._num_taken]
 
 
 class Answer(Protocol):
@@ -84,6 +112,7 @@ class AnswerWriter(Generic[AnswerT]):
     """Writes the answers to one request; fields that all chunks share are encoded once."""
 
     kind = "text_completion"
+    end = DONE
 
     def __init__(
         self, setup: OpenAISetup, body: CommonBody, id: str, new_answer: Callable[[int], AnswerT]
@@ -91,9 +120,12 @@ class AnswerWriter(Generic[AnswerT]):
         options = body.stream_options
         self.usage = UsageCount(body.n or 1, setup.cache_report)
         self.answers: dict[int, AnswerT] = {}
+        self._sglext: dict[str, Any] = {}
         self._header = Header(id, self.kind, int(time.time()), setup.model)
         self._new_answer = new_answer
-        self._ends_with_usage = bool(options and options.include_usage)
+        self._reports_cache = bool(body.return_cached_tokens_details)
+        asked = options.include_usage if options else None
+        self._ends_with_usage = setup.streams_end_with_usage if asked is None else asked
         self._usage_in_all = bool(options and options.continuous_usage_stats)
         self._start = _encoder.encode(self._header)[:-1] + b',"choices":['
         self._end = b'],"usage":null}' if self._ends_with_usage else b"]}"
@@ -101,13 +133,21 @@ class AnswerWriter(Generic[AnswerT]):
     def chunks(self, update: RequestUpdate, size: int) -> bytes:
         """The chunks for an update of this size."""
         self.usage.record(update)
+        self._sglext |= sglext(update)
         chunks = self._answer(update).chunks(update)
         return b"".join([self._chunk(chunk, size) for chunk in chunks])
 
     async def last_chunk(self) -> bytes:
-        """The chunk with the usage and no choices, if the client asked for it."""
-        await self.complete_usage()
-        return json_event(self._start + self._usage_end()) if self._ends_with_usage else b""
+        """The chunks without choices that the client asked for: SGLang's additions, the usage."""
+        await self._complete()
+        data = b""
+        if self._sglext:
+            data = json_event(
+                self._start + b'],"sglext":' + _encoder.encode(self._sglext) + self._end[1:]
+            )
+        return data + (
+            json_event(self._start + self._usage_end()) if self._ends_with_usage else b""
+        )
 
     async def response(self, updates: list[RequestUpdate], writer: ResponseWriter) -> WholeResponse:
         for update in updates:
@@ -115,16 +155,27 @@ class AnswerWriter(Generic[AnswerT]):
         total = sum(weight(update.request, 0, update.progress.num_output) for update in updates)
 
         def build() -> list[Any]:
+            self._sglext |= sglext(updates[0])
             return [prepared(self._answer(update).whole(update), total) for update in updates]
 
         choices = await writer.write(total, build)
-        await self.complete_usage()
+        await self._complete()
         id, kind, created, model = msgspec.structs.astuple(self._header)
         kind = kind.removesuffix(".chunk")
-        return WholeResponse(id, kind, created, model, choices, self.usage.usage())
+        additions = self._sglext or UNSET
+        return WholeResponse(id, kind, created, model, choices, self.usage.usage(), additions)
+
+    def error(self, refusal: Refusal) -> bytes:
+        return error_event(refusal)
 
     async def complete_usage(self) -> None:
         """Counts what is known only when all answers have ended."""
+
+    async def _complete(self) -> None:
+        await self.complete_usage()
+        if self._reports_cache:
+            details = {"device": self.usage.cached_tokens, "host": 0}
+            self._sglext["cached_tokens_details"] = details
 
     def _answer(self, update: RequestUpdate) -> AnswerT:
         if update.index not in self.answers:
@@ -133,30 +184,62 @@ class AnswerWriter(Generic[AnswerT]):
 
     def _chunk(self, choice: msgspec.Struct, size: int) -> bytes:
         end = self._usage_end() if self._usage_in_all else self._end
+        if fields := self.beside(choice):
+            end = end[:1] + fields + end[1:]
         return json_event(self._start + _encoder.encode(prepared(choice, size)) + end)
+
+    def beside(self, choice: msgspec.Struct) -> bytes:
+        """Further fields of the chunk with this choice."""
+        return b""
 
     def _usage_end(self) -> bytes:
         return b'],"usage":' + _encoder.encode(self.usage.usage()) + b"}"
+
+
+class UpdateWriter(Protocol):
+    """Writes the updates of a call as an API has them."""
+
+    end: bytes
+    """What follows the last event of a stream."""
+
+    def chunks(self, update: RequestUpdate, size: int) -> bytes:
+        """The events for an update of this size."""
+
+    async def last_chunk(self) -> bytes:
+        """The events after the last update."""
+
+    async def response(self, updates: list[RequestUpdate], writer: ResponseWriter) -> Any:
+        """The body of a response that is not a stream."""
+
+    def error(self, refusal: Refusal) -> bytes:
+        """The event for an error in a stream."""
 
 
 async def respond(
     context: Context,
     request: Request,
     call: GenerateInput,
-    answers: AnswerWriter[Any],
+    answers: UpdateWriter,
     stream: bool,
 ) -> Response:
     if stream:
         updates = await generation.stream(context, request, call)
-        return EventStream(_events(context, updates, answers))
+        return EventStream(_events(context, updates, answers), answers.error, answers.end)
     found = await generation.collect(context, request, call)
-    for update in found:
+    return json_response(await whole_response(context, found, answers))
+
+
+async def whole_response(
+    context: Context, updates: list[RequestUpdate], answers: UpdateWriter
+) -> Any:
+    """The body of the response; a failed answer is a Refusal."""
+    for update in updates:
         _check_failure(context, update)
-    return json_response(await answers.response(found, context.shared(ResponseWriter)))
+    return await answers.response(updates, context.shared(ResponseWriter))
 
 
 async def _events(
-    context: Context, updates: AsyncGenerator[RequestUpdate, None], answers: AnswerWriter[Any]
+    context: Context, updates: AsyncGenerator[RequestUpdate, None], answers: UpdateWriter
 ) -> AsyncGenerator[bytes, None]:
     writer, sent = context.shared(ResponseWriter), dict[int, int]()
     async with aclosing(updates):
@@ -177,6 +260,15 @@ def _check_failure(context: Context, update: RequestUpdate) -> None:
         return
     if reason.failed or reason.message != ABORTED:
         raise context.failure_of(update.request)
+
+
+def sglext(update: RequestUpdate) -> dict[str, Any]:
+    """What SGLang adds to a response, encoded, because it may be large; the first choice gives
+    it."""
+    request, first = update.request, update.index == 0 and update.progress.finished
+    if not first or request.routed_start is None:
+        return {}
+    return {"routed_experts": msgspec.Raw(_encoder.encode(routed_experts.encoded(request)))}
 
 
 def finish_reason(update: RequestUpdate) -> str:

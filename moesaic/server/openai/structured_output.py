@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 
 from moesaic.core.sampling import MAX_GRAMMAR_BYTES, Grammar
+from moesaic.engine.text.json_schema import prepare, strict
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.openai.request_types import CommonBody, ResponseFormat, StructuredOutputs
@@ -45,9 +48,26 @@ class OutputGrammar:
     def params(self) -> dict[str, str]:
         return {self.grammar.kind: self.grammar.text}
 
+    @property
+    def warnings(self) -> list[str]:
+        if self.grammar.kind != "json_schema":
+            return []
+        try:
+            schema = json.loads(self.grammar.text)
+        except (ValueError, RecursionError):
+            return []
+        return ignored(self.field, schema)
+
+
+def ignored(field: str, schema: Any) -> list[str]:
+    """Warnings for the keywords that are not enforced. An invalid schema is refused later."""
+    with suppress(ValueError):
+        return [f"{field}: ignored {what}" for what in prepare(schema).ignored]
+    return []
+
 
 def requested_grammar(body: CommonBody) -> OutputGrammar | None:
-    found = [_grammar(*entry) for entry in _requested(body) if entry[2] is not None]
+    found = [_grammar(*entry) for entry in _requested(body) if entry[2] not in (None, "", [])]
     if len(found) > 1:
         names = " and ".join(grammar.field for grammar in found)
         raise Refusal(400, f"{names} exclude each other: give one", found[1].field)
@@ -91,7 +111,8 @@ def _schema(requested: ResponseFormat) -> Any:
         text = "response_format of type json_schema needs json_schema with a schema"
         raise Refusal(400, text, "response_format")
     schema = requested.json_schema.schema
-    return ANY_OBJECT if schema is None else schema
+    schema = ANY_OBJECT if schema is None else schema
+    return strict(schema) if requested.json_schema.strict else schema
 
 
 def _structured(given: StructuredOutputs) -> tuple[str, Any]:

@@ -2,34 +2,16 @@
 
 import { Chart } from "./charts.js";
 import { Chat } from "./chat.js";
+import { byId } from "./dom.js";
 import { count, percent, rate, seconds } from "./format.js";
 import { ExpertMaps, scale } from "./heatmap.js";
+import { Path } from "./path.js";
 import { Ranks } from "./ranks.js";
+import { askForKey, authorised, refused } from "./session.js";
 
 const PERIOD = 1000;
 const KEPT = 300;
-const KEY = "moesaic-key";
-const byId = (id) => document.getElementById(id);
 const plot = (id) => byId(id).querySelector(".plot");
-
-function authorised(path, options = {}) {
-  const key = sessionStorage.getItem(KEY);
-  const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
-  return fetch(path, { ...options, headers });
-}
-
-function askForKey() {
-  const dialog = byId("key-dialog");
-  if (sessionStorage.getItem(KEY)) byId("key-message").textContent = "That key was refused. Try another.";
-  byId("key").value = "";
-  dialog.showModal();
-  return new Promise((resolve) => {
-    dialog.addEventListener("close", () => {
-      if (byId("key").value) sessionStorage.setItem(KEY, byId("key").value);
-      resolve();
-    }, { once: true });
-  });
-}
 
 function status(state, text) {
   byId("status").dataset.state = state;
@@ -47,7 +29,9 @@ class Page {
       (text) => { byId("cell").textContent = text; },
     );
     scale(byId("scale"));
-    this.chat = new Chat(authorised);
+    this.path = new Path(byId("path"));
+    this.chat = new Chat(this.path);
+    byId("give-key").addEventListener("click", () => this.unlock());
     for (const button of document.querySelectorAll("[data-period]")) {
       button.addEventListener("click", () => this.choosePeriod(button));
     }
@@ -64,11 +48,11 @@ class Page {
         { label: "prompt", value: (sample) => sample.prompt_tokens },
       ], rate, { least: 9 }),
       new Chart(plot("queue"), [
-        { label: "answering", value: (sample) => sample.answering },
+        { label: "running", value: (sample) => sample.answering },
         { label: "waiting", value: (sample) => sample.open - sample.answering },
       ], count, { least: 3.8 }),
       latency("ttft"), latency("itl"), latency("e2e"),
-      new Chart(plot("cache"), [{ label: "used", value: (sample) => sample.pages_used }], percent, { least: 0.009, axis: false }),
+      new Chart(plot("cache"), [{ label: "in use", value: (sample) => sample.pages_used }], percent, { least: 0.009, axis: false }),
     ];
   }
 
@@ -82,9 +66,17 @@ class Page {
   async look() {
     const since = this.samples.length ? this.samples[this.samples.length - 1].when : 0;
     const response = await authorised(`/dashboard/data?since=${since}`);
-    if (response.status === 401 || response.status === 403) { await askForKey(); return; }
+    if (refused(response)) { await this.unlock(); return; }
     if (!response.ok) throw new Error(`status ${response.status}`);
     this.show(await response.json());
+    if (!this.chat.facts) await this.chat.learn();
+  }
+
+  // Without a key there is nothing to ask for until the user gives one.
+  async unlock() {
+    this.locked = !await askForKey();
+    byId("give-key").hidden = !this.locked;
+    if (this.locked) status("late", "a key is needed");
   }
 
   show(data) {
@@ -97,6 +89,8 @@ class Page {
     }
     this.ranks.show(data.ranks, data.when);
     this.maps.show(data.experts, data.when);
+    this.chat.groups = data.groups;
+    this.path.know(data);
   }
 
   head({ info, trouble, age }) {
@@ -138,7 +132,7 @@ class Page {
     for (;;) {
       const begun = performance.now();
       try {
-        if (!document.hidden) await this.look();
+        if (!document.hidden && !this.locked) await this.look();
       } catch (error) {
         status("down", "no answer from the server");
       }

@@ -1,23 +1,11 @@
 // Curves over the last minutes, drawn as SVG.
 
-const SVG = "http://www.w3.org/2000/svg";
+import { html, svg } from "./dom.js";
+
 const SPAN = 300; // seconds, once there are as many
 const SHORTEST = 60;
 const WIDE = 300;
 const HIGH = 100;
-
-export function svg(name, attributes = {}, ...children) {
-  const element = document.createElementNS(SVG, name);
-  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-  element.append(...children);
-  return element;
-}
-
-export function html(name, properties = {}, ...children) {
-  const element = Object.assign(document.createElement(name), properties);
-  element.append(...children);
-  return element;
-}
 
 export class Chart {
   // `series`: [{label, value: sample => number or null}], drawn in the colours a and b.

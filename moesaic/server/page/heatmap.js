@@ -1,6 +1,6 @@
 // Which experts and which ranks the tokens of each layer went to.
 
-import { html, svg } from "./charts.js";
+import { html, svg } from "./dom.js";
 import { count } from "./format.js";
 
 const LEVELS = 8;

@@ -1,7 +1,10 @@
 // The table of ranks: what each does now, and how its time went between two looks.
 
-import { html } from "./charts.js";
-import { bytes, rate, seconds } from "./format.js";
+import { html } from "./dom.js";
+import { bytes, percent, rate, seconds } from "./format.js";
+
+const NAMES = ["rank", "state", "number steps", "number step", "busy", "number moved"];
+const LABELS = { "number steps": "steps/s", "number step": "step", "number moved": "all-to-all" };
 
 export class Ranks {
   constructor(body) {
@@ -22,22 +25,29 @@ export class Ranks {
   }
 
   add(rank) {
-    const cells = Array.from({ length: 6 }, () => html("td"));
-    [2, 3, 5].forEach((index) => cells[index].classList.add("number"));
-    const share = html("i");
+    const cells = NAMES.map((name) => {
+      const cell = html("td", { className: name, textContent: name.startsWith("number") ? "–" : "" });
+      cell.dataset.name = LABELS[name] ?? "";
+      return cell;
+    });
+    const [first, , , , busy] = cells;
+    const compute = html("i", { className: "compute" });
+    const wait = html("i", { className: "wait" });
     const told = html("em");
-    cells[0].append(String(rank.rank), html("small", { textContent: place(rank.place) }));
-    cells[4].append(html("div", { className: "bar" }, html("span", {}, share), told));
+    first.append(String(rank.rank), html("small", { textContent: place(rank.place) }));
+    busy.append(html("div", { className: "bar" }, html("span", {}, compute, wait), told));
     const root = html("tr", {}, ...cells);
     root.dataset.rank = rank.rank;
     this.body.append(root);
-    return { root, cells, share, told };
+    return { root, cells, compute, wait, told };
   }
 
   update(row, rank, now) {
     const last = this.before.get(rank.rank);
     const moved = total(rank);
-    row.cells[1].textContent = rank.state_age >= 1 ? `${rank.state} for ${seconds(rank.state_age)}` : rank.state;
+    // An idle rank wakes up for every look of this page, so the age of that state says nothing.
+    const long = rank.state !== "idle" && rank.state_age >= 1;
+    row.cells[1].textContent = long ? `${rank.state} for ${seconds(rank.state_age)}` : rank.state;
     row.cells[1].dataset.state = rank.state;
     // Values that are read once a second may be the same twice.
     if (last && now - last.now < 0.9) return;
@@ -46,12 +56,21 @@ export class Ranks {
     const period = now - last.now;
     const steps = rank.steps - last.rank.steps;
     const compute = rank.compute_seconds - last.rank.compute_seconds;
-    const busy = compute + rank.wait_seconds - last.rank.wait_seconds;
+    const wait = rank.wait_seconds - last.rank.wait_seconds;
     row.cells[2].textContent = rate(steps / period);
-    row.cells[3].textContent = steps ? seconds(busy / steps) : "–";
+    row.cells[3].textContent = steps ? seconds((compute + wait) / steps) : "–";
     row.cells[5].textContent = `${bytes((moved - last.moved) / period)}/s`;
-    row.share.style.width = busy > 0 ? `${(100 * compute) / busy}%` : "0";
-    row.told.textContent = busy > 0 ? `${Math.round((100 * (busy - compute)) / busy)}% wait` : "idle";
+    const idle = !steps && rank.state === "idle"; // but for the query itself
+    this.bar(row, idle ? 0 : compute / period, idle ? 0 : wait / period);
+  }
+
+  // Shares of the time; the rest of the bar is idle. Both are counted when a state ends, so a long
+  // state may exceed the time between two looks.
+  bar(row, compute, wait) {
+    const whole = Math.max(1, compute + wait);
+    row.compute.style.width = `${(100 * compute) / whole}%`;
+    row.wait.style.width = `${(100 * wait) / whole}%`;
+    row.told.textContent = compute + wait > 0 ? `${percent(compute / whole)}, wait ${percent(wait / whole)}` : "idle";
   }
 }
 

@@ -38,27 +38,29 @@ class Format:
     """The texts of the special tokens."""
     token_ids: Mapping[str, int] = field(default_factory=dict, repr=False)
     """The ids of all tokens added to the vocabulary, by text."""
+    open_objects: bool = field(default=False, repr=False)
+    """See `json_schema.prepare`."""
 
     @property
     def think(self) -> ThinkSyntax | None:
         return THINKING.get(self.reasoning or "")
 
     def thinking(self, template_arguments: Mapping[str, Any]) -> bool:
-        """Whether a request with these chat template arguments lets the model think."""
+        """Whether the model may open its reasoning itself, with these chat template arguments."""
         think = self.think
         if think is None:
             return self.reasoning == HARMONY
         if think.always or not think.switch:
-            return True
+            return think.default
         # A template knows one of these names; clients of several models send either.
         names = (think.switch, "enable_thinking", "thinking")
         given = (template_arguments[name] for name in names if name in template_arguments)
         return bool(next(given, think.default))
 
     def parser(
-        self, tools: Sequence[Tool], thinking: bool, split_reasoning: bool = True, prompt: str = ""
+        self, tools: Sequence[Tool], inside: bool, split_reasoning: bool = True
     ) -> ChatParser:
-        """The end of `prompt` shows whether the template left the thinking part open."""
+        """`inside`: see `begins_inside`."""
         if self.tools == HARMONY:
             return HarmonyParser(Calls(tools), split_reasoning, self.special - HARMONY_MARKERS)
         syntax = CALLS.get(self.tools or "") if tools else None
@@ -68,7 +70,7 @@ class Format:
         setup = ParserSetup(
             calls=syntax,
             think=self.think,
-            inside=self.begins_inside(thinking, prompt),
+            inside=inside,
             split=split_reasoning,
             ignored=ignored,
         )
@@ -80,29 +82,32 @@ class Format:
         choice: ToolChoice,
         response: dict[str, str] | None,
         thinking: bool,
-        prompt: str = "",
+        inside: bool = False,
+        parallel: bool = True,
     ) -> dict[str, str]:
         """Sampling parameters that enforce the request; empty if it constrains nothing."""
         writer = GrammarWriter(
             tools=self.tools,
             reasoning=self.reasoning,
-            inside=self.begins_inside(thinking, prompt),
+            inside=inside,
             thinking=thinking,
             ids=self.token_ids,
+            open_objects=self.open_objects,
+            parallel=parallel,
         )
         return writer.parameters(tools, choice, response)
 
-    def begins_inside(self, thinking: bool, prompt: str = "") -> bool:
-        """Whether the answer begins inside the reasoning."""
+    def begins_inside(self, prompt: str = "", opening: str = "") -> bool:
+        """Whether the answer begins inside the reasoning. A switch counts only if the template
+        renders it, which the end of `prompt` shows: other models do not think. The client's
+        `opening` of the answer follows the prompt."""
         think = self.think
-        if think is None:
+        if think is None or think.close in opening:
             return False
-        end = prompt.rstrip()
-        if end.endswith(think.open):
+        if opening.lstrip().startswith(think.open):
             return True
-        if end.endswith(think.close):
-            return False
-        return thinking if think.inside is None else think.inside
+        end = prompt.rstrip()
+        return end.endswith(think.open) or (think.inside and not end.endswith(think.close))
 
 
 def choose_format(

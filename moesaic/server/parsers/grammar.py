@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moesaic.core.redact import shown
+from moesaic.engine.text.json_schema import OPTIONS, prepare, strict
 from moesaic.server.parsers.parts import NamedTool, Tool, ToolChoice
 from moesaic.server.parsers.syntax import (
     CALLS,
@@ -27,7 +28,7 @@ from moesaic.server.parsers.syntax import (
     ThinkSyntax,
     all_markers,
 )
-from moesaic.server.parsers.values import is_text
+from moesaic.server.parsers.values import fixed_values, is_text
 
 # The templates' JSON; with free whitespace a model might never end.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -44,6 +45,9 @@ class GrammarWriter:
     inside: bool
     thinking: bool
     ids: Mapping[str, int]
+    open_objects: bool = False
+    parallel: bool = True
+    """Several calls in one answer."""
     lines: list[str] = field(default_factory=list)
 
     def parameters(
@@ -63,7 +67,7 @@ class GrammarWriter:
         return {"lark": "\n".join([f"start: {start}", *self.lines, TERMINALS, ""])}
 
     def _forced(self, tools: Sequence[Tool], choice: ToolChoice) -> str:
-        named = isinstance(choice, NamedTool)
+        several = self.parallel and not isinstance(choice, NamedTool)
         chosen = [t for t in tools if not isinstance(choice, NamedTool) or t.name == choice.name]
         if not chosen:
             what = shown(choice.name) if isinstance(choice, NamedTool) else "a function"
@@ -73,24 +77,25 @@ class GrammarWriter:
                 "tool_choice forces a call, and this model's format of calls is unknown: start the "
                 "server with --tool-call-parser"
             )
-        return f"{self._thought()} {self._calls(chosen, several=not named)}"
+        return f"{self._thought()} {self._calls(chosen, several)}"
 
     def _answer(self, tools: Sequence[Tool], may_call: bool, response: Mapping[str, str]) -> str:
         """The requested form, or calls."""
-        self.lines.append(f"answer: {_answer_rule(response)}")
+        self.lines.append(f"answer: {self._answer_rule(response)}")
         final = f"{self._literal(FINAL)} answer" if self.harmony else "answer"
-        body = f"({final} | {self._calls(tools, several=True)})" if may_call else final
+        body = f"({final} | {self._calls(tools, self.parallel)})" if may_call else final
         return f"{self._thought()} {body}"
 
     def _free(self, tools: Sequence[Tool]) -> str:
-        """Any text; a call that begins follows its grammar."""
+        """Any text; a call that begins follows its grammar. The only call ends the answer."""
         if self.harmony:
             calls = self._calls(tools, several=False)
             return f"{self._thought()} ({self._literal(FINAL)} TEXT | {calls})"
         syntax = self._syntax()
         trigger = _leading(syntax.open or syntax.call, self._markers())
-        rest = self._calls(tools, several=bool(syntax.open), without=trigger)
-        return f"{self._thought()} ({self._until(trigger)} {rest})* TEXT"
+        several = self.parallel and bool(syntax.open)
+        text = f"{self._until(trigger)} {self._calls(tools, several, without=trigger)}"
+        return f"{self._thought()} " + (f"({text})* TEXT" if self.parallel else f"({text} | TEXT)")
 
     def _thought(self) -> str:
         """The rule for the reasoning before the answer; empty without reasoning."""
@@ -116,9 +121,8 @@ class GrammarWriter:
         parts = [self._literal(_named(piece, tool.name)) for piece in before.split("{index}")]
         if syntax.xml:
             arguments = self._xml(tool, number)
-        else:  # without `strict`, unsupported keywords are ignored instead of refused
-            schema = {"type": "object", **tool.parameters}
-            arguments = f"%json {_json(schema, lenient=not tool.strict)}"
+        else:
+            arguments = self._json({"type": "object", **tool.parameters}, tool.strict)
         self.lines.append(f"args_{number}: {arguments}")
         self.lines.append(
             f"call_{number}: {' NUMBER '.join(parts)} args_{number} {self._literal(after)}"
@@ -127,25 +131,49 @@ class GrammarWriter:
 
     def _xml(self, tool: Tool, number: int) -> str:
         properties = tool.parameters.get("properties")
-        required = tool.parameters.get("required") or []
+        required = tool.parameters.get("required")
+        required = required if isinstance(required, list) else []
         parts: list[str] = []
         for key, schema in (properties if isinstance(properties, dict) else {}).items():
             rule = f"value_{number}_{len(parts)}"
-            self.lines.append(f"{rule}: {self._xml_value(tool.parameters, key, schema)}")
+            self.lines.append(f"{rule}: {self._xml_value(tool, key, schema)}")
             piece = f"({self._literal(f'<parameter={key}>{chr(10)}')} {rule})"
             parts.append(piece if key in required else piece + "?")
         return " ".join(parts) or '""'
 
-    def _xml_value(self, parameters: Mapping[str, Any], key: str, schema: Any) -> str:
+    def _xml_value(self, tool: Tool, key: str, schema: Any) -> str:
+        parameters = tool.parameters
         if not is_text(parameters, key):
             shared = {k: parameters[k] for k in ("$defs", "definitions") if k in parameters}
             whole = {**shared, **schema} if isinstance(schema, dict) else {}
-            return f"%json {_json(whole)} {self._literal(CLOSE_PARAMETER)}"
-        words = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
-        if words:
+            return f"{self._json(whole, tool.strict)} {self._literal(CLOSE_PARAMETER)}"
+        if words := fixed_values(schema):
             either = " | ".join(self._literal(str(word)) for word in words)
             return f"({either}) {self._literal(CLOSE_PARAMETER)}"
         return self._until(CLOSE_PARAMETER)
+
+    def _json(self, schema: Mapping[str, Any], is_strict: bool = False) -> str:
+        found = prepare(strict(schema) if is_strict else schema, self.open_objects).schema
+        found[OPTIONS] |= SPACING
+        try:
+            return f"%json {json.dumps(found)}"
+        except RecursionError:
+            raise ValueError("a JSON schema is nested too deeply: give fewer levels") from None
+
+    def _answer_rule(self, response: Mapping[str, str]) -> str:
+        ((kind, text),) = response.items()
+        if kind == "json_schema":
+            try:
+                schema = json.loads(text)
+            except (ValueError, RecursionError):
+                raise ValueError("json_schema is not the text of a JSON schema") from None
+            schema = {} if schema is True else schema
+            return self._json(schema) if isinstance(schema, dict) else f"%json {text}"
+        if kind == "regex":
+            return f"/{_escaped_pattern(text)}/"
+        if kind == "ebnf":
+            text = _from_gbnf(text)
+        return "%lark {\n" + text.replace("%llguidance {}", "") + "\n}"
 
     @property
     def harmony(self) -> bool:
@@ -193,29 +221,6 @@ def _leading(text: str, markers: frozenset[str]) -> str:
 
 def _named(text: str, name: str) -> str:
     return text.replace("{json_name}", json.dumps(name, ensure_ascii=False)).replace("{name}", name)
-
-
-def _json(schema: Mapping[str, Any], lenient: bool = False) -> str:
-    try:
-        return json.dumps({**schema, "x-guidance": {**SPACING, "lenient": lenient}})
-    except RecursionError:
-        raise ValueError("a JSON schema is nested too deeply: give one with fewer levels") from None
-
-
-def _answer_rule(response: Mapping[str, str]) -> str:
-    ((kind, text),) = response.items()
-    if kind == "json_schema":
-        try:
-            schema = json.loads(text)
-        except (ValueError, RecursionError):
-            raise ValueError("json_schema is not the text of a JSON schema") from None
-        schema = {} if schema is True else schema
-        return f"%json {_json(schema)}" if isinstance(schema, dict) else f"%json {text}"
-    if kind == "regex":
-        return f"/{_escaped_pattern(text)}/"
-    if kind == "ebnf":
-        text = _from_gbnf(text)
-    return "%lark {\n" + text.replace("%llguidance {}", "") + "\n}"
 
 
 def _escaped_pattern(pattern: str) -> str:

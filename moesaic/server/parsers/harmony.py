@@ -41,12 +41,19 @@ class HarmonyParser:
         self._body: type[Reasoning] | type[Content] | None = None  # None: a call's arguments
         self._raw = False  # this message is passed on unchanged
         self._empty = True
+        self.cut_call = False  # the text ended inside what may be a call
 
     def feed(self, text: str) -> list[Part]:
         return joined(self._run(text, final=False))
 
-    def finish(self) -> list[Part]:
-        return joined(self._run("", final=True))
+    def finish(self, cut: bool = False, forced: bool = False) -> list[Part]:
+        """`cut`: the text ended early, so a header or call that has begun is not text. `forced`: it
+        had to be a call, so the beginning of a marker is not text either."""
+        in_header = self._step == self._in_header
+        in_call = self._step == self._in_body and self._body is None
+        dropped = cut and (forced or in_header or in_call)
+        self.cut_call = dropped and (self._pending != "" or in_header) and self._calls.possible
+        return [] if dropped else joined(self._run("", final=True))
 
     def _run(self, text: str, final: bool) -> Iterator[Part]:
         for part in [""] if final else slices(text):
@@ -56,12 +63,12 @@ class HarmonyParser:
 
     def _gap(self, final: bool) -> Steps:
         """Between messages; text here has no channel."""
-        active = self._at_start if self._first else self._between
+        begun = self._pending.lstrip(SPACE)[: len(RECIPIENT_FIRST)]
+        may_address = self._first and RECIPIENT_FIRST.startswith(begun)
+        active = self._at_start if may_address else self._between
         start, end = active.find(self._pending, final)
         before, marker = self._pending[:start], self._pending[start:end]
         self._pending = self._pending[end:]
-        if marker == RECIPIENT_FIRST and before.strip(SPACE):
-            before, marker = before + marker, ""
         content = before if self._bare else before.lstrip(SPACE)
         if content:
             self._bare, self._first = True, False

@@ -62,6 +62,10 @@ class Calls:
         self._short_ids = short_ids
         self.count = 0
 
+    @property
+    def possible(self) -> bool:
+        return bool(self._tools)
+
     def known(self, name: object) -> bool:
         return isinstance(name, str) and name in self._tools
 

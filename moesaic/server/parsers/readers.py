@@ -44,7 +44,7 @@ class Reader:
         self._parts: list[Part] = []
         self._text, self._position = "", 0
         self._unconfirmed: list[str] = []
-        self._started = False
+        self._started = self._cut = False
         self._steps = self._read()
 
     def feed(self, text: str) -> list[Part]:
@@ -59,9 +59,12 @@ class Reader:
             self._fail()
         return self._drain()
 
-    def finish(self) -> list[Part]:
-        """The text has ended: the call is what there is of it."""
-        self.rest = ""
+    def finish(self, cut: bool) -> list[Part]:
+        """The text has ended: the call is what there is of it. `cut`: the model did not end it, so
+        text that was held back may be part of a marker."""
+        self.rest, self._cut = "", cut
+        if cut:
+            self._position = len(self._text)
         try:
             self._end_of_text()
         except _NotACall:
@@ -272,7 +275,7 @@ class ObjectReader(Reader):
             raise _NotACall
         self._start_object(self._name)
         self._arguments(self._early_arguments or "")
-        if self._in_early_arguments:
+        if self._in_early_arguments and not self._cut:
             self._parts.append(Content("".join(self._buffer)))
 
 

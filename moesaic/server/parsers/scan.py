@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from functools import lru_cache
+from typing import Final
+
+# What a detokenizer writes for the bytes of a character that is not complete: one or one per byte.
+HALVES: Final = ("\ufffd", "\ufffd" * 2, "\ufffd" * 3)
 
 
 class Markers:
@@ -14,9 +18,9 @@ class Markers:
     def __init__(self, texts: Iterable[str]) -> None:
         ordered = sorted(set(texts), key=lambda text: (-len(text), text))
         self._pattern = re.compile("|".join(map(re.escape, ordered))) if ordered else None
-        self._prefixes = frozenset(text[:n] for text in ordered for n in range(1, len(text)))
-        self._longest = len(ordered[0]) if ordered else 0
-        self._firsts = frozenset(text[0] for text in ordered)
+        self._prefixes = frozenset(prefix for text in ordered for prefix in _prefixes(text))
+        self._longest = max(map(len, self._prefixes), default=0)
+        self._firsts = frozenset(prefix[0] for prefix in self._prefixes)
 
     def none_begins_in(self, text: str) -> bool:
         return self._firsts.isdisjoint(text)
@@ -34,10 +38,19 @@ class Markers:
         return safe, safe
 
     def _safe(self, text: str) -> int:
-        for length in range(min(len(text), self._longest - 1), 0, -1):
+        for length in range(min(len(text), self._longest), 0, -1):
             if text[-length:] in self._prefixes:
                 return len(text) - length
         return len(text)
+
+
+def _prefixes(text: str) -> Iterator[str]:
+    """What the text so far may end with if it ends inside this text, even inside a character."""
+    for length, char in enumerate(text):
+        if length:
+            yield text[:length]
+        if len(char.encode()) > 1:
+            yield from (text[:length] + half for half in HALVES)
 
 
 markers = lru_cache(maxsize=256)(Markers)

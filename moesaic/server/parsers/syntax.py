@@ -51,10 +51,10 @@ class CallSyntax:
 class ThinkSyntax:
     open: str
     close: str
-    inside: bool | None = None  # whether the answer begins inside it; None: if it is on
+    inside: bool = False  # the answer begins inside it, also if the prompt does not open it
     always: bool = False  # cannot be switched off
-    switch: str = ""  # the template's variable
-    default: bool = True  # the template's value without the variable
+    switch: str = ""  # the template's variable for models that open it themselves
+    default: bool = True  # they do so without the variable; False: only the prompt opens it
     ends_at_call: bool = False  # a tool call ends the reasoning, with or without a marker
 
 
@@ -146,15 +146,13 @@ CALLS: Final[Mapping[str, CallSyntax]] = {
 }
 THINKING: Final[Mapping[str, ThinkSyntax]] = {
     "deepseek-r1": ThinkSyntax("<think>", "</think>", inside=True, always=True),
-    "deepseek-v3": ThinkSyntax("<think>", "</think>", switch="thinking", default=False),
-    "qwen3": ThinkSyntax(
-        "<think>", "</think>", inside=False, switch="enable_thinking", ends_at_call=True
-    ),
+    "deepseek-v3": ThinkSyntax("<think>", "</think>", default=False),
+    "qwen3": ThinkSyntax("<think>", "</think>", switch="enable_thinking", ends_at_call=True),
     "qwen3-thinking": ThinkSyntax(
         "<think>", "</think>", inside=True, always=True, ends_at_call=True
     ),
-    "kimi": ThinkSyntax("◁think▷", "◁/think▷", inside=False),
-    "kimi_k2": ThinkSyntax("<think>", "</think>", inside=False, ends_at_call=True),
+    "kimi": ThinkSyntax("◁think▷", "◁/think▷"),
+    "kimi_k2": ThinkSyntax("<think>", "</think>", ends_at_call=True),
 }
 # Tool calls and reasoning are channels of one format here.
 HARMONY: Final = "gpt-oss"

@@ -34,6 +34,9 @@ class TaggedParser:
         self._input = deque[str]()
         self._pending = ""
         self._final = False  # no more text comes
+        self._cut = False  # the model did not end the text
+        self._forced = False  # the text had to be a call
+        self._dropped = False  # the end of the text, inside a marker or a call
         self._in_call = False
         self._thinking = setup.inside
         self._thought = False
@@ -56,12 +59,29 @@ class TaggedParser:
         held = self._pending or self._layout or self._fresh or self._early
         return not held and not self._in_call
 
-    def finish(self) -> list[Part]:
+    def finish(self, cut: bool = False, forced: bool = False) -> list[Part]:
+        """`cut`: the text ended early, so a call that has begun is not text. `forced`: it had to be
+        a call, so the beginning of a marker is not text either."""
         ends = self._setup.calls.ends if self._setup.calls is not None else ()
         if self._after_call and any(end.startswith(self._pending) for end in ends):
             self._pending = ""
-        self._final = True
-        return joined([*self._new_parts(), *self._release()])
+        self._final, self._cut, self._forced = True, cut, forced
+        found = [*self._new_parts()]
+        if cut and (self._dropped or self._in_section):
+            self._layout.clear()
+            self._dropped = True
+        return joined([*found, *self._release()])
+
+    @property
+    def cut_call(self) -> bool:
+        """The text ended inside what may be a call."""
+        return self._dropped and self._setup.calls is not None
+
+    @property
+    def _in_section(self) -> bool:
+        """The section of calls has begun, and no call yet."""
+        section = self._setup.calls.section if self._setup.calls is not None else None
+        return section is not None and section[0] in self._layout
 
     def _new_parts(self) -> Iterator[Part]:
         for part in self._steps:
@@ -84,6 +104,8 @@ class TaggedParser:
     def _parse(self) -> Steps:
         while True:
             is_last = self._at_end
+            if is_last and self._cut and self._expects_call:
+                self._drop_begun_marker()
             start, end = self._active_markers().find(self._pending, is_last)
             before, marker = self._pending[:start], self._pending[start:end]
             self._pending = self._pending[end:]
@@ -94,6 +116,20 @@ class TaggedParser:
                 return
             else:
                 yield from self._more()
+
+    @property
+    def _expects_call(self) -> bool:
+        """Only then the beginning of a marker is no text: elsewhere most models' markers come
+        whole, because they are single tokens."""
+        after_call = self._calls.count > 0 and self._fresh
+        return self._forced or self._in_section or after_call
+
+    def _drop_begun_marker(self) -> None:
+        """Special tokens that are ignored come whole: what looks like the start of one is text."""
+        active = markers(frozenset(self._active()) - self._setup.ignored)
+        start, end = active.find(self._pending)
+        if start == end < len(self._pending):
+            self._pending, self._dropped = self._pending[:start], True
 
     def _active_markers(self) -> Markers:
         """The markers that apply in the current state, cached."""
@@ -165,7 +201,9 @@ class TaggedParser:
             yield from self._more()
         text = "".join([*space, self._pending])
         shape = calls.shapes.get(body[0], calls.shapes.get("")) if body else None
-        if shape is None:
+        if not body and self._cut:
+            self._pending, self._dropped = "", True
+        elif shape is None:
             yield from self._refuse_call(calls, text)
         else:
             self._put_back(text)
@@ -176,12 +214,14 @@ class TaggedParser:
             yield from self._more()
             text, self._pending = self._pending, ""
             ended = self._at_end and not text
-            for part in reader.finish() if ended else reader.feed(text):
+            for part in reader.finish(self._cut) if ended else reader.feed(text):
                 if isinstance(part, ToolStart):
                     self._layout.clear()
                     self._after_call = self._fresh = True
                 yield part
-        if reader.failed and not reader.any:
+        if reader.failed and self._cut:
+            self._dropped = True
+        elif reader.failed and not reader.any:
             yield from self._refuse_call(calls, reader.rest)
         else:
             self._put_back(reader.rest)

@@ -45,6 +45,12 @@ def is_text(parameters: Mapping[str, Any], key: str) -> bool:
     return _types(parameters, key) == {"string"}
 
 
+def fixed_values(schema: Mapping[str, Any]) -> list[Any]:
+    """The values that `const` or `enum` allows; empty without them."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return values if isinstance(values, list) else []
+
+
 def as_json(text: str, parameters: Mapping[str, Any], key: str) -> str:
     """The JSON of a value in plain text: the value if the schema allows its type, else a string."""
     value = _PYTHON.get(text.strip(), text.strip())
@@ -84,5 +90,4 @@ def _type_of(schema: Mapping[str, Any]) -> set[str]:
         return {kind}
     if isinstance(kind, list):
         return {name for name in kind if isinstance(name, str)}
-    values = [schema["const"]] if "const" in schema else schema.get("enum", [])
-    return {_TYPES[type(value)] for value in values if type(value) in _TYPES}
+    return {_TYPES[type(value)] for value in fixed_values(schema) if type(value) in _TYPES}

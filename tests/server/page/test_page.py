@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -14,53 +9,8 @@ import pytest
 
 from moesaic.engine.engine import Engine
 from moesaic.observe.expert_load import expert_loads
-from tests.server.serving import served, wait_until
-
-playwright = pytest.importorskip("playwright.sync_api")
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
-ARGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
-    "--disable-background-networking --disable-component-update --disable-sync"
-)
-MODEL = "tiny:qwen3_moe,num_hidden_layers=3"
-EVIL = "<img src=x onerror='window.hacked=1'><script>window.hacked=1</script>"
-
-
-@contextmanager
-def engine_with(**flags: Any) -> Iterator[tuple[Engine, str]]:
-    with (
-        Engine(model_path=MODEL, num_threads=1, log_level="warning", **flags) as engine,
-        served(engine) as url,
-    ):
-        yield engine, url
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[tuple[Engine, str]]:
-    with engine_with() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as tools:
-        browser = tools.chromium.launch(executable_path=CHROMIUM, args=ARGS.split())
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def page(browser: Any) -> Iterator[Any]:
-    """Anything that the page complains about is in `complaints`, all it asks for in `asked`."""
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
-    page.complaints, page.asked = [], []
-    page.on("console", lambda message: page.complaints.append(message.text))
-    page.on("pageerror", lambda error: page.complaints.append(str(error)))
-    page.on("request", lambda request: page.asked.append(request.url))
-    page.set_default_timeout(30_000)
-    yield page
-    page.close()
+from tests.server.page.browsing import change, engine_with
+from tests.server.serving import wait_until
 
 
 def number(page: Any, selector: str) -> float:
@@ -168,86 +118,74 @@ def test_no_sideways_scrolling(server: tuple[Engine, str], page: Any, width: int
     assert page.evaluate("document.documentElement.scrollWidth") == width
 
 
-def chunk(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
-    return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
+def boxes(page: Any, selector: str) -> list[dict[str, float]]:
+    script = "all => all.map(one => one.getBoundingClientRect().toJSON())"
+    found: list[dict[str, float]] = page.eval_on_selector_all(selector, script)
+    return found
 
 
-def test_what_a_model_says_stays_text(server: tuple[Engine, str], page: Any) -> None:
-    """The answers are made up here, in the form that OpenAI's API gives them."""
-    pieces = [chunk({"role": "assistant", "content": ""}), chunk({"reasoning_content": EVIL})]
-    pieces += [chunk({"content": EVIL}), chunk({"content": "\ndone"}), chunk({}, "length")]
-    pieces += [{"choices": [], "usage": {"completion_tokens": 7}}]
-    body = "".join(f"data: {json.dumps(piece)}\n\n" for piece in pieces) + "data: [DONE]\n\n"
-    sent: list[dict[str, Any]] = []
-
-    def answer(route: Any) -> None:
-        sent.append(route.request.post_data_json)
-        route.fulfill(body=body, content_type="text/event-stream")
-
-    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "some-model"}]}))
-    page.route("**/v1/chat/completions", answer)
+def test_a_phone_has_the_chat_first_and_whole_ranks(server: tuple[Engine, str], page: Any) -> None:
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.emulate_media(reduced_motion="reduce")
     page.goto(server[1])
-    page.fill("#temperature", "0.3")
-    page.fill("#max-tokens", "99")
-    page.fill("#prompt", EVIL)
-    page.press("#prompt", "Enter")
-    page.wait_for_selector(".message.assistant .after:has-text('7 tokens, cut at max tokens')")
-    assert page.text_content(".message.user .text") == EVIL
-    assert page.text_content(".message.assistant .text") == EVIL + "\ndone"
-    assert page.text_content(".message.assistant details div") == EVIL
-    assert not page.is_visible(".message.assistant details div")
-    assert (
-        page.eval_on_selector_all("#messages img, #messages script", "found => found.length") == 0
-    )
-    assert page.evaluate("window.hacked") is None
-    assert (sent[0]["model"], sent[0]["temperature"], sent[0]["max_tokens"]) == (
-        "some-model",
-        0.3,
-        99,
-    )
-    page.fill("#prompt", "again")
-    page.click("#send")
-    wait_until(lambda: len(sent) == 2)
-    roles = [message["role"] for message in sent[1]["messages"]]
-    assert roles == ["user", "assistant", "user"]
+    page.wait_for_selector("#ranks td.busy:has-text('idle')")
+    [chat], [curves] = boxes(page, ".chat"), boxes(page, "#throughput")
+    assert chat["bottom"] < 844 and chat["bottom"] < curves["top"]
+    cells = boxes(page, "#ranks td, #ranks em")
+    assert len(cells) == 7 and all(16 <= box["left"] <= box["right"] <= 374 for box in cells)
+    assert page.evaluate("getComputedStyle(document.body).animationName") == "none"
 
 
-def test_errors_of_the_chat_are_shown(server: tuple[Engine, str], page: Any) -> None:
-    refusal = {"error": {"message": "the queue is full: <b>try</b> again", "code": "queue_full"}}
-    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "m"}]}))
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=429, json=refusal))
+def test_cards_line_up(server: tuple[Engine, str], page: Any) -> None:
+    def slow(data: dict[str, Any]) -> None:
+        for sample in data["history"]:
+            sample["latency"] = {"ttft": [0.4, 12.34], "itl": [0.9876, 0.9], "e2e": [2.0, None]}
+
+    change(page, "**/dashboard/data*", slow)
     page.goto(server[1])
-    page.fill("#prompt", "hello")
-    page.press("#prompt", "Enter")
-    page.wait_for_selector(".message.error")
-    assert page.text_content(".message.error .text") == "the queue is full: <b>try</b> again"
-    assert page.is_visible("#send") and not page.is_visible("#stop")
+    page.wait_for_selector("#ttft :has-text('12.3 s')")
+    for width in (1280, 1190, 800):
+        page.set_viewport_size({"width": width, "height": 900})
+        for selector in (".compact .numbers", ".compact b", ".compact .plot", ".wide .plot"):
+            tops = {round(box["top"], 1) for box in boxes(page, selector)}
+            assert len(tops) == 1, (width, selector)
+        cards = boxes(page, ".compact")
+        numbers = zip(boxes(page, ".compact b"), [0, 0, 1, 1, 2, 2, 3, 3], strict=True)
+        assert all(number["right"] < cards[card]["right"] - 4 for number, card in numbers), width
 
 
-def test_the_chat_streams_and_stops(server: tuple[Engine, str], page: Any) -> None:
-    engine, url = server
-    if httpx.get(f"{url}/v1/models").status_code == 404:
-        pytest.skip("this server has no OpenAI API")
-    page.goto(url)
-    page.fill("#max-tokens", "20")
-    page.fill("#prompt", "Hello")
-    page.press("#prompt", "Enter")
-    page.wait_for_selector(".message.assistant .after:has-text('tokens')")
-    assert page.query_selector(".message.error") is None
-    page.click("#clear")
-    page.fill("#max-tokens", "1500")
-    page.fill("#prompt", "Hello again")
-    go_on = threading.Event()
-    engine._thread.submit(lambda core: go_on.wait(30))
-    page.press("#prompt", "Enter")
-    page.click("#stop")
-    page.wait_for_selector(".message.assistant .after:has-text('stopped')")
-    go_on.set()
-    wait_until(lambda: engine.request_stats().open == 0)
+def test_the_bar_of_a_rank_shows_shares_of_time(server: tuple[Engine, str], page: Any) -> None:
+    """Idle ranks compute for the page's own queries, which is no work."""
+    page.goto(server[1])
+    script = """async (looks) => {
+        const { Ranks } = await import("/page/ranks.js");
+        const SAME = { rank: 0, place: "", state_age: 0, traffic: {} };
+        const ranks = new Ranks(document.createElement("tbody"));
+        looks.forEach(([steps, compute_seconds, wait_seconds, state], now) => ranks.show(
+            [{ ...SAME, state, steps, compute_seconds, wait_seconds }], now));
+        const row = ranks.rows.get(0);
+        return [row.compute.style.width, row.wait.style.width, row.told.textContent];
+    }"""
+    looks = {
+        "idle": [[4, 1.0, 0.5, "idle"], [4, 1.0003, 0.5, "idle"]],
+        "busy": [[4, 1.0, 0.5, "idle"], [9, 1.5, 0.75, "computing"]],
+        "long step": [[4, 1.0, 0.5, "computing"], [4, 1.0, 1.25, "computing"]],
+        "state of 4 s": [[4, 1.0, 0.5, "computing"], [5, 4.0, 1.5, "computing"]],
+    }
+    shown = {name: page.evaluate(script, two) for name, two in looks.items()}
+    assert shown == {
+        "idle": ["0%", "0%", "idle"],
+        "busy": ["50%", "25%", "50%, wait 25%"],
+        "long step": ["0%", "75%", "0%, wait 75%"],
+        "state of 4 s": ["75%", "25%", "75%, wait 25%"],
+    }
 
 
 def give_keys(page: Any, url: str) -> None:
     page.goto(url)
+    page.wait_for_selector("#key")
+    page.keyboard.press("Escape")
+    page.click("#give-key")
     page.fill("#key", "wrong")
     page.press("#key", "Enter")
     page.wait_for_selector("#key-message:has-text('refused')")
@@ -256,10 +194,11 @@ def give_keys(page: Any, url: str) -> None:
     page.wait_for_selector("#status[data-state=live]")
     assert page.evaluate("Object.values(sessionStorage)") == ["open-sesame"]
     assert page.evaluate("localStorage.length") == 0
+    assert not page.is_visible("#give-key")
 
 
 def test_the_page_asks_for_a_key(server: tuple[Engine, str], page: Any) -> None:
-    """Of somebody between it and the server."""
+    """A proxy in front of the server asks for it."""
 
     def check(route: Any) -> None:
         if route.request.headers.get("authorization") == "Bearer open-sesame":

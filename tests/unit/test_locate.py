@@ -1,0 +1,66 @@
+"""Models in the Hub's cache, in the layout that huggingface_hub documents."""
+
+from pathlib import Path
+
+import pytest
+
+from moesaic.config.args import ServerArgs
+from moesaic.models.locate import model_folder, tokenizer_folder
+
+COMMITS = {"main": "a" * 40, "v1": "b" * 40}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    model = tmp_path / "models--Qwen--Qwen3-30B-A3B"
+    for name, commit in COMMITS.items():
+        (model / "snapshots" / commit).mkdir(parents=True)
+        (model / "refs").mkdir(exist_ok=True)
+        (model / "refs" / name).write_text(commit)
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def found(hub: Path, revision: str | None = None, name: str = "Qwen/Qwen3-30B-A3B") -> str:
+    return model_folder(ServerArgs(model_path=name, revision=revision, download_dir=str(hub)))
+
+
+@pytest.mark.parametrize(
+    ("revision", "commit"),
+    [(None, "a" * 40), ("main", "a" * 40), ("v1", "b" * 40), ("b" * 40, "b" * 40)],
+)
+def test_revisions(hub: Path, revision: str | None, commit: str):
+    assert found(hub, revision) == f"{hub}/models--Qwen--Qwen3-30B-A3B/snapshots/{commit}"
+
+
+def test_what_is_not_there_is_not_downloaded(hub: Path):
+    with pytest.raises(ValueError) as caught:
+        found(hub, "v2")
+    assert str(caught.value) == (
+        f"Qwen/Qwen3-30B-A3B is neither a folder nor in {hub} at v2, and nothing is downloaded: "
+        "run hf download Qwen/Qwen3-30B-A3B --revision v2, or give a folder"
+    )
+    with pytest.raises(ValueError, match="run hf download openai/gpt-oss-20b, or give a folder"):
+        found(hub, name="openai/gpt-oss-20b")
+
+
+def test_a_folder_has_no_revisions(hub: Path):
+    (hub / "Qwen" / "Qwen3-30B-A3B").mkdir(parents=True)
+    assert found(hub) == "Qwen/Qwen3-30B-A3B"
+    with pytest.raises(ValueError, match="--revision v1 chooses a version in the Hub's cache"):
+        found(hub, "v1")
+
+
+@pytest.mark.parametrize("variable", ["HF_HUB_CACHE", "HF_HOME"])
+def test_where_the_cache_is(hub: Path, monkeypatch: pytest.MonkeyPatch, variable: str):
+    root = hub if variable == "HF_HUB_CACHE" else hub.rename(hub.parent / "hub")
+    monkeypatch.setenv(variable, str(root if variable == "HF_HUB_CACHE" else root.parent))
+    args = ServerArgs(model_path="Qwen/Qwen3-30B-A3B")
+    folder = model_folder(args)
+    assert folder == f"{root}/models--Qwen--Qwen3-30B-A3B/snapshots/{'a' * 40}"
+    assert tokenizer_folder(args, folder) is None
+    same = ServerArgs(model_path=args.model_path, tokenizer_path=args.model_path)
+    assert tokenizer_folder(same, "changed") == "changed"
+    other = ServerArgs(model_path="m", tokenizer_path=args.model_path)
+    assert tokenizer_folder(other, "m") == folder
