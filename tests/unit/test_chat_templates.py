@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from moesaic.engine.text import chat_template
 from moesaic.engine.text.limited_child import Allowance, ChildUnresponsive
+from moesaic.engine.text.template_child import Renderer
 from moesaic.engine.text.tokenizer import ChatTemplateError, Tokenizer, load_tokenizer
 from moesaic.models.tiny import materialise
 from moesaic.models.tiny_chat import CHAT_TEMPLATE
@@ -290,6 +291,18 @@ def test_rendered_as_by_transformers(folder, name):
                     )
                     assert ours.apply_chat_template(chat, **kwargs) == want
                     assert "Weather" in want
+
+
+@pytest.mark.parametrize(
+    ("turn", "want"),
+    [
+        ("[{{ m.content }}{{ m.name }}]", "[Weather & time?][]"),
+        ("{% if m['content'] is none %}call{% endif %}{{ m.name }}", "call"),
+    ],
+)
+def test_null_is_left_out_unless_the_template_asks_for_it(turn, want):
+    renderer = Renderer({"": "{% for m in messages %}" + turn + "{% endfor %}"})
+    assert renderer.render("", {"messages": [CHAT[1], {**CHAT[2], "name": None}]}) == want
 
 
 # Each would take minutes or gigabytes before its first output.

@@ -7,6 +7,7 @@ bounds its work. It imports little besides Jinja.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any, Final
@@ -21,6 +22,8 @@ from moesaic.engine.text.limited_child import Answer, serve
 MAX_RENDERED: Final = 16 << 20
 MAX_MESSAGE: Final = 500
 REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
+# Templates such as DeepSeek-R1's tell by this that a turn has calls and no text.
+ASKS_FOR_NONE: Final = re.compile(r"content\W{0,2}\s+is\s+(not\s+)?none")
 # The first byte of an answer; the text or an error follows.
 TEXT, INVALID, REFUSED = b"tir"
 
@@ -55,7 +58,8 @@ class Renderer:
         return self._compiled[name]
 
     def render(self, name: str, variables: dict[str, Any]) -> str:
-        messages = [_with_reasoning(message) for message in variables["messages"]]
+        keep_none = ASKS_FOR_NONE.search(self._templates[name]) is not None
+        messages = [_with_reasoning(_given(m, keep_none)) for m in variables["messages"]]
         return _joined(self.compile(name).generate({**variables, "messages": messages}))
 
 
@@ -110,6 +114,15 @@ def _tojson(
 
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
+
+
+def _given(message: Mapping[str, Any], keep_none: bool) -> dict[str, Any]:
+    """Leaves out what a client sent as null: most templates print "None" for it, or fail."""
+    return {
+        key: value
+        for key, value in message.items()
+        if value is not None or (keep_none and key == "content")
+    }
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
