@@ -303,6 +303,17 @@ def node_process(wanted: ServiceSpec) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
+def until(node: subprocess.Popen[str], words: str) -> str:
+    """The node's log up to the line with these words."""
+    assert node.stderr is not None
+    log = ""
+    while words not in log:
+        line = node.stderr.readline()
+        assert line, log
+        log += line
+    return log
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
 def test_a_node_that_is_ended(number: signal.Signals):
     port = free_port()
@@ -310,8 +321,9 @@ def test_a_node_that_is_ended(number: signal.Signals):
         first = Service.start(spec(0, port), SECRET)
         try:
             start_stepping(first)
+            log = until(second, "node 1 is ready")
             second.send_signal(number)
-            log = second.communicate(timeout=60)[1]
+            log += second.communicate(timeout=60)[1]
             fault = fault_of(first)
         finally:
             first.close()
@@ -329,8 +341,7 @@ def test_a_node_that_is_ended(number: signal.Signals):
 
 def test_a_node_that_is_ended_while_it_waits():
     with node_process(spec(1, free_port())) as node:
-        assert node.stderr is not None
-        assert any("waiting for node 0" in line for line in iter(node.stderr.readline, ""))
+        until(node, "waiting for node 0")
         node.send_signal(signal.SIGINT)
         assert "SIGINT: node 1 leaves" in node.communicate(timeout=60)[1]
         assert node.returncode == 130
