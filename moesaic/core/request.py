@@ -81,13 +81,16 @@ class Request(NewRequest, eq=False):
     `token_ids` holds the prompt and then every emitted token; the first `num_computed` of them have
     their keys and values in `pages`, or an in-flight step puts them there. `pending`: tokens that
     in-flight steps sample; the last but one of these may be computed already. `num_scored`: prompt
-    logprobs that steps gave or are to give.
-    A retracted request keeps its tokens and loses its pages.
+    logprobs that steps gave or are to give. `row`: its row of the ranks' page tables while it runs,
+    whose first `pages_sent` entries earlier plans have set to its pages.
+    A retracted request keeps its tokens and loses its pages and its row.
     """
 
     phase: RequestPhase = RequestPhase.WAITING
     token_ids: list[int] = []
     pages: list[int] = []
+    pages_sent: int = 0
+    row: int = -1
     num_computed: int = 0
     num_scored: int = 0
     pending: int = 0
@@ -161,7 +164,7 @@ class Request(NewRequest, eq=False):
     def can_run_ahead(self) -> bool:
         """Whether a step may sample its next token while the one before is in flight."""
         return (
-            self.pending < self.remaining_tokens
+            self.pending < self.max_new_tokens + len(self.prompt_ids) - len(self.token_ids)
             and not self.verifying
             and not self.looks_back
             and not (self.return_logprob and self.lacks_input_logprobs)

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -121,21 +122,22 @@ class DeterministicAttention(CpuAttention):
                 if len(shared) == 1:
                     singles += shared
                     continue
-                units_1U = torch.tensor([self._units(shared[0])])
+                units_1U = self._units(shared[:1])
                 for part in _parts(shared, positions, MAX_SCORES):
                     yield _group(part, positions, units_1U)
         singles.sort(key=_length)
         for _, equal in groupby(singles, key=_length):
             for part in _parts(list(equal), positions, min(MAX_SCORES, MAX_KEYS * ROWS)):
-                units_BU = torch.tensor([self._units(block) for block in part])
-                yield _group(part, positions, units_BU)
+                yield _group(part, positions, self._units(part))
 
-    def _units(self, block: Block) -> list[int]:
-        """Page 0, which is zero, pads the range behind the newest key."""
-        stop = min(block.end, block.span.kv_len)
-        positions = range(block.begin, stop, self.unit)
-        found = [slot // self.unit for slot in block.span.slots(positions, self.cache.page_size)]
-        return found + [0] * ((block.end - block.begin) // self.unit - len(found))
+    def _units(self, blocks: Sequence[Block]) -> Tensor:
+        """[B, U]: page 0, which is zero, pads the ranges behind the newest keys."""
+        units = np.zeros((len(blocks), _length(blocks[0]) // self.unit), np.int64)
+        for row, block in zip(units, blocks, strict=True):
+            positions = range(block.begin, min(block.end, block.span.kv_len), self.unit)
+            found = block.span.slots(positions, self.cache.page_size) // self.unit
+            row[: len(found)] = found
+        return torch.from_numpy(units)
 
 
 def _positions(shared: int) -> int:

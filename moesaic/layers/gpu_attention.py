@@ -17,10 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache as cached
-from itertools import chain
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -54,68 +52,19 @@ from moesaic.layers.context import (
     LatentProjections,
     LatentSpec,
 )
-from moesaic.layers.paged_cache import PagedCache, SequenceSpan
+from moesaic.layers.paged_cache import (
+    PagedCache,
+    PageTable,
+    Sequences,
+    SequenceSpan,
+    pinned,
+    to_device,
+)
 
-Ints = npt.NDArray[np.int32]
 # Counters of the decode kernel per row: one for each tile of heads.
 COUNTERS = 256
 # Latents that are expanded at once; longer sequences are absorbed.
 MAX_EXPANDED = 1 << 15
-
-
-@dataclass(frozen=True, slots=True)
-class Sequences:
-    """Sequences on the host: first row, new tokens, all tokens, first entry in the page list."""
-
-    starts_B: Ints
-    lengths_B: Ints
-    kv_lens_B: Ints
-    first_B: Ints
-
-    @classmethod
-    def of(cls, spans: Sequence[SequenceSpan]) -> Sequences:
-        counts = np.array([len(span.pages) for span in spans], np.int32)
-        return cls(
-            np.array([span.start for span in spans], np.int32),
-            np.array([span.length for span in spans], np.int32),
-            np.array([span.kv_len for span in spans], np.int32),
-            (np.cumsum(counts) - counts).astype(np.int32),
-        )
-
-    def __len__(self) -> int:
-        return len(self.starts_B)
-
-    def arrays(self) -> list[Ints]:
-        return [self.starts_B, self.lengths_B, self.kv_lens_B, self.first_B]
-
-    def select(self, chosen: npt.NDArray[np.intp]) -> Sequences:
-        return Sequences(*(array[chosen] for array in self.arrays()))
-
-    def positions(self) -> tuple[Ints, Ints]:
-        """Sequence and position of all new tokens, in the order of the sequences."""
-        number = np.repeat(np.arange(len(self), dtype=np.int32), self.lengths_B)
-        behind = np.cumsum(self.lengths_B) - self.kv_lens_B
-        return number, (np.arange(len(number)) - behind[number]).astype(np.int32)
-
-    def tiles(self, size: int) -> Ints:
-        """[X, 2]: sequence and offset of each tile of `size` queries, longest work first."""
-        counts = -(-self.lengths_B // size)
-        number = np.repeat(np.arange(len(self), dtype=np.int32), counts)
-        behind = (np.cumsum(counts) - counts)[number]
-        offset = (np.arange(len(number)) - behind) * size
-        work = (self.kv_lens_B - self.lengths_B)[number] + offset
-        tiles = np.stack((number, offset), axis=1).astype(np.int32)
-        return tiles[np.argsort(-work, kind="stable")]
-
-
-def page_list(spans: Sequence[SequenceSpan]) -> Ints:
-    total = sum(len(span.pages) for span in spans)
-    return np.fromiter(chain.from_iterable(span.pages for span in spans), np.int32, total)
-
-
-def to_device(array: Ints, device: torch.device) -> Tensor:
-    """Does not block the host: the allocator keeps the pinned memory until the copy is done."""
-    return _pinned(array, device).to(device, non_blocking=True)
 
 
 @cached
@@ -176,28 +125,36 @@ class GpuAttention(AttentionStep):
         self._angles: tuple[Angles, Angles] | None = None
 
     @classmethod
-    def from_spans(
-        cls, cache: PagedCache, spans: Sequence[SequenceSpan], deterministic: bool = False
+    def of(
+        cls, cache: PagedCache, sequences: Sequences, table: PageTable, deterministic: bool = False
     ) -> GpuAttention:
-        device = cache.keys.device
-        pages, sequences = page_list(spans), Sequences.of(spans)
         number, position = sequences.positions()
         row = sequences.starts_B[number] + position
         row -= (sequences.kv_lens_B - sequences.lengths_B)[number]
-        slot = _slots(cache.page_size, pages, sequences.first_B[number], position)
+        slot = table.slots(cache.page_size, sequences.first_B[number], position)
         order = np.argsort(row, kind="stable")
         single = (sequences.lengths_B == 1) & (not deterministic)
         decoding, chunks = (sequences.select(np.flatnonzero(part)) for part in (single, ~single))
         groups = decoding.arrays() + chunks.arrays()
-        packed = to_device(np.concatenate([slot[order], position[order], *groups, pages]), device)
-        sizes = [len(row)] * 2 + [len(decoding)] * 4 + [len(chunks)] * 4 + [len(pages)]
-        slots_T, positions_T, rows_B, _, kv_lens_B, first_B, *parts = packed.split(sizes)
-        pages_on_device, decode = parts[-1], None
+        packed = np.concatenate([slot[order], position[order], *groups])
+        sizes = [len(row)] * 2 + [len(decoding)] * 4 + [len(chunks)] * 4
+        parts = to_device(packed, table.pages.device).split(sizes)
+        slots_T, positions_T, rows_B, _, kv_lens_B, first_B, *rest = parts
+        decode = None
         if len(decoding):
             longest = int(decoding.kv_lens_B.max())
-            decode = _decode_rows(cache, rows_B, kv_lens_B, first_B, pages_on_device, longest)
-        prefill = Prefill(chunks, pages_on_device, parts[:4]) if len(chunks) else None
+            decode = _decode_rows(cache, rows_B, kv_lens_B, first_B, table.pages, longest)
+        prefill = Prefill(chunks, table.pages, rest) if len(chunks) else None
         return cls(cache, slots_T, positions_T, decode, prefill, deterministic)
+
+    @classmethod
+    def from_spans(
+        cls, cache: PagedCache, spans: Sequence[SequenceSpan], deterministic: bool = False
+    ) -> GpuAttention:
+        """A step whose sequences are in no table of a runner."""
+        longest = max(len(span.pages) for span in spans)
+        table = PageTable(len(spans), longest, cache.keys.device)
+        return cls.of(cache, table.put(spans), table, deterministic)
 
     def attend_heads(self, spec: HeadSpec, qkv_TX: Tensor, angles: Angles) -> Tensor | Rows:
         q_norm, k_norm = spec.q_norm, spec.k_norm
@@ -292,11 +249,6 @@ def _softmax(spec: AttentionSpec) -> Softmax:
     return Softmax(spec.scale, spec.window, spec.sinks_N)
 
 
-def _slots(page_size: int, pages: Ints, first: Ints, position: Ints) -> Ints:
-    slots: Ints = pages[first + position // page_size] * page_size + position % page_size
-    return slots
-
-
 def _decode_rows(
     cache: PagedCache,
     rows_B: Tensor,
@@ -373,8 +325,8 @@ def _expand(
 
 
 class DecodeBuffers:
-    """Static tensors of a CUDA graph that decodes up to `size` sequences of up to `max_pages`
-    pages, with up to `queries` new tokens each. `attention` reads them in every run of the graph;
+    """Static tensors of a CUDA graph that decodes up to `size` sequences of a page table, with up
+    to `queries` new tokens each. `attention` reads them and the table in every run of the graph;
     rows without a token become zeros and store nothing.
 
     The decode kernel takes each token as its own sequence; tokens of one sequence share its pages.
@@ -385,23 +337,22 @@ class DecodeBuffers:
         self,
         cache: PagedCache,
         size: int,
-        max_pages: int,
+        table: PageTable,
         deterministic: bool = False,
         queries: int = 1,
     ) -> None:
-        self.cache, self.size, self.max_pages, self.queries = cache, size, max_pages, queries
+        self.cache, self.size, self.table, self.queries = cache, size, table, queries
         self.rows = rows = size * queries
-        device = cache.keys.device
-        sizes = [rows] * 4 + [size * max_pages]
-        self._packed = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        slots_T, positions_T, kv_lens_T, first_T, pages = self._packed.split(sizes)
+        device, pages = cache.keys.device, table.pages
+        self._packed = torch.zeros(4, rows, dtype=torch.int32, device=device)
+        slots_T, positions_T, kv_lens_T, first_T = self._packed
         slots_T.fill_(-1)
         if deterministic:
             prefill = _single_queries(kv_lens_T, first_T, pages)
             self.attention = GpuAttention(cache, slots_T, positions_T, None, prefill, True)
             return
         rows_T = torch.arange(rows, dtype=torch.int32, device=device)
-        max_kv_len = max_pages * cache.page_size
+        max_kv_len = table.max_pages * cache.page_size
         decode = _decode_rows(cache, rows_T, kv_lens_T, first_T, pages, max_kv_len)
         self.attention = GpuAttention(cache, slots_T, positions_T, decode)
         self.attention.fused = queries == 1
@@ -410,23 +361,21 @@ class DecodeBuffers:
     def positions_T(self) -> Tensor:
         return self.attention.positions_T
 
-    def fill(self, spans: Sequence[SequenceSpan]) -> None:
-        """The spans' rows follow each other from row 0 on. Does not block the host."""
-        sequences, pages = Sequences.of(spans), page_list(spans)
-        if len(spans) > self.size or len(pages) > self.size * self.max_pages:
+    def fill(self, sequences: Sequences) -> None:
+        """The sequences' rows follow each other from row 0 on. Does not block the host."""
+        if len(sequences) > self.size:
             raise ValueError(
-                f"{len(spans)} sequences with {len(pages)} pages do not fit into buffers for "
-                f"{self.size} sequences of {self.max_pages} pages: use larger ones"
+                f"{len(sequences)} sequences do not fit into buffers for {self.size}: use larger "
+                "ones"
             )
         assert (sequences.lengths_B <= self.queries).all(), f"more than {self.queries} queries"
         number, position = sequences.positions()
         first = sequences.first_B[number]
-        slots = _slots(self.cache.page_size, pages, first, position)
-        head = np.zeros((4, self.rows), np.int32)
-        head[0] = -1
-        head[:, : len(position)] = slots, position, position + 1, first
-        packed = np.concatenate((head.ravel(), pages))
-        self._packed[: len(packed)].copy_(_pinned(packed, self._packed.device), non_blocking=True)
+        packed = np.zeros((4, self.rows), np.int32)
+        packed[0] = -1
+        slots = self.table.slots(self.cache.page_size, first, position)
+        packed[:, : len(position)] = slots, position, position + 1, first
+        self._packed.copy_(pinned(packed, self._packed.device), non_blocking=True)
 
 
 def _single_queries(kv_lens_B: Tensor, first_B: Tensor, pages: Tensor) -> Prefill:
@@ -435,8 +384,3 @@ def _single_queries(kv_lens_B: Tensor, first_B: Tensor, pages: Tensor) -> Prefil
     starts_B, lengths_B = to_device(np.stack((rows, ones)), pages.device)
     host = Sequences(rows, ones, ones, 0 * rows)
     return Prefill(host, pages, (starts_B, lengths_B, kv_lens_B, first_B))
-
-
-def _pinned(array: Ints, device: torch.device) -> Tensor:
-    host = torch.from_numpy(array)
-    return host.pin_memory() if device.type == "cuda" else host

@@ -6,12 +6,10 @@ C latent size · V value size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from moesaic.layers.context import AttentionSpec, LatentSpec
-from moesaic.layers.paged_cache import PagedCache, SequenceSpan
+from moesaic.layers.paged_cache import PagedCache, PageTable, Sequences
 from moesaic.layers.torch_attention import TorchAttention
 
 
@@ -19,14 +17,14 @@ class PaddedAttention(TorchAttention):
     """Attends for the rows that `fill` set last, up to `queries` of each sequence; all others get
     zeros and store nothing."""
 
-    def __init__(self, cache: PagedCache, queries: int = 1) -> None:
+    def __init__(self, cache: PagedCache, table: PageTable, queries: int = 1) -> None:
         super().__init__(cache, [])
-        self.queries = queries
+        self.table, self.queries = table, queries
 
-    def fill(self, spans: Sequence[SequenceSpan]) -> None:
-        """The spans' rows follow each other from row 0 on."""
-        assert all(span.length <= self.queries for span in spans), f"more than {self.queries}"
-        super().__init__(self.cache, spans)
+    def fill(self, sequences: Sequences) -> None:
+        """The sequences' rows follow each other from row 0 on."""
+        assert (sequences.lengths_B <= self.queries).all(), f"more than {self.queries} queries"
+        super().__init__(self.cache, self.table.spans(sequences))
 
     def attend(self, spec: AttentionSpec, q_TND: Tensor, k_TMD: Tensor, v_TMD: Tensor) -> Tensor:
         out_TND, rows = q_TND.new_zeros(q_TND.shape), len(self.slots_T)

@@ -1,13 +1,23 @@
-"""The paged KV cache, and where a step's sequences are stored in it."""
+"""The paged KV cache, and where a step's sequences are stored in it.
+
+B sequences of a step · R rows of the page table · P pages of the longest sequence · X tiles.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from moesaic.layers.context import CacheSpec
+
+Ints = npt.NDArray[np.int32]
 
 
 class SequenceSpan(NamedTuple):
@@ -17,17 +27,129 @@ class SequenceSpan(NamedTuple):
     start: int
     length: int
     kv_len: int
-    pages: Sequence[int]
+    pages: Sequence[int] | Ints
 
     @property
     def positions(self) -> range:
         """Positions of the new tokens in the sequence."""
         return range(self.kv_len - self.length, self.kv_len)
 
-    def slots(self, positions: range, page_size: int) -> list[int]:
+    def slots(self, positions: range, page_size: int) -> npt.NDArray[np.int64]:
         """The cache slots of these positions."""
-        pages = self.pages
-        return [pages[p // page_size] * page_size + p % page_size for p in positions]
+        places = np.arange(positions.start, positions.stop, positions.step)
+        first, last = positions.start // page_size, -(-positions.stop // page_size)
+        pages = np.asarray(self.pages[first:last], np.int64)[places // page_size - first]
+        slots: npt.NDArray[np.int64] = pages * page_size + places % page_size
+        return slots
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """The sequences of a step on the host: first row, new tokens, all tokens, and the first entry
+    in the flat page table."""
+
+    starts_B: Ints
+    lengths_B: Ints
+    kv_lens_B: Ints
+    first_B: Ints
+
+    def __len__(self) -> int:
+        return len(self.starts_B)
+
+    def arrays(self) -> list[Ints]:
+        return [self.starts_B, self.lengths_B, self.kv_lens_B, self.first_B]
+
+    def select(self, chosen: npt.NDArray[np.intp]) -> Sequences:
+        return Sequences(*(array[chosen] for array in self.arrays()))
+
+    def positions(self) -> tuple[Ints, Ints]:
+        """Sequence and position of all new tokens, in the order of the sequences."""
+        number = np.repeat(np.arange(len(self), dtype=np.int32), self.lengths_B)
+        behind = np.cumsum(self.lengths_B) - self.kv_lens_B
+        return number, (np.arange(len(number)) - behind[number]).astype(np.int32)
+
+    def tiles(self, size: int) -> Ints:
+        """[X, 2]: sequence and offset of each tile of `size` queries, longest work first."""
+        counts = -(-self.lengths_B // size)
+        number = np.repeat(np.arange(len(self), dtype=np.int32), counts)
+        behind = (np.cumsum(counts) - counts)[number]
+        offset = (np.arange(len(number)) - behind) * size
+        work = (self.kv_lens_B - self.lengths_B)[number] + offset
+        tiles = np.stack((number, offset), axis=1).astype(np.int32)
+        return tiles[np.argsort(-work, kind="stable")]
+
+
+class PageUpdate(NamedTuple):
+    """The pages of a row of the table, from entry `first` on."""
+
+    row: int
+    first: int
+    pages: Sequence[int]
+
+
+class PageTable:
+    """The pages of all running sequences, each in its own row, on the host and flat on the device.
+    Only what changes is written, in the order of steps on the device, so an in-flight step reads
+    what it was begun with. Entries behind a sequence's pages are of any sequence before it."""
+
+    def __init__(self, rows: int, max_pages: int, device: torch.device | str = "cpu") -> None:
+        self.max_pages = max_pages
+        self.host = np.zeros(rows * max_pages, np.int32)
+        # On CPU the two share their memory.
+        self.pages = torch.from_numpy(self.host).to(device)
+
+    def write(self, updates: Sequence[PageUpdate]) -> None:
+        """Does not block the host."""
+        if not updates:
+            return
+        rows, firsts, pages = zip(*updates, strict=True)
+        counts, first = np.array([len(some) for some in pages]), np.array(firsts)
+        most = int((first + counts).max())
+        if most > self.max_pages:
+            raise ValueError(
+                f"a sequence of {most} pages does not fit into a table for {self.max_pages}: "
+                "raise --context-length"
+            )
+        total = int(counts.sum())
+        starts = np.array(rows) * self.max_pages + first
+        index = np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(total)
+        values = np.fromiter(chain.from_iterable(pages), np.int64, total)
+        self.host[index] = values
+        if self.pages.is_cuda:
+            places, numbers = to_device(np.stack((index, values)), self.pages.device)
+            self.pages.index_copy_(0, places, numbers.int())
+
+    def put(self, spans: Sequence[SequenceSpan]) -> Sequences:
+        """Writes the pages of spans to rows 0, 1, …"""
+        pages = [np.asarray(span.pages).tolist() for span in spans]
+        self.write([PageUpdate(row, 0, some) for row, some in enumerate(pages)])
+        columns = np.array([span[:3] for span in spans], np.int32).reshape(-1, 3)
+        starts_B, lengths_B, kv_lens_B = columns.T
+        first_B = np.arange(len(spans), dtype=np.int32) * self.max_pages
+        return Sequences(starts_B, lengths_B, kv_lens_B, first_B)
+
+    def spans(self, sequences: Sequences) -> list[SequenceSpan]:
+        """The sequences with their rows of the table."""
+        columns = (array.tolist() for array in sequences.arrays())
+        return [
+            SequenceSpan(start, length, kv_len, self.host[first : first + self.max_pages])
+            for start, length, kv_len, first in zip(*columns, strict=True)
+        ]
+
+    def slots(self, page_size: int, first: Ints, position: Ints) -> Ints:
+        """The cache slots of positions of the sequences whose entries begin at `first`."""
+        slots: Ints = self.host[first + position // page_size] * page_size + position % page_size
+        return slots
+
+
+def to_device(array: npt.NDArray[np.integer], device: torch.device) -> Tensor:
+    """Does not block the host: the allocator keeps the pinned memory until the copy is done."""
+    return pinned(array, device).to(device, non_blocking=True)
+
+
+def pinned(array: npt.NDArray[np.integer], device: torch.device) -> Tensor:
+    host = torch.from_numpy(array)
+    return host.pin_memory() if device.type == "cuda" else host
 
 
 class PagedCache:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -41,8 +42,8 @@ class CpuAttention(AttentionStep):
 
     def __init__(self, cache: PagedCache, spans: Sequence[SequenceSpan]) -> None:
         self.cache, self.spans = cache, spans
-        slots = [slot for span in spans for slot in span.slots(span.positions, cache.page_size)]
-        self.slots_T = torch.tensor(slots, dtype=torch.long)
+        slots = [span.slots(span.positions, cache.page_size) for span in spans]
+        self.slots_T = torch.from_numpy(np.concatenate([np.empty(0, np.int64), *slots]))
 
     @abstractmethod
     def attend(self, spec: AttentionSpec, q_TND: Tensor, k_TMD: Tensor, v_TMD: Tensor) -> Tensor:
@@ -156,7 +157,9 @@ def _decode_group(
     batch: list[SequenceSpan], window: int | None, dtype: torch.dtype
 ) -> AttentionBatch:
     width, longest = len(batch[-1].pages), batch[-1].kv_len
-    table_BP = torch.tensor([[*v.pages, *[0] * (width - len(v.pages))] for v in batch])
+    table_BP = torch.zeros(len(batch), width, dtype=torch.int64)
+    for row_P, view in zip(table_BP.numpy(), batch, strict=True):
+        row_P[: len(view.pages)] = view.pages
     rows = torch.tensor([v.start for v in batch])
     last_B1 = torch.tensor([[v.kv_len - 1] for v in batch])
     mask = causal_mask(last_B1, longest, window, dtype).unsqueeze(1)
@@ -164,7 +167,8 @@ def _decode_group(
 
 
 def _prefill_group(span: SequenceSpan, window: int | None, dtype: torch.dtype) -> AttentionBatch:
-    length, kv_len, table_BP = span.length, span.kv_len, torch.tensor([list(span.pages)])
+    length, kv_len = span.length, span.kv_len
+    table_BP = torch.from_numpy(np.array([span.pages], np.int64))
     rows = slice(span.start, span.start + length)
     if kv_len == length and (window is None or window >= length):
         return AttentionBatch(rows, length, kv_len, table_BP, None, causal=True)

@@ -67,7 +67,7 @@ class Sequence:
         ids = self.tokens[self.computed : self.computed + length]
         stop = self.computed + len(ids)
         if stop < len(self.tokens):
-            return PlanItem(self.number, ids, self.computed, self.pages)
+            return PlanItem(self.number, ids, self.computed, self.number, self.pages)
         sample = SampleRow(
             self.params,
             seed=3 + self.number,
@@ -78,9 +78,8 @@ class Sequence:
             return_logprob=self.return_logprob,
             top_logprobs_num=2,
         )
-        return PlanItem(
-            self.number, ids + drafts, self.computed, self.pages, None, sample, len(drafts)
-        )
+        given = (ids + drafts, self.computed, self.number, self.pages)
+        return PlanItem(self.number, *given, sample=sample, num_drafts=len(drafts))
 
     def extend(self, item: PlanItem, result: ItemResult) -> None:
         assert not result.broken
@@ -195,7 +194,7 @@ def test_drafts_beside_future_tokens(synchronous: ModelRunner) -> None:
 
     def future_item(position: int) -> PlanItem:
         sample = SampleRow(future.params, seed=3 + future.number, position=position + 1)
-        return PlanItem(future.number, [FUTURE_TOKEN], position, future.pages, None, sample)
+        return PlanItem(future.number, [FUTURE_TOKEN], position, future.number, sample=sample)
 
     in_flight.append(runner.begin(StepPlan([future_item(len(future.prompt))], [])))
     results = in_flight.pop(0).wait().items
@@ -205,7 +204,7 @@ def test_drafts_beside_future_tokens(synchronous: ModelRunner) -> None:
     plan = StepPlan([items[0], future_item(len(future.prompt) + 1), items[1]], [])
     in_flight.append(runner.begin(plan))
     with pytest.raises(ValueError, match="request 4 continues from a token"):
-        runner.begin(StepPlan([PlanItem(4, [FUTURE_TOKEN], 20, work[4].pages, None)], []))
+        runner.begin(StepPlan([PlanItem(4, [FUTURE_TOKEN], 20, 4)], []))
     found = [step.wait().items for step in in_flight]
     assert found[0][0].token_ids == answers[2][1:2]
     assert [result.token_ids for result in found[1]] == [

@@ -15,7 +15,7 @@ from moesaic import Engine
 from moesaic.config import ServerArgs, resolve
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine.runner.future_tokens import FutureTokens, FutureTokenSlot, SamplingPath
+from moesaic.engine.runner.future_tokens import FutureTokens, SamplingPath
 from moesaic.engine.runner.graphs import GraphCache, GraphKey, graph_sizes
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.runner.row_results import NOT_FINITE
@@ -79,7 +79,7 @@ class Sequences:
         samples = stop >= len(self.tokens[n])
         self.computed[n] = stop
         sampled = row(stop, **self.params[n]) if samples else None
-        return PlanItem(100 + n, ids, first, self.pages[n], None, sampled)
+        return PlanItem(100 + n, ids, first, n, self.pages[n], sample=sampled)
 
     def take(self, items: list[int], results: list[ItemResult]) -> None:
         for n, result in zip(items, results, strict=True):
@@ -213,7 +213,7 @@ def test_a_step_that_fails_leaves_the_runner_able(monkeypatch: pytest.MonkeyPatc
             runner.begin(plan)
     assert ahead(runner, 4) == expected
     with pytest.raises(ValueError, match="request 999 continues from a token that no"):
-        runner.begin(StepPlan([PlanItem(999, [FUTURE], 3, [1], None, row(4))], []))
+        runner.begin(StepPlan([PlanItem(999, [FUTURE], 3, 0, [1], sample=row(4))], []))
     assert ahead(runner, 4) == expected
 
 
@@ -255,9 +255,8 @@ def test_rows_that_are_not_finite_fail_alone(monkeypatch: pytest.MonkeyPatch):
 def test_scores_of_a_prompt():
     args = arguments("gpt_oss")
     tokens = prompts()[1] * 3
-    item = PlanItem(
-        1, tokens, 0, list(range(1, 12)), PromptScore(0, tokens[1:], 2), row(len(tokens))
-    )
+    score, sample = PromptScore(0, tokens[1:], 2), row(len(tokens))
+    item = PlanItem(1, tokens, 0, 0, list(range(1, 12)), score=score, sample=sample)
     plan = StepPlan([item], list(range(1, 12)), True)
     runners = (asynchronous(args), ModelRunner(args))
     (mine,), (theirs,) = (runner.begin(plan).wait().items for runner in runners)
@@ -308,29 +307,33 @@ def test_buckets(caplog: pytest.LogCaptureFixture):
     assert [key.rows for key in cache.keys] == [1, 3, 4, 12]
 
 
-def test_the_oldest_slot_is_reused():
-    slots = FutureTokens(3, torch.device("cpu"))
+def test_the_slot_of_a_token_is_the_row_of_its_request():
+    future = FutureTokens(3, torch.device("cpu"))
 
-    def take(key: int, token: int = 5, **params: Any) -> FutureTokenSlot:
-        return slots.slot_for(PlanItem(key, [token], 0, [1], None, row(1, **params)))
+    def take(key: int, row_no: int, token: int = 5, **params: Any) -> tuple[int, int]:
+        found = future.slots_for(
+            StepPlan([PlanItem(key, [token], 0, row_no, sample=row(1, **params))])
+        )
+        return int(found.numbers[0]), int(found.paths[0])
 
-    first = [take(key).number for key in (10, 11, 12)]
-    assert sorted(first) == [0, 1, 2]
-    assert take(10).number == take(10, FUTURE).number == first[0]
-    assert take(13).number == first[1]
-    with pytest.raises(ValueError, match="request 11 continues from a token that no in-flight"):
-        take(11, FUTURE)
-    unsampled = PlanItem(14, [5, 6], 0, [1])
-    assert slots.slot_for(unsampled) == slots.padding == FutureTokenSlot(3, SamplingPath.GREEDY)
-    slots.free([12, 99])
-    assert take(14, temperature=1.0) == FutureTokenSlot(first[2], SamplingPath.DRAW)
+    assert take(10, 0) == take(10, 0, FUTURE) == (0, SamplingPath.GREEDY)
+    assert take(11, 2, temperature=1.0) == take(11, 2, FUTURE) == (2, SamplingPath.DRAW)
+    with pytest.raises(ValueError, match="request 12 continues from a token that no in-flight"):
+        take(12, 2, FUTURE)
+    # Its row has another request's token until it samples one of its own.
+    future.slots_for(StepPlan([PlanItem(12, [5, 6], 0, 2)]))
+    assert future.owner(2) == 11
+    assert take(12, 2, min_new_tokens=2) == (2, SamplingPath.HOST) and future.owner(2) == 12
     # No step continues from a token that is sampled together with drafts.
-    verified = PlanItem(14, [5, 6], 0, [1], None, row(1, temperature=1.0), num_drafts=1)
-    assert slots.slot_for(verified) == FutureTokenSlot(3, SamplingPath.DRAW)
-    with pytest.raises(ValueError, match=r"request 14 continues from a token .* without drafts"):
-        take(14, FUTURE)
-    slots.clear()
-    assert sorted(take(key, min_new_tokens=2).number for key in range(3)) == [0, 1, 2]
+    verified = PlanItem(10, [5, 6], 0, 0, sample=row(1, temperature=1.0), num_drafts=1)
+    found = future.slots_for(StepPlan([verified, PlanItem(12, [FUTURE], 0, 2)]))
+    assert found.numbers.tolist() == [future.padding, 2] == [3, 2]
+    assert found.paths.tolist() == [SamplingPath.DRAW, SamplingPath.HOST]
+    with pytest.raises(ValueError, match=r"request 10 continues from a token .* without drafts"):
+        take(10, 0, FUTURE)
+    future.clear()
+    with pytest.raises(ValueError, match="request 12"):
+        take(12, 2, FUTURE)
 
 
 @pytest.mark.parametrize(

@@ -63,10 +63,8 @@ def answers(runner: ModelRunner, told: list[list[int]] | None = None) -> list[li
     computed = [0] * len(tokens)
     for step in range(1 + STEPS):
         items = [
-            PlanItem(
-                n, tokens[n][done:], done, [1 + 3 * n, 2 + 3 * n, 3 + 3 * n], None, row(tokens[n])
-            )
-            for n, done in enumerate(computed)
+            PlanItem(n, one[done:], done, n, [1 + 3 * n, 2 + 3 * n, 3 + 3 * n], sample=row(one))
+            for n, (one, done) in enumerate(zip(tokens, computed, strict=True))
         ]
         computed = [len(one) for one in tokens]
         clear = list(range(1, 10)) if step == 0 else []

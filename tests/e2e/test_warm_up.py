@@ -18,7 +18,7 @@ from moesaic.engine.runner.warm_up import (
     single_tokens,
     sorted_parts,
     step_sizes,
-    warm_spans,
+    warm_sequences,
     warm_steps,
 )
 from moesaic.engine.sampling.gpu_sampler import pack_rows
@@ -29,7 +29,6 @@ from moesaic.kernels.attention import choose_splits
 from moesaic.kernels.triton.attention_decode import choose_config
 from moesaic.kernels.triton.sort import FEW_PAIRS
 from moesaic.kernels.tuning import ExpertsShape, plan_for
-from moesaic.layers.paged_cache import SequenceSpan
 from moesaic.models.tiny import materialise
 from tests.e2e.test_gpu_runner import asynchronous, steps_of
 
@@ -53,7 +52,8 @@ def arguments() -> ServerArgs:
 def tokens(runner: ModelRunner) -> list[int | None]:
     sample = SampleRow(SamplingParams(temperature=0.0), seed=7, position=5)
     items = [
-        PlanItem(n, [3, 1, 4, 1, 5 + n], 0, [1 + 2 * n, 2 + 2 * n], None, sample) for n in (0, 1)
+        PlanItem(n, [3, 1, 4, 1, 5 + n], 0, n, [1 + 2 * n, 2 + 2 * n], sample=sample)
+        for n in (0, 1)
     ]
     found = runner.begin(StepPlan(items, [1, 2, 3, 4], True)).wait()
     return [item.token_ids[0] for item in found.items]
@@ -103,15 +103,18 @@ def test_steps_take_every_kernel_of_experts_between_ranks(ranks: int, top_k: int
     assert not [rows for rows in range(1, limits.tokens + 1) if not kernels(rows) <= warm]
 
 
-def test_spans_are_tokens_with_context_and_a_prompt():
-    assert warm_spans(1, 4, 9, PAGE) == [SequenceSpan(0, 1, 1, [1])]
-    assert warm_spans(2, 4, 9, PAGE) == [SequenceSpan(0, 2, 2, [1])]
-    assert warm_spans(8, 1, 9, PAGE) == [
-        SequenceSpan(0, 1, 9, [1, 1, 1]),
-        SequenceSpan(1, 7, 7, [1, 1]),
-    ]
-    few = [SequenceSpan(n, 1, 9, [1, 1, 1]) for n in range(2)]
-    assert warm_spans(4, 4, 9, PAGE) == [*few, SequenceSpan(2, 2, 2, [1])]
+def test_steps_are_tokens_with_context_and_a_prompt():
+    """First row, new tokens and all tokens of each sequence."""
+
+    def sequences(*sizes: int) -> list[tuple[int, ...]]:
+        starts, lengths, kv_lens, first = (a.tolist() for a in warm_sequences(*sizes).arrays())
+        assert not any(first)
+        return list(zip(starts, lengths, kv_lens, strict=True))
+
+    assert sequences(1, 4, 9) == [(0, 1, 1)]
+    assert sequences(2, 4, 9) == [(0, 2, 2)]
+    assert sequences(8, 1, 9) == [(0, 1, 9), (1, 7, 7)]
+    assert sequences(4, 4, 9) == [(0, 1, 9), (1, 1, 9), (2, 2, 2)]
 
 
 def test_single_tokens_take_every_kernel_of_attention():
@@ -152,13 +155,13 @@ def test_a_step_after_it_is_as_one_without_it(monkeypatch: pytest.MonkeyPatch):
     seen: list[int] = []
     forward = runner.model.logits
     monkeypatch.setattr(runner.model, "logits", lambda x: (seen.append(len(x)), forward(x))[1])
-    cache = runner.cache
+    cache, table = runner.cache, runner.page_table
     steps = warm_steps(runner.limits, steps_of(runner).graphs.sizes, False)
     runner.warm_up(args, steps)
     assert seen == [1, 2, *[3] * 8]  # at most as many rows as requests
     assert all(sum(layer.load.tokens) == 0 for layer in runner.moe_layers)
     assert all(traffic.dispatches == 0 for traffic in runner.moe.comm.traffic.values())
-    runner.use_cache(cache)
+    runner.use_cache(cache, table)
     monkeypatch.undo()
     expected = asynchronous(replace(args, skip_server_warmup=True))
     assert tokens(runner) == tokens(expected)

@@ -17,7 +17,7 @@ from moesaic.kernels.triton import attention_decode, quantise
 from moesaic.layers.context import CacheSpec, HeadSpec
 from moesaic.layers.gpu_attention import DecodeBuffers, GpuAttention
 from moesaic.layers.linear import LinearConfig, RowLinear
-from moesaic.layers.paged_cache import PagedCache, SequenceSpan
+from moesaic.layers.paged_cache import PagedCache, PageTable, SequenceSpan
 from moesaic.layers.rotary import RopeConfig, RotaryTable
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from tests.kernels.test_triton_attention import (
@@ -147,8 +147,9 @@ def test_a_step_that_only_decodes_gives_what_the_projection_takes() -> None:
         SequenceSpan(n, 1, length, [6 * n + i for i in range(6)])
         for n, length in enumerate((1, 9, 5))
     ]
-    buffers = DecodeBuffers(cache, 4, 10)
-    buffers.fill(spans)
+    table = PageTable(4, 10, DEVICE)
+    buffers = DecodeBuffers(cache, 4, table)
+    buffers.fill(table.put(spans))
     chunk = GpuAttention.from_spans(cache, [*spans[:2], SequenceSpan(2, 2, 5, spans[2].pages)])
     o_proj, plain = output_projection(True), output_projection(False)
     qkv = torch.randn(4, (HEADS + 2) * DIM, device=DEVICE)

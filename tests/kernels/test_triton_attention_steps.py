@@ -15,7 +15,7 @@ from moesaic.layers.context import AttentionStep, CacheSpec, HeadSpec, LatentSpe
 from moesaic.layers.gpu_attention import DecodeBuffers, GpuAttention, processors
 from moesaic.layers.norm import RMSNorm
 from moesaic.layers.padded_attention import PaddedAttention
-from moesaic.layers.paged_cache import PagedCache, SequenceSpan
+from moesaic.layers.paged_cache import PagedCache, PageTable, SequenceSpan
 from moesaic.layers.rotary import RopeConfig, RotaryTable
 from moesaic.layers.torch_attention import TorchAttention
 from tests.kernels.triton_cases import DEVICE, GPU, relative_error
@@ -190,7 +190,8 @@ def test_a_step_with_latents_equals_the_cpus(
 def test_buffers_of_a_graph_equal_a_step_of_their_own(kernels: None) -> None:
     """Filled twice, the second time with fewer sequences than before."""
     cache = PagedCache(CacheSpec(2, M, D, D), 40, PAGE, torch.float32, DEVICE)
-    buffers = DecodeBuffers(cache, 4, 10)
+    table = PageTable(4, 12, DEVICE)
+    buffers = DecodeBuffers(cache, 4, table)
     for lengths in (DECODING, DECODING[1:]):
         spans = make_spans(lengths)
         cpu, gpu = make_caches(CacheSpec(2, M, D, D), spans)
@@ -199,7 +200,7 @@ def test_buffers_of_a_graph_equal_a_step_of_their_own(kernels: None) -> None:
         pages = gpu.keys.shape[1]
         cache.keys[:, :pages] = gpu.keys
         cache.values[:, :pages] = gpu.values
-        buffers.fill(spans)
+        buffers.fill(table.put(spans))
         qkv = torch.randn(4, (N + 2 * M) * D)
         rope, positions = RotaryTable(RopeConfig(D), 64), positions_of(spans)
         padded = torch.zeros(4, dtype=torch.int64)
@@ -236,8 +237,8 @@ Buffers = DecodeBuffers | PaddedAttention
 
 def make_buffers(cache: PagedCache, kind: str, queries: int) -> Buffers:
     if kind == "padded":
-        return PaddedAttention(cache, queries)
-    return DecodeBuffers(cache, 5, 11, kind == "deterministic", queries)
+        return PaddedAttention(cache, PageTable(5, 11), queries)
+    return DecodeBuffers(cache, 5, PageTable(5, 11, DEVICE), kind == "deterministic", queries)
 
 
 @pytest.mark.parametrize("queries", [1, 2, 4])
@@ -253,7 +254,7 @@ def test_buffers_take_several_queries_of_a_sequence(kernels: None, kind: str, qu
         cache.values.copy_(cpu.values)
         poison_unused(cache, spans)
     buffers = make_buffers(cache, kind, queries)
-    buffers.fill(spans)
+    buffers.fill(buffers.table.put(spans))
     qkv, count = torch.randn(rows, (N + 2 * M) * D), rows_of(spans)
     rope, positions = RotaryTable(RopeConfig(D), 64), positions_of(spans)
     out = heads_of(buffers.attention, qkv.to(device), rope, padded_to(positions, rows)).cpu()
@@ -261,7 +262,7 @@ def test_buffers_take_several_queries_of_a_sequence(kernels: None, kind: str, qu
     assert relative_error(out[:count], want) < BOUND
     assert not out[count:].any(), "padding rows are zero"
     assert relative_error(written(cache, spans), written(cpu, spans)) < BOUND
-    buffers.fill([])
+    buffers.fill(buffers.table.put([]))
     assert not heads_of(
         buffers.attention, qkv.to(device), rope, padded_to(positions, rows)
     ).any(), "all rows are padding"
@@ -278,7 +279,7 @@ def test_buffers_take_several_queries_over_latents(kernels: None, kind: str, que
         cache.keys.copy_(cpu.keys)
         poison_unused(cache, spans)
     buffers = make_buffers(cache, kind, queries)
-    buffers.fill(spans)
+    buffers.fill(buffers.table.put(spans))
     q, latents = torch.randn(rows, N, PLAIN + ROPE), torch.randn(rows, RANK + ROPE)
     count, positions, maps = rows_of(spans), positions_of(spans), Maps(absorbed=True)
     rows_in = (q.to(device), latents.to(device), padded_to(positions, rows), maps)
@@ -294,13 +295,18 @@ def test_buffers_take_several_queries_over_latents(kernels: None, kind: str, que
 def test_buffers_refuse_more_queries_than_they_have(kind: str) -> None:
     cache = PagedCache(CacheSpec(1, M, D, D), 10, PAGE, torch.float32, "cpu")
     with pytest.raises(AssertionError, match="more than 2"):
-        make_buffers(cache, kind, 2).fill([SequenceSpan(0, 3, 3, [1])])
+        buffers = make_buffers(cache, kind, 2)
+        buffers.fill(buffers.table.put([SequenceSpan(0, 3, 3, [1])]))
 
 
 def test_buffers_refuse_what_does_not_fit() -> None:
     cache = PagedCache(CacheSpec(1, M, D, D), 10, PAGE, torch.float32, DEVICE)
-    with pytest.raises(ValueError, match="2 sequences with 2 pages do not fit into buffers for 1"):
-        DecodeBuffers(cache, 1, 5).fill([SequenceSpan(0, 1, 1, [1]), SequenceSpan(1, 1, 1, [2])])
+    table = PageTable(2, 5, DEVICE)
+    sequences = table.put([SequenceSpan(0, 1, 1, [1]), SequenceSpan(1, 1, 1, [2])])
+    with pytest.raises(ValueError, match="2 sequences do not fit into buffers for 1"):
+        DecodeBuffers(cache, 1, table).fill(sequences)
+    with pytest.raises(ValueError, match="a sequence of 6 pages does not fit into a table for 5"):
+        table.put([SequenceSpan(0, 1, 1, [1] * 6)])
 
 
 @pytest.mark.parametrize(
@@ -313,16 +319,15 @@ def test_buffers_refuse_what_does_not_fit() -> None:
 )
 def test_how_caches_are_cut(value_dim: int, dtype: torch.dtype, cut: SplitPolicy) -> None:
     cache = PagedCache(CacheSpec(1, 1, D, value_dim), 4, PAGE, dtype, DEVICE)
-    decode = DecodeBuffers(cache, 9, 1000).attention.decode
+    decode = DecodeBuffers(cache, 9, PageTable(9, 1000, DEVICE)).attention.decode
     expected = choose_splits(9, 1, 1000 * PAGE, processors(torch.device(DEVICE)), cut)
     assert decode is not None and decode.splits == expected
 
 
 def test_tiles_are_listed_with_the_longest_work_first() -> None:
     """Of 5 tokens after 8 others and 3 at the beginning, in pieces of 2."""
-    sequences = gpu_attention.Sequences.of(
-        [SequenceSpan(0, 5, 13, [1]), SequenceSpan(5, 3, 3, [2])]
-    )
+    spans = [SequenceSpan(0, 5, 13, [1]), SequenceSpan(5, 3, 3, [2])]
+    sequences = PageTable(2, 1).put(spans)
     assert sequences.tiles(2).tolist() == [[0, 4], [0, 2], [0, 0], [1, 2], [1, 0]]
 
 
@@ -333,7 +338,7 @@ def test_a_captured_step_follows_its_buffers(queries: int) -> None:
     spans = verifying(queries)
     count = rows_of(spans)
     cpu, gpu = make_caches(CacheSpec(2, M, D, D), spans)
-    buffers = DecodeBuffers(gpu, 5, 12, queries=queries)
+    buffers = DecodeBuffers(gpu, 5, PageTable(5, 12, DEVICE), queries=queries)
     rope = RotaryTable(RopeConfig(D), 64)
     rope.cos, rope.sin = rope.cos.cuda(), rope.sin.cuda()
     qkv = torch.zeros(buffers.rows, (N + 2 * M) * D, device="cuda")
@@ -346,7 +351,7 @@ def test_a_captured_step_follows_its_buffers(queries: int) -> None:
     for _ in range(3):
         fresh = torch.randn(count, (N + 2 * M) * D)
         qkv[:count] = fresh.cuda()
-        buffers.fill(spans)
+        buffers.fill(buffers.table.put(spans))
         graph.replay()
         cpu_rope = RotaryTable(RopeConfig(D), 64)
         step = TorchAttention(cpu, spans)

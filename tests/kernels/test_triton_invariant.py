@@ -28,7 +28,7 @@ from moesaic.layers import gpu_attention
 from moesaic.layers.context import CacheSpec, HeadSpec, LatentSpec
 from moesaic.layers.gpu_attention import DecodeBuffers, GpuAttention
 from moesaic.layers.norm import RMSNorm
-from moesaic.layers.paged_cache import PagedCache, SequenceSpan
+from moesaic.layers.paged_cache import PagedCache, PageTable, SequenceSpan
 from moesaic.layers.rotary import RopeConfig, RotaryTable
 from moesaic.moe.dispatch import local
 from moesaic.moe.formats import TopKOutput
@@ -161,14 +161,15 @@ def compute(case: Heads, chunks: Sequence[int], beside: bool, graph: bool = Fals
     cache.values.fill_(math.nan)
     mine = list(range(2 * pages_each, pages_each, -1))
     other = list(range(1, pages_each + 1))
-    buffers = DecodeBuffers(cache, 3, pages_each, deterministic=True)
+    table = PageTable(3, pages_each, DEVICE)
+    buffers = DecodeBuffers(cache, 3, table, deterministic=True)
     found, done = [], 0
     for length in (*chunks, *[1] * (case.length - sum(chunks))):
         done += length
         rows = list(range(done - length, done))
         span = SequenceSpan(0, length, done, mine)
         if graph and length == 1:
-            buffers.fill([span])
+            buffers.fill(table.put([span]))
             found.append(attend(case, buffers.attention, [*rows, 9999, 9998], width_of(case))[:1])
             continue
         spans = [span]
@@ -194,8 +195,9 @@ def test_a_row_of_attention_depends_on_its_sequence_alone(case: Heads) -> None:
 
 def test_sequences_without_tokens_become_zeros() -> None:
     cache = PagedCache(SMALL.cache, 4, PAGE, DTYPE, DEVICE)
-    buffers = DecodeBuffers(cache, 2, 3, deterministic=True)
-    buffers.fill([SequenceSpan(0, 1, 1, [2])])
+    table = PageTable(2, 3, DEVICE)
+    buffers = DecodeBuffers(cache, 2, table, deterministic=True)
+    buffers.fill(table.put([SequenceSpan(0, 1, 1, [2])]))
     out_TND = attend(SMALL, buffers.attention, [1, 2], width_of(SMALL))
     assert out_TND[0].abs().sum() > 0 and not out_TND[1].any()
 

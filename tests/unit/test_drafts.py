@@ -121,7 +121,7 @@ def test_a_rollback_gives_the_drafts_back() -> None:
     (request,) = requests()[:1]
     request.token_ids.append(5)
     request.num_computed, request.drafts = len(request.prompt_ids), [7, 8, 9]
-    item = PlannedItem.of(request, 3, True, 2)
+    item = PlannedItem.decoding(request, request.num_computed, 2)
     item.begin()
     assert item.drafts == [7, 8] and item.samples and request.verifying
     assert not request.can_run_ahead and request.drafts == [] and request.pending == 1
@@ -136,7 +136,7 @@ def test_rejected_drafts_are_computed_anew() -> None:
     request.token_ids.append(5)
     for num_tokens, computed in ((1, first + 1), (2, first + 2), (3, first + 3)):
         request.num_computed, request.drafts = first, [7, 8]
-        item = PlannedItem.of(request, 3, True, 2)
+        item = PlannedItem.decoding(request, request.num_computed, 2)
         item.begin()
         assert item.confirmed == first + 1
         item.end(num_tokens)

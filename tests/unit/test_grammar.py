@@ -294,7 +294,7 @@ def allowed_tokens(mask_B: torch.Tensor | None) -> list[int]:
 def plan_of(outputs: dict[int, list[int]], ended: list[int], regex: str) -> StepPlan:
     params = SamplingParams(regex=regex)
     rows = {key: SampleRow(params, 0, 9, output_ids=ids) for key, ids in outputs.items()}
-    items = [PlanItem(key, [1], 8, [0], None, row) for key, row in rows.items()]
+    items = [PlanItem(key, [1], 8, 0, sample=row) for key, row in rows.items()]
     return StepPlan(items, [], False, ended)
 
 

@@ -57,7 +57,7 @@ def serve(core: LocalCore, parts: int, late: int) -> list[Request]:
         data = sender.encode(made)
         sizes.append(len(data))
         plan = receiver.decode(data)
-        assert [item.pages for item in plan.items] == [item.pages for item in made.items]
+        assert [item.row for item in plan.items] == [item.row for item in made.items]
         if plan.items:
             results.append((step, decode_result(encode(core.runner.begin(plan).wait()))))
         if results and (not plan.items or len(results) > late):

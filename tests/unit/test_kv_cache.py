@@ -351,10 +351,11 @@ def test_pages_of_a_request_that_leaves_are_computed_by_the_next(leaves: str) ->
     kv.share(same[0], 4)
     scheduler.finish(same[0])
     if leaves == "retracted":
-        scheduler.waiting.appendleft(same[0])
+        scheduler.waiting.append_first(same[0])
     scheduler.config = SchedulerConfig(max_running=8, chunk_tokens=200)
     rest = [request for request in same if request in scheduler.waiting]
-    scheduler.waiting.clear()
+    for request in rest:
+        scheduler.waiting.remove(request)
     assert admissions(scheduler, rest) == [1, len(rest) - 1]
     assert [request.cached_tokens for request in rest] == [4] + [8] * (len(rest) - 1)
 

@@ -125,9 +125,9 @@ def test_only_steps_that_a_request_asks_about_are_routed(
 
 def test_rows_of_items_and_layers_of_stages() -> None:
     items = [
-        PlanItem(0, [1, 2, 3], 0, [], num_routed=2),
-        PlanItem(1, [4], 0, []),
-        PlanItem(2, [5, 6], 0, [], num_routed=2),
+        PlanItem(0, [1, 2, 3], 0, 0, num_routed=2),
+        PlanItem(1, [4], 0, 1),
+        PlanItem(2, [5, 6], 0, 2, num_routed=2),
     ]
     assert StepPlan(items).routed_rows() == [1, 2, 4, 5]
     first, last = np.arange(8, dtype=np.uint16), np.arange(100, 104, dtype=np.uint16)

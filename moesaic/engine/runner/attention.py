@@ -10,23 +10,23 @@ from moesaic.layers.context import AttentionStep
 from moesaic.layers.deterministic_attention import DeterministicAttention
 from moesaic.layers.gpu_attention import DecodeBuffers, GpuAttention
 from moesaic.layers.padded_attention import PaddedAttention
-from moesaic.layers.paged_cache import PagedCache, SequenceSpan
+from moesaic.layers.paged_cache import PagedCache, PageTable, Sequences
 from moesaic.layers.torch_attention import TorchAttention
 
 StaticAttention = PaddedAttention | DecodeBuffers
 
 
 class TorchBackend:
-    def __init__(self, cache: PagedCache, max_pages: int, deterministic: bool) -> None:
-        self._cache, self._max_pages, self._deterministic = cache, max_pages, deterministic
+    def __init__(self, cache: PagedCache, table: PageTable, deterministic: bool) -> None:
+        self._cache, self._table, self._deterministic = cache, table, deterministic
 
-    def for_spans(self, spans: Sequence[SequenceSpan]) -> AttentionStep:
+    def attend(self, sequences: Sequences) -> AttentionStep:
         attend = DeterministicAttention if self._deterministic else TorchAttention
-        return attend(self._cache, spans)
+        return attend(self._cache, self._table.spans(sequences))
 
     def static(self, key: GraphKey) -> StaticAttention:
         """Attention over static buffers, for decode steps of a fixed size."""
-        return PaddedAttention(self._cache, queries=key.queries)
+        return PaddedAttention(self._cache, self._table, queries=key.queries)
 
     def clear(self, pages: Sequence[int]) -> None:
         """Zeroes reused pages, as entries are read that were not written."""
@@ -35,11 +35,11 @@ class TorchBackend:
 
 
 class GpuBackend(TorchBackend):
-    def for_spans(self, spans: Sequence[SequenceSpan]) -> AttentionStep:
-        return GpuAttention.from_spans(self._cache, spans, self._deterministic)
+    def attend(self, sequences: Sequences) -> AttentionStep:
+        return GpuAttention.of(self._cache, sequences, self._table, self._deterministic)
 
     def static(self, key: GraphKey) -> StaticAttention:
-        sizes = (key.sequences, self._max_pages)
+        sizes = (key.sequences, self._table)
         return DecodeBuffers(self._cache, *sizes, self._deterministic, queries=key.queries)
 
     def clear(self, pages: Sequence[int]) -> None:

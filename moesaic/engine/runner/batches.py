@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from moesaic.core.step import Step
-from moesaic.engine.runner.future_tokens import FutureTokens, FutureTokenSlot
+from moesaic.engine.runner.future_tokens import FutureTokens, TokenSlots
 from moesaic.engine.runner.graphs import GraphCache, GraphKey
 from moesaic.engine.runner.pinned import PinnedRing
 from moesaic.engine.schedule.plan import StepPlan
 from moesaic.kernels.sampling import greedy_rows
-from moesaic.layers.paged_cache import SequenceSpan
+from moesaic.layers.paged_cache import PageTable, Sequences
 
 if TYPE_CHECKING:
     from moesaic.engine.runner.model_runner import ModelRunner
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 IDS, POSITIONS, SLOTS, COUNT, OWN, PACKED = range(6)
 
 
-def spans_of(plan: StepPlan) -> list[SequenceSpan]:
-    spans, start = list[SequenceSpan](), 0
-    for item in plan.items:
-        length = len(item.token_ids)
-        spans.append(SequenceSpan(start, length, item.first + length, item.pages))
-        start += length
-    return spans
+def sequences_of(plan: StepPlan, table: PageTable) -> Sequences:
+    lengths = plan.lengths.astype(np.int32)
+    first = np.array([item.first for item in plan.items], np.int32)
+    starts = np.cumsum(lengths, dtype=np.int32) - lengths
+    return Sequences(
+        starts, lengths, first + lengths, (plan.rows * table.max_pages).astype(np.int32)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +62,22 @@ class EagerBatch:
         plan: StepPlan,
         step: Step,
         x_TH: Tensor | None = None,
-        slots: Sequence[FutureTokenSlot] = (),
+        slots: TokenSlots | None = None,
     ) -> EagerOutput:
-        items, spans, runner = plan.items, spans_of(plan), self._runner
-        total, lengths = plan.num_tokens, np.array([span.length for span in spans], np.int64)
-        shifts = np.array([s.kv_len - s.length - s.start for s in spans], np.int64)
-        numbers = np.array([slot.number for slot in slots], np.int64)
+        runner, total, lengths = self._runner, plan.num_tokens, plan.lengths
+        sequences = sequences_of(plan, runner.page_table)
+        shifts = sequences.kv_lens_B - sequences.lengths_B - sequences.starts_B
+        ids = chain.from_iterable(item.token_ids for item in plan.items)
         ids_T, positions_T, slots_T, rows_R, slots_R = self._uploads.upload(
-            np.fromiter(chain.from_iterable(item.token_ids for item in items), np.int64, total),
+            np.fromiter(ids, np.int64, total),
             np.arange(total) + np.repeat(shifts, lengths),
-            numbers.repeat(lengths) if slots else numbers,
+            () if slots is None else slots.numbers.repeat(lengths),
             plan.logit_rows(),
-            numbers.repeat([item.num_sampled for item in items]) if slots else numbers,
+            () if slots is None else slots.numbers.repeat(plan.sampled),
         )
         if self._future_tokens is not None:
             ids_T = self._future_tokens.resolve(ids_T, slots_T)
-        attention = runner.attention.for_spans(spans)
+        attention = runner.attention.attend(sequences)
         hidden_TH = runner.model(ids_T, positions_T, attention, step, x_TH)
         return EagerOutput(hidden_TH, rows_R, slots_R)
 
@@ -91,7 +91,7 @@ class IdleBatch:
     def run(self, step: Step) -> Tensor:
         """Hidden states of no tokens."""
         runner = self._runner
-        self._buffers.fill([])
+        self._buffers.fill(sequences_of(StepPlan(), runner.page_table))
         nothing_1 = torch.zeros(1, dtype=torch.int64, device=runner.device)
         none_1 = nothing_1.int()
         step = replace(step, num_tokens_1=none_1, own_tokens_1=none_1)
@@ -132,7 +132,7 @@ class GraphBatch:
         self._hidden_BH = None if ranks.is_last else runner.hidden_buffer(most)
 
     def run(
-        self, plan: StepPlan, key: GraphKey, x_TH: Tensor | None, slots: Sequence[FutureTokenSlot]
+        self, plan: StepPlan, key: GraphKey, x_TH: Tensor | None, slots: TokenSlots
     ) -> Tensor | None:
         """Hidden states for the next stage; the last one fills `logits_BV` and `found_2B`."""
         items, queries = plan.items, key.queries
@@ -141,11 +141,12 @@ class GraphBatch:
         host, event = self._uploads.next_buffer(self.packed.numel())
         packed = host.view(self.packed.shape)
         table = packed.numpy()
-        first = np.array([item.first for item in items], np.int64)
+        sequences = sequences_of(plan, self._runner.page_table)
+        first = sequences.kv_lens_B - queries
         table[IDS, :count] = list(chain.from_iterable(item.token_ids for item in items))
         table[POSITIONS, :count] = (first[:, None] + np.arange(queries)).ravel()
-        table[SLOTS, :count] = np.repeat([slot.number for slot in slots], queries)
-        padding = self._future_tokens.padding.number
+        table[SLOTS, :count] = np.repeat(slots.numbers, queries)
+        padding = self._future_tokens.padding
         table[IDS : SLOTS + 1, count : key.rows] = [[0], [0], [padding]]
         table[COUNT, 0] = count
         table[OWN, 0] = self._runner.parallel.own_tokens(count, key.rows)
@@ -153,7 +154,7 @@ class GraphBatch:
         event.record()
         if self._x_BH is not None and x_TH is not None:
             self._x_BH[:count].copy_(x_TH)
-        self.attention[key].fill(spans_of(plan))
+        self.attention[key].fill(sequences)
         self.graphs.run(key)
         return None if self._hidden_BH is None else self._hidden_BH[:count].clone()
 

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
-from enum import Enum
-from typing import NamedTuple
+from dataclasses import dataclass
+from enum import IntEnum
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from moesaic.engine.sampling.sampler import SampleRow
-from moesaic.engine.schedule.plan import PlanItem
+from moesaic.engine.schedule.plan import FUTURE_TOKEN, PlanItem, StepPlan
+
+Ints = npt.NDArray[np.int64]
+# No request has this number.
+NOBODY = -1
 
 
-class SamplingPath(Enum):
+class SamplingPath(IntEnum):
     """How a request's tokens are sampled. The device samples every row greedily; a random row's
     token is then replaced by a drawn one, and a host-sampled row's by the host's."""
 
-    GREEDY = "greedy"
-    DRAW = "draw"
-    HOST = "host"
+    GREEDY = 0
+    DRAW = 1
+    HOST = 2
 
     @classmethod
     def of(cls, row: SampleRow) -> SamplingPath:
@@ -32,44 +36,61 @@ class SamplingPath(Enum):
         return cls.GREEDY if params.greedy else cls.DRAW
 
 
-class FutureTokenSlot(NamedTuple):
-    number: int
-    path: SamplingPath
+@dataclass(frozen=True, slots=True)
+class TokenSlots:
+    """The slot of each item of a step, and the SamplingPath of its rows."""
+
+    numbers: Ints
+    paths: Ints
+
+    def choose(self, path: SamplingPath, items: Ints) -> list[int]:
+        """Which of these items take a path."""
+        chosen: list[int] = np.flatnonzero(self.paths[items] == path).tolist()
+        return chosen
 
 
 class FutureTokens:
-    """The newest token of each request, in a slot on the device. Only in-flight steps refer to
-    slots, so those of two steps suffice: the least recently used slot is reused. The last slot is
-    for padding, and for rows whose token no step continues from. T tokens · R rows · S slots."""
+    """The newest token of each running request on the device, in the slot that has the number of
+    its row in the page table. The last slot is for padding, and for rows whose token no step
+    continues from. Steps run in order, so a row's next request overwrites a token after its last
+    use. T tokens · R rows · S slots."""
 
     def __init__(self, count: int, device: torch.device) -> None:
-        self.padding = FutureTokenSlot(count, SamplingPath.GREEDY)
+        self.padding = count
         self._tokens_S = torch.zeros(count + 1, dtype=torch.int64, device=device)
-        self._slots: OrderedDict[int, FutureTokenSlot] = OrderedDict()
-        self._free = list(range(count))
+        self._owners = np.full(count + 1, NOBODY, np.int64)
+        self._paths = np.full(count + 1, SamplingPath.GREEDY, np.int64)
 
-    def slot_for(self, item: PlanItem) -> FutureTokenSlot:
-        """The slot that a FUTURE_TOKEN of the item is read from and its sampled token written to.
-        How many drafts are accepted is only known on the host, so no step may continue from the
+    def slots_for(self, plan: StepPlan) -> TokenSlots:
+        """The slots that FUTURE_TOKENs of the items are read from and their sampled tokens written
+        to. How many drafts are accepted is only known on the host, so no step may continue from the
         tokens of an item with drafts while it is in flight."""
-        if item.num_drafts:
-            self.free([item.request_no])
-        slot = self._slots.get(item.request_no)
-        if slot is None:
-            if item.token_ids[0] < 0:
-                raise ValueError(
-                    f"request {item.request_no} continues from a token that no in-flight step "
-                    "samples without drafts"
-                )
-            if item.sample is None:
-                return self.padding
-            path = SamplingPath.of(item.sample)
-            if item.num_drafts:
-                return FutureTokenSlot(self.padding.number, path)
-            number = self._free.pop() if self._free else self._slots.popitem(last=False)[1].number
-            slot = self._slots[item.request_no] = FutureTokenSlot(number, path)
-        self._slots.move_to_end(item.request_no)
-        return slot
+        items, numbers = plan.items, plan.rows.copy()
+        owners = np.array([item.request_no for item in items], np.int64)
+        drafted = [n for n, item in enumerate(items) if item.num_drafts]
+        self._owners[numbers[drafted]] = NOBODY
+        for n in np.flatnonzero(self._owners[numbers] != owners).tolist():
+            self._take(items[n])
+        paths = self._paths[numbers]
+        self._owners[numbers[drafted]] = NOBODY
+        numbers[drafted] = self.padding
+        return TokenSlots(numbers, paths)
+
+    def _take(self, item: PlanItem) -> None:
+        """Gives the slot to a request, if it samples its first token."""
+        if item.token_ids[0] == FUTURE_TOKEN:
+            raise ValueError(
+                f"request {item.request_no} continues from a token that no in-flight step "
+                "samples without drafts"
+            )
+        self._paths[item.row] = SamplingPath.GREEDY
+        if item.sample is not None:
+            self._owners[item.row] = item.request_no
+            self._paths[item.row] = SamplingPath.of(item.sample)
+
+    def owner(self, slot: int) -> int:
+        """The request whose token the slot has."""
+        return int(self._owners[slot])
 
     def resolve(self, ids_T: Tensor, slots_T: Tensor) -> Tensor:
         """Token ids with each FUTURE_TOKEN replaced by the token in its slot."""
@@ -78,8 +99,5 @@ class FutureTokens:
     def store(self, slots_R: Tensor, tokens_R: Tensor) -> None:
         self._tokens_S.index_copy_(0, slots_R, tokens_R)
 
-    def free(self, keys: Iterable[int]) -> None:
-        self._free += [self._slots.pop(key).number for key in keys if key in self._slots]
-
     def clear(self) -> None:
-        self.free(list(self._slots))
+        self._owners[:] = NOBODY

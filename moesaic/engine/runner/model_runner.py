@@ -38,7 +38,7 @@ from moesaic.engine.setup.moe_setup import kind_of, report_buffers
 from moesaic.engine.setup.rank_context import RankContext
 from moesaic.engine.text.grammar import Compiler
 from moesaic.engine.text.tokenizer import Tokenizer
-from moesaic.layers.paged_cache import PagedCache, SequenceSpan
+from moesaic.layers.paged_cache import PagedCache, PageTable, PageUpdate, Sequences
 from moesaic.models.config import BuildContext
 from moesaic.models.registry import build_model
 from moesaic.models.weights import fill_randomly, load_weights, sync_input_scales
@@ -74,7 +74,6 @@ class ModelRunner:
         """The recorder of what was computed when."""
         self.context_length, self.max_running = resolved.context_length, self.limits.decode_tokens
         self._cache_dtype = resolved.cache_dtype
-        self._max_pages = -(-self.context_length // args.page_size)
         self._memory = rank_memory(args, self.device, ranks)
         weight_bytes = self._load_model(args, resolved)
         self.eos_ids = resolved.eos_ids
@@ -137,22 +136,28 @@ class ModelRunner:
 
     def warm_up(self, args: ServerArgs, steps: Sequence[tuple[int, bool]]) -> None:
         """Runs steps on a KV cache of one page, which all tokens use."""
-        self.use_cache(self._new_cache(args, 1))
+        longest = max(self.context_length, self.limits.tokens)
+        self.use_cache(self._new_cache(args, 1), self._new_table(args, 1, longest))
+        self.page_table.write([PageUpdate(0, 0, [1] * self.page_table.max_pages)])
         for part in (self.cache.keys, self.cache.values):
             part.view(torch.uint8).zero_()
-        warm_up(self, steps, args.page_size)
+        warm_up(self, steps)
         self.reset_statistics()
 
-    def use_cache(self, cache: PagedCache) -> None:
-        self.cache = cache
-        self.attention = BACKENDS[self.kind](cache, self._max_pages, self.moe.deterministic)
+    def use_cache(self, cache: PagedCache, table: PageTable) -> None:
+        self.cache, self.page_table = cache, table
+        self.attention = BACKENDS[self.kind](cache, table, self.moe.deterministic)
+
+    def _new_table(self, args: ServerArgs, rows: int, tokens: int) -> PageTable:
+        return PageTable(rows, -(-tokens // args.page_size), self.device)
 
     def _new_cache(self, args: ServerArgs, pages: int) -> PagedCache:
         sizes = (pages, args.page_size, self._cache_dtype)
         return PagedCache(self.model.cache, *sizes, self.device)
 
     def _make_cache(self, args: ServerArgs, weight_bytes: int) -> None:
-        """Takes as many pages as every rank of the replica has room for."""
+        """Takes as many pages as every rank of the replica has room for beside the page table."""
+        table = self._new_table(args, self.max_running, self.context_length)
         self.ranks.least(0, "load the weights")  # free memory is known once all have loaded
         self.step_bytes = StepBytes.of(self.model, self.limits, self.context_length)
         request = CacheRequest(
@@ -164,7 +169,7 @@ class ModelRunner:
         )
         tokens = self._memory.cache_tokens(args, request)
         self.num_pages = self.ranks.least(tokens // args.page_size, "size the KV cache")
-        self.use_cache(self._new_cache(args, self.num_pages))
+        self.use_cache(self._new_cache(args, self.num_pages), table)
 
     def _log_loaded(self, args: ServerArgs, weight_bytes: int, seconds: float) -> None:
         tokens = self.num_pages * args.page_size
@@ -235,6 +240,9 @@ class ModelRunner:
         know of it, if there are several. `x_TH`: hidden states of the previous stage."""
         agreement = agreement or StepAgreement(0, (plan.num_tokens,), prefill=plan.prefill)
         try:
+            self.page_table.write(
+                [PageUpdate(i.row, i.first_page, i.pages) for i in plan.items if i.pages]
+            )
             return self.steps.begin(plan, agreement, x_TH)
         except Exception as error:
             self.recover(error)
@@ -263,13 +271,14 @@ class ModelRunner:
         shape = (rows, self.model.config.hidden_size)
         return torch.zeros(shape, dtype=self.model.config.dtype, device=self.device)
 
-    def dummy_logits(self, spans: Sequence[SequenceSpan], tokens: int, prefill: bool) -> Tensor:
+    def dummy_logits(self, sequences: Sequences, prefill: bool) -> Tensor:
         """Runs a step of arbitrary tokens."""
+        tokens = int(sequences.lengths_B.sum())
         number_T, groups = torch.arange(tokens, device=self.device), self.ranks.mesh.dp
         hidden_TH = self.model(
             number_T % self.vocab_size,
             number_T % self.context_length,
-            self.attention.for_spans(spans),
+            self.attention.attend(sequences),
             Step(prefill=prefill, counts=(tokens,) * groups if groups > 1 else (), rows=tokens),
         )
         return self.model.logits(hidden_TH[: self.max_running])

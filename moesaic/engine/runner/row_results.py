@@ -29,6 +29,8 @@ SampledRow = tuple[int, SampleRow]
 
 def sampled_rows(plan: StepPlan) -> list[SampledRow]:
     """In the order of StepPlan.logit_rows."""
+    if plan.samples_all:
+        return [(number, item.sample) for number, item in enumerate(plan.items) if item.sample]
     rows: list[SampledRow] = []
     for number, item in enumerate(plan.items):
         if item.sample is not None:
@@ -52,6 +54,8 @@ def _rows_after_drafts(item: PlanItem, row: SampleRow) -> Iterator[SampleRow]:
 
 def item_results(plan: StepPlan, found: Sequence[ItemResult]) -> list[ItemResult]:
     """The result of each item: that of its first sampled row, or an empty one without `found`."""
+    if plan.samples_all and found:
+        return list(found)
     results, start = [], 0
     for item in plan.items:
         if item.sample is None or not found:
@@ -64,7 +68,7 @@ def item_results(plan: StepPlan, found: Sequence[ItemResult]) -> list[ItemResult
 
 def accept_drafts(plan: StepPlan, found: Sequence[ItemResult]) -> None:
     """Adds the results of the rows behind an item's accepted drafts to that of its first row."""
-    if not found or not any(item.num_drafts for item in plan.items):
+    if not found or plan.samples_all or not any(item.num_drafts for item in plan.items):
         return
     start = 0
     for item in plan.items:

@@ -18,13 +18,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moesaic.config import ServerArgs
 from moesaic.core.step import Step
 from moesaic.engine.runner.batches import PACKED, EagerBatch, EagerOutput, GraphBatch, IdleBatch
-from moesaic.engine.runner.future_tokens import FutureTokens, FutureTokenSlot, SamplingPath
+from moesaic.engine.runner.future_tokens import FutureTokens, SamplingPath, TokenSlots
 from moesaic.engine.runner.graphs import GraphKey
 from moesaic.engine.runner.matchers import GrammarMask
 from moesaic.engine.runner.pinned import DeviceEvent, PinnedRing
@@ -119,7 +120,7 @@ class AsynchronousSteps:
         self._host_sampled: dict[int, DeviceStep] = {}
         """Requests whose newest token the host has yet to sample, and its step."""
         device, most = runner.device, max(sizes, default=1) * max(queries)
-        self._future_tokens = FutureTokens(2 * runner.max_running, device)
+        self._future_tokens = FutureTokens(runner.max_running, device)
         self._uploads = PinnedRing(device, PACKED * most, self._timeout)
         self._downloads = PinnedRing(device, 2 * runner.max_running, self._timeout)
         shared = (runner, self._uploads, self._future_tokens)
@@ -149,12 +150,11 @@ class AsynchronousSteps:
             torch.cuda.set_device(runner.device)  # the current device is per thread
         self._number += 1
         runner.attention.clear(plan.clear)
-        self._future_tokens.free(plan.ended)
         for number in plan.ended:
             self._host_sampled.pop(number, None)
         self._sample_missing_tokens(plan.items)
-        slots = [self._future_tokens.slot_for(item) for item in plan.items]
-        needs_host = runner.samples and any(slot.path is HOST for slot in slots)
+        slots = self._future_tokens.slots_for(plan)
+        needs_host = runner.samples and bool((slots.paths == HOST).any())
         if needs_host or plan.ended:
             runner.matchers.begin(plan)
         rows = sampled_rows(plan) if runner.samples else []
@@ -177,11 +177,11 @@ class AsynchronousSteps:
         plan: StepPlan,
         agreement: StepAgreement,
         x_TH: Tensor | None,
-        slots: list[FutureTokenSlot],
+        slots: TokenSlots,
     ) -> BatchOutput:
         if (key := self._graph_key(plan, agreement)) is not None:
             hidden_TH = self.graph_batch.run(plan, key, x_TH, slots)
-            rows = len(slots) * key.queries if self._runner.samples else 0
+            rows = len(plan.items) * key.queries if self._runner.samples else 0
             output = self._output(hidden_TH, rows)
             if plan.is_routed:
                 output.routed = self._routed_experts.read(
@@ -204,10 +204,8 @@ class AsynchronousSteps:
         if self._has_peers:
             return None if agreement.prefill else self.graphs.bucket(max(agreement.counts))
         queries = len(plan.items[0].token_ids) if plan.items else 1
-        if any(
-            len(item.token_ids) != queries or item.num_drafts != queries - 1 or item.score
-            for item in plan.items
-        ):
+        unlike = (i for i in plan.items if i.num_drafts != queries - 1 or i.score is not None)
+        if (plan.lengths != queries).any() or next(unlike, None) is not None:
             return None
         return self.graphs.bucket(len(plan.items), queries)
 
@@ -223,7 +221,7 @@ class AsynchronousSteps:
         """Logits and greedy tokens of the sampled rows."""
         if not self._runner.ranks.is_last:
             return self._output(eager.hidden_TH)
-        output, count = self._output(), sum(item.num_sampled for item in plan.items)
+        output, count = self._output(), plan.num_sampled
         if count:
             output.logits_RV = self._runner.model.logits(eager.hidden_TH[eager.rows_R[:count]])
         if count and self._runner.samples:
@@ -243,7 +241,7 @@ class AsynchronousSteps:
         self,
         plan: StepPlan,
         rows: list[SampledRow],
-        slots: list[FutureTokenSlot],
+        slots: TokenSlots,
         output: BatchOutput,
     ) -> DeviceStep:
         """Draws tokens for random rows, leaves others to the host, and starts the download."""
@@ -251,11 +249,12 @@ class AsynchronousSteps:
             (rows_R,) = self._uploads.upload(plan.logit_rows())
             output.logits_RV = output.logits_RV[rows_R]
             output.found_2R = output.found_2R[:, rows_R]
-        drawn = [n for n, (item, _) in enumerate(rows) if slots[item].path is DRAW]
-        host_sampled = [n for n, (item, _) in enumerate(rows) if slots[item].path is HOST]
+        items_R = np.array([item for item, _ in rows], np.int64)
+        numbers_R = slots.numbers[items_R]
+        drawn, host_sampled = slots.choose(DRAW, items_R), slots.choose(HOST, items_R)
         found_2R = output.found_2R
         if drawn:
-            numbers = [slots[rows[n][0]].number for n in drawn]
+            numbers = numbers_R[drawn].tolist()
             found_2R = self._draw(drawn, numbers, [rows[n][1] for n in drawn], output)
         host, event = self._downloads.next_buffer(2 * len(rows))
         found = host.view(2, len(rows)).copy_(found_2R, non_blocking=True)
@@ -265,7 +264,7 @@ class AsynchronousSteps:
             (rows_L,) = self._uploads.upload(host_sampled)
             # A copy: the next step overwrites the static buffers of a graph.
             step.logits_LV, step.host_sampled = output.logits_RV[rows_L], host_sampled
-            step.slots_L = [slots[rows[n][0]].number for n in host_sampled]
+            step.slots_L = numbers_R[host_sampled].tolist()
         return step
 
     def _draw(
@@ -294,9 +293,9 @@ class AsynchronousSteps:
         routed = b"" if step.routed is None else step.routed.experts()
         if not self._runner.ranks.is_last:
             return StepResult([], routed)
-        tokens, broken = step.found.tolist()
-        found = [ItemResult(token_ids=[token]) for token in tokens]
-        for n in (n for n, bad in enumerate(broken) if bad):
+        tokens, broken = step.found.numpy()
+        found = [ItemResult(token_ids=[token]) for token in tokens.tolist()]
+        for n in np.flatnonzero(broken).tolist():
             found[n] = ItemResult(broken=NOT_FINITE)
         if step.logits_LV is not None:
             self._sample_on_host(step, step.logits_LV, found)
@@ -314,9 +313,10 @@ class AsynchronousSteps:
         for n, slot, result in zip(step.host_sampled, step.slots_L, sampled, strict=True):
             found[n] = result
             key = step.plan.items[step.rows[n][0]].request_no
-            if self._host_sampled.get(key) is step:  # else the slot may be another request's
+            if self._host_sampled.get(key) is step:
                 del self._host_sampled[key]
-                if result.token_ids:
+                # The row of a retracted request may be another's by now.
+                if result.token_ids and self._future_tokens.owner(slot) == key:
                     tokens[slot] = result.token_ids[0]
         if tokens:
             slots, values = self._uploads.upload(list(tokens), list(tokens.values()))

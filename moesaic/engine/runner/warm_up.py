@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -23,7 +24,7 @@ from moesaic.engine.sampling.gpu_sampler import draw_rows
 from moesaic.engine.sampling.sampler import SampleRow
 from moesaic.engine.setup.moe_setup import StepLimits
 from moesaic.kernels.sampling import greedy_rows
-from moesaic.layers.paged_cache import SequenceSpan
+from moesaic.layers.paged_cache import Sequences
 
 if TYPE_CHECKING:
     from moesaic.engine.runner.model_runner import ModelRunner
@@ -84,19 +85,18 @@ def single_tokens(most: int, longest: int) -> list[tuple[int, int]]:
     return [*((count, some) for count in counts), (1, longest), (1, 1)]
 
 
-def warm_spans(size: int, singles: int, context: int, page_size: int) -> list[SequenceSpan]:
-    """Single tokens with `context`, and a prompt of at least two tokens; all use one page."""
+def warm_sequences(size: int, singles: int, context: int) -> Sequences:
+    """Single tokens with `context`, and a prompt of at least two tokens; all in the same row of the
+    page table."""
     singles = min(singles, max(0, size - 2))
-    rest = size - singles
-    lengths = [(1, context)] * singles + [(rest, rest)]
-    return [
-        SequenceSpan(start, length, kv_len, [1] * -(-kv_len // page_size))
-        for start, (length, kv_len) in enumerate(lengths)
-    ]
+    lengths = np.array([1] * singles + [size - singles], np.int32)
+    kv_lens = np.array([context] * singles + [size - singles], np.int32)
+    starts = np.arange(singles + 1, dtype=np.int32)
+    return Sequences(starts, lengths, kv_lens, 0 * starts)
 
 
 @torch.inference_mode()
-def warm_up(runner: ModelRunner, steps: Sequence[tuple[int, bool]], page_size: int) -> None:
+def warm_up(runner: ModelRunner, steps: Sequence[tuple[int, bool]]) -> None:
     """Runs steps that all use one page, and samples from each. `steps`: see `warm_steps`."""
     began = time.monotonic()
     kinds = single_tokens(runner.max_running, runner.context_length)
@@ -106,7 +106,7 @@ def warm_up(runner: ModelRunner, steps: Sequence[tuple[int, bool]], page_size: i
         order.set_postfix(tokens=size, refresh=False)
         kind = kinds[(most - 1 - number) % len(kinds)]
         try:
-            logits_RV = runner.dummy_logits(warm_spans(size, *kind, page_size), size, prefill)
+            logits_RV = runner.dummy_logits(warm_sequences(size, *kind), prefill)
         except torch.OutOfMemoryError as error:
             raise ValueError(
                 f"a step of {size} tokens does not fit beside the weights: lower "

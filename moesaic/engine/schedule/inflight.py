@@ -27,16 +27,20 @@ class PlannedItem(msgspec.Struct, frozen=True, gc=False, eq=False):
     retractions: int
 
     @classmethod
-    def of(
-        cls, request: Request, length: int, decodes: bool = False, num_drafts: int = 0
-    ) -> PlannedItem:
-        """The next `length` tokens of a request, the last `num_drafts` of them proposals."""
+    def of(cls, request: Request, length: int) -> PlannedItem:
+        """The next `length` tokens of a request."""
         first = request.num_computed
         stop = first + length
-        samples = stop == request.num_tokens + num_drafts
-        drafts = request.drafts[:num_drafts] if num_drafts else ()
+        samples = stop == request.num_tokens
         before = (request.num_scored, request.retractions)
-        return cls(request, first, stop, samples, decodes, drafts, *before)
+        return cls(request, first, stop, samples, False, (), *before)
+
+    @classmethod
+    def decoding(cls, request: Request, first: int, num_drafts: int) -> PlannedItem:
+        """The newest token of a request, which is at `first`, and `num_drafts` proposals."""
+        drafts = request.drafts[:num_drafts] if num_drafts else ()
+        stop, scored, retractions = first + 1 + num_drafts, request.num_scored, request.retractions
+        return cls(request, first, stop, True, True, drafts, scored, retractions)
 
     @property
     def length(self) -> int:
@@ -57,7 +61,7 @@ class PlannedItem(msgspec.Struct, frozen=True, gc=False, eq=False):
         if request.return_logprob:
             scored = min(stop, request.prompt_len - 1) - request.logprob_start
             request.num_scored = max(request.num_scored, scored)
-        request.num_computed = stop
+        request.num_computed, request.pages_sent = stop, len(request.pages)
         request.pending += self.samples
         if request.drafts:
             request.drafts, request.verifying = [], bool(self.drafts)

@@ -71,7 +71,7 @@ class KVManager:
     def admit(self, request: Request, node: PrefixNode, pages: list[int]) -> None:
         self.tree.acquire(node)
         self._place[request] = node
-        request.pages = list(pages)
+        request.pages, request.pages_sent = list(pages), 0
         request.num_computed = len(pages) * self.page_size
 
     def grow(self, request: Request, num_tokens: int) -> bool:
@@ -92,11 +92,15 @@ class KVManager:
         """Moves the full pages of the request's first tokens, which are computed, to the tree."""
         if not self.tree.enabled:
             return
-        node = self._place[request]
-        for number in range(node.depth, num_tokens // self.page_size):
+        node, full = self._place[request], num_tokens // self.page_size
+        if node.depth >= full:
+            return
+        for number in range(node.depth, full):
             key = self.tree.key(request.token_ids, number, request.cache_namespace)
             node = self.tree.extend(node, key, request.pages[number])
-            request.pages[number] = node.page
+            if node.page != request.pages[number]:  # the tree had it: plans send it again
+                request.pages[number] = node.page
+                request.pages_sent = min(request.pages_sent, number)
         self._place[request] = node
 
     def release(self, request: Request) -> None:
@@ -104,7 +108,7 @@ class KVManager:
         node = self._place.pop(request)
         self.allocator.give_back(request.pages[node.depth :])
         self.tree.release(node)
-        request.pages = []
+        request.pages, request.pages_sent = [], 0
         request.num_computed = 0
 
     def flush(self) -> int:

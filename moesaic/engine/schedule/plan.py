@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise, repeat
 from typing import Final, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from moesaic.core.request import TopLogprobs
 from moesaic.engine.sampling.sampler import SampleRow
 
+Ints = npt.NDArray[np.int64]
 FUTURE_TOKEN: Final = -1
 """The token that an in-flight step samples for the request: only the device knows it yet."""
 
@@ -28,13 +32,18 @@ class PromptScore(msgspec.Struct, array_like=True):
 
 
 class PlanItem(msgspec.Struct, array_like=True, gc=False):
-    """New tokens of one request, whose first `first` tokens are computed; `pages` have room for
-    all. A FUTURE_TOKEN is allowed where the runner overlaps steps, as the only one."""
+    """New tokens of one request, whose first `first` tokens are computed. A FUTURE_TOKEN is allowed
+    where the runner overlaps steps, as the only one.
+
+    The pages of all its tokens are in `row` of the page table, which no other running request has:
+    `pages`, from entry `first_page` on, are those that no earlier plan has put there."""
 
     request_no: int
     token_ids: list[int]
     first: int
-    pages: list[int]
+    row: int
+    pages: Sequence[int] = ()
+    first_page: int = 0
     score: PromptScore | None = None
     sample: SampleRow | None = None
     num_drafts: int = 0
@@ -49,7 +58,7 @@ class PlanItem(msgspec.Struct, array_like=True, gc=False):
         return 0 if self.sample is None else 1 + self.num_drafts
 
 
-class StepPlan(msgspec.Struct, array_like=True):
+class StepPlan(msgspec.Struct, dict=True):
     """The work of one serving group. All its ranks carry out all plans in order. `clear`: newly
     allocated pages, zeroed first. `ended`: requests that no later plan names."""
 
@@ -60,9 +69,34 @@ class StepPlan(msgspec.Struct, array_like=True):
     is_routed: bool = False
     """Whether an item has a `num_routed`."""
 
-    @property
+    @cached_property
+    def lengths(self) -> Ints:
+        """Tokens of each item."""
+        return np.array([len(item.token_ids) for item in self.items], np.int64)
+
+    @cached_property
+    def rows(self) -> Ints:
+        """The row of each item in the page table."""
+        return np.array([item.row for item in self.items], np.int64)
+
+    @cached_property
     def num_tokens(self) -> int:
-        return sum(len(item.token_ids) for item in self.items)
+        return int(self.lengths.sum())
+
+    @cached_property
+    def sampled(self) -> Ints:
+        """Sampled rows of each item."""
+        counts = [0 if i.sample is None else 1 + i.num_drafts for i in self.items]
+        return np.array(counts, np.int64)
+
+    @cached_property
+    def num_sampled(self) -> int:
+        return int(self.sampled.sum())
+
+    @cached_property
+    def samples_all(self) -> bool:
+        """Whether every item samples one token."""
+        return bool((self.sampled == 1).all())
 
     def routed_rows(self) -> list[int]:
         """Rows of the step whose routed experts are requested."""
@@ -73,17 +107,16 @@ class StepPlan(msgspec.Struct, array_like=True):
             start = stop
         return rows
 
-    def logit_rows(self) -> list[int]:
+    def logit_rows(self) -> Ints:
         """Rows of the step whose logits are needed: those that sample, then those that score."""
-        sampled, scored, start = list[int](), list[int](), 0
-        for item in self.items:
-            stop = start + len(item.token_ids)
-            sampled += range(stop - item.num_sampled, stop)
-            if item.score is not None:
-                first = start + item.score.row
-                scored += range(first, first + len(item.score.targets))
-            start = stop
-        return sampled + scored
+        stops, counts = np.cumsum(self.lengths), self.sampled
+        rows = np.repeat(stops - np.cumsum(counts), counts) + np.arange(self.num_sampled)
+        scored = [
+            start + item.score.row + np.arange(len(item.score.targets))
+            for start, item in zip((stops - self.lengths).tolist(), self.items, strict=True)
+            if item.score is not None
+        ]
+        return np.concatenate((rows, *scored)) if scored else rows
 
 
 class ItemResult(msgspec.Struct, array_like=True, gc=False):

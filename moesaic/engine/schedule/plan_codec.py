@@ -1,7 +1,7 @@
 """Encodes plans for other ranks, without what a receiver already knows of a request.
 
-A request's pages grow by one in many steps, and its sampling parameters never change: in full they
-would be most of a plan. Every receiver must decode all plans, in order.
+The sampling parameters of a request never change: in full they would be most of a plan. Every
+receiver must decode all plans, in order.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from moesaic.engine.schedule.plan import PlanItem, StepPlan
 
 
 class WireItem(msgspec.Struct, array_like=True):
-    """`item` has the pages after the first `kept` known ones, and `sample` only with the first
-    sampled token. Later tokens have a `position` and, if they matter, the tokens so far: the first
-    `kept_ids` known ones, then `output_ids`."""
+    """`item` has its `sample` only with the first sampled token. Later tokens have a `position`
+    and, if they matter, the tokens so far: the first `kept_ids` known ones, then `output_ids`."""
 
     item: PlanItem
-    kept: int
     position: int | None = None
     kept_ids: int = 0
     output_ids: list[int] = []
@@ -45,8 +43,7 @@ NOTHING = _encoder.encode(WirePlan([], [], False, []))
 
 @dataclass(slots=True)
 class KnownRequest:
-    pages: list[int]
-    sample: SampleRow | None = None
+    sample: SampleRow
     output_ids: Sequence[int] = ()
 
 
@@ -64,22 +61,20 @@ class PlanSender:
         return _encoder.encode(WirePlan(items, plan.clear, plan.prefill, ended, plan.is_routed))
 
     def _item(self, item: PlanItem) -> WireItem:
-        known = self._known.setdefault(item.request_no, KnownRequest([]))
-        kept = _kept(known.pages, item.pages)
-        known.pages = item.pages
-        wire = WireItem(structs.replace(item, pages=item.pages[kept:], sample=None), kept)
-        if item.sample is None:
-            return wire
-        if known.sample is None:
+        sample = item.sample
+        if sample is None:
+            return WireItem(item)
+        known = self._known.get(item.request_no)
+        if known is None:
             # The caller's process looks for stop strings.
-            known.sample = wire.item.sample = structs.replace(
-                item.sample, params=replace(item.sample.params, stop=(), stop_regex=())
-            )
-        else:
-            wire.position = item.sample.position
-            wire.kept_ids = _kept(known.output_ids, item.sample.output_ids)
-            wire.output_ids = list(item.sample.output_ids[wire.kept_ids :])
-        known.output_ids = item.sample.output_ids
+            sample = structs.replace(sample, params=replace(sample.params, stop=(), stop_regex=()))
+            self._known[item.request_no] = KnownRequest(sample, sample.output_ids)
+            return WireItem(structs.replace(item, sample=sample))
+        wire = WireItem(structs.replace(item, sample=None), sample.position)
+        if sample.output_ids:
+            wire.kept_ids = _kept(known.output_ids, sample.output_ids)
+            wire.output_ids = list(sample.output_ids[wire.kept_ids :])
+            known.output_ids = sample.output_ids
         return wire
 
 
@@ -95,18 +90,17 @@ class PlanReceiver:
         return StepPlan(items, wire.clear, wire.prefill, wire.ended, wire.is_routed)
 
     def _item(self, wire: WireItem) -> PlanItem:
-        known = self._known.setdefault(wire.item.request_no, KnownRequest([]))
-        known.pages = known.pages[: wire.kept] + wire.item.pages
-        sample = wire.item.sample
-        if sample is not None:
-            known.sample, known.output_ids = sample, sample.output_ids
+        item = wire.item
+        if item.sample is not None:
+            self._known[item.request_no] = KnownRequest(item.sample, item.sample.output_ids)
         elif wire.position is not None:
-            assert known.sample is not None
-            known.output_ids = [*known.output_ids[: wire.kept_ids], *wire.output_ids]
-            sample = structs.replace(
+            known = self._known[item.request_no]
+            if wire.kept_ids or wire.output_ids:
+                known.output_ids = [*known.output_ids[: wire.kept_ids], *wire.output_ids]
+            item.sample = structs.replace(
                 known.sample, position=wire.position, output_ids=known.output_ids
             )
-        return structs.replace(wire.item, pages=known.pages, sample=sample)
+        return item
 
 
 def _kept(known: Sequence[int], now: Sequence[int]) -> int:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import sys
 import time
-from bisect import insort
-from collections import deque
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -40,15 +42,64 @@ class SchedulerConfig:
 Plan = dict[Request, PlannedItem]
 
 
+class WaitingQueue:
+    """Requests in the order in which they are admitted. Any of them leaves in constant time."""
+
+    def __init__(self) -> None:
+        self._requests: OrderedDict[Request, None] = OrderedDict()
+        self.prompt_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._requests
+
+    def append(self, request: Request) -> None:
+        self._requests[request] = None
+        self.prompt_tokens += request.prompt_len
+
+    def append_first(self, request: Request) -> None:
+        self.append(request)
+        self._requests.move_to_end(request, last=False)
+
+    def remove(self, request: Request) -> None:
+        del self._requests[request]
+        self.prompt_tokens -= request.prompt_len
+
+    def scan(self) -> Generator[Request]:
+        """Yields the requests in order, of which any may be removed when it is yielded. Those that
+        are passed over are back in their places when the generator is closed."""
+        passed: list[Request] = []
+        try:
+            while self._requests:
+                request = next(iter(self._requests))
+                yield request
+                if request in self._requests:
+                    self.remove(request)
+                    passed.append(request)
+        finally:
+            for request in reversed(passed):
+                self.append_first(request)
+
+
 class Scheduler:
     def __init__(self, config: SchedulerConfig, kv: KVManager) -> None:
         self.config, self.kv = config, kv
-        self.waiting: deque[Request] = deque()
+        self.waiting = WaitingQueue()
         self.running: list[Request] = []
         """Oldest first."""
+        self._prompting: dict[Request, None] = {}
+        """Running requests whose prompts may not be in the prefix tree yet."""
+        self._free_rows = list(range(config.max_running))[::-1]
         self.num_retractions = self.num_admitted = self.num_cached_tokens = 0
         self._least_reserve = min(1.0, RESERVE_MIN * config.conservativeness)
         self._reserve = min(1.0, RESERVE_START * config.conservativeness)
+        self._promised: int | None = None
+        """Pages that the running requests are likely to take, once it is needed in a step."""
 
     @property
     def has_work(self) -> bool:
@@ -75,10 +126,10 @@ class Scheduler:
         page_size = self.kv.page_size
         for request in decoding[: -(-len(self.running) // parts)]:
             # Mostly the last page has room; a request that was just retracted has no pages.
-            has_room = request.num_computed < len(request.pages) * page_size
-            if has_room or self._plan(request, 1, planned):
+            first = request.num_computed
+            if first < len(request.pages) * page_size or self._plan(request, 1, planned):
                 drafts = self._drafts_that_fit(request) if request.drafts else 0
-                planned[request] = PlannedItem.of(request, 1 + drafts, True, drafts)
+                planned[request] = PlannedItem.decoding(request, first, drafts)
         budget = self.config.chunk_tokens
         for request in filling[: self.config.max_prompts]:
             budget -= self._plan(request, min(budget, _uncomputed(request)), planned)
@@ -120,7 +171,7 @@ class Scheduler:
 
     def _retract(self, request: Request) -> None:
         assert len(self.running) > 1, "a request that was admitted alone must fit"
-        self.waiting.appendleft(request)  # before pages are released, which may fail
+        self.waiting.append_first(request)  # before pages are released, which may fail
         self._leave(request, RequestPhase.WAITING)
         request.retractions += 1
         self.num_retractions += 1
@@ -128,35 +179,53 @@ class Scheduler:
 
     def _leave(self, request: Request, phase: RequestPhase) -> None:
         request.phase = phase
-        self.running.remove(request)
+        place = bisect_left(self.running, request.request_no, key=_request_no)
+        assert self.running[place] is request, f"request {request.request_no} does not run"
+        del self.running[place]
+        self._prompting.pop(request, None)
+        self._free_rows.append(request.row)
+        request.row = -1
         self.kv.release(request)
+
+    def restart(self) -> None:
+        """In-flight steps were undone: ranks may have lost their page tables, and requests some of
+        the pages that were computed."""
+        self._prompting.update(dict.fromkeys(self.running))
+        for request in self.running:
+            request.pages_sent = 0
 
     def _admit(
         self, budget: int, room: int, planned: Plan, only: frozenset[Request] | None
     ) -> None:
         """Admits up to `room` waiting requests in order, except those whose next page another one
-        computes."""
+        computes, until pages run out."""
         # A prompt's last pages are shared once its first token has been sampled.
-        computing = {
-            self.kv.frontier(r) for r in self.running if r.num_output == 0 or not r.is_decoding
-        }
-        for request in list(self.waiting):
-            if min(budget, room) <= 0 or len(self.running) >= self.config.max_running:
-                break
-            if only is not None and request not in only:
-                continue
-            if request.pending:  # retracted while its next token is in flight
-                break
-            node, pages = self.kv.lookup(request)
-            key = self.kv.awaited(request, len(pages))
-            if key is not None and (node, key) in computing:
-                continue
-            if not self._fits(request, node, len(pages)):
-                break
-            self._begin(request, node, pages)
-            room -= 1
-            computing.add(self.kv.frontier(request))
-            budget -= self._plan(request, min(budget, _uncomputed(request)), planned)
+        for request in [r for r in self._prompting if r.num_output and r.is_decoding]:
+            del self._prompting[request]
+        computing = {self.kv.frontier(request) for request in self._prompting}
+        self._promised, retractions = None, self.num_retractions
+        with closing(self.waiting.scan()) as candidates:
+            for request in candidates:
+                if min(budget, room) <= 0 or not self._free_rows:
+                    break
+                if only is not None and request not in only:
+                    continue
+                if request.pending:  # retracted while its next token is in flight
+                    break
+                node, pages = self.kv.lookup(request)
+                key = self.kv.awaited(request, len(pages))
+                if key is not None and (node, key) in computing:
+                    continue
+                if not self._fits(request, node, len(pages)):
+                    break
+                self._begin(request, node, pages)
+                room -= 1
+                computing.add(self.kv.frontier(request))
+                budget -= self._plan(request, min(budget, _uncomputed(request)), planned)
+                if self.num_retractions != retractions:
+                    break
+                if self._promised is not None:
+                    self._promised += self._expected_pages([request])
 
     def _begin(self, request: Request, node: PrefixNode, pages: list[int]) -> None:
         self.kv.admit(request, node, pages)
@@ -164,6 +233,8 @@ class Scheduler:
         assert request.phase is RequestPhase.WAITING, request.phase
         request.phase = RequestPhase.RUNNING
         insort(self.running, request, key=_request_no)
+        self._prompting[request] = None
+        request.row = self._free_rows.pop()
         if request.num_output == 0 and request.retractions == 0:
             request.cached_tokens = request.num_computed
             request.queue_seconds = time.monotonic() - request.created
@@ -176,14 +247,20 @@ class Scheduler:
         available = self.kv.num_available - self.kv.tree.num_idle(node)
         if not self.running:
             return needed <= available
-        promised = sum(self._expected_pages(r) for r in self.running)
-        return needed + promised <= available
+        if self._promised is None:
+            self._promised = self._expected_pages(self.running)
+        return needed + self._promised <= available
 
-    def _expected_pages(self, request: Request) -> int:
-        """Pages that a running request is likely to take from now on."""
-        growth = int(self._reserve * min(request.remaining_tokens, RESERVE_TOKENS))
-        tokens = max(len(request.token_ids) + growth, request.num_computed)
-        return self.kv.pages_for(tokens) - len(request.pages)
+    def _expected_pages(self, requests: Iterable[Request]) -> int:
+        """Pages that running requests are likely to take from now on."""
+        reserve, page_size, total = self._reserve, self.kv.page_size, 0
+        for request in requests:
+            length = len(request.token_ids)
+            remaining = request.max_new_tokens + len(request.prompt_ids) - length
+            growth = int(reserve * min(remaining, RESERVE_TOKENS))
+            tokens = max(length + growth, request.num_computed)
+            total += -(-tokens // page_size) - len(request.pages)
+        return total
 
 
 def _uncomputed(request: Request) -> int:

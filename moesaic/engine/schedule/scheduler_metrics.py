@@ -57,7 +57,7 @@ class SchedulerMetrics:
     def stats(self) -> GroupStats:
         scheduler, kv, counts = self._scheduler, self._scheduler.kv, self.counts
         counts.running, counts.waiting = len(scheduler.running), len(scheduler.waiting)
-        counts.waiting_tokens = sum(request.prompt_len for request in scheduler.waiting)
+        counts.waiting_tokens = scheduler.waiting.prompt_tokens
         counts.pages_used, counts.pages_total = kv.num_used, kv.allocator.num_pages
         counts.page_size = kv.page_size
         counts.retractions = scheduler.num_retractions

@@ -211,7 +211,8 @@ class Planner:
         return [], []
 
     def rollback(self, steps: Iterable[InflightStep]) -> list[Request]:
-        """Undoes all in-flight steps and returns their requests; their pages are cleared again."""
+        """Undoes all in-flight steps and returns their requests; their pages are cleared again, and
+        all pages are sent again."""
         suspects: dict[Request, None] = {}
         for step in reversed([*steps]):
             self._new_pages += step.plan.clear if step.items else []
@@ -220,6 +221,7 @@ class Planner:
                 item.undo()
                 if item.request.request_no in self.states:
                     suspects[item.request] = None
+        self.scheduler.restart()
         return list(suspects)
 
     def report_failure(self, suspects: Sequence[Request], error: str, *, alone: bool) -> None:
@@ -283,21 +285,32 @@ class Planner:
 
 
 def _plan_item(planned: PlannedItem) -> PlanItem:
-    request, first, stop, drafts = planned.request, planned.first, planned.confirmed, planned.drafts
-    tokens = request.token_ids
+    request, first, drafts = planned.request, planned.first, planned.drafts
+    stop = planned.confirmed if drafts else planned.stop
+    tokens, sent = request.token_ids, request.pages_sent
     position = len(tokens) + request.pending
     ids = tokens[first:stop] if first < len(tokens) else [FUTURE_TOKEN]
-    sample = None
-    if stop == position and position < request.prompt_len + request.max_new_tokens:
+    sample, score, num_routed = None, None, 0
+    if stop == position and position < len(request.prompt_ids) + request.max_new_tokens:
         sample = _sample_row(request, position)
-    score = _score(request, stop) if request.return_logprob else None
+    if request.return_logprob:
+        score = _score(request, stop)
     if drafts:
         ids = [*ids, *drafts]
-    routed = 0
     if request.routed_start is not None:
-        routed = max(0, planned.stop - max(first, request.routed_start))
-    pages = list(request.pages)
-    return PlanItem(request.request_no, ids, first, pages, score, sample, len(drafts), routed)
+        num_routed = max(0, planned.stop - max(first, request.routed_start))
+    return PlanItem(
+        request.request_no,
+        ids,
+        first,
+        request.row,
+        request.pages[sent:] if sent < len(request.pages) else (),
+        sent,
+        score,
+        sample,
+        len(drafts),
+        num_routed,
+    )
 
 
 def _score(request: Request, stop: int) -> PromptScore | None:
@@ -313,13 +326,13 @@ def _score(request: Request, stop: int) -> PromptScore | None:
 
 
 def _sample_row(request: Request, position: int) -> SampleRow:
-    params = request.params
+    params, looks_back = request.params, request.looks_back
     return SampleRow(
         params,
         request.seed,
         position,
-        request.prompt_ids if request.looks_back and params.penalised else (),
-        request.output_ids if request.looks_back else (),
+        request.prompt_ids if looks_back and params.penalised else (),
+        request.output_ids if looks_back else (),
         request.eos_ids,
         request.return_logprob,
         request.top_logprobs_num,
