@@ -104,6 +104,7 @@ class ReportedRequest(RequestState):
         self._num_logprobs = self._num_scored = self._routed_bytes = 0
 
     def accept_all(self, found: ItemResult | messages.RequestDelta) -> FinishReason | None:
+        """Most tokens end nothing and come with nothing else: they need no delta."""
         request, found_ids = self.request, found.token_ids
         if len(found_ids) == 1 and request.retractions == self._plain_after:
             token_ids, token_id = request.token_ids, found_ids[0]
