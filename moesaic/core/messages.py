@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from typing import Any
+from functools import reduce
+from typing import Any, Final, get_args
 
 import msgspec
 
@@ -17,6 +19,16 @@ class Message(msgspec.Struct, tag=True, tag_field="_", array_like=True):
 
 class Submit(Message):
     requests: list[NewRequest]
+
+
+class PassedRequest(NewRequest):
+    """A request in a process that only passes it on: its parameters stay encoded."""
+
+    params: msgspec.Raw  # type: ignore[assignment]
+
+
+class PassedSubmit(Submit, tag="Submit"):
+    requests: list[PassedRequest]  # type: ignore[assignment]
 
 
 class Abort(Message):
@@ -40,7 +52,7 @@ class QueryReply(Message):
     rank: int = -1
 
 
-class RequestDelta(Message, gc=False):
+class RequestDelta(msgspec.Struct, array_like=True, gc=False):
     """A request's progress since the last delta; logprobs only if it asks for them."""
 
     request_no: int
@@ -59,9 +71,12 @@ class RequestDelta(Message, gc=False):
 
 
 class StepOutput(Message):
-    """From a leader, once a step."""
+    """From a leader, once a step. Most requests get one token and nothing else: their `numbers` and
+    `tokens` come before the `deltas`, in which a request with such a token may end."""
 
     deltas: list[RequestDelta]
+    numbers: list[int] = []
+    tokens: list[int] = []
 
 
 class Ready(Message):
@@ -195,8 +210,10 @@ AnyMessage = (
     | Beat
 )
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(AnyMessage)
+_encoder: Final = msgspec.msgpack.Encoder()
+_decoder: Final = msgspec.msgpack.Decoder(AnyMessage)
+_PASSED: Final = [PassedSubmit, *(kind for kind in get_args(AnyMessage) if kind is not Submit)]
+_passing_decoder: Final = msgspec.msgpack.Decoder[AnyMessage](reduce(operator.or_, _PASSED))
 
 
 def encode(message: Message) -> bytes:
@@ -207,8 +224,9 @@ class NoMessage(ValueError):
     """Bytes that are not a message of a known type and shape."""
 
 
-def decode(data: bytes | memoryview) -> AnyMessage:
+def decode(data: bytes | memoryview, *, passing: bool = False) -> AnyMessage:
+    """`passing`: requests are decoded as a PassedRequest."""
     try:
-        return _decoder.decode(data)
+        return (_passing_decoder if passing else _decoder).decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise NoMessage(str(error)) from error

@@ -275,6 +275,9 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, list | tuple | set | frozenset):
         _refuse(name, value, "give a list of token ids")
     _at_most(name, len(value), MAX_STOP_IDS)
+    # Checking many ids one by one would hold up the steps of a rank.
+    if set(map(type, value)) == {int} and min(value) >= 0 and max(value) < MAX_COUNT:
+        return tuple(value)
     ids = tuple(_integer(name, token) for token in value)
     for token in ids:
         if token < 0:

@@ -86,17 +86,19 @@ class FakeRank:
                 self.link.send(QueryReply(message.number, group, answer))
 
     def emit(self) -> None:
-        deltas = []
+        output = StepOutput([])
         for number, (request, count) in list(self.open.items()):
             token = request.prompt_ids[count % len(request.prompt_ids)]
-            done = count + 1 >= request.max_new_tokens
-            finish = FinishReason("length", length=count + 1) if done else None
-            deltas.append(RequestDelta(number, [token], finish=finish))
             self.open[number] = (request, count + 1)
-            if done:
+            if count + 1 < request.max_new_tokens:
+                output.numbers.append(number)
+                output.tokens.append(token)
+            else:
+                finish = FinishReason("length", length=count + 1)
+                output.deltas.append(RequestDelta(number, [token], finish=finish))
                 del self.open[number]
-        if deltas:
-            self.link.send(StepOutput(deltas))
+        if output.numbers or output.deltas:
+            self.link.send(output)
         time.sleep(0.001)
 
 

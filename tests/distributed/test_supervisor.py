@@ -94,6 +94,8 @@ def collect(
     while set(ends) < numbers:
         message = next_message(service)
         assert isinstance(message, StepOutput), message
+        for number, token in zip(message.numbers, message.tokens, strict=True):
+            tokens[number].append(token)
         for delta in message.deltas:
             tokens[delta.request_no] += delta.token_ids
             if delta.finish is not None:
@@ -108,7 +110,7 @@ def start_stepping(service: Service) -> None:
     while seen < {0, 1}:
         message = next_message(service)
         assert isinstance(message, StepOutput)
-        seen |= {delta.request_no for delta in message.deltas}
+        seen |= set(message.numbers)
 
 
 def test_serves_and_stops():
@@ -416,7 +418,7 @@ def test_journal_replays_a_request_where_it_stands():
     journal.assign(submitted)
     assert journal.replay(7) == submitted
     journal.record(StepOutput([RequestDelta(7, [7, 8])]))
-    journal.record(StepOutput([RequestDelta(7, [9])]))
+    journal.record(StepOutput([], [7, 8], [9, 1]))  # request 8 is not open
     again = journal.replay(7)
     assert again.emitted == [7, 8, 9] and again.prompt_ids == submitted.prompt_ids
     assert (again.params, again.seed, again.request_no) == (

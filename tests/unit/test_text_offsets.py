@@ -7,6 +7,7 @@ import pytest
 import tokenizers
 from tokenizers import normalizers, processors
 
+from moesaic.core.messages import RequestDelta
 from moesaic.core.request import FinishReason, Request
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.frontend.inputs import GenerateInput
@@ -32,9 +33,8 @@ def answer(tokenizer, prompt, ids, echo=None, interval=1, **params):
     listener = lambda progress: pieces.append(RequestUpdate(0, progress, request))  # noqa: E731
     job = RequestState(request, detokenizer, listener, interval)
     for number, token in enumerate(ids):
-        if job.accept(token, -float(number), []):
+        if job.accept_all(RequestDelta(0, [token], [-float(number)], [[]])):
             break
-        job.notify_if_due()
     job.finish(FinishReason("length"))
     prepared = PreparedCompletion(
         "r", GenerateInput(), 1, None if echo is None else [echo], VocabularyTexts(tokenizer)

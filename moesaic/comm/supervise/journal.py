@@ -49,6 +49,11 @@ class Journal:
         return group
 
     def record(self, output: StepOutput) -> None:
+        for number, token in zip(output.numbers, output.tokens, strict=True):
+            entry = self.open.get(number)
+            if entry is not None:
+                entry.emitted.append(token)
+                self.tokens[entry.group] += 1
         for delta in output.deltas:
             entry = self.open.get(delta.request_no)
             if entry is None:

@@ -255,7 +255,7 @@ class NodeSupervisor(ABC):
         for frames in receive_some(socket):
             sender = senders.get(frames[0])
             try:
-                message = decode(frames[1])
+                message = decode(frames[1], passing=True)
             except (IndexError, NoMessage) as error:
                 who = "an unknown sender" if sender is None else f"sender {sender}"
                 self._dropped_log.warn(f"dropped a message of {who}: {error!r:.200}")

@@ -111,9 +111,11 @@ class CoreClient:
         self._expire()
         if isinstance(message, messages.StepOutput):
             begin = self.front.clock()
+            self._take_tokens(message)
             for delta in message.deltas:
                 self._apply(delta)
-            self.front.add(SpanKind.DETOKENISE, begin, tokens=len(message.deltas))
+            num_tokens = len(message.numbers) + len(message.deltas)
+            self.front.add(SpanKind.DETOKENISE, begin, tokens=num_tokens)
         elif isinstance(message, messages.QueryReply):
             self._reply(message)
         elif isinstance(message, messages.Fault):
@@ -123,6 +125,18 @@ class CoreClient:
                 self.on_failure(message.message)
             self.fail_all(message.message)
 
+    def _take_tokens(self, output: messages.StepOutput) -> None:
+        """Appends the tokens of the requests that got nothing else."""
+        states, now = self.states, time.monotonic()
+        for number, token_id in zip(output.numbers, output.tokens, strict=True):
+            if (state := states.get(number)) is None:  # it has ended here already
+                continue
+            try:
+                if (reason := state.accept(token_id, now)) is not None:
+                    self._cancel(state, reason)
+            except Exception as error:
+                self._fail(state, error)
+
     def _apply(self, delta: messages.RequestDelta) -> None:
         state = self.states.get(delta.request_no)
         if state is None:  # it has ended here already
@@ -130,8 +144,7 @@ class CoreClient:
         try:
             self._advance(state, delta)
         except Exception as error:
-            logger.exception("request %s failed", state.request.rid)
-            self._cancel(state, failure(f"its token could not be processed: {error!r}"))
+            self._fail(state, error)
 
     def _advance(self, state: RequestState, delta: messages.RequestDelta) -> None:
         request = state.request
@@ -186,6 +199,10 @@ class CoreClient:
             kind = "ranks" if query.every else "serving groups"
             error = QueryTimeout(f"{missing} {kind} did not answer {query.what!r} in time")
             query.answer.set_exception(error)
+
+    def _fail(self, state: RequestState, error: Exception) -> None:
+        logger.exception("request %s failed", state.request.rid)
+        self._cancel(state, failure(f"its token could not be processed: {error!r}"))
 
     def _cancel(self, state: RequestState, reason: FinishReason) -> None:
         """Ends a request that its rank still computes."""

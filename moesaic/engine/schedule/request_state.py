@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from moesaic.core.messages import RequestDelta
-from moesaic.core.request import FinishReason, Request, TopLogprobs
+from moesaic.core.request import FinishReason, Request
 from moesaic.engine.schedule.plan import ItemResult
 from moesaic.engine.text.detokenizer import IncrementalDetokenizer
 from moesaic.observe.requests import RequestWatch
@@ -43,6 +43,16 @@ class RequestState:
     last_token: float = 0.0
     held: float = 0.0
     """Seconds from its creation until it was sent to a rank."""
+    stop_ids: frozenset[int] = field(init=False)
+    """Tokens that end it."""
+    most_tokens: int = field(init=False)
+    """The length of its prompt and its longest answer."""
+
+    def __post_init__(self) -> None:
+        request, params = self.request, self.request.params
+        eos_ids = frozenset[int]() if params.ignore_eos else request.eos_ids
+        self.stop_ids = eos_ids.union(params.stop_token_ids)
+        self.most_tokens = request.prompt_len + request.max_new_tokens
 
     @property
     def ids(self) -> set[str]:
@@ -51,20 +61,18 @@ class RequestState:
 
     def accept_all(self, found: ItemResult | RequestDelta) -> FinishReason | None:
         """Appends tokens up to the one that ends the request; returns the reason."""
+        now = time.monotonic()
         for number, token_id in enumerate(found.token_ids):
-            logprob = found.logprobs[number] if found.logprobs else None
-            top = found.top_logprobs[number] if found.logprobs else None
-            if (reason := self.accept(token_id, logprob, top)) is not None:
+            if found.logprobs:
+                self.request.output_logprobs.append(found.logprobs[number])
+                self.request.output_top_logprobs.append(found.top_logprobs[number])
+            if (reason := self.accept(token_id, now)) is not None:
                 return reason
-            self.notify_if_due()
         return None
 
-    def accept(
-        self, token_id: int, logprob: float | None, top_logprobs: TopLogprobs | None
-    ) -> FinishReason | None:
-        """Appends a token; returns the reason to stop if it is the last."""
-        request, params = self.request, self.request.params
-        now = time.monotonic()
+    def accept(self, token_id: int, now: float) -> FinishReason | None:
+        """Appends a token; returns the reason to stop if it is the last, else notifies if due."""
+        request = self.request
         if request.first_token is None:
             request.first_token = now
             if self.watch is not None:
@@ -73,19 +81,17 @@ class RequestState:
             self.watch.next_token(now - self.last_token)
         self.last_token = now
         request.token_ids.append(token_id)
-        if logprob is not None:
-            request.output_logprobs.append(logprob)
-            request.output_top_logprobs.append(top_logprobs or [])
-        ends = token_id in params.stop_token_ids
-        ends = ends or (token_id in request.eos_ids and not params.ignore_eos)
-        if self.detokenizer is not None and (not ends or params.no_stop_trim):
+        ends = token_id in self.stop_ids
+        if self.detokenizer is not None and (not ends or request.params.no_stop_trim):
             matched = self.detokenizer.push([token_id])
             if matched is not None:
                 return FinishReason("stop", matched=matched)
         if ends:
             return FinishReason("stop", matched=token_id)
-        if request.remaining_tokens <= 0:
+        if len(request.token_ids) >= self.most_tokens:
             return FinishReason("length", length=request.num_output)
+        if self.stream_interval:
+            self.notify_if_due()
         return None
 
     def finish(self, reason: FinishReason) -> None:
@@ -100,14 +106,17 @@ class RequestState:
             self.notify()
 
     def notify_if_due(self) -> None:
-        if self.stream_interval and (self.request.num_output - 1) % self.stream_interval == 0:
+        request = self.request
+        num_earlier = len(request.token_ids) - len(request.prompt_ids) - 1
+        if self.stream_interval and num_earlier % self.stream_interval == 0:
             self.notify()
 
     def notify(self) -> None:
+        request = self.request
         text = "" if self.detokenizer is None else self.detokenizer.text
-        finished = self.request.finish_reason is not None
+        num_output = len(request.token_ids) - len(request.prompt_ids)
+        progress = Progress(request.rid, num_output, text, request.finish_reason is not None)
         try:
-            request = self.request
-            self.listener(Progress(request.rid, request.num_output, text, finished))
+            self.listener(progress)
         except Exception:
-            logger.exception("the listener of request %s failed", self.request.rid)
+            logger.exception("the listener of request %s failed", request.rid)

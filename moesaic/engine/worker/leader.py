@@ -9,9 +9,9 @@ from msgspec.structs import astuple
 
 from moesaic.comm.launch.rank_link import RankLink
 from moesaic.core import messages
-from moesaic.core.request import NewRequest, Request, failure
+from moesaic.core.request import FinishReason, NewRequest, Request, failure
 from moesaic.engine.schedule.inflight import InflightStep
-from moesaic.engine.schedule.plan import StepResult
+from moesaic.engine.schedule.plan import ItemResult, StepResult
 from moesaic.engine.schedule.request_state import Progress, RequestState
 from moesaic.engine.worker.planner import Planner
 
@@ -24,7 +24,7 @@ class Leader:
     def __init__(self, link: RankLink, planner: Planner) -> None:
         self.link, self.planner = link, planner
         self.group = link.mesh.group_of(link.place)
-        self._deltas: list[messages.RequestDelta] = []
+        self._output = messages.StepOutput([])
 
     def handle(self, message: messages.AnyMessage) -> None:
         if isinstance(message, messages.Submit):
@@ -60,9 +60,11 @@ class Leader:
 
     def report(self) -> None:
         """Sends what requests got since the last report to the supervisor."""
-        if self._deltas:
-            self.link.send(messages.StepOutput(self._deltas))
-            self._deltas.clear()
+        output = self._output
+        if output.numbers or output.deltas:
+            self.link.send(output)
+            for sent in (output.numbers, output.tokens, output.deltas):
+                sent.clear()
 
     def _submit(self, new: NewRequest) -> None:
         """A request that cannot be accepted affects no other."""
@@ -71,26 +73,55 @@ class Leader:
         except Exception as error:
             logger.exception("a request was refused")
             finish = failure(f"refused: {error!r}")
-            self._deltas.append(messages.RequestDelta(new.request_no, [], finish=finish))
+            self._output.deltas.append(messages.RequestDelta(new.request_no, [], finish=finish))
 
     def _add(self, new: NewRequest) -> None:
         request = Request(*astuple(new))
         if new.emitted:  # logprobs of the prompt were reported with the first token
             request.logprob_start = request.prompt_len - 1
-        self.planner.add(RequestState(request, None, _Reporter(request, self._deltas).report, 1))
+        self.planner.add(ReportedRequest(request, self._output))
 
 
-class _Reporter:
-    """Adds a request's progress to `deltas`. The supervisor knows the prompt, and the tokens that
-    were emitted before this rank got it, whose logprobs this rank does not have."""
+class ReportedRequest(RequestState):
+    """Adds its progress to `output`. The supervisor knows the prompt, and the tokens that were
+    emitted before this rank got it, whose logprobs this rank does not have."""
 
-    def __init__(self, request: Request, deltas: list[messages.RequestDelta]) -> None:
-        self._request, self._deltas = request, deltas
+    __slots__ = (
+        "_num_logprobs",
+        "_num_scored",
+        "_num_tokens",
+        "_output",
+        "_plain_after",
+        "_routed_bytes",
+    )
+
+    def __init__(self, request: Request, output: messages.StepOutput) -> None:
+        super().__init__(request, None, _nobody_listens)
+        self._output = output
+        self._plain_after = -1
+        """The retractions that the supervisor knows, if a token needs no delta then; else -1."""
         self._num_tokens = len(request.token_ids)
         self._num_logprobs = self._num_scored = self._routed_bytes = 0
 
-    def report(self, _: Progress) -> None:
-        request = self._request
+    def accept_all(self, found: ItemResult | messages.RequestDelta) -> FinishReason | None:
+        """Most tokens end nothing and come with nothing else: they need no delta."""
+        request, found_ids = self.request, found.token_ids
+        if len(found_ids) == 1 and request.retractions == self._plain_after:
+            token_ids, token_id = request.token_ids, found_ids[0]
+            if token_id not in self.stop_ids and len(token_ids) + 1 < self.most_tokens:
+                token_ids.append(token_id)
+                self._num_tokens += 1
+                self._output.numbers.append(request.request_no)
+                self._output.tokens.append(token_id)
+                return None
+        reason = super().accept_all(found)
+        if reason is None and found_ids:  # else `finish` follows
+            self.notify()
+        return reason
+
+    def notify(self) -> None:
+        """Adds a delta with all that is new."""
+        request = self.request
         delta = messages.RequestDelta(
             request.request_no,
             request.token_ids[self._num_tokens :],
@@ -106,13 +137,19 @@ class _Reporter:
             delta.routed = bytes(request.routed[self._routed_bytes :])
             delta.routed_first = request.routed_start + self._routed_bytes // request.routed_row
             self._routed_bytes = len(request.routed)
-        self._deltas.append(delta)
+        if not request.return_logprob and request.routed_start is None:
+            self._plain_after = request.retractions
+        self._output.deltas.append(delta)
 
     def _add_logprobs(self, delta: messages.RequestDelta) -> None:
-        request, seen, scored = self._request, self._num_logprobs, self._num_scored
+        request, seen, scored = self.request, self._num_logprobs, self._num_scored
         delta.logprobs = request.output_logprobs[seen:]
         delta.top_logprobs = request.output_top_logprobs[seen:]
         delta.input_logprobs = request.input_logprobs[scored:]
         delta.input_top_logprobs = request.input_top_logprobs[scored:]
         self._num_logprobs = len(request.output_logprobs)
         self._num_scored = len(request.input_logprobs)
+
+
+def _nobody_listens(_: Progress) -> None:
+    """The listener of a request that is reported instead."""
