@@ -135,8 +135,6 @@ def _defaults(args: ServerArgs) -> Iterator[FlagChange]:
     if args.max_prefill_tokens is not None and not 0 < chunk <= args.max_prefill_tokens:
         chunk, why = args.max_prefill_tokens, "--max-prefill-tokens"
     yield FlagChange("chunked_prefill_size", chunk, why)
-    if args.load_balance_method == "auto":
-        yield FlagChange("load_balance_method", "round_robin", "the default")
     if args.dist_timeout is None:
         yield FlagChange("dist_timeout", DIST_TIMEOUT, "the default")
 
