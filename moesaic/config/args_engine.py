@@ -283,7 +283,18 @@ class ScheduleArgs:
         None, "Most requests whose prompts share a step; unset: no limit.", at_least=1
     )
     enable_mixed_chunk: bool = flag(
-        False, "Accepted for compatibility; prefill and decode always share a batch."
+        False, "Accepted for compatibility: prompts and decodes share steps by default."
+    )
+    disable_mixed_chunk: bool = flag(
+        False,
+        "Compute prompts in steps of their own, for which decodes wait, as SGLang does without "
+        "--enable-mixed-chunk.",
+    )
+    max_step_ms: float | None = flag(
+        None,
+        "Milliseconds that prompts may fill a step up to while requests decode; 0: no bound; "
+        "unset: no bound on CPU, on CUDA twice what the decodes take, at least 30.",
+        at_least=0,
     )
     page_size: int = flag(16, "Tokens in one page of the KV cache.", at_least=1)
     schedule_policy: str = flag(

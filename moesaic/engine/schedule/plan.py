@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moesaic.core.request import TopLogprobs
 from moesaic.engine.sampling.sampler import SampleRow
+from moesaic.engine.schedule.step_budget import StepWork
 
 FUTURE_TOKEN: Final = -1
 """The token that an in-flight step samples for the request: only the device knows it yet."""
@@ -147,6 +148,8 @@ class StepAgreement(msgspec.Struct, array_like=True):
     counts: tuple[int, ...] = ()
     logits: tuple[int, ...] = ()
     prefill: bool = False
+    work: StepWork = StepWork()
+    """That of the group with the most."""
 
 
 class StageOrder(msgspec.Struct, array_like=True):

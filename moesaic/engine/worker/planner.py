@@ -82,6 +82,8 @@ class Planner:
             chunk_tokens=runner.limits.chunk_tokens,
             conservativeness=args.schedule_conservativeness,
             max_prompts=args.prefill_max_requests or sys.maxsize,
+            mixed=not args.disable_mixed_chunk,
+            max_step_ms=args.max_step_ms,
         )
         self.scheduler = Scheduler(config, self.kv)
         self.metrics = SchedulerMetrics(self.scheduler, args.decode_log_interval, group)

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 
 import torch
+from msgspec.structs import astuple
 from torch import Tensor
 
 from moesaic.comm.collectives.pipeline import Pipe
@@ -18,7 +19,7 @@ from moesaic.comm.supervise.control_page import RankStatus
 from moesaic.core.rank_state import RankState
 from moesaic.engine.runner.routed_experts import join_layers
 from moesaic.engine.schedule import plan_codec
-from moesaic.engine.schedule.inflight import InflightStep
+from moesaic.engine.schedule.inflight import InflightStep, work_of
 from moesaic.engine.schedule.plan import (
     FinishedStep,
     StageOrder,
@@ -30,6 +31,7 @@ from moesaic.engine.schedule.plan import (
     encode,
 )
 from moesaic.engine.schedule.plan_codec import PlanReceiver, PlanSender
+from moesaic.engine.schedule.step_budget import StepWork, heaviest
 from moesaic.engine.setup.rank_context import RankContext
 from moesaic.engine.worker.planner import Planner
 
@@ -91,8 +93,9 @@ class SingleStage(Stage):
         self.number += 1
         if self._status is not None:
             self._status.begin_step(self.number)
-        counts = (step.plan.num_tokens,) if step.plan.items else ()
-        step.agreement = StepAgreement(self.number, counts, prefill=step.plan.prefill)
+        plan, work = step.plan, work_of(step.items)
+        counts = (plan.num_tokens,) if plan.items else ()
+        step.agreement = StepAgreement(self.number, counts, prefill=plan.prefill, work=work)
 
 
 class FirstStage(Stage):
@@ -128,17 +131,28 @@ class FirstStage(Stage):
         data = self._encoded if mesh.attention_tp > 1 and plan.items else b""
         logits = len(plan.logit_rows())
         suspects = 0 if self._planner is None else self._planner.num_suspects
-        own = torch.tensor([[plan.num_tokens, logits, int(plan.prefill), len(data), suspects]])
+        facts = [plan.num_tokens, logits, int(plan.prefill), len(data), suspects]
+        own = torch.tensor([[*facts, *astuple(work_of(step.items))]])
         rows = self._ranks.stage.gather_rows(own, [1] * mesh.tp, operation)
         table = rows[:: mesh.attention_tp].tolist()
-        counts, logit_rows, prefills, lengths, suspect_sets = zip(*table, strict=True)
+        counts, logit_rows, prefills, lengths, suspect_sets, *_ = zip(*table, strict=True)
+        works = [StepWork(*row[len(facts) :]) for row in table]
+        self._note_others(works)
         self._suspects = list(suspect_sets)
         if length := lengths[self._place.dp_rank]:
             self._encoded = self._share(data, length, operation)
             step.plan = plan if data else self._receiver.decode(self._encoded)
         step.agreement = StepAgreement(self.number)
         if any(counts):
-            step.agreement = StepAgreement(self.number, counts, logit_rows, any(prefills))
+            step.agreement = StepAgreement(
+                self.number, counts, logit_rows, any(prefills), heaviest(works)
+            )
+
+    def _note_others(self, works: list[StepWork]) -> None:
+        """Tells the scheduler what the other groups do, which wait for its prompts."""
+        if self._planner is not None:
+            others = [work for group, work in enumerate(works) if group != self._place.dp_rank]
+            self._planner.scheduler.step_budget.others = heaviest([StepWork(), *others])
 
     def _encode(self, step: InflightStep) -> bytes:
         """The plan for the ranks that follow this one."""
