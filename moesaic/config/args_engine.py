@@ -296,6 +296,23 @@ class ScheduleArgs:
         "unset: no bound on CPU, on CUDA twice what the decodes take, at least 30.",
         at_least=0,
     )
+    enable_prefill_delayer: bool = flag(
+        False,
+        "Hold new prompts back for some steps while other attention groups have none, so that "
+        "groups begin prompts in the same steps.",
+    )
+    prefill_delayer_max_delay_passes: int = flag(
+        30, "Most steps for which --enable-prefill-delayer holds a prompt back.", at_least=1
+    )
+    prefill_delayer_max_delay_ms: float | None = flag(
+        None, "The same in milliseconds; unset: no limit.", at_least=0
+    )
+    prefill_delayer_token_usage_low_watermark: float | None = flag(
+        None,
+        "Used share of a group's KV cache below which it holds nothing back; unset: none.",
+        at_least=0,
+        at_most=1,
+    )
     page_size: int = flag(16, "Tokens in one page of the KV cache.", at_least=1)
     schedule_policy: str = flag(
         "fcfs",

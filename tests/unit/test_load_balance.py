@@ -117,13 +117,10 @@ def test_load_beats_a_cached_prefix_that_saves_less():
     first = request(shared)
     assert one(balancer, first) == 0
     balancer.note_tokens(first.request_no, 1)
-    # One open request of 2001 tokens: 256 + 2001 / 4 is less than the 2000 that are cached.
-    second = request([*shared, 7])
-    assert one(balancer, second) == 0 and balancer.uncomputed == [1, 0]
-    # 1 + 512 + 4002 / 4 = 1513.5 is still less; with the third it is more than 2000.
-    assert one(balancer, request([*shared, 8])) == 0
-    assert one(balancer, request([*shared, 9])) == 1
-    # Now both have it, and the load alone decides: 2272 to 2757, and 757 for each more.
+    # Each open request counts 128 + 2001 / 8 = 378: five are less than the 2000 that are cached.
+    assert [one(balancer, request([*shared, n])) for n in range(6)] == [0, 0, 0, 0, 0, 1]
+    assert balancer.uncomputed == [5, 2001]
+    # Now both have it, and the load alone decides: 2274 to 2379, and 379 for each more.
     assert [one(balancer, request([*shared, n])) for n in range(10, 14)] == [0, 1, 0, 1]
 
 

@@ -20,8 +20,8 @@ METHODS: Final = ("auto", "round_robin", "total_requests", "total_tokens")
 MAX_PAGES: Final = 1 << 18
 # What a request costs its group besides computing its prompt, in prompt tokens that take as long:
 # its decode steps, and the attention of these steps to the tokens that it holds.
-DECODE_TOKENS: Final = 256
-HELD_SHARE: Final = 0.25
+DECODE_TOKENS: Final = 128
+HELD_SHARE: Final = 0.125
 
 
 class PrefixIndex:

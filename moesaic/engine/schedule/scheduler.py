@@ -20,6 +20,7 @@ from moesaic.core.request import Request, RequestPhase
 from moesaic.engine.schedule.inflight import PlannedItem, work_of
 from moesaic.engine.schedule.kv_cache import PrefixNode
 from moesaic.engine.schedule.kv_manager import KVManager
+from moesaic.engine.schedule.prefill_delay import PrefillDelayer
 from moesaic.engine.schedule.step_budget import StepBudget
 
 # The share of a running request's remaining tokens for which pages stay free when another is
@@ -41,6 +42,7 @@ class SchedulerConfig:
     """Prompts and decodes share steps; if not, decodes wait while there are prompts."""
     max_step_ms: float | None = 0.0
     """The bound of StepBudget."""
+    delayer: PrefillDelayer | None = None
 
 
 Plan = dict[Request, PlannedItem]
@@ -50,6 +52,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, kv: KVManager) -> None:
         self.config, self.kv = config, kv
         self.step_budget = StepBudget(config.max_step_ms)
+        self.delayer = config.delayer
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         """Oldest first."""
@@ -108,8 +111,16 @@ class Scheduler:
         budget = self.step_budget.prompt_tokens(self.config.chunk_tokens, decodes, prompts)
         for request in filling[: self.config.max_prompts]:
             budget -= self._plan(request, min(budget, _uncomputed(request)), planned)
-        if self.waiting:
+        if self.waiting and not (only is None and self._hold_back(bool(planned))):
             self._admit(budget, self.config.max_prompts - len(filling), planned, only)
+
+    def _hold_back(self, computes: bool) -> bool:
+        """Whether waiting requests stay for other groups. `computes`: the step has work."""
+        if self.delayer is None:
+            return False
+        busy = computes or self.step_budget.others.decode_tokens > 0
+        usage = self.kv.num_used / self.kv.allocator.num_pages
+        return self.delayer.hold_back(busy and len(self.running) < self.config.max_running, usage)
 
     def _drafts_that_fit(self, request: Request) -> int:
         """Drafts retract no request, and none is verified beyond the last token that is allowed.

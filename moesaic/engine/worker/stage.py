@@ -8,6 +8,7 @@ decisions follow from the gathered values, so that all ranks decide alike.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +55,8 @@ class Stage:
     """The step that was agreed on last."""
     pipeline_depth = 1
     """Steps that a pipeline has in flight at once."""
+    holds_prompts = False
+    """A group has held prompts back from the last step, so that there is more to do."""
 
     @property
     def is_trial(self) -> bool:
@@ -131,13 +134,15 @@ class FirstStage(Stage):
         data = self._encoded if mesh.attention_tp > 1 and plan.items else b""
         logits = len(plan.logit_rows())
         suspects = 0 if self._planner is None else self._planner.num_suspects
-        facts = [plan.num_tokens, logits, int(plan.prefill), len(data), suspects]
+        delayer = None if self._planner is None else self._planner.scheduler.delayer
+        told = 0 if delayer is None else delayer.told
+        facts = [plan.num_tokens, logits, int(plan.prefill), len(data), suspects, told]
         own = torch.tensor([[*facts, *astuple(work_of(step.items))]])
         rows = self._ranks.stage.gather_rows(own, [1] * mesh.tp, operation)
         table = rows[:: mesh.attention_tp].tolist()
-        counts, logit_rows, prefills, lengths, suspect_sets, *_ = zip(*table, strict=True)
+        counts, logit_rows, prefills, lengths, suspect_sets, told_by, *_ = zip(*table, strict=True)
         works = [StepWork(*row[len(facts) :]) for row in table]
-        self._note_others(works)
+        self._settle_prompts(works, told_by)
         self._suspects = list(suspect_sets)
         if length := lengths[self._place.dp_rank]:
             self._encoded = self._share(data, length, operation)
@@ -148,11 +153,16 @@ class FirstStage(Stage):
                 self.number, counts, logit_rows, any(prefills), heaviest(works)
             )
 
-    def _note_others(self, works: list[StepWork]) -> None:
+    def _settle_prompts(self, works: list[StepWork], told: Sequence[int]) -> None:
         """Tells the scheduler what the other groups do, which wait for its prompts."""
-        if self._planner is not None:
-            others = [work for group, work in enumerate(works) if group != self._place.dp_rank]
-            self._planner.scheduler.step_budget.others = heaviest([StepWork(), *others])
+        self.holds_prompts = any(told)
+        if self._planner is None:
+            return
+        scheduler = self._planner.scheduler
+        others = [work for group, work in enumerate(works) if group != self._place.dp_rank]
+        scheduler.step_budget.others = heaviest([StepWork(), *others])
+        if scheduler.delayer is not None:
+            scheduler.delayer.settle(told, works)
 
     def _encode(self, step: InflightStep) -> bytes:
         """The plan for the ranks that follow this one."""
