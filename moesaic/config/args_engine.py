@@ -283,7 +283,35 @@ class ScheduleArgs:
         None, "Most requests whose prompts share a step; unset: no limit.", at_least=1
     )
     enable_mixed_chunk: bool = flag(
-        False, "Accepted for compatibility; prefill and decode always share a batch."
+        False, "Accepted for compatibility: prompts and decodes share steps by default."
+    )
+    disable_mixed_chunk: bool = flag(
+        False,
+        "Compute prompts in steps of their own, for which decodes wait, as SGLang does without "
+        "--enable-mixed-chunk.",
+    )
+    max_step_ms: float | None = flag(
+        None,
+        "Milliseconds that prompts may fill a step up to while requests decode; 0: no bound; "
+        "unset: no bound on CPU, on CUDA twice what the decodes take, at least 30.",
+        at_least=0,
+    )
+    enable_prefill_delayer: bool = flag(
+        False,
+        "Hold new prompts back for some steps while other attention groups have none, so that "
+        "groups begin prompts in the same steps.",
+    )
+    prefill_delayer_max_delay_passes: int = flag(
+        30, "Most steps for which --enable-prefill-delayer holds a prompt back.", at_least=1
+    )
+    prefill_delayer_max_delay_ms: float | None = flag(
+        None, "The same in milliseconds; unset: no limit.", at_least=0
+    )
+    prefill_delayer_token_usage_low_watermark: float | None = flag(
+        None,
+        "Used share of a group's KV cache below which it holds nothing back; unset: none.",
+        at_least=0,
+        at_most=1,
     )
     page_size: int = flag(16, "Tokens in one page of the KV cache.", at_least=1)
     schedule_policy: str = flag(

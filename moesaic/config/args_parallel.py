@@ -84,7 +84,8 @@ class ParallelArgs:
     load_balance_method: str = flag(
         "auto",
         "How requests are assigned to data-parallel groups: in turn, or to the one with the "
-        "fewest requests or tokens; auto: in turn.",
+        "fewest requests or tokens; auto: the one with the least to compute, which prefers a "
+        "group that has the beginning of the prompt cached.",
         choices=LOAD_BALANCE_METHODS,
         same={"minimum_tokens": "total_tokens", "shortest_queue": "total_requests"},
         built=("auto", "round_robin", "total_requests", "total_tokens"),

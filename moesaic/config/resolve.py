@@ -135,8 +135,8 @@ def _defaults(args: ServerArgs) -> Iterator[FlagChange]:
     if args.max_prefill_tokens is not None and not 0 < chunk <= args.max_prefill_tokens:
         chunk, why = args.max_prefill_tokens, "--max-prefill-tokens"
     yield FlagChange("chunked_prefill_size", chunk, why)
-    if args.load_balance_method == "auto":
-        yield FlagChange("load_balance_method", "round_robin", "the default")
+    if device == "cpu" and args.max_step_ms is None:
+        yield FlagChange("max_step_ms", 0.0, "the default on cpu")
     if args.dist_timeout is None:
         yield FlagChange("dist_timeout", DIST_TIMEOUT, "the default")
 
@@ -154,6 +154,8 @@ def contradictions(args: ServerArgs) -> Iterator[str]:
     yield from _graphs(args)
     yield from _roles(args)
     yield from _https(args)
+    if args.enable_mixed_chunk and args.disable_mixed_chunk:
+        yield "--enable-mixed-chunk and --disable-mixed-chunk contradict each other: give one"
     if args.gc_threshold is not None and len(args.gc_threshold) not in (1, 2, 3):
         yield f"--gc-threshold has {len(args.gc_threshold)} numbers: give one, two or three"
 

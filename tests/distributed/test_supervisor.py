@@ -19,6 +19,7 @@ from moesaic.comm.launch.service import Service, ServiceSpec, Timeouts
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.supervise.control_page import ControlPage
 from moesaic.comm.supervise.journal import Journal
+from moesaic.comm.supervise.load_balance import LoadBalancer
 from moesaic.comm.supervise.membership_policy import EndService
 from moesaic.comm.supervise.process_watch import ProcessWatch
 from moesaic.comm.supervise.run_folder import RunFolder, mark_of
@@ -400,22 +401,10 @@ def test_folders_of_the_dead_are_swept():
     assert not mine.path.exists() and not other.path.exists()
 
 
-def test_journal_spreads_requests():
-    turns = Journal(3, "round_robin")
-    assert [turns.assign(request(i)) for i in range(5)] == [0, 1, 2, 0, 1]
-    fewest = Journal(2, "total_requests")
-    assert [fewest.assign(request(i, prompt=1 if i else 9)) for i in range(4)] == [0, 1, 0, 1]
-    fewest.record(
-        StepOutput([RequestDelta(number, [1], finish=FinishReason("length")) for number in (1, 3)])
-    )
-    assert [fewest.assign(request(number)) for number in (4, 5)] == [1, 1]
-    assert (fewest.requests, fewest.tokens) == ([2, 2], [10, 6])
-
-
 def test_journal_replays_a_request_where_it_stands():
-    journal = Journal(1, "round_robin")
+    journal = Journal(LoadBalancer(1, "round_robin"))
     submitted = request(7, prompt=3)
-    journal.assign(submitted)
+    journal.assign([submitted])
     assert journal.replay(7) == submitted
     journal.record(StepOutput([RequestDelta(7, [7, 8])]))
     journal.record(StepOutput([], [7, 8], [9, 1]))  # request 8 is not open
@@ -428,10 +417,10 @@ def test_journal_replays_a_request_where_it_stands():
     )
     assert submitted.emitted == [], "the request as it was submitted stays"
     # Another supervisor's journal counts what was emitted before.
-    other = Journal(1, "round_robin")
-    other.assign(again)
+    other = Journal(LoadBalancer(1, "round_robin"))
+    other.assign([again])
     other.record(StepOutput([RequestDelta(7, [10])]))
-    assert other.tokens == [7] and other.replay(7).emitted == [7, 8, 9, 10]
+    assert other.balancer.tokens == [7] and other.replay(7).emitted == [7, 8, 9, 10]
 
 
 class ServiceDouble:
@@ -449,17 +438,18 @@ def test_any_loss_ends_the_service():
 
 
 def test_journal_counts_tokens():
-    journal = Journal(2, "total_tokens")
+    journal = Journal(LoadBalancer(2, "total_tokens"))
     prompts = {0: 9, 1: 2, 2: 2}
-    assert [journal.assign(request(i, prompt=n)) for i, n in prompts.items()] == [0, 1, 1]
+    assert [journal.assign([request(i, prompt=n)]) for i, n in prompts.items()] == [[0], [1], [1]]
     journal.record(StepOutput([RequestDelta(1, [5] * 6)]))
-    assert journal.tokens == [9, 10]
-    assert journal.assign(request(3)) == 0
+    assert journal.balancer.tokens == [9, 10]
+    assert journal.assign([request(3)]) == [0]
     (answer,) = journal.end_all("over")
     assert [(d.request_no, d.finish.type, d.finish.message) for d in answer.deltas] == [
         (number, "abort", "over") for number in range(4)
     ]
-    assert (journal.open, journal.requests, journal.tokens) == ({}, [0, 0], [0, 0])
+    balancer = journal.balancer
+    assert (journal.open, balancer.requests, balancer.tokens) == ({}, [0, 0], [0, 0])
 
 
 def seen(state: RankState, step: int, operation: str, age: float) -> RankSnapshot:

@@ -267,6 +267,39 @@ def test_requests_are_spread_over_groups() -> None:
 
 
 @pytest.mark.parametrize(
+    "flags",
+    [
+        {"enable_prefill_delayer": True, "prefill_delayer_max_delay_passes": 4},
+        {"disable_mixed_chunk": True, "chunked_prefill_size": 16, "max_step_ms": 1.0},
+    ],
+    ids=str,
+)
+def test_how_prompts_are_scheduled_changes_no_answer(flags: dict[str, Any]) -> None:
+    """Prompts arrive while others decode, in one group more than in the other."""
+    params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 24}
+    asked = [[n + 1] * (5 + 17 * n % 90) for n in range(10)]
+
+    def answers(**more: Any) -> list[list[int]]:
+        mesh = MESHES["attention groups"] | {"page_size": 4, "enable_deterministic_inference": True}
+        with Engine(model_path=FAMILY, **mesh, **more) as engine:
+
+            async def ask(number: int) -> list[int]:
+                await asyncio.sleep(0.02 * number)
+                rank = int(number % 3 == 0)
+                found = await engine.async_generate(
+                    input_ids=asked[number], sampling_params=params, data_parallel_rank=rank
+                )
+                return found["output_ids"]
+
+            async def ask_all() -> list[list[int]]:
+                return await asyncio.gather(*map(ask, range(len(asked))))
+
+            return asyncio.run(ask_all())
+
+    assert answers(**flags) == answers()
+
+
+@pytest.mark.parametrize(
     ("flags", "words"),
     [
         ({"tp_size": 4, "ep_size": 3}, "--ep-size is 3: give a divisor of --tp-size 4"),

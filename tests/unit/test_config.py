@@ -319,6 +319,10 @@ def test_missing_file_is_named(tmp_path: Path):
         ("--speculative-num-draft-tokens 4", "needs --speculative-algorithm"),
         ("--skip-tokenizer-init --chat-template t", "--chat-template t needs a tokenizer"),
         ("--skip-tokenizer-init --tokenizer-path t", "--tokenizer-path t needs a tokenizer"),
+        (
+            "--enable-mixed-chunk --disable-mixed-chunk",
+            "--enable-mixed-chunk and --disable-mixed-chunk contradict each other: give one",
+        ),
     ],
 )
 def test_contradictions(line: str, message: str):
@@ -484,7 +488,8 @@ def test_resolve_fills_in_what_was_left_open():
     assert (args.tokenizer_path, args.device) == ("m", "cpu")
     assert (args.attention_backend, args.sampling_backend) == ("torch_native", "pytorch")
     assert (args.dtype, args.chunked_prefill_size) == ("auto", 2048)
-    assert (args.load_balance_method, args.dist_timeout) == ("round_robin", 300.0)
+    assert (args.load_balance_method, args.dist_timeout) == ("auto", 300.0)
+    assert args.max_step_ms == 0
     assert specs(ServerArgs)["dist_timeout"].flag.help.endswith(f"unset: {args.dist_timeout:g}.")
     assert (args.ep_size, args.dist_init_addr) == (1, None)
 

@@ -79,6 +79,7 @@ def test_nothing_is_always_told_alike():
         {"chunked_prefill_size": 16},
         {"chunked_prefill_size": 24, "max_total_tokens": 160, "page_size": 4},
         {"disable_radix_cache": True, "max_running_requests": 3},
+        {"disable_mixed_chunk": True, "chunked_prefill_size": 16},
     ],
     ids=str,
 )

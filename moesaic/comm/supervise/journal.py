@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
+from moesaic.comm.supervise.load_balance import LoadBalancer
 from moesaic.core.messages import RequestDelta, StepOutput
 from moesaic.core.request import FinishReason, NewRequest
 
@@ -21,32 +23,20 @@ class OpenRequest:
     group: int
     emitted: list[int]
 
-    @property
-    def tokens(self) -> int:
-        return len(self.request.prompt_ids) + len(self.emitted)
-
 
 class Journal:
-    """Also spreads new requests over the serving groups. Finished requests are dropped."""
+    """Also tells the balancer what requests do. Finished requests are dropped."""
 
-    def __init__(self, num_groups: int, method: str) -> None:
+    def __init__(self, balancer: LoadBalancer) -> None:
         self.open: dict[int, OpenRequest] = {}
-        self.requests = [0] * num_groups
-        """The open requests of each group."""
-        self.tokens = [0] * num_groups
-        """The tokens of each group's open requests, prompts included."""
-        self._method = method
-        self._next_group = 0
+        self.balancer = balancer
 
-    def assign(self, request: NewRequest) -> int:
-        """Returns the group that serves the request."""
-        assert request.request_no not in self.open, request.request_no
-        group = self._choose() if request.group is None else request.group
-        entry = OpenRequest(request, group, list(request.emitted))
-        self.open[request.request_no] = entry
-        self.requests[group] += 1
-        self.tokens[group] += entry.tokens
-        return group
+    def assign(self, requests: Sequence[NewRequest]) -> list[int]:
+        """Returns the group that serves each request."""
+        groups = self.balancer.assign(requests)
+        for request, group in zip(requests, groups, strict=True):
+            self.open[request.request_no] = OpenRequest(request, group, list(request.emitted))
+        return groups
 
     def record(self, output: StepOutput) -> None:
         for number, token in zip(output.numbers, output.tokens, strict=True):
@@ -59,7 +49,7 @@ class Journal:
             if entry is None:
                 continue
             entry.emitted += delta.token_ids
-            self.tokens[entry.group] += len(delta.token_ids)
+            self.balancer.note_tokens(delta.request_no, len(delta.token_ids))
             if delta.finish is not None:
                 self._drop(delta.request_no)
 
@@ -78,15 +68,4 @@ class Journal:
         return [StepOutput(deltas[start : start + ENDED_AT_ONCE]) for start in starts]
 
     def _drop(self, request_no: int) -> None:
-        entry = self.open.pop(request_no)
-        self.requests[entry.group] -= 1
-        self.tokens[entry.group] -= entry.tokens
-
-    def _choose(self) -> int:
-        """The least loaded group; equals take turns, or group 0 would get all single requests."""
-        size = len(self.requests)
-        order = [(self._next_group + offset) % size for offset in range(size)]
-        load = {"total_requests": self.requests, "total_tokens": self.tokens}.get(self._method)
-        group = order[0] if load is None else min(order, key=load.__getitem__)
-        self._next_group = (group + 1) % size
-        return group
+        self.balancer.finish(request_no, self.open.pop(request_no).emitted)

@@ -18,6 +18,7 @@ from moesaic.comm.network.store import LocalStore
 from moesaic.comm.supervise.address import family_of, numeric
 from moesaic.comm.supervise.config_check import differences, facts_of
 from moesaic.comm.supervise.journal import Journal
+from moesaic.comm.supervise.load_balance import LoadBalancer
 from moesaic.comm.supervise.node_supervisor import NodeSupervisor
 from moesaic.comm.supervise.service_spec import ServiceSpec, split_address
 from moesaic.comm.supervise.step_rollback import StepRollbacks
@@ -53,7 +54,8 @@ class LeadSupervisor(NodeSupervisor):
     ) -> None:
         super().__init__(spec, folder, context)
         mesh, times = spec.mesh, spec.timeouts
-        self.journal = Journal(mesh.num_groups, spec.load_balance)
+        self._balancer = LoadBalancer(mesh.num_groups, spec.load_balance, spec.prefix_page)
+        self.journal = Journal(self._balancer)
         self._watchdog = StepWatchdog(mesh, times.guard, times.hang)
         self._facts: dict[int, dict[str, Any]] = {}
         self._replicas = [self._replica(number) for number in range(mesh.replicas)]
@@ -231,12 +233,16 @@ class LeadSupervisor(NodeSupervisor):
         self.lose_ranks(ranks, f"node {node} ({names}) is lost: {why}")
 
     def _submit(self, requests: Sequence[NewRequest]) -> None:
-        by_group: dict[int, list[NewRequest]] = {}
+        accepted: dict[int, NewRequest] = {}
         for request in requests:
-            if request.request_no in self.journal.open:
+            if request.request_no in self.journal.open or request.request_no in accepted:
                 self._refuse(request.request_no)
             else:
-                by_group.setdefault(self.journal.assign(request), []).append(request)
+                accepted[request.request_no] = request
+        groups = self.journal.assign(list(accepted.values()))
+        by_group: dict[int, list[NewRequest]] = {}
+        for request, group in zip(accepted.values(), groups, strict=True):
+            by_group.setdefault(group, []).append(request)
         for group, chosen in by_group.items():
             self.send_rank(self.mesh.leader(group), encode(messages.Submit(chosen)))
         for replica in self._replicas:
@@ -252,6 +258,8 @@ class LeadSupervisor(NodeSupervisor):
     def _ask(self, question: messages.Query) -> None:
         if question.what in ("info", "stats"):
             self.send_client(messages.QueryReply(question.number, -1, self._overview()))
+        if question.what == "flush_cache":
+            self._balancer.flush_cache()
         leaders = map(self.mesh.leader, range(self.mesh.num_groups))
         # Ranks that are asleep answer, too.
         for rank in range(self.mesh.world) if question.every else leaders:
@@ -300,7 +308,7 @@ class LeadSupervisor(NodeSupervisor):
                 self.send_rank(rank, encode(resume))
 
     def _wake_if_due(self, replica: Replica) -> None:
-        if replica.awake or not any(self.journal.requests[group] for group in replica.groups):
+        if replica.awake or not any(self._balancer.requests[group] for group in replica.groups):
             return
         replica.awake = True
         for rank in replica.ranks:
@@ -310,6 +318,8 @@ class LeadSupervisor(NodeSupervisor):
         if len(self._facts) == self.mesh.world and not self.is_serving:
             self.is_serving = True
             ranks = [self._facts[rank] for rank in range(self.mesh.world)]
+            if "cache_tokens" in ranks[0]:
+                self._balancer.limit_cache(ranks[0]["cache_tokens"])
             ready = messages.Ready(0, {**ranks[0], "ranks": ranks})
             self.tell_nodes(ready)
             self.send_client(ready)

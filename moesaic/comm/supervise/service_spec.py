@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.network.store import StoreAddress
+from moesaic.comm.supervise.load_balance import METHODS
 from moesaic.config.resolve import DIST_TIMEOUT, MAX_RANKS_PER_NODE
-
-LOAD_BALANCE: Final = ("round_robin", "total_requests", "total_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,9 @@ class ServiceSpec:
     """HOST:PORT of node 0, for several nodes."""
     host: str = ""
     """This node's own address; detected if empty."""
-    load_balance: str = "round_robin"
+    load_balance: str = "auto"
+    prefix_page: int = 0
+    """Tokens in a page of the groups' prefix caches; 0: they have none."""
     timeouts: Timeouts = Timeouts()
     threads: int = 1
     preload: tuple[str, ...] = ()
@@ -63,8 +64,8 @@ class ServiceSpec:
 
     def __post_init__(self) -> None:
         mesh = self.mesh
-        if self.load_balance not in LOAD_BALANCE:
-            raise ValueError(f"load_balance {self.load_balance!r}: give one of {LOAD_BALANCE}")
+        if self.load_balance not in METHODS:
+            raise ValueError(f"load_balance {self.load_balance!r}: give one of {METHODS}")
         if ":" not in self.target:
             raise ValueError(f"target {self.target!r}: give package.module:function")
         if mesh.world % mesh.nnodes:

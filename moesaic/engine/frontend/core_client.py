@@ -243,6 +243,7 @@ def service_spec(args: ServerArgs, mesh: Mesh) -> ServiceSpec:
         node_rank=args.node_rank,
         dist_init_addr=args.dist_init_addr,
         load_balance=args.load_balance_method,
+        prefix_page=0 if args.disable_radix_cache else args.page_size,
         timeouts=timeouts,
         threads=args.num_threads or max(1, len(os.sched_getaffinity(0)) // mesh.ranks_per_node),
         preload=("moesaic.engine.worker.worker",),

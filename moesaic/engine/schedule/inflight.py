@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from moesaic.core.request import Request
 from moesaic.engine.schedule.plan import StepAgreement, StepHandle, StepPlan
+from moesaic.engine.schedule.step_budget import StepWork
 
 
 class PlannedItem(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -82,6 +83,16 @@ class PlannedItem(msgspec.Struct, frozen=True, gc=False, eq=False):
         request.drafts, request.verifying = [*self.drafts], False
         if request.retractions == self.retractions:
             request.num_computed = self.first
+
+
+def work_of(items: Collection[PlannedItem]) -> StepWork:
+    decodes = [item for item in items if item.decodes]
+    work = StepWork(sum(item.length for item in decodes), 0, sum(item.stop for item in decodes), 0)
+    if len(decodes) < len(items):
+        for item in items:
+            if not item.decodes:
+                work = work.with_prompt(item.first, item.length)
+    return work
 
 
 @dataclass(slots=True)

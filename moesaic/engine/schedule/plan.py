@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moesaic.core.request import TopLogprobs
 from moesaic.engine.sampling.sampler import SampleRow
+from moesaic.engine.schedule.step_budget import StepWork
 
 Ints = npt.NDArray[np.int64]
 FUTURE_TOKEN: Final = -1
@@ -180,6 +181,8 @@ class StepAgreement(msgspec.Struct, array_like=True):
     counts: tuple[int, ...] = ()
     logits: tuple[int, ...] = ()
     prefill: bool = False
+    work: StepWork = StepWork()
+    """That of the group with the most."""
 
 
 class StageOrder(msgspec.Struct, array_like=True):

@@ -1,9 +1,9 @@
 """Chooses the tokens of the next step.
 
 Every step has one token of each decoding request and is filled up with chunks of prompts, so that
-both share one pass over the weights. Older requests have priority: when pages run out, the youngest
-running request is retracted (its tokens kept, its pages freed) and resumed later, so that every
-request ends.
+both share one pass over the weights; step_budget.py says how far. Older requests have priority:
+when pages run out, the youngest running request is retracted (its tokens kept, its pages freed) and
+resumed later, so that every request ends.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from collections import OrderedDict
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 
 from moesaic.core.request import Request, RequestPhase
-from moesaic.engine.schedule.inflight import PlannedItem
+from moesaic.engine.schedule.inflight import PlannedItem, work_of
 from moesaic.engine.schedule.kv_cache import PrefixNode
 from moesaic.engine.schedule.kv_manager import KVManager
+from moesaic.engine.schedule.prefill_delay import PrefillDelayer
+from moesaic.engine.schedule.step_budget import StepBudget
 
 # The share of a running request's remaining tokens for which pages stay free when another is
 # admitted; it falls with time and rises with each retraction.
@@ -37,6 +40,11 @@ class SchedulerConfig:
     conservativeness: float = 1.0
     max_prompts: int = sys.maxsize
     """Most requests whose prompts share a step."""
+    mixed: bool = True
+    """Prompts and decodes share steps; if not, decodes wait while there are prompts."""
+    max_step_ms: float | None = 0.0
+    """The bound of StepBudget."""
+    delayer: PrefillDelayer | None = None
 
 
 Plan = dict[Request, PlannedItem]
@@ -89,6 +97,8 @@ class WaitingQueue:
 class Scheduler:
     def __init__(self, config: SchedulerConfig, kv: KVManager) -> None:
         self.config, self.kv = config, kv
+        self.step_budget = StepBudget(config.max_step_ms)
+        self.delayer = config.delayer
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
         """Oldest first."""
@@ -123,20 +133,45 @@ class Scheduler:
                 continue
             if only is None or request in only:
                 (decoding if request.is_decoding else filling).append(request)
+        if not self.config.mixed:
+            self._plan_prompts(filling, planned, only)
+        if not planned:
+            self._plan_decodes(decoding[: -(-len(self.running) // parts)], planned)
+        if self.config.mixed:
+            self._plan_prompts(filling, planned, only)
+        self._reserve = max(self._least_reserve, self._reserve - RESERVE_DECAY)
+        return list(planned.values())
+
+    def _plan_decodes(self, decoding: list[Request], planned: Plan) -> None:
         page_size = self.kv.page_size
-        for request in decoding[: -(-len(self.running) // parts)]:
+        for request in decoding:
             # Mostly the last page has room; a request that was just retracted has no pages.
             first = request.num_computed
             if first < len(request.pages) * page_size or self._plan(request, 1, planned):
                 drafts = self._drafts_that_fit(request) if request.drafts else 0
                 planned[request] = PlannedItem.decoding(request, first, drafts)
-        budget = self.config.chunk_tokens
+
+    def _plan_prompts(
+        self, filling: list[Request], planned: Plan, only: frozenset[Request] | None
+    ) -> None:
+        if not filling and not self.waiting:
+            return
+        filled = ((request.num_computed, _uncomputed(request)) for request in filling)
+        new = ((0, len(request.token_ids)) for request in self.waiting)
+        decodes, prompts = work_of(planned.values()), chain(filled, new)
+        budget = self.step_budget.prompt_tokens(self.config.chunk_tokens, decodes, prompts)
         for request in filling[: self.config.max_prompts]:
             budget -= self._plan(request, min(budget, _uncomputed(request)), planned)
-        if self.waiting:
+        if self.waiting and not (only is None and self._hold_back(bool(planned))):
             self._admit(budget, self.config.max_prompts - len(filling), planned, only)
-        self._reserve = max(self._least_reserve, self._reserve - RESERVE_DECAY)
-        return list(planned.values())
+
+    def _hold_back(self, computes: bool) -> bool:
+        """Whether waiting requests stay for other groups. `computes`: the step has work."""
+        if self.delayer is None:
+            return False
+        busy = computes or self.step_budget.others.decode_tokens > 0
+        usage = self.kv.num_used / self.kv.allocator.num_pages
+        return self.delayer.hold_back(busy and len(self.running) < self.config.max_running, usage)
 
     def _drafts_that_fit(self, request: Request) -> int:
         """Drafts retract no request, and none is verified beyond the last token that is allowed.

@@ -23,6 +23,7 @@ from moesaic.engine.schedule.plan import (
     StepPlan,
     StepResult,
 )
+from moesaic.engine.schedule.prefill_delay import PrefillDelayer
 from moesaic.engine.schedule.quarantine import Quarantine
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.schedule.scheduler import Scheduler, SchedulerConfig
@@ -82,6 +83,9 @@ class Planner:
             chunk_tokens=runner.limits.chunk_tokens,
             conservativeness=args.schedule_conservativeness,
             max_prompts=args.prefill_max_requests or sys.maxsize,
+            mixed=not args.disable_mixed_chunk,
+            max_step_ms=args.max_step_ms,
+            delayer=_delayer(args),
         )
         self.scheduler = Scheduler(config, self.kv)
         self.metrics = SchedulerMetrics(self.scheduler, args.decode_log_interval, group)
@@ -282,6 +286,17 @@ class Planner:
         finally:
             self._ended.append(state.request.request_no)
             state.finish(reason)
+
+
+def _delayer(args: ServerArgs) -> PrefillDelayer | None:
+    """Only groups whose steps are one can wait for each other."""
+    if not (args.enable_prefill_delayer and args.enable_dp_attention and args.dp_size > 1):
+        return None
+    return PrefillDelayer(
+        args.prefill_delayer_max_delay_passes,
+        args.prefill_delayer_max_delay_ms,
+        args.prefill_delayer_token_usage_low_watermark,
+    )
 
 
 def _plan_item(planned: PlannedItem) -> PlanItem:

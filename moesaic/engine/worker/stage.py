@@ -8,9 +8,11 @@ decisions follow from the gathered values, so that all ranks decide alike.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from msgspec.structs import astuple
 from torch import Tensor
 
 from moesaic.comm.collectives.pipeline import Pipe
@@ -18,7 +20,7 @@ from moesaic.comm.supervise.control_page import RankStatus
 from moesaic.core.rank_state import RankState
 from moesaic.engine.runner.routed_experts import join_layers
 from moesaic.engine.schedule import plan_codec
-from moesaic.engine.schedule.inflight import InflightStep
+from moesaic.engine.schedule.inflight import InflightStep, work_of
 from moesaic.engine.schedule.plan import (
     FinishedStep,
     StageOrder,
@@ -30,6 +32,7 @@ from moesaic.engine.schedule.plan import (
     encode,
 )
 from moesaic.engine.schedule.plan_codec import PlanReceiver, PlanSender
+from moesaic.engine.schedule.step_budget import StepWork, heaviest
 from moesaic.engine.setup.rank_context import RankContext
 from moesaic.engine.worker.planner import Planner
 
@@ -52,6 +55,8 @@ class Stage:
     """The step that was agreed on last."""
     pipeline_depth = 1
     """Steps that a pipeline has in flight at once."""
+    holds_prompts = False
+    """A group has held prompts back from the last step, so that there is more to do."""
 
     @property
     def is_trial(self) -> bool:
@@ -91,8 +96,9 @@ class SingleStage(Stage):
         self.number += 1
         if self._status is not None:
             self._status.begin_step(self.number)
-        counts = (step.plan.num_tokens,) if step.plan.items else ()
-        step.agreement = StepAgreement(self.number, counts, prefill=step.plan.prefill)
+        plan, work = step.plan, work_of(step.items)
+        counts = (plan.num_tokens,) if plan.items else ()
+        step.agreement = StepAgreement(self.number, counts, prefill=plan.prefill, work=work)
 
 
 class FirstStage(Stage):
@@ -128,17 +134,35 @@ class FirstStage(Stage):
         data = self._encoded if mesh.attention_tp > 1 and plan.items else b""
         logits = len(plan.logit_rows())
         suspects = 0 if self._planner is None else self._planner.num_suspects
-        own = torch.tensor([[plan.num_tokens, logits, int(plan.prefill), len(data), suspects]])
+        delayer = None if self._planner is None else self._planner.scheduler.delayer
+        told = 0 if delayer is None else delayer.told
+        facts = [plan.num_tokens, logits, int(plan.prefill), len(data), suspects, told]
+        own = torch.tensor([[*facts, *astuple(work_of(step.items))]])
         rows = self._ranks.stage.gather_rows(own, [1] * mesh.tp, operation)
         table = rows[:: mesh.attention_tp].tolist()
-        counts, logit_rows, prefills, lengths, suspect_sets = zip(*table, strict=True)
+        counts, logit_rows, prefills, lengths, suspect_sets, told_by, *_ = zip(*table, strict=True)
+        works = [StepWork(*row[len(facts) :]) for row in table]
+        self._settle_prompts(works, told_by)
         self._suspects = list(suspect_sets)
         if length := lengths[self._place.dp_rank]:
             self._encoded = self._share(data, length, operation)
             step.plan = plan if data else self._receiver.decode(self._encoded)
         step.agreement = StepAgreement(self.number)
         if any(counts):
-            step.agreement = StepAgreement(self.number, counts, logit_rows, any(prefills))
+            step.agreement = StepAgreement(
+                self.number, counts, logit_rows, any(prefills), heaviest(works)
+            )
+
+    def _settle_prompts(self, works: list[StepWork], told: Sequence[int]) -> None:
+        """Tells the scheduler what the other groups do, which wait for its prompts."""
+        self.holds_prompts = any(told)
+        if self._planner is None:
+            return
+        scheduler = self._planner.scheduler
+        others = [work for group, work in enumerate(works) if group != self._place.dp_rank]
+        scheduler.step_budget.others = heaviest([StepWork(), *others])
+        if scheduler.delayer is not None:
+            scheduler.delayer.settle(told, works)
 
     def _encode(self, step: InflightStep) -> bytes:
         """The plan for the ranks that follow this one."""

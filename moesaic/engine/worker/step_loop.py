@@ -70,7 +70,7 @@ class StepLoop:
         if self.inflight and (not has_work or len(self.inflight) >= self.depth):
             self.complete_oldest()
             return True
-        return has_work or self.stage.is_trial
+        return has_work or self.stage.is_trial or self.stage.holds_prompts
 
     def _plan(self) -> InflightStep:
         if self.group is None or not self.stage.may_plan():

@@ -1,0 +1,207 @@
+"""The cost of steps, and the prompt tokens that it allows."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from moesaic.engine.schedule.inflight import PlannedItem, work_of
+from moesaic.engine.schedule.kv_manager import KVManager
+from moesaic.engine.schedule.scheduler import Scheduler, SchedulerConfig
+from moesaic.engine.schedule.step_budget import StepBudget, StepCost, StepWork, heaviest
+from tests.unit.test_kv_cache import make_request
+
+MOST = 8192
+
+
+@dataclass(frozen=True)
+class Device:
+    """Milliseconds of a step, and of each decode token, prompt token, held token and pair."""
+
+    step: float = 8.0
+    decode: float = 0.06
+    prompt: float = 0.0125
+    held: float = 2e-5
+    pair: float = 1.5e-6
+
+    def ms(self, work: StepWork) -> float:
+        decodes = self.step + self.decode * work.decode_tokens + self.held * work.held
+        return decodes + self.prompt * work.prompt_tokens + self.pair * work.pairs
+
+
+def some_work(draw: random.Random) -> StepWork:
+    rows = draw.choice([0, 1, 16, 64, 256])
+    work = StepWork(rows, 0, sum(draw.randrange(100, 3000) for _ in range(rows)), 0)
+    if not rows or draw.random() < 0.5:
+        work = work.with_prompt(draw.choice([0, 0, 4096, 12288]), draw.randrange(64, 4096))
+    return work
+
+
+def fitted(device: Device, noise: float = 0.0, outliers: float = 0.0, steps: int = 600) -> StepCost:
+    draw, cost = random.Random(5), StepCost()
+    for _ in range(steps):
+        work = some_work(draw)
+        ms = device.ms(work) * draw.uniform(1 - noise, 1 + noise)
+        cost.observe(work, ms * 50 if draw.random() < outliers else ms)
+    return cost
+
+
+def worst_error(cost: StepCost, device: Device) -> float:
+    """As a share of the step, or of 20 ms if it takes less."""
+    draw = random.Random(6)
+    works = [some_work(draw) for _ in range(300)]
+    return max(
+        abs(cost.predict(work) - device.ms(work)) / max(20.0, device.ms(work)) for work in works
+    )
+
+
+@pytest.mark.parametrize(
+    "device", [Device(), Device(step=1.5, decode=0.3), Device(120.0, 2.0, 0.8, 1e-4, 2e-5)], ids=str
+)
+def test_a_linear_cost_is_found(device: Device):
+    assert worst_error(fitted(device), device) < 0.02
+    assert worst_error(fitted(device, noise=0.1), device) < 0.1
+
+
+def test_outliers_hardly_count():
+    """One step in fifty takes fifty times as long, which doubles the mean."""
+    assert worst_error(fitted(Device(), outliers=0.02), Device()) < 0.25
+
+
+def test_another_speed_is_learned():
+    cost, slower = fitted(Device()), Device(16.0, 0.12, 0.025, 4e-5, 3e-6)
+    draw = random.Random(7)
+    assert worst_error(cost, slower) > 0.4
+    for _ in range(300):
+        work = some_work(draw)
+        cost.observe(work, slower.ms(work))
+    assert worst_error(cost, slower) < 0.1
+
+
+def test_without_steps_costs_are_high():
+    assert StepCost().predict(StepWork(64, 1024, 65536, 10**6)) == pytest.approx(
+        10 + 10 + 50 + 5 + 4
+    )
+
+
+def test_steps_that_all_have_prompts_correct_the_decodes():
+    """The defaults say 50 ms for 256 decode tokens, so with a bound of 40 no prompt fits."""
+    device, budget = Device(), StepBudget(40.0)
+    decodes = StepWork(256, 0, 256 * 800, 0)
+    chunks = []
+    for _ in range(300):
+        chunks.append(budget.prompt_tokens(MOST, decodes, [(0, 20000)]))
+        work = decodes.with_prompt(0, chunks[-1])
+        budget.observe(work, device.ms(work))
+    assert chunks[0] == 64
+    assert chunks[-1] > 400 and device.ms(decodes.with_prompt(0, chunks[-1])) < 41
+
+
+def test_chunks_fill_the_bound_by_what_they_cost():
+    device = Device()
+    cost, decodes = fitted(device), StepWork(64, 0, 64 * 1000, 0)
+    budget = StepBudget(50.0, cost)
+    chunks = []
+    for first in (0, 8192, 16384, 65536):
+        chunk = budget.prompt_tokens(MOST, decodes, [(first, 100_000)])
+        chunks.append(chunk)
+        assert chunk % 64 == 0
+        assert device.ms(decodes.with_prompt(first, chunk)) <= 50 * 1.01
+        assert device.ms(decodes.with_prompt(first, chunk + 64)) > 50 * 0.99
+    assert chunks == sorted(chunks, reverse=True) and chunks[0] > 2 * chunks[-1]
+
+
+def test_short_prompts_share_a_step():
+    budget = StepBudget(50.0, fitted(Device()))
+    decodes = StepWork(64, 0, 64 * 1000, 0)
+    assert budget.prompt_tokens(MOST, decodes, [(0, 200)] * 10) == MOST
+    many = budget.prompt_tokens(MOST, decodes, [(0, 200)] * 100)
+    # Short prompts attend to little, so more of their tokens fit than of one long prompt.
+    assert budget.prompt_tokens(MOST, decodes, [(0, 20000)]) < many < MOST
+    assert budget.prompt_tokens(1000, decodes, [(0, 200)] * 100) == 1000
+
+
+@pytest.mark.parametrize("max_ms", [0.0, 50.0, None])
+def test_a_prompt_is_whole_where_no_request_decodes(max_ms: float | None):
+    budget = StepBudget(max_ms, fitted(Device()))
+    assert budget.prompt_tokens(MOST, StepWork(), [(0, 20000)]) == MOST
+    budget.others = StepWork(0, 4000, 0, 0)
+    assert budget.prompt_tokens(MOST, StepWork(), [(0, 20000)]) == MOST
+    # Requests of another group wait for the step, too.
+    budget.others = StepWork(64, 4000, 64 * 1000, 0)
+    alone = StepBudget(max_ms, budget.cost).prompt_tokens(
+        MOST, StepWork(64, 0, 64 * 1000, 0), [(0, 20000)]
+    )
+    assert budget.prompt_tokens(MOST, StepWork(), [(0, 20000)]) == alone
+    assert (alone == MOST) == (max_ms == 0)
+
+
+def test_bounds():
+    device = Device()
+    cost, prompt = fitted(device), [(0, 20000)]
+    many, one = StepWork(256, 0, 256 * 1000, 0), StepWork(1, 0, 1000, 0)
+    auto = StepBudget(None, cost)
+    for decodes, bound in ((many, 2 * device.ms(many)), (one, 30.0)):
+        fixed = StepBudget(bound, cost).prompt_tokens(MOST, decodes, prompt)
+        assert abs(auto.prompt_tokens(MOST, decodes, prompt) - fixed) <= 64
+        assert StepBudget(0.0, cost).prompt_tokens(MOST, decodes, prompt) == MOST
+    assert StepBudget(5.0, cost).prompt_tokens(MOST, many, prompt) == 64
+
+
+def test_the_work_of_a_step():
+    long, short, one = (make_request(list(range(n)), 8, n) for n in (100, 10, 5))
+    one.token_ids.append(1)
+    one.num_computed, long.num_computed = 5, 40
+    items = [PlannedItem.of(one, 1, True), PlannedItem.of(long, 50), PlannedItem.of(short, 10)]
+    pairs = sum(range(41, 91)) + sum(range(1, 11))
+    assert work_of(items) == StepWork(1, 60, 6, pairs)
+    assert heaviest([work_of(items), StepWork(3, 5, 4, 0)]) == StepWork(3, 60, 6, pairs)
+    assert work_of([]) == StepWork()
+
+
+def scheduler_of(**config: object) -> Scheduler:
+    kv = KVManager(4096, 4, True, lambda pages: None)
+    return Scheduler(SchedulerConfig(max_running=8, chunk_tokens=512, **config), kv)  # type: ignore[arg-type]
+
+
+def run(scheduler: Scheduler, steps: int) -> list[tuple[int, int]]:
+    """Decode and prompt tokens of each step; requests emit their tokens at once."""
+    found = []
+    for _ in range(steps):
+        items = scheduler.schedule()
+        work = work_of(items)
+        found.append((work.decode_tokens, work.prompt_tokens))
+        for item in items:
+            item.begin()
+            if item.samples:
+                item.end(1)
+                item.request.token_ids.append(1)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, [(0, 100), (1, 512), (1, 88), (2, 0)]),
+        # Ten milliseconds are less than the decodes take: the least chunk.
+        ({"max_step_ms": 10.0}, [(0, 100), (1, 64), (1, 64), (1, 64)]),
+        ({"max_step_ms": 10_000.0}, [(0, 100), (1, 512), (1, 88), (2, 0)]),
+        ({"mixed": False}, [(0, 100), (0, 512), (0, 88), (2, 0)]),
+    ],
+    ids=str,
+)
+def test_steps_of_a_scheduler(config: dict[str, object], expected: list[tuple[int, int]]):
+    scheduler = scheduler_of(**config)
+    scheduler.add(make_request(list(range(100)), 50, 1))
+    found = run(scheduler, 1)
+    scheduler.add(make_request(list(range(1000, 1600)), 50, 2))
+    assert found + run(scheduler, 3) == expected
+
+
+def test_decodes_go_on_while_a_prompt_does_not_fit():
+    kv = KVManager(40, 4, True, lambda pages: None)
+    scheduler = Scheduler(SchedulerConfig(max_running=8, chunk_tokens=512, mixed=False), kv)
+    scheduler.add(make_request(list(range(60)), 50, 1))
+    assert run(scheduler, 1) == [(0, 60)]
+    scheduler.add(make_request(list(range(1000, 1120)), 4, 2))
+    assert run(scheduler, 3) == [(1, 0)] * 3
