@@ -13,18 +13,17 @@ import msgspec
 from msgspec import structs
 
 from moesaic.engine.sampling.sampler import SampleRow
+from moesaic.engine.sampling.token_history import TokenHistory
 from moesaic.engine.schedule.plan import PlanItem, StepPlan
 
 
 class WireItem(msgspec.Struct, array_like=True):
     """`item` has the pages after the first `kept` known ones, and `sample` only with the first
-    sampled token. Later tokens have a `position` and, if they matter, the tokens so far: the first
-    `kept_ids` known ones, then `output_ids`."""
+    sampled token. Later tokens have a `position` and, if they matter, the new `output_ids`."""
 
     item: PlanItem
     kept: int
     position: int | None = None
-    kept_ids: int = 0
     output_ids: list[int] = []
 
 
@@ -47,7 +46,10 @@ NOTHING = _encoder.encode(WirePlan([], [], False, []))
 class KnownRequest:
     pages: list[int]
     sample: SampleRow | None = None
-    output_ids: Sequence[int] = ()
+    num_output: int = 0
+    """The tokens of its answer that were sent."""
+    history: TokenHistory | None = None
+    """The tokens that were received, if its sampling keeps state."""
 
 
 class PlanSender:
@@ -73,13 +75,14 @@ class PlanSender:
         if known.sample is None:
             # The caller's process looks for stop strings.
             known.sample = wire.item.sample = structs.replace(
-                item.sample, params=replace(item.sample.params, stop=(), stop_regex=())
+                item.sample,
+                params=replace(item.sample.params, stop=(), stop_regex=()),
+                output_ids=list(item.sample.output_ids),
             )
         else:
             wire.position = item.sample.position
-            wire.kept_ids = _kept(known.output_ids, item.sample.output_ids)
-            wire.output_ids = list(item.sample.output_ids[wire.kept_ids :])
-        known.output_ids = item.sample.output_ids
+            wire.output_ids = list(item.sample.output_ids[known.num_output :])
+        known.num_output = len(item.sample.output_ids)
         return wire
 
 
@@ -99,13 +102,16 @@ class PlanReceiver:
         known.pages = known.pages[: wire.kept] + wire.item.pages
         sample = wire.item.sample
         if sample is not None:
-            known.sample, known.output_ids = sample, sample.output_ids
+            if sample.params.has_history:
+                known.history = TokenHistory.of(sample)
+                sample = structs.replace(sample, output_ids=known.history.outputs())
+            known.sample = sample
         elif wire.position is not None:
             assert known.sample is not None
-            known.output_ids = [*known.output_ids[: wire.kept_ids], *wire.output_ids]
-            sample = structs.replace(
-                known.sample, position=wire.position, output_ids=known.output_ids
-            )
+            sample = structs.replace(known.sample, position=wire.position)
+            if known.history is not None:
+                known.history.ids += wire.output_ids
+                sample = structs.replace(sample, output_ids=known.history.outputs())
         return structs.replace(wire.item, pages=known.pages, sample=sample)
 
 
