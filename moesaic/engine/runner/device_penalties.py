@@ -28,14 +28,17 @@ from moesaic.kernels.penalties import IN_PROMPT, PenaltyTables, RowPenalty, pena
 
 # Edits for which a table has room at first.
 FEW_EDITS: Final = 16
+ROW, NUM_ENDS, FIRST_DRAFT = (
+    RowPenalty._fields.index(name) for name in ("row", "num_ends", "first_draft")
+)
 
 
 @dataclass(slots=True)
 class CountedRequest:
     place: int
     """Its row of the tables."""
-    num_biases: int = 0
-    num_ends: int = 0
+    is_penalised: bool
+    min_output: int
     num_output: int = 0
     """Tokens of its answer that are counted."""
 
@@ -63,6 +66,8 @@ class DevicePenalties:
             torch.zeros(shape, dtype=torch.int32, device=device),
             torch.zeros(shape, device=device),
         )
+        self._packed_SN = np.zeros((requests, len(RowPenalty._fields)), np.int64)
+        """On the host: how the next row of each request is adjusted, as long as it is too short."""
         self._known: OrderedDict[int, CountedRequest] = OrderedDict()
         self._free = list(range(requests))
 
@@ -83,25 +88,30 @@ class DevicePenalties:
     def _count_item(self, item: PlanItem, slot: FutureTokenSlot, new: NewTokens) -> None:
         assert item.sample is not None
         tokens, is_future = tokens_of(item.sample), item.token_ids[0] < 0
-        known = self._known.get(item.request_no)
-        is_new = known is None or known.num_output > len(tokens)
-        if known is None or is_new:
+        have, known = len(tokens), self._known.get(item.request_no)
+        if known is None or known.num_output > have:
             known = self._enter(item.request_no, tokens.history)
-        self._known.move_to_end(item.request_no)
-        if item.sample.params.penalised:
+            if known.is_penalised:
+                self._begin(known.place, tokens.history, new)
+        else:
+            self._known.move_to_end(item.request_no)
+        if known.is_penalised:
             base = known.place * self._vocab
-            if is_new:
-                new.cleared.append(known.place)
-                prompt = [token for token in tokens.history.prompt_tokens() if token < self._vocab]
-                new.where += [base + token for token in prompt]
-                new.amounts += [IN_PROMPT] * len(prompt)
-            unknown = tokens[known.num_output :]
-            new.where += [base + token for token in unknown]
-            new.amounts += [1] * len(unknown)
+            if known.num_output < have:
+                unknown = tokens[known.num_output :]
+                new.where += [base + token for token in unknown]
+                new.amounts += [1] * len(unknown)
             if is_future:
                 new.bases.append(base)
                 new.slots.append(slot.number)
-        known.num_output = len(tokens) + is_future
+        known.num_output = have + is_future
+
+    def _begin(self, place: int, history: TokenHistory, new: NewTokens) -> None:
+        new.cleared.append(place)
+        base, vocab = place * self._vocab, self._vocab
+        prompt = [base + token for token in history.prompt_tokens() if token < vocab]
+        new.where += prompt
+        new.amounts += [IN_PROMPT] * len(prompt)
 
     def _add(self, new: NewTokens, future_tokens: FutureTokens) -> None:
         cleared, where, amounts, bases, slots = self._uploads.upload(
@@ -133,7 +143,10 @@ class DevicePenalties:
             ids_E, bits_E = self._uploads.upload(ids, amounts.astype(np.int64))
             self._tables.edit_ids_SE[place, :total] = ids_E.int()
             self._tables.amounts_SE[place, :total] = bits_E.int().view(torch.float32)
-        known = self._known[key] = CountedRequest(place, *sizes)
+        params = history.params
+        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        self._packed_SN[place] = RowPenalty.pack([RowPenalty(0, place, *penalties, *sizes)])
+        known = self._known[key] = CountedRequest(place, params.penalised, params.min_new_tokens)
         return known
 
     def _reserve_edits(self, size: int) -> None:
@@ -149,23 +162,29 @@ class DevicePenalties:
 
     def adjust(self, logits_RV: Tensor, plan: StepPlan, rows: Sequence[SampledRow]) -> None:
         """Adjusts float32 logits in place, as `count` has left the counters; `rows`: one each."""
-        packed, drafts = list[RowPenalty](), list[int]()
+        numbers, places, enough = list[int](), list[int](), list[bool]()
+        drafts, draft_columns = list[int](), list[tuple[int, int]]()
         for n, (number, row) in enumerate(rows):
-            item, params = plan.items[number], row.params
-            if (known := self._known.get(item.request_no)) is None or item.sample is None:
+            item = plan.items[number]
+            if (known := self._known.get(item.request_no)) is None:
                 continue
-            behind = row.position - item.sample.position
-            if behind == 1:
-                drafts += item.token_ids[-item.num_drafts :]
-            ends = known.num_ends if known.num_output + behind < params.min_new_tokens else 0
-            penalties = (params.repetition_penalty, params.frequency_penalty)
-            edits = (known.num_biases, ends, len(drafts) - item.num_drafts if behind else 0)
-            packed.append(
-                RowPenalty(n, known.place, *penalties, params.presence_penalty, *edits, behind)
-            )
-        if packed:
-            numbers, drafts_D = self._uploads.upload(RowPenalty.pack(packed), drafts)
-            penalise_rows(logits_RV, self._tables, numbers, drafts_D)
+            first = behind = 0
+            if item.num_drafts and item.sample is not None:
+                behind = row.position - item.sample.position
+                if behind == 1:
+                    drafts += item.token_ids[-item.num_drafts :]
+                first = max(0, len(drafts) - item.num_drafts)
+            numbers.append(n)
+            places.append(known.place)
+            enough.append(known.num_output + behind >= known.min_output)
+            draft_columns.append((first, behind))
+        if numbers:
+            packed = self._packed_SN[places]
+            packed[:, ROW] = numbers
+            packed[enough, NUM_ENDS] = 0
+            packed[:, FIRST_DRAFT:] = draft_columns
+            packed_A, drafts_D = self._uploads.upload(packed.reshape(-1), drafts)
+            penalise_rows(logits_RV, self._tables, packed_A, drafts_D)
 
     def free(self, keys: Iterable[int]) -> None:
         self._free += [self._known.pop(key).place for key in keys if key in self._known]
