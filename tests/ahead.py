@@ -12,6 +12,7 @@ from moesaic.comm.launch.rank_link import RankLink
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.schedule.plan import (
     FUTURE_TOKEN,
+    PlanItem,
     StepAgreement,
     StepHandle,
     StepPlan,
@@ -78,7 +79,7 @@ class AheadRunner(ModelRunner):
             if FUTURE_TOKEN in item.token_ids:
                 assert len(item.token_ids) == 1 and item.score is None
                 self.futures += 1
-                item = structs.replace(item, token_ids=[self.last.get(item.request_no, 0)])
+                item = self._resolved(item, self.last.get(item.request_no, 0))
             if item.sample is not None:
                 assert item.sample.position == item.first + len(item.token_ids) - item.num_drafts
             items.append(item)
@@ -89,6 +90,13 @@ class AheadRunner(ModelRunner):
             if found.token_ids:
                 self.last[item.request_no] = found.token_ids[-1]
         return result
+
+    @staticmethod
+    def _resolved(item: PlanItem, token: int) -> PlanItem:
+        sample = item.sample
+        if sample is not None and sample.params.adjusts:
+            sample = structs.replace(sample, output_ids=[*sample.output_ids, token])
+        return structs.replace(item, token_ids=[token], sample=sample)
 
 
 def run(link: RankLink) -> None:

@@ -114,12 +114,13 @@ class Request(NewRequest, eq=False):
     routed: bytearray = msgspec.field(default_factory=bytearray)
     """Experts of the tokens from `routed_start` on, [tokens, layers, top-k] of uint16."""
 
-    looks_back: bool = False
-    """As its parameters say; asked for every token."""
+    waits_for_token: bool = False
+    """The host samples its next token, and needs the one before for that."""
 
     def __post_init__(self) -> None:
         self.token_ids = [*self.prompt_ids, *self.emitted]
-        self.looks_back = self.params.looks_back
+        on_host = self.return_logprob or self.params.grammar is not None
+        self.waits_for_token = on_host and self.params.looks_back
 
     def submission(self) -> NewRequest:
         return NewRequest(*(getattr(self, name) for name in NewRequest.__struct_fields__))
@@ -166,7 +167,7 @@ class Request(NewRequest, eq=False):
         return (
             self.pending < self.max_new_tokens + len(self.prompt_ids) - len(self.token_ids)
             and not self.verifying
-            and not self.looks_back
+            and not self.waits_for_token
             and not (self.return_logprob and self.lacks_input_logprobs)
         )
 

@@ -149,9 +149,19 @@ class SamplingParams:
         )
 
     @property
+    def adjusts(self) -> bool:
+        """Whether logits are changed before a token is drawn, other than by a grammar."""
+        return self.penalised or bool(self.logit_bias) or self.min_new_tokens > 0
+
+    @property
     def looks_back(self) -> bool:
         """Whether the next token depends on the tokens so far beyond the logits."""
         return self.penalised or self.min_new_tokens > 0 or self.grammar is not None
+
+    @property
+    def has_history(self) -> bool:
+        """Whether sampling keeps state for the whole answer."""
+        return self.adjusts or self.grammar is not None
 
     @property
     def grammar(self) -> Grammar | None:

@@ -344,9 +344,10 @@ def test_the_slot_of_a_token_is_the_row_of_its_request():
         ({"temperature": 1.0}, SamplingPath.DRAW),
         ({"temperature": 1.0, "min_p": 0.1, "top_k": 9}, SamplingPath.DRAW),
         ({"return_logprob": True}, SamplingPath.HOST),
-        ({"presence_penalty": 0.1}, SamplingPath.HOST),
-        ({"logit_bias": {1: 2.0}}, SamplingPath.HOST),
-        ({"min_new_tokens": 1}, SamplingPath.HOST),
+        ({"presence_penalty": 0.1}, SamplingPath.ADJUSTED),
+        ({"logit_bias": {1: 2.0}, "temperature": 1.0}, SamplingPath.ADJUSTED),
+        ({"min_new_tokens": 1}, SamplingPath.ADJUSTED),
+        ({"presence_penalty": 0.1, "return_logprob": True}, SamplingPath.HOST),
         ({"regex": "a+"}, SamplingPath.HOST),
     ],
 )

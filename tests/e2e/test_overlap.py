@@ -217,10 +217,18 @@ def test_many_mixes(flags: str, mode: str, poison: bool) -> None:
     check_mixes(FLAGS[flags], mode, range(3, 40), poison)
 
 
-def one_request(max_new_tokens: int, **params: Any) -> RequestState:
+def one_request(max_new_tokens: int, return_logprob: bool = False, **params: Any) -> RequestState:
     params = {"temperature": 0.0, "ignore_eos": True, **params}
-    chosen = SamplingParams(**params)
-    request = Request("one", [97, 98, 99], chosen, 0, max_new_tokens, request_no=0)
+    request = Request(
+        "one",
+        [97, 98, 99],
+        SamplingParams(**params),
+        seed=0,
+        max_new_tokens=max_new_tokens,
+        request_no=0,
+        return_logprob=return_logprob,
+        logprob_start=2,
+    )
     return RequestState(request, None, lambda progress: None)
 
 
@@ -272,12 +280,26 @@ def test_an_end_that_nobody_foresaw_leaves_one_step_that_is_dropped(
     assert overlapping.planner.kv.num_used == 0 and not overlapping.has_work
 
 
-def test_who_looks_back_waits_for_its_token(overlapping: LocalCore) -> None:
-    for params in ({"repetition_penalty": 1.1}, {"min_new_tokens": 2}, {"regex": "[a-z]{9}"}):
-        params["ignore_eos"] = "regex" not in params
-        job = one_request(4, **params)
-        plans = tokens_of_plans(overlapping, job)
-        assert plans == [[97, 98, 99], *([token] for token in job.request.output_ids[:-1])]
+@pytest.mark.parametrize(
+    ("params", "logprob", "waits"),
+    [
+        ({"repetition_penalty": 1.1}, False, False),
+        ({"min_new_tokens": 2}, False, False),
+        ({"logit_bias": {5: 1.0}}, True, False),
+        ({"repetition_penalty": 1.1}, True, True),
+        ({"min_new_tokens": 2}, True, True),
+        ({"regex": "[a-z]{9}", "ignore_eos": False}, False, True),
+    ],
+    ids=str,
+)
+def test_only_who_is_sampled_on_the_host_by_its_tokens_waits_for_them(
+    overlapping: LocalCore, params: dict[str, Any], logprob: bool, waits: bool
+) -> None:
+    job = one_request(4, return_logprob=logprob, **params)
+    plans = tokens_of_plans(overlapping, job)
+    known = job.request.output_ids[:-1]
+    assert len(known) == 3
+    assert plans == [[97, 98, 99], *([token] if waits else [FUTURE_TOKEN] for token in known)]
 
 
 def test_the_flag_turns_it_off() -> None:

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from moesaic.kernels.routing import TopKConfig
-from moesaic.kernels.triton import norm, quantise, routing, sampling, sampling_narrow
+from moesaic.kernels.triton import norm, penalties, quantise, routing, sampling, sampling_narrow
 from tests.kernels.aot import Usage, build
 
 TYPES = {
@@ -33,6 +33,10 @@ TYPES = {
     "ids_ptr": "*i32",
     "weights_ptr": "*fp32",
     "params_ptr": "*i64",
+    "counts_ptr": "*i32",
+    "amounts_ptr": "*fp32",
+    "packed_ptr": "*i64",
+    "drafts_ptr": "*i64",
     "peaks_ptr": "*fp32",
     "best_ptr": "*fp32",
     "token_ptr": "*i32",
@@ -54,6 +58,8 @@ DEEPSEEK = TopKConfig(8, "sigmoid", True, 2.5, 8, 4, "top2")
 def use(kernel: Any, types: dict[str, str], **constants: Any) -> Usage:
     """`types`: where they are not those of TYPES; plain numbers are i32."""
     options = {"num_warps": constants.pop("num_warps", 4)}
+    if kernel.__module__ == penalties.__name__:
+        options["enable_fp_fusion"] = False
     known = {
         name: types.get(name, TYPES.get(name, "i32"))
         for name in kernel.arg_names
@@ -153,6 +159,16 @@ def check_draw() -> None:
     assert usage.shared <= 32 * 1024
 
 
+def check_penalties() -> None:
+    usage = use(penalties._counts_kernel, {}, BLOCK=penalties.BLOCK)
+    # Counters in wide loads; the exact division, and no product that is fused with a sum.
+    per_thread = penalties.BLOCK // 128
+    assert usage.count("ld.global.v4") == per_thread // 4 and usage.count("fma") == 0
+    assert usage.count("div.rn.f32") == per_thread and usage.registers <= 128
+    usage = use(penalties._edits_kernel, {}, EDITS=penalties.EDITS)
+    assert usage.count("bar.sync") >= 1 and usage.registers <= 64
+
+
 def main() -> None:
     check_norm(2048, add=True, fp8=False)
     check_norm(2048, add=True, fp8=True, top_k=8)
@@ -174,6 +190,7 @@ def main() -> None:
     check_quantise(8192, 7168)
     check_int8()
     check_draw()
+    check_penalties()
 
 
 if __name__ == "__main__":

@@ -134,6 +134,7 @@ def test_a_step_is_estimated_from_its_shapes(name: str, experts: int):
     step = StepBytes.of(model, StepLimits(8448, 256), 32768)
     assert step.experts == experts
     assert step.logits == 256 * raw.integer("vocab_size") * 14
+    assert step.counters == 256 * raw.integer("vocab_size") * 4
     assert step.attention == 256 * 32 * 130 * 4 * 32
     assert GIB < step.total < 4 * GIB
 

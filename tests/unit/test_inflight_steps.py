@@ -67,6 +67,24 @@ def serve(core: LocalCore, parts: int, late: int) -> list[Request]:
     return served
 
 
+def test_tokens_that_penalties_need_are_sent_once():
+    core = make_core()
+    params = SamplingParams(repetition_penalty=1.2, temperature=0.0, ignore_eos=True)
+    request = Request("0", list(range(60)), params, 0, 40, 0)
+    core.add(RequestState(request, None, lambda progress: None))
+    sender, receiver, sizes = PlanSender(), PlanReceiver(), []
+    while core.has_work:
+        step = core.planner.plan()
+        data = sender.encode(step.plan)
+        (item,) = receiver.decode(data).items
+        assert item.sample is not None and [*item.sample.prompt_ids] == request.prompt_ids
+        assert [*item.sample.output_ids] == request.output_ids
+        sizes.append(len(data))
+        core.planner.apply(step, core.runner.begin(step.plan).wait())
+    assert len(sizes) == len(request.output_ids) == 40
+    assert max(sizes[1:]) < min(sizes[0], 64)
+
+
 def test_nothing_is_always_told_alike():
     sender = PlanSender()
     assert sender.encode(make_core().planner.plan().plan) == NOTHING

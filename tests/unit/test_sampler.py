@@ -9,6 +9,7 @@ from transformers.generation import logits_process as hf
 
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.sampling import sampler
+from moesaic.engine.sampling.adjust import adjust
 from moesaic.engine.sampling.sampler import (
     NonFiniteLogits,
     SampleRow,
@@ -186,7 +187,7 @@ def test_repetition_penalty_is_that_of_hugging_face():
         row(prompt=p, output=o, temperature=0, repetition_penalty=1.4)
         for p, o in zip(prompts, outputs, strict=True)
     ]
-    got = sampler._adjust(logits, rows)
+    got = adjust(logits, rows)
     processor = hf.RepetitionPenaltyLogitsProcessor(1.4)
     for i in range(2):
         ids = torch.tensor([prompts[i] + outputs[i]])
@@ -200,11 +201,11 @@ def test_frequency_presence_bias_and_minimum_length():
     some = row(prompt=[4, 4], output=[1, 1, 2], eos=[7], min_new_tokens=4, **params)
     stop = row(output=[1] * 4, eos=[7], min_new_tokens=4, stop_token_ids=[5])
     early = row(output=[1] * 3, eos=[7, 900], min_new_tokens=4, stop_token_ids=[5])
-    assert sampler._adjust(logits, [some])[0].tolist() == [0, -0.25, -0.75, 0, 0, 0, 2, -math.inf]
-    assert sampler._adjust(logits, [stop])[0].tolist() == [0] * 8
-    assert sampler._adjust(logits, [early])[0].tolist() == [0, 0, 0, 0, 0, -math.inf, 0, -math.inf]
+    assert adjust(logits, [some])[0].tolist() == [0, -0.25, -0.75, 0, 0, 0, 2, -math.inf]
+    assert adjust(logits, [stop])[0].tolist() == [0] * 8
+    assert adjust(logits, [early])[0].tolist() == [0, 0, 0, 0, 0, -math.inf, 0, -math.inf]
     assert logits.tolist() == [[0] * 8]
-    assert sampler._adjust(logits, [row()]) is logits
+    assert adjust(logits, [row()]) is logits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

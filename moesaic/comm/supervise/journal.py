@@ -43,7 +43,7 @@ class Journal:
             entry = self.open.get(number)
             if entry is not None:
                 entry.emitted.append(token)
-                self.tokens[entry.group] += 1
+                self.balancer.note_tokens(number, 1)
         for delta in output.deltas:
             entry = self.open.get(delta.request_no)
             if entry is None:

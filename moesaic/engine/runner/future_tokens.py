@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -20,19 +21,22 @@ NOBODY = -1
 
 class SamplingPath(IntEnum):
     """How a request's tokens are sampled. The device samples every row greedily; a random row's
-    token is then replaced by a drawn one, and a host-sampled row's by the host's."""
+    token is then replaced by a drawn one, also one whose logits are adjusted first, and a
+    host-sampled row's by the host's."""
 
     GREEDY = 0
     DRAW = 1
-    HOST = 2
+    ADJUSTED = 2
+    HOST = 3
 
     @classmethod
     def of(cls, row: SampleRow) -> SamplingPath:
-        """Logprobs, and scores adjusted by anything but the temperature, need the host."""
+        """Logprobs and grammars need the host."""
         params = row.params
-        adjusted = params.penalised or params.logit_bias or params.min_new_tokens
-        if row.return_logprob or adjusted or params.grammar is not None:
+        if row.return_logprob or params.grammar is not None:
             return cls.HOST
+        if params.adjusts:
+            return cls.ADJUSTED
         return cls.GREEDY if params.greedy else cls.DRAW
 
 
@@ -43,9 +47,9 @@ class TokenSlots:
     numbers: Ints
     paths: Ints
 
-    def choose(self, path: SamplingPath, items: Ints) -> list[int]:
-        """Which of these items take a path."""
-        chosen: list[int] = np.flatnonzero(self.paths[items] == path).tolist()
+    def choose(self, paths: Sequence[SamplingPath], items: Ints) -> list[int]:
+        """Which of these items take one of the paths."""
+        chosen: list[int] = np.flatnonzero(np.isin(self.paths[items], paths)).tolist()
         return chosen
 
 
@@ -95,6 +99,9 @@ class FutureTokens:
     def resolve(self, ids_T: Tensor, slots_T: Tensor) -> Tensor:
         """Token ids with each FUTURE_TOKEN replaced by the token in its slot."""
         return torch.where(ids_T < 0, self._tokens_S[slots_T], ids_T)
+
+    def read(self, slots_R: Tensor) -> Tensor:
+        return self._tokens_S[slots_R]
 
     def store(self, slots_R: Tensor, tokens_R: Tensor) -> None:
         self._tokens_S.index_copy_(0, slots_R, tokens_R)

@@ -15,6 +15,7 @@ from msgspec import structs
 from torch import Tensor
 
 from moesaic.engine.runner.matchers import GrammarMask
+from moesaic.engine.sampling.adjust import tokens_of
 from moesaic.engine.sampling.sampler import NonFiniteLogits, SampleRow, sample, token_logprobs
 from moesaic.engine.schedule.plan import ItemResult, PlanItem, StepPlan
 
@@ -48,7 +49,7 @@ def _rows_after_drafts(item: PlanItem, row: SampleRow) -> Iterator[SampleRow]:
         )
     drafts = item.token_ids[-item.num_drafts :]
     for count in range(1, len(drafts) + 1):
-        output_ids = [*row.output_ids, *drafts[:count]]
+        output_ids = tokens_of(row).then(drafts[:count]) if row.params.adjusts else ()
         yield structs.replace(row, position=row.position + count, output_ids=output_ids)
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from moesaic.config import ServerArgs
 from moesaic.core.step import Step
 from moesaic.engine.runner.batches import PACKED, EagerBatch, EagerOutput, GraphBatch, IdleBatch
+from moesaic.engine.runner.device_penalties import DevicePenalties
 from moesaic.engine.runner.future_tokens import FutureTokens, SamplingPath, TokenSlots
 from moesaic.engine.runner.graphs import GraphKey
 from moesaic.engine.runner.matchers import GrammarMask
@@ -41,7 +42,6 @@ from moesaic.engine.runner.row_results import (
     sampled_rows,
 )
 from moesaic.engine.sampling.gpu_sampler import draw_rows
-from moesaic.engine.sampling.sampler import SampleRow
 from moesaic.engine.schedule.plan import (
     FinishedStep,
     ItemResult,
@@ -59,7 +59,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DRAW, HOST = SamplingPath.DRAW, SamplingPath.HOST
+HOST = SamplingPath.HOST
+DRAWN = (SamplingPath.DRAW, SamplingPath.ADJUSTED)
 # Seconds that kernels wait for ranks which may still compile theirs. The supervisor ends the wait
 # if such a rank dies or its start takes too long.
 COMPILE_SECONDS = 600.0
@@ -123,6 +124,10 @@ class AsynchronousSteps:
         self._future_tokens = FutureTokens(runner.max_running, device)
         self._uploads = PinnedRing(device, PACKED * most, self._timeout)
         self._downloads = PinnedRing(device, 2 * runner.max_running, self._timeout)
+        self._penalties: DevicePenalties | None = None
+        if runner.samples:
+            sizes_SV = (runner.max_running, runner.vocab_size)
+            self._penalties = DevicePenalties(*sizes_SV, self._uploads)
         shared = (runner, self._uploads, self._future_tokens)
         self._eager = EagerBatch(*shared)
         self._routed_experts = RoutedExperts(runner, self._uploads)
@@ -154,6 +159,9 @@ class AsynchronousSteps:
             self._host_sampled.pop(number, None)
         self._sample_missing_tokens(plan.items)
         slots = self._future_tokens.slots_for(plan)
+        if self._penalties is not None:
+            self._penalties.free(plan.ended)
+            self._penalties.count(plan.items, slots, self._future_tokens)
         needs_host = runner.samples and bool((slots.paths == HOST).any())
         if needs_host or plan.ended:
             runner.matchers.begin(plan)
@@ -251,11 +259,11 @@ class AsynchronousSteps:
             output.found_2R = output.found_2R[:, rows_R]
         items_R = np.array([item for item, _ in rows], np.int64)
         numbers_R = slots.numbers[items_R]
-        drawn, host_sampled = slots.choose(DRAW, items_R), slots.choose(HOST, items_R)
+        drawn, host_sampled = slots.choose(DRAWN, items_R), slots.choose((HOST,), items_R)
         found_2R = output.found_2R
         if drawn:
             numbers = numbers_R[drawn].tolist()
-            found_2R = self._draw(drawn, numbers, [rows[n][1] for n in drawn], output)
+            found_2R = self._draw(plan, drawn, numbers, [rows[n] for n in drawn], output)
         host, event = self._downloads.next_buffer(2 * len(rows))
         found = host.view(2, len(rows)).copy_(found_2R, non_blocking=True)
         step = DeviceStep(self, plan, self._number, rows, found, event)
@@ -268,13 +276,21 @@ class AsynchronousSteps:
         return step
 
     def _draw(
-        self, drawn: list[int], numbers: list[int], asked: list[SampleRow], output: BatchOutput
+        self,
+        plan: StepPlan,
+        drawn: list[int],
+        numbers: list[int],
+        asked: list[SampledRow],
+        output: BatchOutput,
     ) -> Tensor:
         """The tokens of all rows, those of `drawn` replaced; `numbers`: their token slots."""
         rows, slots = self._uploads.upload(drawn, numbers)
         logits_RV = output.logits_RV
         some_RV = logits_RV if len(drawn) == len(logits_RV) else logits_RV[rows]
-        drawn_2R = draw_rows(some_RV, asked)
+        if self._penalties is not None:
+            # In place: every step computes logits anew.
+            self._penalties.adjust(some_RV, plan, asked)
+        drawn_2R = draw_rows(some_RV, [row for _, row in asked])
         self._future_tokens.store(slots, drawn_2R[0])
         return output.found_2R.index_copy(1, rows, drawn_2R)
 
@@ -331,6 +347,8 @@ class AsynchronousSteps:
         """Drops all in-flight steps; their results are ignored."""
         self._future_tokens.clear()
         self._host_sampled.clear()
+        if self._penalties is not None:
+            self._penalties.clear()
         if self._runner.device.type == "cuda" and not self.stuck:
             try:
                 torch.cuda.synchronize(self._runner.device)

@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.sampling.gpu_sampler import draw_rows
 from moesaic.engine.sampling.sampler import SampleRow
 from moesaic.engine.setup.moe_setup import StepLimits
+from moesaic.kernels.penalties import PenaltyTables, RowPenalty, penalise_rows
 from moesaic.kernels.sampling import greedy_rows
 from moesaic.layers.paged_cache import Sequences
 
@@ -95,6 +97,15 @@ def warm_sequences(size: int, singles: int, context: int) -> Sequences:
     return Sequences(starts, lengths, kv_lens, 0 * starts)
 
 
+def _penalise(logits_1V: Tensor) -> None:
+    """Compiles the kernels for rows whose logits are adjusted."""
+    device, vocab = logits_1V.device, logits_1V.shape[1]
+    counts_1V = torch.zeros(1, vocab, dtype=torch.int32, device=device)
+    tables = PenaltyTables(counts_1V, counts_1V[:, :1], torch.zeros(1, 1, device=device))
+    packed = torch.from_numpy(RowPenalty.pack([RowPenalty(0, 0, repetition=1.1)]).copy())
+    penalise_rows(logits_1V, tables, packed.to(device), torch.zeros(1, device=device).long())
+
+
 @torch.inference_mode()
 def warm_up(runner: ModelRunner, steps: Sequence[tuple[int, bool]]) -> None:
     """Runs steps that all use one page, and samples from each. `steps`: see `warm_steps`."""
@@ -115,6 +126,7 @@ def warm_up(runner: ModelRunner, steps: Sequence[tuple[int, bool]]) -> None:
         if len(logits_RV):  # one rank of a group samples
             greedy_rows(logits_RV)
             draw_rows(logits_RV[:1], [DRAWN])
+            _penalise(logits_RV[:1])
     if runner.device.type == "cuda":
         torch.cuda.synchronize(runner.device)
     logger.info(

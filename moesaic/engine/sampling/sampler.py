@@ -16,8 +16,7 @@ continues as before.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -27,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.core.sampling import SamplingParams
+from moesaic.engine.sampling.adjust import adjust
 from moesaic.engine.sampling.token_masks import forbid
 from moesaic.kernels.sampling import MAX_TEMPERATURE, uniform, weight_scale
 
@@ -61,6 +61,7 @@ class SampleRow(msgspec.Struct, frozen=True, gc=False):
     position: int
     prompt_ids: Sequence[int] = ()
     output_ids: Sequence[int] = ()
+    """An `OutputTokens` of a request that goes on: what it has counted is not counted again."""
     eos_ids: frozenset[int] = frozenset()
     return_logprob: bool = False
     top_logprobs_num: int = 0
@@ -137,7 +138,7 @@ def sample(
     for piece in _pieces(logits_BV):
         raw_RV = logits_BV[piece].float()
         chosen = rows[piece]
-        tokens, broken = _pick(forbid(_adjust(raw_RV, chosen), masks[piece]), chosen)
+        tokens, broken = _pick(forbid(adjust(raw_RV, chosen), masks[piece]), chosen)
         bad += [piece.start + i for i in broken]
         if not bad:
             _extend(out, raw_RV, tokens, chosen)
@@ -192,50 +193,6 @@ def _argmax(scores: Scores) -> Tensor:
     block_R1 = scores.peaks_RN.argmax(-1, keepdim=True)
     inside_RW = scores.blocks_RNW.gather(1, block_R1[:, :, None].expand(-1, 1, BLOCK))[:, 0]
     return block_R1[:, 0] * BLOCK + inside_RW.argmax(-1)
-
-
-def _adjust(raw_RV: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """A copy of the logits with penalties, biases and forbidden end tokens, if there are any."""
-    edits: list[tuple[Callable[[SampleRow], dict[int, float]], Callable[..., Tensor]]] = [
-        (_repeated, lambda x, by: torch.where(x > 0, x / by, x * by)),
-        (_counted, torch.sub),
-        (lambda row: dict(row.params.logit_bias), torch.add),
-        (_forbidden, torch.add),
-    ]
-    scores_RV = raw_RV
-    for amounts_of, apply in edits:
-        where = [
-            (i, token, by)
-            for i, row in enumerate(rows)
-            for token, by in amounts_of(row).items()
-            if token < raw_RV.shape[1]
-        ]
-        if where:
-            if scores_RV is raw_RV:
-                scores_RV = raw_RV.clone()
-            index = torch.tensor([w[:2] for w in where], device=raw_RV.device).unbind(1)
-            by = torch.tensor([w[2] for w in where], dtype=torch.float32, device=raw_RV.device)
-            scores_RV[index] = apply(scores_RV[index], by)
-    return scores_RV
-
-
-def _repeated(row: SampleRow) -> dict[int, float]:
-    if row.params.repetition_penalty == 1.0:
-        return {}
-    return dict.fromkeys({*row.prompt_ids, *row.output_ids}, row.params.repetition_penalty)
-
-
-def _counted(row: SampleRow) -> dict[int, float]:
-    frequency, presence = row.params.frequency_penalty, row.params.presence_penalty
-    if frequency == 0.0 and presence == 0.0:
-        return {}
-    return {t: frequency * n + presence for t, n in Counter(row.output_ids).items()}
-
-
-def _forbidden(row: SampleRow) -> dict[int, float]:
-    if len(row.output_ids) >= row.params.min_new_tokens:
-        return {}
-    return dict.fromkeys({*row.eos_ids, *row.params.stop_token_ids}, -math.inf)
 
 
 def _draw_params(rows: Sequence[SampleRow], vocab: int, device: torch.device) -> DrawParams:

@@ -13,16 +13,16 @@ import msgspec
 from msgspec import structs
 
 from moesaic.engine.sampling.sampler import SampleRow
+from moesaic.engine.sampling.token_history import TokenHistory
 from moesaic.engine.schedule.plan import PlanItem, StepPlan
 
 
 class WireItem(msgspec.Struct, array_like=True):
     """`item` has its `sample` only with the first sampled token. Later tokens have a `position`
-    and, if they matter, the tokens so far: the first `kept_ids` known ones, then `output_ids`."""
+    and, if they matter, the new `output_ids`."""
 
     item: PlanItem
     position: int | None = None
-    kept_ids: int = 0
     output_ids: list[int] = []
 
 
@@ -44,7 +44,10 @@ NOTHING = _encoder.encode(WirePlan([], [], False, []))
 @dataclass(slots=True)
 class KnownRequest:
     sample: SampleRow
-    output_ids: Sequence[int] = ()
+    num_output: int = 0
+    """The tokens of its answer that were sent."""
+    history: TokenHistory | None = None
+    """The tokens that were received, if its sampling keeps state."""
 
 
 class PlanSender:
@@ -67,14 +70,17 @@ class PlanSender:
         known = self._known.get(item.request_no)
         if known is None:
             # The caller's process looks for stop strings.
-            sample = structs.replace(sample, params=replace(sample.params, stop=(), stop_regex=()))
-            self._known[item.request_no] = KnownRequest(sample, sample.output_ids)
+            sample = structs.replace(
+                sample,
+                params=replace(sample.params, stop=(), stop_regex=()),
+                output_ids=list(sample.output_ids),
+            )
+            self._known[item.request_no] = KnownRequest(sample, len(sample.output_ids))
             return WireItem(structs.replace(item, sample=sample))
         wire = WireItem(structs.replace(item, sample=None), sample.position)
         if sample.output_ids:
-            wire.kept_ids = _kept(known.output_ids, sample.output_ids)
-            wire.output_ids = list(sample.output_ids[wire.kept_ids :])
-            known.output_ids = sample.output_ids
+            wire.output_ids = list(sample.output_ids[known.num_output :])
+            known.num_output = len(sample.output_ids)
         return wire
 
 
@@ -91,18 +97,16 @@ class PlanReceiver:
 
     def _item(self, wire: WireItem) -> PlanItem:
         item = wire.item
-        if item.sample is not None:
-            self._known[item.request_no] = KnownRequest(item.sample, item.sample.output_ids)
+        if (sample := item.sample) is not None:
+            known = self._known[item.request_no] = KnownRequest(sample)
+            if sample.params.has_history:
+                known.history = TokenHistory.of(sample)
+                item.sample = structs.replace(sample, output_ids=known.history.outputs())
         elif wire.position is not None:
             known = self._known[item.request_no]
-            if wire.kept_ids or wire.output_ids:
-                known.output_ids = [*known.output_ids[: wire.kept_ids], *wire.output_ids]
-            item.sample = structs.replace(
-                known.sample, position=wire.position, output_ids=known.output_ids
-            )
+            outputs: Sequence[int] = ()
+            if known.history is not None:
+                known.history.ids += wire.output_ids
+                outputs = known.history.outputs()
+            item.sample = structs.replace(known.sample, position=wire.position, output_ids=outputs)
         return item
-
-
-def _kept(known: Sequence[int], now: Sequence[int]) -> int:
-    """How many of the known ones are still the first."""
-    return len(known) if list(now[: len(known)]) == list(known) else 0

@@ -41,6 +41,8 @@ SPLITS = 32
 # Bytes of a logit: in the model's dtype, in float32, and in the sampler.
 LOGIT_BYTES = 2 + 4 + 8
 SLOT_BYTES = 4
+# A token's counter for the penalties of a request.
+COUNTER_BYTES = 4
 CACHE_TYPES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 
 
@@ -137,10 +139,13 @@ class StepBytes:
     attention: int
     routed: int = 0
     """The slots of all layers and a copy of them, which requests may ask for."""
+    counters: int = 0
+    """Of the tokens of each request, for penalties."""
 
     @property
     def total(self) -> int:
-        return self.logits + self.experts + self.dense + self.attention + self.routed
+        parts = (self.logits, self.experts, self.dense, self.attention, self.routed)
+        return sum(parts) + self.counters
 
     @classmethod
     def of(cls, model: CausalLM, limits: StepLimits, context_length: int) -> StepBytes:
@@ -161,6 +166,7 @@ class StepBytes:
             dense=tokens * size * (4 * config.hidden_size + 2 * max(widest)),
             attention=max(attention),
             routed=routed,
+            counters=limits.decode_tokens * config.vocab_size * COUNTER_BYTES,
         )
 
 

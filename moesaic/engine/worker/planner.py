@@ -13,6 +13,7 @@ from moesaic.core.redact import shown_id
 from moesaic.core.request import ABORTED, FinishReason, Request, failure
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.sampling.sampler import SampleRow
+from moesaic.engine.sampling.token_history import TokenHistory
 from moesaic.engine.schedule.inflight import InflightStep, PlannedItem
 from moesaic.engine.schedule.kv_manager import KVManager
 from moesaic.engine.schedule.plan import (
@@ -101,6 +102,8 @@ class Planner:
         )
         self.states: dict[int, RequestState] = {}
         """The open requests, by number."""
+        self._histories: dict[int, TokenHistory] = {}
+        """Of those whose sampling keeps state."""
         self._routed: set[int] = set()
         """Those that ask for routed experts."""
         self.num_steps = 0
@@ -134,6 +137,8 @@ class Planner:
         assert number not in self.states, f"request number {number} is in use"
         self.scheduler.add(state.request)
         self.states[number] = state
+        if state.request.params.has_history:
+            self._histories[number] = _history(state.request)
         if state.request.routed_start is not None:
             self._routed.add(number)
 
@@ -185,7 +190,7 @@ class Planner:
                 running = self.scheduler.running
                 self.drafter.propose([r for r in running if r.is_decoding and not r.pending])
             work = self.scheduler.schedule(parts, ahead=ahead)
-            return work, [_plan_item(planned) for planned in work]
+            return work, self._plan_items(work)
         except Exception as error:
             logger.exception("a step could not be planned")
             suspects = [planned.request for planned in work]
@@ -203,7 +208,7 @@ class Planner:
             suspects = [r for r in next_suspects if r.request_no in self.states]
             try:
                 work = self.scheduler.schedule(only=frozenset(suspects)) if suspects else []
-                items = [_plan_item(planned) for planned in work]
+                items = self._plan_items(work)
             except Exception as error:
                 logger.info("a step could not be planned", exc_info=True)
                 self.report_failure(suspects, repr(error), alone=True)
@@ -213,6 +218,10 @@ class Planner:
                 self._quarantine.put_back([r for r in suspects if r not in tried])
                 return work, items
         return [], []
+
+    def _plan_items(self, work: Sequence[PlannedItem]) -> list[PlanItem]:
+        history = self._histories.get
+        return [_plan_item(planned, history(planned.request.request_no)) for planned in work]
 
     def rollback(self, steps: Iterable[InflightStep]) -> list[Request]:
         """Undoes all in-flight steps and returns their requests; their pages are cleared again, and
@@ -280,6 +289,7 @@ class Planner:
 
     def _finish(self, state: RequestState, reason: FinishReason) -> None:
         del self.states[state.request.request_no]
+        self._histories.pop(state.request.request_no, None)
         self._routed.discard(state.request.request_no)
         try:
             self.scheduler.finish(state.request)
@@ -299,7 +309,11 @@ def _delayer(args: ServerArgs) -> PrefillDelayer | None:
     )
 
 
-def _plan_item(planned: PlannedItem) -> PlanItem:
+def _history(request: Request) -> TokenHistory:
+    return TokenHistory(request.params, request.eos_ids, request.token_ids, request.prompt_len)
+
+
+def _plan_item(planned: PlannedItem, history: TokenHistory | None) -> PlanItem:
     request, first, drafts = planned.request, planned.first, planned.drafts
     stop = planned.confirmed if drafts else planned.stop
     tokens, sent = request.token_ids, request.pages_sent
@@ -307,7 +321,7 @@ def _plan_item(planned: PlannedItem) -> PlanItem:
     ids = tokens[first:stop] if first < len(tokens) else [FUTURE_TOKEN]
     sample, score, num_routed = None, None, 0
     if stop == position and position < len(request.prompt_ids) + request.max_new_tokens:
-        sample = _sample_row(request, position)
+        sample = _sample_row(request, position, history)
     if request.return_logprob:
         score = _score(request, stop)
     if drafts:
@@ -340,14 +354,13 @@ def _score(request: Request, stop: int) -> PromptScore | None:
     return PromptScore(row, targets, request.top_logprobs_num, request.token_ids_logprob)
 
 
-def _sample_row(request: Request, position: int) -> SampleRow:
-    params, looks_back = request.params, request.looks_back
+def _sample_row(request: Request, position: int, history: TokenHistory | None) -> SampleRow:
     return SampleRow(
-        params,
+        request.params,
         request.seed,
         position,
-        request.prompt_ids if looks_back and params.penalised else (),
-        request.output_ids if looks_back else (),
+        request.prompt_ids if request.params.repetition_penalty != 1.0 else (),
+        history.outputs() if history is not None else (),
         request.eos_ids,
         request.return_logprob,
         request.top_logprobs_num,
