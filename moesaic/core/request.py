@@ -98,6 +98,8 @@ class Request(NewRequest, eq=False):
     """A drafter's proposals for the next tokens, which the next step verifies."""
     verifying: bool = False
     """An in-flight step verifies drafts: how many tokens it yields is not known yet."""
+    awaits_grammar: bool = False
+    """A step computed all its tokens before its grammar was compiled."""
     cached_tokens: int = 0
     retractions: int = 0
     finish_reason: FinishReason | None = None
@@ -157,9 +159,11 @@ class Request(NewRequest, eq=False):
 
     @property
     def is_decoding(self) -> bool:
-        """All tokens but the newest are computed, and that one was emitted, not given."""
+        """All tokens but the newest are computed, and that one was emitted, not given, or has been
+        computed before."""
         tokens = len(self.token_ids) + self.pending
-        return tokens > len(self.prompt_ids) and tokens - self.num_computed <= 1
+        is_new = tokens <= len(self.prompt_ids) and not self.awaits_grammar
+        return not is_new and tokens - self.num_computed <= 1
 
     @property
     def can_run_ahead(self) -> bool:

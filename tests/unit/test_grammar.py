@@ -20,6 +20,7 @@ import moesaic
 from moesaic import SamplingParams
 from moesaic.core.sampling import MAX_GRAMMAR_BYTES, Grammar
 from moesaic.engine.errors import QueueFull
+from moesaic.engine.runner import matchers as matchers_module
 from moesaic.engine.runner.matchers import Matchers
 from moesaic.engine.sampling.sampler import NonFiniteLogits, SampleRow, sample
 from moesaic.engine.sampling.token_masks import forbid
@@ -34,6 +35,8 @@ from moesaic.models.tiny import materialise
 
 FOLDER = materialise("tiny:qwen3_moe")
 VOCAB, EOS = 258, 256
+# Seconds within which every compilation of these tests ends.
+PATIENT = 300.0
 MANY = {"type": "object", "properties": {f"p{n}": {} for n in range(1500)}}
 
 
@@ -305,7 +308,7 @@ def test_matchers_follow_the_data_and_forget(tokenizer: Tokenizer) -> None:
         made.append(Compiler(tokenizer, VOCAB, [EOS]))
         return made[-1]
 
-    matchers = Matchers(make, limit=3)
+    matchers = Matchers(make, limit=3, patience=PATIENT)
     a, b, c, d = tokenizer.encode("abcd")
     none: list[int] = []
     matchers.begin(StepPlan([], []))
@@ -329,7 +332,7 @@ def test_matchers_follow_the_data_and_forget(tokenizer: Tokenizer) -> None:
 
 
 def test_without_an_end_token_the_request_just_ends(tokenizer: Tokenizer) -> None:
-    matchers = Matchers(lambda: Compiler(tokenizer, VOCAB, []), limit=3)
+    matchers = Matchers(lambda: Compiler(tokenizer, VOCAB, []), 3, PATIENT)
     a, b = tokenizer.encode("ab")
     matchers.begin(plan_of({1: [a], 2: [a, b]}, [], "ab"))
     first, second = matchers.wait().values()
@@ -338,7 +341,65 @@ def test_without_an_end_token_the_request_just_ends(tokenizer: Tokenizer) -> Non
 
 
 def test_several_end_tokens_all_work(tokenizer: Tokenizer) -> None:
-    matchers = Matchers(lambda: Compiler(tokenizer, VOCAB + 50, [EOS, EOS + 1, 5000]), limit=3)
+    matchers = Matchers(lambda: Compiler(tokenizer, VOCAB + 50, [EOS, EOS + 1, 5000]), 3, PATIENT)
     a, b = tokenizer.encode("ab")
     matchers.begin(plan_of({1: [a, b]}, [], "ab"))
     assert allowed_tokens(matchers.wait()[0].bits) == [EOS, EOS + 1]
+
+
+def test_masks_of_others_do_not_wait_for_a_compilation(tokenizer: Tokenizer) -> None:
+    """Events hold up the compiler, so the test does not depend on time."""
+    begin, made = threading.Event(), Compiler(tokenizer, VOCAB, [EOS])
+    errors = [RuntimeError("no memory for tables")]
+
+    def make() -> Compiler:
+        begin.wait()
+        if errors:
+            raise errors.pop()
+        return made
+
+    matchers = Matchers(make, limit=3, patience=0.0)
+    (a,) = tokenizer.encode("a")
+    for ended in ([], [2]):
+        matchers.begin(plan_of({1: [], 2: []}, ended, "a"))
+        assert [one.unready for one in matchers.wait().values()] == [True, True]
+    first = matchers._unready[1].matcher
+    assert matchers._unready[2].matcher is first  # one compilation serves both
+    matchers.begin(plan_of({1: []}, [2], "a"))
+    assert matchers.wait()[0].unready and list(matchers._unready) == [1]
+    begin.set()
+    assert isinstance(first.exception(), RuntimeError)
+    matchers.begin(plan_of({1: []}, [], "a"))
+    assert matchers.wait()[0].broken == "its grammar failed: no memory for tables"
+    assert not matchers._unready
+    matchers.begin(plan_of({3: []}, [], "a"))  # another request tries again
+    assert matchers.wait()[0].unready
+    matchers._unready[3].matcher.result()
+    matchers.begin(plan_of({3: []}, [], "a"))
+    assert allowed_tokens(matchers.wait()[0].bits) == [a]
+
+
+def test_grammars_of_waiting_requests_are_not_displaced(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More new grammars than the cache holds: each is compiled once all the same."""
+    monkeypatch.setattr(matchers_module, "MAX_COMPILED", 2)
+    begin, compiler = threading.Event(), Compiler(tokenizer, VOCAB, [EOS])
+
+    def make() -> Compiler:
+        begin.wait()
+        return compiler
+
+    matchers = Matchers(make, limit=9, patience=0.0)
+    letters = dict(enumerate("abcdef"))
+    rows = [SampleRow(SamplingParams(regex=letter), 0, 9) for letter in letters.values()]
+    items = [PlanItem(key, [1], 8, [0], None, row) for key, row in enumerate(rows)]
+    matchers.begin(StepPlan(items))
+    assert all(one.unready for one in matchers.wait().values())
+    begin.set()
+    for compilation in matchers._unready.values():
+        compilation.matcher.result()
+    matchers.begin(StepPlan(items))
+    found = [allowed_tokens(one.bits) for one in matchers.wait().values()]
+    assert found == [tokenizer.encode(letter) for letter in letters.values()]
+    assert len(matchers._compiled) == 2

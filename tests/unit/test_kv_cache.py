@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
+from random import Random
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -34,14 +38,14 @@ def check_ownership(kv: KVManager, running: list[Request]) -> None:
     for request in running:
         node, _ = kv.frontier(request)
         pages = []
-        while node.parent is not None:
+        while node is not kv.tree.root:
             expected[node] += 1
             pages.append(node.page)
-            node = node.parent
+            node = kv.tree.parent(node)
         assert request.pages[: len(pages)] == pages[::-1]
     assert {node: node.readers for node in nodes} == expected
     for node in nodes:
-        assert node.readers <= (node.parent.readers if node.parent.depth else node.readers)
+        assert node.depth == 1 or node.readers <= kv.tree.parent(node).readers
 
 
 class Pages(RuleBasedStateMachine):
@@ -198,23 +202,113 @@ TestServing.settings = settings(max_examples=100, stateful_step_count=40, deadli
 def test_least_recently_used_leaf_goes_first() -> None:
     allocator = PageAllocator(6)
     tree = PrefixTree(1, allocator)
-    ends = {}
-    for name, tokens in {"a": [1, 2], "b": [1, 3], "c": [4]}.items():
-        node = tree.root
-        tree.acquire(node)
-        for token in tokens:
-            if (token,) in node.children:
-                tree.acquire(node.children[(token,)])
-                node = node.children[(token,)]
-            else:
-                node = tree.extend(node, (token,), allocator.take(1)[0])
-        ends[name] = node
-        tree.release(node)
-    tree.acquire(ends["a"])
-    tree.release(ends["a"])
-    assert tree.evict(1) == 1 and ends["b"].key not in ends["a"].parent.children
-    assert tree.evict(1) == 1 and (4,) not in tree.root.children
+    for tokens in ([1, 2], [1, 3], [4]):
+        Walker(tree, tokens).leave()
+    Walker(tree, [1, 2]).leave()
+    assert tree.evict(1) == 1 and tree.match([1, 3], 2)[0].depth == 1
+    assert tree.evict(1) == 1 and tree.match([4], 1)[0] is tree.root
+    assert tree.match([1, 2], 2)[0].depth == 2
     assert tree.evict(5) == 2 and allocator.num_free == 6
+
+
+class Walker:
+    """A request: it reads the cached part of its tokens and adds the rest to the tree."""
+
+    def __init__(self, tree: PrefixTree, tokens: list[int]) -> None:
+        self.tree, self.tokens = tree, tokens
+        self.node, pages = tree.match(tokens, len(tokens))
+        tree.acquire(self.node)
+        self.end = len(pages)
+
+    def extend(self) -> None:
+        key = self.tree.key(self.tokens, self.end)
+        self.node = self.tree.extend(self.node, key, self.tree.allocator.take(1)[0])
+        self.end += 1
+
+    def leave(self) -> None:
+        while self.end < len(self.tokens):
+            self.extend()
+        self.tree.release(self.node)
+
+
+class LeastRecentlyUsed:
+    """What eviction must do, by a search over all nodes: each is named by the tokens to it."""
+
+    def __init__(self) -> None:
+        self.readers: dict[tuple[int, ...], int] = {}
+        self.last_used: dict[tuple[int, ...], int] = {}
+        self.clock = 0
+
+    def read(self, path: tuple[int, ...], change: int) -> None:
+        self.clock += 1
+        for end in range(1, len(path) + 1):
+            self.readers[path[:end]] = self.readers.get(path[:end], 0) + change
+            self.last_used[path[:end]] = self.clock
+
+    def evict(self) -> tuple[int, ...]:
+        parents = {path[:-1] for path in self.readers}
+        leaves = [p for p, readers in self.readers.items() if not readers and p not in parents]
+        oldest = min(leaves, key=self.last_used.__getitem__)
+        del self.readers[oldest], self.last_used[oldest]
+        return oldest
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_eviction_has_the_order_of_a_search_over_all_nodes(seed: int) -> None:
+    draw, tree, model = Random(seed), PrefixTree(1, PageAllocator(60)), LeastRecentlyUsed()
+    walkers: list[Walker] = []
+    evicted = 0
+    for _ in range(1500):
+        action = draw.choice(["enter", "extend", "extend", "leave", "evict"])
+        if action == "enter" and len(walkers) < 5:
+            walkers.append(Walker(tree, draw.choices([1, 2, 3], k=draw.randint(1, 8))))
+            model.read(tuple(walkers[-1].tokens[: walkers[-1].end]), 1)
+        elif action == "leave" and walkers:
+            walker = walkers.pop(draw.randrange(len(walkers)))
+            tree.release(walker.node)
+            model.read(tuple(walker.tokens[: walker.end]), -1)
+        elif action == "extend" and walkers and tree.allocator.num_free:
+            walker = draw.choice(walkers)
+            if walker.end < len(walker.tokens):
+                walker.extend()
+                path = tuple(walker.tokens[: walker.end])
+                model.readers[path] = model.readers.get(path, 0) + 1
+        elif action == "evict" and tree.num_evictable:
+            assert tree.evict(1) == 1
+            gone = model.evict()
+            assert len(tree.match(gone, len(gone))[1]) == len(gone) - 1
+            evicted += 1
+        assert tree.num_evictable == sum(not readers for readers in model.readers.values())
+        assert tree.num_nodes == len(model.readers)
+    assert evicted > 100
+
+
+def test_pages_of_a_large_tree_are_freed_without_the_garbage_collector() -> None:
+    """Also a chain of many nodes, both by eviction and with the tree as a whole."""
+    kv: KVManager | None = KVManager(30_000, 1, True, lambda pages: None)
+    sizes = []
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        tracked = len(gc.get_objects())
+        for evicts in (True, False):
+            chain, *short = [[9] * 20_000, *([n, n, n] for n in range(1000, 4000))]
+            for tokens in (chain, *short):
+                Walker(kv.tree, tokens).leave()
+            assert kv.tree.num_nodes == 29_000
+            if evicts:
+                del tokens, chain, short
+                sizes.append(tracemalloc.get_traced_memory()[0])
+                assert len(gc.get_objects()) - tracked < 100
+                assert kv.flush() == 29_000
+                sizes.append(tracemalloc.get_traced_memory()[0])
+        del kv, tokens, chain, short
+        sizes.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert sizes[1] < 0.3 * sizes[0] and sizes[2] < 0.1 * sizes[0], sizes
 
 
 @pytest.mark.parametrize(("tokens", "shared"), [(7, 4), (8, 4), (9, 8), (4, 0), (5, 4)])
@@ -358,18 +452,3 @@ def test_pages_of_a_request_that_leaves_are_computed_by_the_next(leaves: str) ->
         scheduler.waiting.remove(request)
     assert admissions(scheduler, rest) == [1, len(rest) - 1]
     assert [request.cached_tokens for request in rest] == [4] + [8] * (len(rest) - 1)
-
-
-def test_eviction_does_not_walk_the_tree() -> None:
-    """Freeing a page touches only the heap of idle leaves, for a tree of any size."""
-    kv = KVManager(4000, 1, True, lambda pages: None)
-    for number in range(40):
-        request = make_request([number, *range(100)], 1, number)
-        kv.admit(request, *kv.lookup(request))
-        kv.grow(request, 100)
-        request.num_computed = 100
-        kv.share(request, request.num_computed)
-        kv.release(request)
-    assert kv.allocator.num_free == 0 and len(kv.tree._idle) == 40
-    kv.tree.nodes = None  # type: ignore[method-assign,assignment]
-    assert kv.tree.evict(250) == 250 and kv.allocator.num_free == 250

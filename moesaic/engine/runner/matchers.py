@@ -6,9 +6,10 @@ M rows with a grammar · B bytes of a mask.
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 # Compiled grammars that are cached.
 MAX_COMPILED: Final = 16
+# Seconds that steps may wait for a new grammar: most take less, and all tokens of a step come late.
+PATIENCE: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,16 @@ class GrammarMask:
     """Why there are none."""
     ended: bool = False
     """The grammar is complete, and the model has no token to end the text with."""
+    unready: bool = False
+    """The grammar is still being compiled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """Steps wait for the matcher until `deadline`, and then go on without it."""
+
+    matcher: Future[LLMatcher]
+    deadline: float
 
 
 @dataclass(slots=True)
@@ -50,14 +63,32 @@ class RequestMatcher:
 
 
 class Matchers:
-    """Computes a step's masks from `begin` to `wait`, in one thread: matchers are not shared."""
+    """Computes a step's masks from `begin` to `wait`, in one thread: matchers are not shared.
 
-    def __init__(self, make_compiler: Callable[[], Compiler], limit: int) -> None:
-        self._make_compiler, self._limit = make_compiler, limit
-        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+    Another thread compiles grammars. A request whose grammar takes longer than `patience` seconds
+    gets no token, and asks for a mask again in its next step."""
+
+    def __init__(
+        self, make_compiler: Callable[[], Compiler], limit: int, patience: float = PATIENCE
+    ) -> None:
+        self._make_compiler, self._limit, self._patience = make_compiler, limit, patience
+        self._compiled: OrderedDict[Grammar, Compilation] = OrderedDict()
         self._matchers: OrderedDict[int, RequestMatcher] = OrderedDict()
+        self._unready: dict[int, Compilation] = {}
+        """By request: others may displace its grammar from the cache before its next step."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="moesaic-grammar")
+        self._compile_thread = ThreadPoolExecutor(1, thread_name_prefix="moesaic-compile")
+        self._begun: Future[Compiler] | None = None
         self._masks: Future[dict[int, GrammarMask]] | None = None
+
+    def begin_compiler(self) -> None:
+        """Makes the compiler before the first request needs it."""
+        self._begun = self._compile_thread.submit(lambda: self._compiler)
+
+    def wait_for_compiler(self) -> None:
+        """Waits for the one that was begun. If that fails, requests with a grammar try again."""
+        if self._begun is not None and (error := self._begun.exception()) is not None:
+            logger.error("grammars cannot be compiled: %s", error)
 
     @cached_property
     def _compiler(self) -> Compiler:
@@ -74,7 +105,7 @@ class Matchers:
             self._masks.exception()
             self._masks = None
         for key in plan.ended:
-            self._matchers.pop(key, None)
+            self._forget(key)
         rows = {
             number: (item.request_no, item.sample)
             for number, item in enumerate(plan.items)
@@ -97,9 +128,13 @@ class Matchers:
         ready: dict[int, RequestMatcher] = {}
         for number, (key, row) in rows.items():
             try:
-                ready[number] = self._advance(key, row)
+                state = self._advance(key, row)
+                if state is None:
+                    found[number] = GrammarMask(unready=True)
+                else:
+                    ready[number] = state
             except Exception as error:
-                self._matchers.pop(key, None)
+                self._forget(key)
                 if not isinstance(error, ValueError):
                     logger.exception("the grammar of a request failed")
                 found[number] = GrammarMask(broken=f"its grammar failed: {error}")
@@ -107,18 +142,26 @@ class Matchers:
         for (number, matcher), mask_B in zip(ready.items(), masks_MB, strict=True):
             found[number] = self._checked_mask(matcher, mask_B)
             if found[number].broken:
-                self._matchers.pop(rows[number][0], None)
+                self._forget(rows[number][0])
         while len(self._matchers) > self._limit:
             self._matchers.popitem(last=False)
         return found
 
-    def _advance(self, key: int, row: SampleRow) -> RequestMatcher:
-        """The request's matcher after its output, whatever it has consumed before."""
+    def _forget(self, key: int) -> None:
+        self._matchers.pop(key, None)
+        self._unready.pop(key, None)
+
+    def _advance(self, key: int, row: SampleRow) -> RequestMatcher | None:
+        """The request's matcher after its output, whatever it has consumed before; None while its
+        grammar is being compiled."""
         grammar = row.params.grammar
         assert grammar is not None
         state = self._matchers.get(key)
-        if state is None or state.grammar != grammar:
-            state = self._matchers[key] = RequestMatcher(self._compiled_matcher(grammar), grammar)
+        if state is None:
+            matcher = self._new_matcher(key, grammar)
+            if matcher is None:
+                return None
+            state = self._matchers[key] = RequestMatcher(matcher, grammar)
         self._matchers.move_to_end(key)
         tokens = list(row.output_ids)
         if tokens[: len(state.consumed)] != state.consumed:
@@ -129,13 +172,28 @@ class Matchers:
         state.consumed = tokens
         return state
 
-    def _compiled_matcher(self, grammar: Grammar) -> LLMatcher:
+    def _new_matcher(self, key: int, grammar: Grammar) -> LLMatcher | None:
+        compilation = self._unready.get(key) or self._compilation(grammar)
+        seconds = max(0.0, compilation.deadline - time.monotonic())
+        if wait([compilation.matcher], seconds).not_done:
+            self._unready[key] = compilation
+            return None
+        self._unready.pop(key, None)
+        try:
+            return compilation.matcher.result().deep_copy()
+        except Exception:
+            self._compiled.pop(grammar, None)  # the next request tries again
+            raise
+
+    def _compilation(self, grammar: Grammar) -> Compilation:
         if grammar not in self._compiled:
-            self._compiled[grammar] = self._compiler.matcher(grammar)
+            matcher = self._compile_thread.submit(lambda: self._compiler.matcher(grammar))
+            deadline = time.monotonic() + self._patience
+            self._compiled[grammar] = Compilation(matcher, deadline)
         self._compiled.move_to_end(grammar)
         while len(self._compiled) > MAX_COMPILED:
             self._compiled.popitem(last=False)
-        return self._compiled[grammar].deep_copy()
+        return self._compiled[grammar]
 
     def _fill_masks(self, states: Sequence[RequestMatcher]) -> Tensor:
         if not states:

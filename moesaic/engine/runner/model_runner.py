@@ -36,7 +36,7 @@ from moesaic.engine.setup.device_memory import (
 from moesaic.engine.setup.memory_plan import ResolvedModel
 from moesaic.engine.setup.moe_setup import kind_of, report_buffers
 from moesaic.engine.setup.rank_context import RankContext
-from moesaic.engine.text.grammar import Compiler
+from moesaic.engine.text.grammar import Compiler, is_installed
 from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.layers.paged_cache import PagedCache, PageTable, PageUpdate, Sequences
 from moesaic.models.config import BuildContext
@@ -75,12 +75,13 @@ class ModelRunner:
         self.context_length, self.max_running = resolved.context_length, self.limits.decode_tokens
         self._cache_dtype = resolved.cache_dtype
         self._memory = rank_memory(args, self.device, ranks)
-        weight_bytes = self._load_model(args, resolved)
-        self.eos_ids = resolved.eos_ids
-        self.vocab_size = self.model.config.vocab_size
+        self.eos_ids, self.vocab_size = resolved.eos_ids, resolved.raw.integer("vocab_size")
         self.num_layers, self.top_k = resolved.num_layers, resolved.top_k
         self.samples = ranks.is_last and ranks.place.attention_rank == 0
         self.matchers = Matchers(partial(self._compiler, args), 2 * self.max_running)
+        if self.samples and _serves_grammars(args):
+            self.matchers.begin_compiler()
+        weight_bytes = self._load_model(args, resolved)
         self.watchdog = PeerWatchdog.of(self.moe, ranks)
         asynchronous = self.kind == "cuda" if asynchronous is None else asynchronous
         sizes = graph_sizes(args, self.max_running) if asynchronous else ()
@@ -101,6 +102,7 @@ class ModelRunner:
             self.steps = SynchronousSteps(self, args.watchdog_timeout)
         self.overlaps = self.steps.overlaps and not args.disable_overlap_schedule
         """Whether `begin` returns before a step is computed: plans may then have future tokens."""
+        self.matchers.wait_for_compiler()  # later it would hold up a step
 
     def _load_model(self, args: ServerArgs, resolved: ResolvedModel) -> int:
         """Returns the bytes of all weights."""
@@ -206,7 +208,6 @@ class ModelRunner:
         )
 
     def _compiler(self, args: ServerArgs) -> Compiler:
-        """Made for the first grammar that a request asks for."""
         assert args.tokenizer_path is not None, "checked before a request is submitted"
         tokenizer = Tokenizer.from_folder(args.tokenizer_path)
         return Compiler(
@@ -289,3 +290,8 @@ class ModelRunner:
             layer.load.clear()
         for traffic in self.moe.comm.traffic.values():
             traffic.clear()
+
+
+def _serves_grammars(args: ServerArgs) -> bool:
+    has_tokenizer = args.tokenizer_path is not None
+    return has_tokenizer and args.grammar_backend != "none" and is_installed()

@@ -99,7 +99,7 @@ def sample_rows(
     """Samples each row into its entry of `found`. `masks`: by item, of those with a grammar."""
     for (item, _), result in zip(rows, found, strict=True) if masks else ():
         if (mask := masks.get(item)) is not None:
-            result.broken, result.ended = mask.broken, mask.ended
+            result.broken, result.ended, result.unready = mask.broken, mask.ended, mask.unready
     bits = {item: mask.bits for item, mask in masks.items()}
     open_rows = _open_rows(found)
     while open_rows:
@@ -123,7 +123,7 @@ def sample_rows(
 
 
 def _open_rows(found: Sequence[ItemResult]) -> list[int]:
-    return [n for n, result in enumerate(found) if not (result.broken or result.ended)]
+    return [n for n, one in enumerate(found) if not (one.broken or one.ended or one.unready)]
 
 
 class ScoreQueue:

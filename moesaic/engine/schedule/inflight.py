@@ -75,6 +75,14 @@ class PlannedItem(msgspec.Struct, frozen=True, gc=False, eq=False):
             request.num_computed = self.confirmed + self.accepted(num_tokens)
         request.verifying = False
 
+    def repeat_last(self) -> None:
+        """The step could not sample yet: the next one computes the last token again."""
+        request = self.request
+        request.pending -= self.samples
+        request.awaits_grammar = True
+        if request.retractions == self.retractions:
+            request.num_computed = self.stop - 1
+
     def undo(self) -> None:
         """Restores the request, after its later steps. It keeps pages that it has not lost."""
         request = self.request

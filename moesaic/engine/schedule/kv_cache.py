@@ -6,27 +6,32 @@ requests read it). Page 0 is never allocated.
 
 from __future__ import annotations
 
-import heapq
+from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import count
+from struct import Struct
 
-Key = tuple[int | str, ...]
+import msgspec
+
+Key = bytes
 """The tokens of one full page; that of a sequence's first page begins with its namespace."""
 
 
-@dataclass(slots=True, eq=False)
-class PrefixNode:
+class PrefixNode(msgspec.Struct, gc=False, eq=False):
     """One page of the tree: its tokens lead here from the parent. `readers` counts the requests
-    whose path goes through it; only a leaf without readers can be evicted."""
+    whose path goes through it; only a leaf without readers can be evicted.
+
+    There may be as many nodes as pages, so the garbage collector does not visit them. It need not:
+    a node names its parent by its page, so that no nodes refer to each other in a cycle."""
 
     key: Key
     page: int
-    parent: PrefixNode | None
+    parent: int
+    """The parent's page; 0: the root."""
     depth: int = 0
-    children: dict[Key, PrefixNode] = field(default_factory=dict)
+    children: dict[Key, PrefixNode] = {}
     readers: int = 0
-    last_used: int = 0
+    listed: bool = False
+    """Whether it is in the tree's list of nodes to evict."""
 
 
 class PageAllocator:
@@ -57,15 +62,21 @@ class PrefixTree:
         self.page_size = page_size
         self.allocator = allocator
         self.enabled = enabled
-        self.root = PrefixNode((), 0, None)
+        self._pack = Struct(f"{page_size}i").pack
+        self.root = PrefixNode(b"", 0, 0)
         self.num_nodes = 0
+        self._nodes = [self.root] * (allocator.num_pages + 1)
+        """By page; the root where a page is not in the tree."""
         self.num_evictable = 0
-        self._clock = count(1)
-        self._idle: list[tuple[int, int, PrefixNode]] = []
+        # The nodes to evict are in a list, in the order in which their last reader left: for each
+        # page the one before it and the one after it, with page 0 at both ends. It has the node
+        # where a reader's path ended; those above it follow when they have become leaves.
+        self._before = array("q", bytes(8 * (allocator.num_pages + 1)))
+        self._after = self._before[:]
 
     def key(self, token_ids: Sequence[int], page: int, namespace: str = "") -> Key:
-        tokens = tuple(token_ids[page * self.page_size : (page + 1) * self.page_size])
-        return (namespace, *tokens) if namespace and page == 0 else tokens
+        key = self._pack(*token_ids[page * self.page_size : (page + 1) * self.page_size])
+        return namespace.encode() + key if namespace and page == 0 else key
 
     def match(
         self, token_ids: Sequence[int], limit: int, namespace: str = ""
@@ -82,75 +93,82 @@ class PrefixTree:
 
     def acquire(self, node: PrefixNode) -> None:
         """One more request reads this node and all above it."""
-        now = next(self._clock)
         for step in self._path(node):
-            self.num_evictable -= step.readers == 0
+            if step.readers == 0:
+                self.num_evictable -= 1
+                if step.listed:
+                    self._remove(step)
             step.readers += 1
-            step.last_used = now
 
     def release(self, node: PrefixNode) -> None:
-        now = next(self._clock)
         for step in self._path(node):
             assert step.readers > 0, "a node was released more often than acquired"
             step.readers -= 1
-            self.num_evictable += step.readers == 0
-            step.last_used = now
-        self._note_idle(node)
+            if step.readers == 0:
+                self.num_evictable += 1
+        if node.readers == 0 and node is not self.root:
+            self._insert(node, after=self._before[0])
 
     def extend(self, node: PrefixNode, key: Key, page: int) -> PrefixNode:
         """Moves a reader's private page into the tree under `node`, and the reader to it. If the
         tree has such a page already, the given one becomes free."""
         child = node.children.get(key)
         if child is None:
-            child = PrefixNode(key, page, node, node.depth + 1, last_used=next(self._clock))
-            node.children[key] = child
+            child = PrefixNode(key, page, node.page, node.depth + 1)
+            node.children[key] = self._nodes[page] = child
             self.num_nodes += 1
         else:
             self.allocator.give_back([page])
             self.num_evictable -= child.readers == 0
+            if child.listed:
+                self._remove(child)
         child.readers += 1
         return child
 
     def evict(self, number: int) -> int:
         """Frees up to `number` pages and returns how many."""
         freed = 0
-        while self._idle and freed < number:
-            last_used, _, node = heapq.heappop(self._idle)
-            # An entry is out of date if the node was used since, has children, or is gone.
-            if last_used != node.last_used or node.readers or node.children or not node.parent:
-                continue
-            parent, node.parent = node.parent, None
+        while freed < number and (page := self._after[0]):
+            node = self._nodes[page]
+            assert not node.children, f"page {page} precedes one that was used before it"
+            self._remove(node)
+            self._nodes[page] = self.root
+            parent = self.parent(node)
             del parent.children[node.key]
-            self.allocator.give_back([node.page])
+            self.allocator.give_back([page])
             freed += 1
-            self._note_idle(parent)
+            # It was used last when the evicted one was: else it would be in the list.
+            if not (parent.readers or parent.children or parent.listed or parent is self.root):
+                self._insert(parent, after=0)
         self.num_nodes -= freed
         self.num_evictable -= freed
         return freed
 
-    def _note_idle(self, node: PrefixNode) -> None:
-        """Queues a leaf without readers for eviction."""
-        if node is self.root or node.readers or node.children:
-            return
-        heapq.heappush(self._idle, (node.last_used, next(self._clock), node))
-        if len(self._idle) > 2 * self.num_nodes + 64:
-            leaves = (n for n in self.nodes() if not n.readers and not n.children)
-            self._idle = [(n.last_used, next(self._clock), n) for n in leaves]
-            heapq.heapify(self._idle)
+    def _remove(self, node: PrefixNode) -> None:
+        """Takes a node from the list."""
+        before, after = self._before[node.page], self._after[node.page]
+        self._after[before], self._before[after] = after, before
+        node.listed = False
+
+    def _insert(self, node: PrefixNode, after: int) -> None:
+        """Puts a node into the list, behind the page `after`."""
+        page, behind = node.page, self._after[after]
+        self._before[page], self._after[page] = after, behind
+        self._after[after] = self._before[behind] = page
+        node.listed = True
+
+    def parent(self, node: PrefixNode) -> PrefixNode:
+        return self._nodes[node.parent]
 
     def num_idle(self, node: PrefixNode) -> int:
         """Nodes without readers on the path to this one: evictable until it is acquired."""
         return sum(step.readers == 0 for step in self._path(node))
 
     def nodes(self) -> Iterator[PrefixNode]:
-        stack = list(self.root.children.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
+        return (node for node in self._nodes if node.page)
 
     def _path(self, node: PrefixNode) -> Iterator[PrefixNode]:
-        step: PrefixNode | None = node
-        while step is not None and step is not self.root:
-            yield step
-            step = step.parent
+        nodes = self._nodes
+        while node.page:
+            yield node
+            node = nodes[node.parent]

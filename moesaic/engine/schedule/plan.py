@@ -133,6 +133,8 @@ class ItemResult(msgspec.Struct, array_like=True, gc=False):
     top_logprobs: Sequence[TopLogprobs] = ()
     input_logprobs: Sequence[float] = ()
     input_top_logprobs: Sequence[TopLogprobs] = ()
+    unready: bool = False
+    """Its grammar is still being compiled: the next step samples its token."""
 
 
 class StepResult(msgspec.Struct, array_like=True):

@@ -9,7 +9,6 @@ import importlib.util
 import json
 import re
 from collections.abc import Callable, Iterable
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import tokenizers
@@ -20,7 +19,7 @@ from moesaic.engine.text.json_schema import prepare
 from moesaic.engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher
 
 MAX_DEPTH: Final = 64
 # A bound, because a model may emit white space without end.
@@ -135,7 +134,8 @@ SOURCES: Final[dict[str, Callable[[type[LLMatcher], str, bool], str]]] = {
 
 class Compiler:
     """Makes matchers for a tokenizer; without `eos_ids` outputs end with the token `void`.
-    `open_objects`: see `json_schema.prepare`."""
+    `open_objects`: see `json_schema.prepare`. It takes seconds to make one for a large vocabulary,
+    and llguidance lets no other thread of the process run meanwhile."""
 
     def __init__(
         self,
@@ -144,26 +144,23 @@ class Compiler:
         eos_ids: Iterable[int],
         open_objects: bool = False,
     ) -> None:
+        from llguidance import LLTokenizer
+
         self._open_objects = open_objects
-        backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+        backend = tokenizer.backend
         known = [token for token in sorted(eos_ids) if backend.id_to_token(token) is not None]
         self.eos_ids = [token for token in known if token < vocab_size]
         self.void: int | None = None
         if not self.eos_ids:
+            backend = tokenizers.Tokenizer.from_str(backend.to_str())
             backend.add_special_tokens([VOID])
             self.void = backend.token_to_id(VOID)
-        self._backend = backend
         highest = max(backend.get_vocab(with_added_tokens=True).values())
         self.num_tokens = max(vocab_size, highest + 1)
         self.mask_bytes = (self.num_tokens + 31) // 32 * 4
         """The size of a mask: one bit per token, in whole words."""
-
-    @cached_property
-    def tokens(self) -> LLTokenizer:
-        from llguidance import LLTokenizer
-
         ends = self.eos_ids if self.void is None else [self.void]
-        return LLTokenizer(self._backend.to_str(), n_vocab=self.num_tokens, eos_token=ends)
+        self._tokens = LLTokenizer(backend.to_str(), n_vocab=self.num_tokens, eos_token=ends)
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
         """ValueError with llguidance's reason, shortened, if it refuses the grammar."""
@@ -174,7 +171,7 @@ class Compiler:
             source = SOURCES[grammar.kind](LLMatcher, grammar.text, self._open_objects)
         except ValueError as error:
             raise ValueError(shown(str(error), grammar)) from error
-        matcher = LLMatcher(self.tokens, source, limits=limits, log_level=0)
+        matcher = LLMatcher(self._tokens, source, limits=limits, log_level=0)
         if matcher.is_error():
             raise ValueError(shown(matcher.get_error(), grammar))
         return matcher

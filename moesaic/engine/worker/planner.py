@@ -274,6 +274,9 @@ class Planner:
             self.kv.share(request, item.confirmed)
         if not item.samples:
             return
+        if found.unready:
+            item.repeat_last()
+            return
         item.end(len(found.token_ids))
         reason = state.accept_all(found)
         if found.ended:
