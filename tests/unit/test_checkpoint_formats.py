@@ -56,15 +56,15 @@ def test_numbers_are_read_exactly(disk: DiskFormat, tmp_path: Path) -> None:
     scheme, matrix, expected = made(disk, tmp_path)
     assert (scheme.expert_format and scheme.expert_format.name) == disk.kept
     with Checkpoint(tmp_path) as checkpoint:
-        for name, spec in scheme.tensors(checkpoint, matrix).items():
+        for name, spec in scheme.find(checkpoint, matrix).tensors().items():
             checkpoint.check(name, spec)
-        assert torch.equal(scheme.dense(checkpoint, matrix), expected)
+        assert torch.equal(scheme.find(checkpoint, matrix).dense(), expected)
         # Odd cuts split blocks.
-        part = scheme.dense(checkpoint, matrix, slice(3, 21), slice(7, 50))
+        part = scheme.find(checkpoint, matrix).dense(slice(3, 21), slice(7, 50))
         assert torch.equal(part, expected[3:21, 7:50])
         format = scheme.expert_format or WEIGHT_FORMATS["fp32"]
         for rows, cols in ((ALL, ALL), disk.cut):
-            planes = scheme.read(checkpoint, matrix, format, rows, cols)
+            planes = scheme.find(checkpoint, matrix).read(format, rows, cols)
             wanted = expected[rows, cols]
             shapes = {name: shape for name, (shape, _) in format.planes(*wanted.shape).items()}
             assert {name: tuple(plane.shape) for name, plane in planes.items()} == shapes
@@ -77,9 +77,9 @@ def test_only_the_bytes_of_a_part_are_read(disk: DiskFormat, tmp_path: Path) -> 
     format = scheme.expert_format or WEIGHT_FORMATS["fp32"]
     rows, cols = slice(0, 128 if matrix.shape[0] > 128 else 16), ALL
     with CountingCheckpoint(tmp_path) as checkpoint:
-        scheme.read(checkpoint, matrix, format)
+        scheme.find(checkpoint, matrix).read(format)
         whole, checkpoint.bytes_read = checkpoint.bytes_read, 0
-        scheme.read(checkpoint, matrix, format, rows, cols)
+        scheme.find(checkpoint, matrix).read(format, rows, cols)
         part = checkpoint.bytes_read
     share = rows.stop / matrix.shape[0]
     # g_idx, scalars and the scales of a ragged block belong to every part.
@@ -97,16 +97,16 @@ def test_stacks(interleaved: int | None, tmp_path: Path) -> None:
     stacked = torch.from_numpy(values).float()[2]
     expected = stacked if interleaved is None else stacked[interleaved::2]
     with CountingCheckpoint(tmp_path) as checkpoint:
-        for name, spec in scheme.tensors(checkpoint, matrix).items():
+        for name, spec in scheme.find(checkpoint, matrix).tensors().items():
             checkpoint.check(name, spec)
         for cut_N, cut_K in ((ALL, ALL), (slice(6, 18), slice(32, 96))):
             checkpoint.bytes_read = 0
-            planes = scheme.read(checkpoint, matrix, WEIGHT_FORMATS["mxfp4"], cut_N, cut_K)
+            planes = scheme.find(checkpoint, matrix).read(WEIGHT_FORMATS["mxfp4"], cut_N, cut_K)
             wanted = expected[cut_N, cut_K]
             decoded = WEIGHT_FORMATS["mxfp4"].decode(planes, torch.empty(wanted.shape))
             assert torch.equal(decoded, wanted)
             assert checkpoint.bytes_read == wanted.numel() * 17 // 32
-        assert torch.equal(scheme.dense(checkpoint, matrix), expected)
+        assert torch.equal(scheme.find(checkpoint, matrix).dense(), expected)
 
 
 @pytest.mark.parametrize("interleaved", [0, 1, None])
@@ -118,7 +118,7 @@ def test_unquantised_stacks_have_inputs_first(interleaved: int | None, tmp_path:
     expected = stack[1].t() if interleaved is None else stack[1].t()[interleaved::2]
     with Checkpoint(tmp_path) as checkpoint:
         scheme = detect_scheme(config_of(None), tmp_path)
-        part = scheme.dense(checkpoint, matrix, slice(1, 5), slice(2, 9))
+        part = scheme.find(checkpoint, matrix).dense(slice(1, 5), slice(2, 9))
     assert torch.equal(part, expected[1:5, 2:9])
 
 
@@ -132,7 +132,7 @@ def test_other_formats_than_the_stored_one(name: str, tmp_path: Path) -> None:
     assert scheme.expert_format is None
     rows, cols = slice(128, 256), slice(0, 128)
     with Checkpoint(tmp_path) as checkpoint:
-        planes = scheme.read(checkpoint, matrix, format, rows, cols)
+        planes = scheme.find(checkpoint, matrix).read(format, rows, cols)
     expected = format.slice(format.encode(w_NK), rows, cols)
     for plane, tensor in expected.items():
         assert torch.equal(planes[plane].view(torch.uint8), tensor.view(torch.uint8))
@@ -153,7 +153,9 @@ def test_experts_that_are_not_quantised(tmp_path: Path) -> None:
     assert scheme.expert_format is not None
     assert "1 of 2 expert matrices are unquantised in the checkpoint" in scheme.note
     with Checkpoint(tmp_path) as checkpoint:
-        planes = scheme.read(checkpoint, Matrix(f"{STEM}.weight", (48, 96)), scheme.expert_format)
+        planes = scheme.find(checkpoint, Matrix(f"{STEM}.weight", (48, 96))).read(
+            scheme.expert_format
+        )
     assert not scheme.expert_format.decode(planes, torch.empty(48, 96)).any()
 
 
@@ -162,7 +164,7 @@ def test_input_scale(compressed: bool, expected: float, tmp_path: Path) -> None:
     disk = FORMATS["ct nvfp4" if compressed else "modelopt nvfp4"]
     scheme, matrix, _ = made(disk, tmp_path)
     with Checkpoint(tmp_path) as checkpoint:
-        assert scheme.input_scale(checkpoint, matrix) == expected
+        assert scheme.find(checkpoint, matrix).input_scale() == expected
 
 
 def test_modelopt_file_beside_the_config(tmp_path: Path) -> None:
@@ -294,7 +296,7 @@ def test_cuts_inside_blocks(tmp_path: Path) -> None:
         Checkpoint(tmp_path) as checkpoint,
         pytest.raises(ValueError, match=r"rows 0..64 of .* \[200, 300\] cut blocks of weight"),
     ):
-        scheme.read(checkpoint, matrix, WEIGHT_FORMATS["fp8_block"], slice(0, 64))
+        scheme.find(checkpoint, matrix).read(WEIGHT_FORMATS["fp8_block"], slice(0, 64))
 
 
 @pytest.mark.parametrize(
@@ -310,7 +312,7 @@ def test_wrong_group_indices(case: str, tensor: Tensor, message: str, tmp_path: 
     save(tmp_path, named(tensors | {"g_idx": tensor}))
     scheme = detect_scheme(config_of(disk.config), tmp_path)
     with Checkpoint(tmp_path) as checkpoint, pytest.raises(ValueError, match=message):
-        scheme.dense(checkpoint, Matrix(f"{STEM}.weight", disk.shape))
+        scheme.find(checkpoint, Matrix(f"{STEM}.weight", disk.shape)).dense()
 
 
 def test_a_zero_point_that_readers_take_differently(tmp_path: Path) -> None:
@@ -319,4 +321,4 @@ def test_a_zero_point_that_readers_take_differently(tmp_path: Path) -> None:
     save(tmp_path, named(tensors | {"qzeros": torch.full_like(tensors["qzeros"], -1)}))
     scheme = detect_scheme(config_of(disk.config), tmp_path)
     with Checkpoint(tmp_path) as checkpoint, pytest.raises(ValueError, match='"gptq_v2"'):
-        scheme.dense(checkpoint, Matrix(f"{STEM}.weight", disk.shape))
+        scheme.find(checkpoint, Matrix(f"{STEM}.weight", disk.shape)).dense()

@@ -374,7 +374,9 @@ def reference(source: Path, target: Path, folder: Path) -> Path:
     scheme = detect_scheme(RawConfig.read(target), target)
     with Checkpoint(source) as plain, Checkpoint(target) as checkpoint:
         tensors = {
-            name: scheme.dense(checkpoint, Matrix(name, cast(tuple[int, int], plain.shape(name))))
+            name: scheme.find(
+                checkpoint, Matrix(name, cast(tuple[int, int], plain.shape(name)))
+            ).dense()
             if name not in checkpoint or len(plain.shape(name)) == 2
             else checkpoint.read(name)
             for name in plain.location
