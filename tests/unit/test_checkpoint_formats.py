@@ -71,6 +71,27 @@ def test_numbers_are_read_exactly(disk: DiskFormat, tmp_path: Path) -> None:
             assert torch.equal(format.decode(planes, torch.empty(wanted.shape)), wanted)
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    raw, raw_other = (x.contiguous().view(-1).view(torch.uint8) for x in (one, other))
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(raw, raw_other)
+
+
+@pytest.mark.parametrize("disk", FORMATS.values(), ids=list(FORMATS))
+def test_nothing_depends_on_the_default_device(disk: DiskFormat, tmp_path: Path) -> None:
+    """All is made where the tensors are, as a mode that says where costs more than it makes."""
+    scheme, matrix, _ = made(disk, tmp_path)
+    format = scheme.expert_format or WEIGHT_FORMATS["fp32"]
+    with Checkpoint(tmp_path) as checkpoint:
+        reader = scheme.find(checkpoint, matrix)
+        expected = reader.read(format), reader.dense()
+        with torch.device("meta"):
+            planes, dense = reader.read(format), reader.dense()
+            encoded = format.encode(dense)
+    assert all(same_bits(planes[name], plane) for name, plane in expected[0].items())
+    assert same_bits(dense, expected[1])
+    assert all(same_bits(encoded[name], x) for name, x in format.encode(dense).items())
+
+
 @pytest.mark.parametrize("disk", FORMATS.values(), ids=list(FORMATS))
 def test_only_the_bytes_of_a_part_are_read(disk: DiskFormat, tmp_path: Path) -> None:
     scheme, matrix, _ = made(disk, tmp_path)

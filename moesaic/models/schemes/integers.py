@@ -88,12 +88,12 @@ class IntegerMatrix(Storage):
     def decode(self, source: Source, rows: range, cols: range) -> Tensor:
         values, scales, zeros = self.parts(source, rows, cols)
         numbers = numerics.unpack(values) if self.bits == 4 else values
-        group = self.group_of(source, cols).to(values.device)
+        group = self.group_of(source, cols, values.device)
         return (numbers.float() - zeros[:, group]) * scales[:, group]
 
-    def group_of(self, source: Source, cols: range) -> Tensor:
+    def group_of(self, source: Source, cols: range, device: torch.device) -> Tensor:
         """Each column's group among those of `parts`."""
-        return torch.arange(len(cols)) // (self.group or len(cols))
+        return torch.arange(len(cols), device=device) // (self.group or len(cols))
 
     def write(self, w_NK: Tensor, amax: Tensor) -> dict[str, Tensor]:
         return self.store(self.encode(w_NK))
@@ -267,9 +267,9 @@ class GptqMatrix(Float16Scaled):
         scales = source.read("scales", groups, rows).float().t()
         return IntegerPlanes(values, scales, self._zeros(source, rows, groups))
 
-    def group_of(self, source: Source, cols: range) -> Tensor:
+    def group_of(self, source: Source, cols: range, device: torch.device) -> Tensor:
         if not self.act_order:
-            return super().group_of(source, cols)
+            return super().group_of(source, cols, device)
         index, groups = source.read("g_idx", cols).long(), self.num_groups(source.matrix.shape[1])
         if len(index) and not 0 <= int(index.min()) <= int(index.max()) < groups:
             raise ValueError(
