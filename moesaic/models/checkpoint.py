@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moesaic.models.config import EXPERT_COUNTS, RawConfig
 from moesaic.models.folder import TensorIndex, brief, read_as
+from moesaic.models.tensor_file import TensorEntry, TensorFile
 
 INDEX = "model.safetensors.index.json"
 _LAYER = re.compile(r"^model\.layers\.(\d{1,9})\.")
-_EXPERT = re.compile(r"\.experts\.(\d{1,9})\.")
+EXPERT = re.compile(r"\.experts\.(\d{1,9})\.")
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -30,66 +28,46 @@ class TensorSpec:
     dtypes: tuple[str, ...] = FLOATS
 
 
+@lru_cache(maxsize=256)
+def float_spec(shape: tuple[int, ...]) -> TensorSpec:
+    return TensorSpec((shape,))
+
+
 class Checkpoint:
     """The tensors of a folder by name. `upload` copies what is read to another device."""
 
     def __init__(self, folder: Path, upload: Callable[[Tensor], Tensor] | None = None) -> None:
         self.folder, self._upload = folder, upload
-        self._stack = ExitStack()
-        self._files: dict[str, Any] = {}
-        self.location = self._locate()
+        self._files = {name: TensorFile(folder / name) for name in _file_names(folder)}
+        self.location: dict[str, str] = {}
+        """The file of each tensor, from the files: some producers do not update the index."""
+        self._entries: dict[str, TensorEntry] = {}
+        for name, file in self._files.items():
+            self.location.update(dict.fromkeys(file.entries, name))
+            self._entries.update(file.entries)
 
     def __enter__(self) -> Checkpoint:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self._files.clear()
 
     def __contains__(self, name: object) -> bool:
-        return name in self.location
-
-    def _locate(self) -> dict[str, str]:
-        """The file of each tensor, from the files: some producers do not update the index."""
-        if (self.folder / INDEX).is_file():
-            files = sorted(set(_weight_map(self.folder).values()))
-        else:
-            files = sorted(path.name for path in self.folder.glob("*.safetensors"))
-        if not files:
-            raise ValueError(
-                f"{self.folder} holds no *.safetensors file: convert the checkpoint to safetensors"
-            )
-        return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118
-
-    def _open(self, file: str) -> Any:
-        if file not in self._files:
-            path = self.folder / file
-            try:
-                handle = safe_open(path, framework="pt")
-                self._files[file] = self._stack.enter_context(handle)
-            except (SafetensorError, OSError) as error:
-                raise ValueError(f"{path} cannot be read: {error}; fetch the file again") from error
-        return self._files[file]
-
-    def _piece(self, name: str) -> Any:
-        return self._open(self.location[name]).get_slice(name)
+        return name in self._entries
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._piece(name).get_shape())
+        return self._entries[name].shape
 
     def dtype(self, name: str) -> str:
         """The name in safetensors: BF16, F8_E4M3, …"""
-        return str(self._piece(name).get_dtype())
+        return self._entries[name].dtype
 
     def read(self, name: str, *cut: int | slice | range) -> Tensor:
         """Reads a tensor or a part of it; only the bytes of that part are read."""
-        where = tuple(
-            slice(at.start, at.stop, at.step) if isinstance(at, range) else at for at in cut
-        )
-        if self._upload is None:
-            tensor: Tensor = self._piece(name)[where or ...]
-            return tensor
-        with torch.device("cpu"):  # else safetensors uses the default device
-            return self._upload(self._piece(name)[where or ...])
+        tensor = self._files[self.location[name]].read(name)
+        if not _covers(cut, self._entries[name].shape):
+            tensor = tensor[tuple(map(_index, cut))]
+        return tensor if self._upload is None else self._upload(tensor)
 
     def is_empty(self, name: str) -> bool:
         """Transformers writes tensors without elements for parts of size zero."""
@@ -97,7 +75,8 @@ class Checkpoint:
 
     def check(self, name: str, spec: TensorSpec) -> None:
         """Checks shape and type without reading the tensor."""
-        shape, dtype = self.shape(name), self.dtype(name)
+        entry = self._entries[name]
+        shape, dtype = entry.shape, entry.dtype
         if shape not in spec.shapes:
             asked = " or ".join(str(list(known)) for known in spec.shapes)
             raise ValueError(
@@ -109,6 +88,29 @@ class Checkpoint:
                 f"tensor {name} in {self.folder} has type {dtype} where config.json asks for "
                 f"{' or '.join(spec.dtypes)}"
             )
+
+
+def _covers(cut: tuple[int | slice | range, ...], shape: tuple[int, ...]) -> bool:
+    for at, size in zip(cut, shape, strict=False):  # noqa: SIM110 (this runs for each tensor)
+        if at != range(size):
+            return False
+    return True
+
+
+def _index(at: int | slice | range) -> int | slice:
+    return slice(at.start, at.stop, at.step) if isinstance(at, range) else at
+
+
+def _file_names(folder: Path) -> list[str]:
+    if (folder / INDEX).is_file():
+        files = sorted(set(_weight_map(folder).values()))
+    else:
+        files = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(
+            f"{folder} holds no *.safetensors file: convert the checkpoint to safetensors"
+        )
+    return files
 
 
 def check_folder(path: str, has_tensors: bool) -> None:
@@ -127,7 +129,7 @@ def check_folder(path: str, has_tensors: bool) -> None:
     names = _tensor_names(folder)
     for field, asked, numbered in (
         ("num_hidden_layers", layers, _LAYER),
-        (next(filter(raw.has, EXPERT_COUNTS), ""), experts, _EXPERT),
+        (next(filter(raw.has, EXPERT_COUNTS), ""), experts, EXPERT),
     ):
         numbers = [int(found[1]) for name in names if (found := numbered.search(name))]
         if numbers and asked > max(numbers) + 1:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -15,11 +17,11 @@ from tqdm import tqdm
 
 from moesaic.layers.module import MatrixSlot, Module, TensorSlot
 from moesaic.models.blocks import CausalLM
-from moesaic.models.checkpoint import Checkpoint, TensorSpec
+from moesaic.models.checkpoint import EXPERT, Checkpoint, TensorSpec, float_spec
 from moesaic.models.config import BuildContext, RawConfig
 from moesaic.models.pinned_copy import PinnedCopy
 from moesaic.models.registry import build_model
-from moesaic.models.schemes import Matrix, Scheme, detect_scheme
+from moesaic.models.schemes import Matrix, MatrixReader, Scheme, detect_scheme
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.quant.dummy import fill_planes
 from moesaic.moe.quant.weights import WeightFormat
@@ -27,6 +29,8 @@ from moesaic.moe.quant.weights import WeightFormat
 logger = logging.getLogger(__name__)
 
 Slot = TensorSlot | MatrixSlot
+# With the reader of a matrix that the checkpoint may have quantised.
+FoundSlot = tuple[Slot, MatrixReader | None]
 EMBEDDING = "embed_tokens.weight"
 
 
@@ -44,44 +48,44 @@ class Loader:
     checkpoint: Checkpoint
     scheme: Scheme
 
-    def matrix(self, slot: Slot) -> Matrix | None:
-        """The slot's matrix if it may be quantised: an expert, or a whole tensor."""
+    def find_all(self, slots: Iterable[Slot]) -> list[FoundSlot]:
+        return [(slot, self._find(slot)) for slot in slots]
+
+    def _find(self, slot: Slot) -> MatrixReader | None:
+        """The reader of the slot's matrix if it may be quantised: an expert, or a whole tensor."""
         if isinstance(slot, MatrixSlot):
             experts = self.scheme.num_experts
-            return Matrix(slot.name, slot.shape, slot.index, slot.interleaved, experts)
-        if slot.index is not None or len(slot.shape) != 2 or not slot.name.endswith(".weight"):
+            matrix = Matrix(slot.name, slot.shape, slot.index, slot.interleaved, experts)
+        elif slot.index is None and len(slot.shape) == 2 and slot.name.endswith(".weight"):
+            matrix = Matrix(slot.name, (slot.shape[0], slot.shape[1]))
+        else:
             return None
-        return Matrix(slot.name, (slot.shape[0], slot.shape[1]))
+        return self.scheme.find(self.checkpoint, matrix)
 
-    def tensors(self, slot: Slot) -> dict[str, TensorSpec]:
-        matrix = self.matrix(slot)
-        if matrix is not None:
-            return self.scheme.tensors(self.checkpoint, matrix)
-        return {slot.name: TensorSpec((slot.shape,))}
-
-    def fill(self, slot: Slot) -> None:
+    def fill(self, slot: Slot, reader: MatrixReader | None) -> None:
         if isinstance(slot, MatrixSlot):
-            self._fill_planes(slot)
+            assert reader is not None
+            _fill_planes(slot, reader)
         elif slot.into.numel():  # none if there are more ranks than rows
-            tensor = self._read(slot)
+            tensor = self._read(slot) if reader is None else reader.dense(*slot.cut)
             slot.into.copy_(tensor if slot.arrange is None else slot.arrange(tensor))
 
     def _read(self, slot: TensorSlot) -> Tensor:
-        matrix = self.matrix(slot)
-        if matrix is not None:
-            return self.scheme.dense(self.checkpoint, matrix, *slot.cut)
         if slot.index is not None:
             return self.checkpoint.read(slot.name, slot.index, *slot.cut)
         return self.checkpoint.read(slot.name, *slot.cut)
 
-    def _fill_planes(self, slot: MatrixSlot) -> None:
-        matrix = self.matrix(slot)
-        assert matrix is not None and isinstance(slot.format, WeightFormat)
-        planes = self.scheme.read(self.checkpoint, matrix, slot.format, slot.rows, slot.cols)
-        _copy(planes, slot)
-        scale = self.scheme.input_scale(self.checkpoint, matrix)
-        if scale is not None and slot.set_input_scale is not None:
-            slot.set_input_scale(scale)
+
+def _fill_planes(slot: MatrixSlot, reader: MatrixReader) -> None:
+    assert isinstance(slot.format, WeightFormat)
+    _copy(reader.read(slot.format, slot.rows, slot.cols), slot)
+    scale = reader.input_scale()
+    if scale is not None and slot.set_input_scale is not None:
+        slot.set_input_scale(scale)
+
+
+def _tensors(slot: Slot, reader: MatrixReader | None) -> Mapping[str, TensorSpec]:
+    return {slot.name: float_spec(slot.shape)} if reader is None else reader.tensors()
 
 
 def build_whole(raw: RawConfig) -> CausalLM:
@@ -96,23 +100,34 @@ def load_weights(
 ) -> None:
     """`whole` builds the same on one rank, to find the tensors of other ranks. Tensors are decoded
     and encoded on the model's device."""
-    slots = list(model.checkpoint_slots())
     scheme = scheme or detect_scheme(RawConfig.read(folder), folder)
-    device = _device(slots[0]) if slots else torch.device("cpu")
-    upload = None if device.type == "cpu" else PinnedCopy(device)
-    with Checkpoint(folder, upload) as checkpoint:
-        loader = Loader(checkpoint, scheme)
-        specs = [loader.tensors(slot) for slot in slots]
-        _check_names(model, slots, loader, {name for spec in specs for name in spec}, whole)
-        for spec in specs:
-            for name, wanted in spec.items():
-                checkpoint.check(name, wanted)
-        if scheme.note:
-            logger.warning("%s: %s", folder, scheme.note)
-        progress = tqdm(slots, desc="Loading weights", unit="tensor", disable=None, leave=False)
-        with device:
-            for slot in progress:
-                loader.fill(slot)
+    with _paused_collector():
+        slots = list(model.checkpoint_slots())
+        device = _device(slots[0]) if slots else torch.device("cpu")
+        upload = None if device.type == "cpu" else PinnedCopy(device)
+        with Checkpoint(folder, upload) as checkpoint:
+            loader = Loader(checkpoint, scheme)
+            found = loader.find_all(slots)
+            _check_tensors(model, found, loader, whole)
+            if scheme.note:
+                logger.warning("%s: %s", folder, scheme.note)
+            for slot, reader in tqdm(
+                found, desc="Loading weights", unit="tensor", disable=None, leave=False
+            ):
+                loader.fill(slot, reader)
+
+
+@contextmanager
+def _paused_collector() -> Iterator[None]:
+    """Each tensor leaves several objects until all are loaded; looking through them again and again
+    takes the garbage collector as long as the loading itself."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def sync_input_scales(model: Module, folder: Path) -> None:
@@ -128,19 +143,23 @@ def sync_input_scales(model: Module, folder: Path) -> None:
         )
 
 
-def _check_names(
+def _check_tensors(
     model: Loadable,
-    slots: Iterable[Slot],
+    found: Sequence[FoundSlot],
     loader: Loader,
-    wanted: set[str],
     whole: Callable[[RawConfig], Loadable],
 ) -> None:
+    """Checks names, shapes and types without reading tensors."""
     checkpoint, scheme = loader.checkpoint, loader.scheme
+    specs = [_tensors(slot, reader) for slot, reader in found]
+    wanted = {name for spec in specs for name in spec}
     missing = sorted(wanted - checkpoint.location.keys())
+    others = checkpoint.location.keys() - wanted
+    if others:
+        known = wanted | _optional_names(found, scheme)
+        others -= known | _names_of_other_experts(others, known, scheme.num_experts)
     others = {
-        name
-        for name in checkpoint.location.keys() - wanted - _optional_names(slots, loader)
-        if not model.is_optional(name) and not scheme.is_optional(name)
+        name for name in others if not model.is_optional(name) and not scheme.is_optional(name)
     }
     if others:
         others -= _all_names(loader, whole)
@@ -151,21 +170,38 @@ def _check_names(
         raise ValueError(
             f"the tensors in {checkpoint.folder} do not fit config.json: {'; '.join(problems)}"
         )
+    for spec in specs:
+        for name, allowed in spec.items():
+            checkpoint.check(name, allowed)
 
 
-def _optional_names(slots: Iterable[Slot], loader: Loader) -> set[str]:
+def _optional_names(found: Iterable[FoundSlot], scheme: Scheme) -> set[str]:
     """Tensors that the checkpoint may hold beside those of the slots."""
-    matrices = [matrix for slot in slots if (matrix := loader.matrix(slot)) is not None]
-    return {name for matrix in matrices for name in loader.scheme.optional_tensors(matrix)}
+    matrices = [reader.source.matrix for _, reader in found if reader is not None]
+    return {name for matrix in matrices for name in scheme.optional_tensors(matrix)}
+
+
+def _names_of_other_experts(names: Iterable[str], known: Iterable[str], experts: int) -> set[str]:
+    """Those of `names` that an expert of this rank has, too, but for the expert's number. The rank
+    that holds the expert checks them; most tensors of a large model are such."""
+    numbers = {str(number) for number in range(experts)}
+    forms = {EXPERT.sub("", name, 1) for name in known if EXPERT.search(name)}
+    return {
+        name
+        for name in names
+        if (found := EXPERT.search(name))
+        and found[1] in numbers
+        and name[: found.start()] + name[found.end() :] in forms
+    }
 
 
 def _all_names(loader: Loader, whole: Callable[[RawConfig], Loadable]) -> set[str]:
     """Tensors of the whole model, on any rank."""
     with torch.device("meta"):
         model = whole(RawConfig.read(loader.checkpoint.folder))
-    slots = list(model.checkpoint_slots())
-    names = {name for slot in slots for name in loader.tensors(slot)}
-    return names | _optional_names(slots, loader)
+        found = loader.find_all(model.checkpoint_slots())
+    names = {name for slot, reader in found for name in _tensors(slot, reader)}
+    return names | _optional_names(found, loader.scheme)
 
 
 def _abbreviated(names: list[str], limit: int = 5) -> str:

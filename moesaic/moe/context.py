@@ -13,6 +13,7 @@ from moesaic.moe.backends import load_backends
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
 from moesaic.moe.dispatch.device.exchange import DeviceExchange
 from moesaic.moe.dispatch.host.exchange import LANES
+from moesaic.moe.expert_load import DeviceCounters
 from moesaic.moe.placement import EpLayout, Placement
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
@@ -65,6 +66,7 @@ class MoeContext:
     """The most programs of normal mode's kernels on a GPU; 0: no limit."""
     combine_programs: int = 0
     workspace: Workspace = field(default_factory=Workspace)
+    counters: DeviceCounters = field(default_factory=DeviceCounters)
 
     @classmethod
     def make(

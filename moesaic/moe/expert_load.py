@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -11,12 +13,63 @@ from moesaic.moe.formats import CombineInput, DispatchOutput
 from moesaic.moe.placement import EpLayout
 from moesaic.observe.spans import SpanKind, Spans
 
+TABLE_LAYERS: Final = 64
+
+
+class CounterTable:
+    """The counters of some layers on the device, so that one copy reads all of them."""
+
+    def __init__(self, slots: int) -> None:
+        self.counts_Le = torch.zeros(TABLE_LAYERS, slots, dtype=torch.int64)
+        self.num_layers = 0
+        self._stream: torch.cuda.Stream | None = None
+        if self.counts_Le.is_cuda:
+            shape = self.counts_Le.shape
+            self._host_Le = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=True)
+            self._stream, self._cleared = torch.cuda.Stream(), torch.cuda.Event()
+
+    def clear(self, row: int) -> None:
+        self.counts_Le[row].zero_()
+        if self._stream is not None:
+            self._cleared.record()
+
+    def read(self) -> list[list[int]]:
+        """Rows of each slot in each layer. Copies beside the steps on the device and does not wait
+        for those that it has still to compute."""
+        counts_Le = self.counts_Le
+        if self._stream is not None:
+            self._stream.wait_event(self._cleared)
+            with torch.cuda.stream(self._stream):
+                counts_Le = self._host_Le.copy_(counts_Le, non_blocking=True)
+            self._stream.synchronize()
+        found: list[list[int]] = counts_Le.tolist()
+        return found
+
+
+class DeviceCounters:
+    """The counter tables of a model."""
+
+    def __init__(self) -> None:
+        self._tables: dict[tuple[torch.device, int], CounterTable] = {}
+
+    def add(self, slots: int) -> tuple[CounterTable, int]:
+        """A row for another layer, on the default device."""
+        key = torch.get_default_device(), slots
+        table = self._tables.get(key)
+        if table is None or table.num_layers == TABLE_LAYERS:
+            table = self._tables[key] = CounterTable(slots)
+        table.num_layers += 1
+        return table, table.num_layers - 1
+
 
 class SlotLoad:
     """Rows that each local slot has computed, and the runner's time (on a GPU the launch time).
-    Ranks that hold slices of the same experts compute the same rows: the first of them counts."""
+    Ranks that hold slices of the same experts compute the same rows: the first of them counts.
+    `counters`: those of the device, if it counts."""
 
-    def __init__(self, layer: int, layout: EpLayout, spans: Spans, device: str = "cpu") -> None:
+    def __init__(
+        self, layer: int, layout: EpLayout, spans: Spans, counters: DeviceCounters | None = None
+    ) -> None:
         self.layer, self._spans = layer, spans
         self.placement_version = 0
         """Which placement the counts belong to."""
@@ -26,9 +79,11 @@ class SlotLoad:
         # A list: on CPU a tensor this small costs ten times as much.
         self._tokens = [0] * self._slots
         # Allocated here: the first use may be inside of a graph capture.
+        self.row = None if counters is None else counters.add(self._slots)
+        """The table and its row that has this layer's counts; None on the host."""
         self._total_e: Tensor | None = None
-        if device != "cpu":
-            self._total_e = torch.zeros(self._slots, dtype=torch.int64)
+        if self.row is not None:
+            self._total_e = self.row[0].counts_Le[self.row[1]]
 
     @property
     def on_device(self) -> Tensor | None:
@@ -50,8 +105,9 @@ class SlotLoad:
 
     def clear(self) -> None:
         self.runner_ns, self._tokens = 0, [0] * self._slots
-        if self._total_e is not None:
-            self._total_e.zero_()
+        if self.row is not None:
+            table, row = self.row
+            table.clear(row)
 
     def record(self, rows: DispatchOutput, results: CombineInput, begin: int) -> None:
         """Counts a run that started at `begin` and has just ended."""
@@ -72,3 +128,12 @@ class SlotLoad:
             self._tokens = [old + new for old, new in zip(self._tokens, found, strict=True)]
         if self._spans.on:
             self._spans.add(SpanKind.EXPERTS, begin, self.layer, sum(found), end=now)
+
+
+def tokens_of(loads: Sequence[SlotLoad]) -> list[list[int]]:
+    """The `tokens` of several layers, without those of steps that the device still computes."""
+    tables = {id(load.row[0]): load.row[0] for load in loads if load.row is not None}
+    read = {key: table.read() for key, table in tables.items()}
+    return [
+        load.tokens if load.row is None else read[id(load.row[0])][load.row[1]] for load in loads
+    ]

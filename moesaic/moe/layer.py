@@ -20,11 +20,13 @@ from moesaic.moe.expert_load import SlotLoad
 from moesaic.moe.expert_store import INWARD, OUTWARD, ExpertShape, ExpertStore
 from moesaic.moe.formats import CombineInput, DispatchOutput, TopKOutput
 from moesaic.moe.placement import Placement, SlotMap
+from moesaic.moe.quant.weights import Planes
 from moesaic.moe.runner.base import ExpertWeights, MoeRunner, MoeRunnerConfig
 from moesaic.moe.runner.host.layouts import kernel_fits
 
 # Maximum rows for which the next norm sums the expert pairs: one of its programs takes a whole row.
 MAX_DEFERRED_ROWS = 256
+ALL = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,8 @@ class FusedMoE(Module):
         dispatch = context.dispatch_config(self.layout, *sizes, layer)
         self.dispatcher = context.make_dispatcher(dispatch)
         resolved = context.resolved
-        self.load = SlotLoad(layer, self.layout, context.comm.spans, resolved.device)
+        counters = None if resolved.device == "cpu" else context.counters
+        self.load = SlotLoad(layer, self.layout, context.comm.spans, counters)
         runner_config = self._runner_config()
         self.runner = MoeRunner(resolved.a2a, resolved.runner, runner_config, resolved.device)
 
@@ -134,11 +137,15 @@ class FusedMoE(Module):
 
     def slots(self, prefix: str) -> Iterator[TensorSlot | MatrixSlot]:
         gate, up, down = self.config.names
+        inward, outward = self._all_parts()
         for local, expert in enumerate(self.local_experts):
             stem = f"{prefix}{expert}."
-            yield self._inward(f"{stem}{gate}.weight", local, 0)
-            yield self._inward(f"{stem}{up}.weight", local, 1)
-            yield self._outward(f"{stem}{down}.weight", local)
+            yield self._inward(f"{stem}{gate}.weight", local, inward[2 * local])
+            yield self._inward(f"{stem}{up}.weight", local, inward[2 * local + 1])
+            yield self._outward(f"{stem}{down}.weight", local, outward[local])
+
+    def _all_parts(self) -> tuple[list[Planes], list[Planes]]:
+        return self.weights.w13_eJH.all_parts(), self.weights.w2_eHI.all_parts()
 
     def sync_input_scales(self) -> None:
         """After loading: activations get the largest global scale of all experts of the layer."""
@@ -158,32 +165,35 @@ class FusedMoE(Module):
         return self.store.has_input_scales and self.weights.input_scale == 1.0
 
     def _inward(
-        self, name: str, local: int, part: int, index: int | None = None, every: int | None = None
+        self,
+        name: str,
+        local: int,
+        into: Planes,
+        index: int | None = None,
+        every: int | None = None,
     ) -> MatrixSlot:
-        w13 = self.weights.w13_eJH
+        format = self.weights.w13_eJH.format
         shape = (self.config.intermediate_size, self.config.hidden_size)
-        into = w13.part(local, part)
         note = partial(self.store.note_input_scale, slot=local, product=INWARD)
-        rows, cols = self.share, slice(None)
-        return MatrixSlot(name, into, w13.format, shape, rows, cols, index, every, note)
+        return MatrixSlot(name, into, format, shape, self.share, ALL, index, every, note)
 
-    def _outward(self, name: str, local: int, index: int | None = None) -> MatrixSlot:
-        w2 = self.weights.w2_eHI
+    def _outward(self, name: str, local: int, into: Planes, index: int | None = None) -> MatrixSlot:
+        format = self.weights.w2_eHI.format
         shape = (self.config.hidden_size, self.config.intermediate_size)
         note = partial(self.store.note_input_scale, slot=local, product=OUTWARD)
-        rows, cols = slice(None), self.share
-        into = w2.part(local, 0)
-        return MatrixSlot(name, into, w2.format, shape, rows, cols, index, set_input_scale=note)
+        return MatrixSlot(name, into, format, shape, ALL, self.share, index, set_input_scale=note)
 
 
 class StackedMoE(FusedMoE):
     """Experts stored as stacked tensors with gate and up interleaved (gpt-oss)."""
 
     def slots(self, prefix: str) -> Iterator[TensorSlot | MatrixSlot]:
+        inward, outward = self._all_parts()
         for local, expert in enumerate(self.local_experts):
-            yield self._inward(f"{prefix}gate_up_proj", local, 0, expert, every=0)
-            yield self._inward(f"{prefix}gate_up_proj", local, 1, expert, every=1)
-            yield self._outward(f"{prefix}down_proj", local, expert)
+            gate, up = inward[2 * local : 2 * local + 2]
+            yield self._inward(f"{prefix}gate_up_proj", local, gate, expert, every=0)
+            yield self._inward(f"{prefix}gate_up_proj", local, up, expert, every=1)
+            yield self._outward(f"{prefix}down_proj", local, outward[local], expert)
             yield from self._biases(prefix, local, expert)
 
     def _biases(self, prefix: str, local: int, expert: int) -> Iterator[TensorSlot]:

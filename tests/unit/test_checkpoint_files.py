@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moesaic import Engine
 from moesaic.config import ServerArgs
@@ -290,3 +291,31 @@ def test_more_layers_or_experts_than_there_are_tensors_of(tmp_path: Path, indexe
         with pytest.raises(ValueError, match=words):
             Engine(model_path=str(folder), num_threads=1)
     assert materialise(str(folder)) == str(folder)
+
+
+def test_numbers_that_begin_anywhere(tmp_path: Path) -> None:
+    """Writers sort tensors by the size of their numbers; the format does not demand it."""
+    parts = {
+        "a": torch.tensor([1, 2, 3], dtype=torch.uint8),
+        "b": torch.tensor([[1.5, -2.0], [0.25, 8.0]]),
+        "c": torch.tensor(7.5, dtype=torch.bfloat16),
+        "d": torch.empty(0, 4),
+    }
+    names = {"U8": torch.uint8, "F32": torch.float32, "BF16": torch.bfloat16}
+    header, data = dict[str, Any](), b""
+    for name, tensor in parts.items():
+        raw = bytes(tensor.reshape(-1).view(torch.uint8).tolist())
+        dtype = next(key for key, value in names.items() if value == tensor.dtype)
+        offsets = [len(data), len(data) + len(raw)]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": offsets}
+        data += raw
+    text = json.dumps({"__metadata__": {"dtype": "pt"}, **header}).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    with Checkpoint(tmp_path) as checkpoint:
+        assert set(checkpoint.location) == set(parts)
+        for name, tensor in parts.items():
+            assert checkpoint.shape(name) == tensor.shape
+            assert torch.equal(checkpoint.read(name), tensor)
+        assert torch.equal(checkpoint.read("b", 1, slice(0, 1)), parts["b"][1, :1])
+        assert torch.equal(checkpoint.read("b", range(2), range(1, 2)), parts["b"][:, 1:])
+        assert checkpoint.is_empty("d") and not checkpoint.is_empty("c")

@@ -56,19 +56,40 @@ def test_numbers_are_read_exactly(disk: DiskFormat, tmp_path: Path) -> None:
     scheme, matrix, expected = made(disk, tmp_path)
     assert (scheme.expert_format and scheme.expert_format.name) == disk.kept
     with Checkpoint(tmp_path) as checkpoint:
-        for name, spec in scheme.tensors(checkpoint, matrix).items():
+        for name, spec in scheme.find(checkpoint, matrix).tensors().items():
             checkpoint.check(name, spec)
-        assert torch.equal(scheme.dense(checkpoint, matrix), expected)
+        assert torch.equal(scheme.find(checkpoint, matrix).dense(), expected)
         # Odd cuts split blocks.
-        part = scheme.dense(checkpoint, matrix, slice(3, 21), slice(7, 50))
+        part = scheme.find(checkpoint, matrix).dense(slice(3, 21), slice(7, 50))
         assert torch.equal(part, expected[3:21, 7:50])
         format = scheme.expert_format or WEIGHT_FORMATS["fp32"]
         for rows, cols in ((ALL, ALL), disk.cut):
-            planes = scheme.read(checkpoint, matrix, format, rows, cols)
+            planes = scheme.find(checkpoint, matrix).read(format, rows, cols)
             wanted = expected[rows, cols]
             shapes = {name: shape for name, (shape, _) in format.planes(*wanted.shape).items()}
             assert {name: tuple(plane.shape) for name, plane in planes.items()} == shapes
             assert torch.equal(format.decode(planes, torch.empty(wanted.shape)), wanted)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    raw, raw_other = (x.contiguous().view(-1).view(torch.uint8) for x in (one, other))
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(raw, raw_other)
+
+
+@pytest.mark.parametrize("disk", FORMATS.values(), ids=list(FORMATS))
+def test_nothing_depends_on_the_default_device(disk: DiskFormat, tmp_path: Path) -> None:
+    """All is made where the tensors are, as a mode that says where costs more than it makes."""
+    scheme, matrix, _ = made(disk, tmp_path)
+    format = scheme.expert_format or WEIGHT_FORMATS["fp32"]
+    with Checkpoint(tmp_path) as checkpoint:
+        reader = scheme.find(checkpoint, matrix)
+        expected = reader.read(format), reader.dense()
+        with torch.device("meta"):
+            planes, dense = reader.read(format), reader.dense()
+            encoded = format.encode(dense)
+    assert all(same_bits(planes[name], plane) for name, plane in expected[0].items())
+    assert same_bits(dense, expected[1])
+    assert all(same_bits(encoded[name], x) for name, x in format.encode(dense).items())
 
 
 @pytest.mark.parametrize("disk", FORMATS.values(), ids=list(FORMATS))
@@ -77,9 +98,9 @@ def test_only_the_bytes_of_a_part_are_read(disk: DiskFormat, tmp_path: Path) -> 
     format = scheme.expert_format or WEIGHT_FORMATS["fp32"]
     rows, cols = slice(0, 128 if matrix.shape[0] > 128 else 16), ALL
     with CountingCheckpoint(tmp_path) as checkpoint:
-        scheme.read(checkpoint, matrix, format)
+        scheme.find(checkpoint, matrix).read(format)
         whole, checkpoint.bytes_read = checkpoint.bytes_read, 0
-        scheme.read(checkpoint, matrix, format, rows, cols)
+        scheme.find(checkpoint, matrix).read(format, rows, cols)
         part = checkpoint.bytes_read
     share = rows.stop / matrix.shape[0]
     # g_idx, scalars and the scales of a ragged block belong to every part.
@@ -97,16 +118,16 @@ def test_stacks(interleaved: int | None, tmp_path: Path) -> None:
     stacked = torch.from_numpy(values).float()[2]
     expected = stacked if interleaved is None else stacked[interleaved::2]
     with CountingCheckpoint(tmp_path) as checkpoint:
-        for name, spec in scheme.tensors(checkpoint, matrix).items():
+        for name, spec in scheme.find(checkpoint, matrix).tensors().items():
             checkpoint.check(name, spec)
         for cut_N, cut_K in ((ALL, ALL), (slice(6, 18), slice(32, 96))):
             checkpoint.bytes_read = 0
-            planes = scheme.read(checkpoint, matrix, WEIGHT_FORMATS["mxfp4"], cut_N, cut_K)
+            planes = scheme.find(checkpoint, matrix).read(WEIGHT_FORMATS["mxfp4"], cut_N, cut_K)
             wanted = expected[cut_N, cut_K]
             decoded = WEIGHT_FORMATS["mxfp4"].decode(planes, torch.empty(wanted.shape))
             assert torch.equal(decoded, wanted)
             assert checkpoint.bytes_read == wanted.numel() * 17 // 32
-        assert torch.equal(scheme.dense(checkpoint, matrix), expected)
+        assert torch.equal(scheme.find(checkpoint, matrix).dense(), expected)
 
 
 @pytest.mark.parametrize("interleaved", [0, 1, None])
@@ -118,7 +139,7 @@ def test_unquantised_stacks_have_inputs_first(interleaved: int | None, tmp_path:
     expected = stack[1].t() if interleaved is None else stack[1].t()[interleaved::2]
     with Checkpoint(tmp_path) as checkpoint:
         scheme = detect_scheme(config_of(None), tmp_path)
-        part = scheme.dense(checkpoint, matrix, slice(1, 5), slice(2, 9))
+        part = scheme.find(checkpoint, matrix).dense(slice(1, 5), slice(2, 9))
     assert torch.equal(part, expected[1:5, 2:9])
 
 
@@ -132,7 +153,7 @@ def test_other_formats_than_the_stored_one(name: str, tmp_path: Path) -> None:
     assert scheme.expert_format is None
     rows, cols = slice(128, 256), slice(0, 128)
     with Checkpoint(tmp_path) as checkpoint:
-        planes = scheme.read(checkpoint, matrix, format, rows, cols)
+        planes = scheme.find(checkpoint, matrix).read(format, rows, cols)
     expected = format.slice(format.encode(w_NK), rows, cols)
     for plane, tensor in expected.items():
         assert torch.equal(planes[plane].view(torch.uint8), tensor.view(torch.uint8))
@@ -153,7 +174,9 @@ def test_experts_that_are_not_quantised(tmp_path: Path) -> None:
     assert scheme.expert_format is not None
     assert "1 of 2 expert matrices are unquantised in the checkpoint" in scheme.note
     with Checkpoint(tmp_path) as checkpoint:
-        planes = scheme.read(checkpoint, Matrix(f"{STEM}.weight", (48, 96)), scheme.expert_format)
+        planes = scheme.find(checkpoint, Matrix(f"{STEM}.weight", (48, 96))).read(
+            scheme.expert_format
+        )
     assert not scheme.expert_format.decode(planes, torch.empty(48, 96)).any()
 
 
@@ -162,7 +185,7 @@ def test_input_scale(compressed: bool, expected: float, tmp_path: Path) -> None:
     disk = FORMATS["ct nvfp4" if compressed else "modelopt nvfp4"]
     scheme, matrix, _ = made(disk, tmp_path)
     with Checkpoint(tmp_path) as checkpoint:
-        assert scheme.input_scale(checkpoint, matrix) == expected
+        assert scheme.find(checkpoint, matrix).input_scale() == expected
 
 
 def test_modelopt_file_beside_the_config(tmp_path: Path) -> None:
@@ -294,7 +317,7 @@ def test_cuts_inside_blocks(tmp_path: Path) -> None:
         Checkpoint(tmp_path) as checkpoint,
         pytest.raises(ValueError, match=r"rows 0..64 of .* \[200, 300\] cut blocks of weight"),
     ):
-        scheme.read(checkpoint, matrix, WEIGHT_FORMATS["fp8_block"], slice(0, 64))
+        scheme.find(checkpoint, matrix).read(WEIGHT_FORMATS["fp8_block"], slice(0, 64))
 
 
 @pytest.mark.parametrize(
@@ -310,7 +333,7 @@ def test_wrong_group_indices(case: str, tensor: Tensor, message: str, tmp_path: 
     save(tmp_path, named(tensors | {"g_idx": tensor}))
     scheme = detect_scheme(config_of(disk.config), tmp_path)
     with Checkpoint(tmp_path) as checkpoint, pytest.raises(ValueError, match=message):
-        scheme.dense(checkpoint, Matrix(f"{STEM}.weight", disk.shape))
+        scheme.find(checkpoint, Matrix(f"{STEM}.weight", disk.shape)).dense()
 
 
 def test_a_zero_point_that_readers_take_differently(tmp_path: Path) -> None:
@@ -319,4 +342,4 @@ def test_a_zero_point_that_readers_take_differently(tmp_path: Path) -> None:
     save(tmp_path, named(tensors | {"qzeros": torch.full_like(tensors["qzeros"], -1)}))
     scheme = detect_scheme(config_of(disk.config), tmp_path)
     with Checkpoint(tmp_path) as checkpoint, pytest.raises(ValueError, match='"gptq_v2"'):
-        scheme.dense(checkpoint, Matrix(f"{STEM}.weight", disk.shape))
+        scheme.find(checkpoint, Matrix(f"{STEM}.weight", disk.shape)).dense()

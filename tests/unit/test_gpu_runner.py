@@ -15,6 +15,7 @@ from moesaic.layers.module import MatrixSlot
 from moesaic.moe.activations import Swiglu
 from moesaic.moe.backends import load_backends
 from moesaic.moe.context import DTYPE_NAMES, MoeContext
+from moesaic.moe.expert_load import DeviceCounters, SlotLoad
 from moesaic.moe.formats import (
     LowLatencyCombineInput,
     LowLatencyDispatchOutput,
@@ -452,7 +453,7 @@ def test_load_is_counted_where_it_is_known() -> None:
     forward(layer, tokens(1), routed(1, "one takes all"), torch.int32)  # a single row is not sorted
     assert layer.load.tokens == [0, 0, 0, 7, 0]
     layout = EpLayout(4, moe_tp_size=2, rank=1)
-    other = type(layer.load)(0, layout, Spans(), "cuda")
+    other = SlotLoad(0, layout, Spans(), DeviceCounters())
     assert not other.counts and other.on_device is None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -220,6 +221,26 @@ def test_a_rank_reads_what_it_holds(
                 assert torch.equal(same, theirs.into[plane].contiguous().view(torch.uint8))
 
 
+def test_names_of_other_experts(sources: dict[str, Path], tmp_path: Path) -> None:
+    """They are known by those of this rank's experts: the whole model is not built to know them."""
+    source = sources["qwen3_moe"]
+
+    def share() -> CausalLM:
+        return cast(CausalLM, Share(build(source), (2, 5)))
+
+    def unused(_: RawConfig) -> CausalLM:
+        raise AssertionError("the whole model was built")
+
+    load_weights(share(), source, None, unused)
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    stem = "model.layers.0.mlp.experts."
+    for stranger in ("8.gate_proj.weight", "03.gate_proj.weight", "3.stranger.weight"):
+        tensors = load_file(source / "model.safetensors") | {stem + stranger: torch.ones(1)}
+        save_file(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=f"not in the model {re.escape(stem + stranger)}$"):
+            load_weights(share(), tmp_path)
+
+
 def _rename(old: str, new: str) -> Change:
     return lambda tensors: tensors.update({new: tensors.pop(old)})
 
@@ -374,7 +395,9 @@ def reference(source: Path, target: Path, folder: Path) -> Path:
     scheme = detect_scheme(RawConfig.read(target), target)
     with Checkpoint(source) as plain, Checkpoint(target) as checkpoint:
         tensors = {
-            name: scheme.dense(checkpoint, Matrix(name, cast(tuple[int, int], plain.shape(name))))
+            name: scheme.find(
+                checkpoint, Matrix(name, cast(tuple[int, int], plain.shape(name)))
+            ).dense()
             if name not in checkpoint or len(plain.shape(name)) == 2
             else checkpoint.read(name)
             for name in plain.location

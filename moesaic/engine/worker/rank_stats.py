@@ -12,6 +12,7 @@ import msgspec
 
 from moesaic.core.stats import GroupStats, RankStats
 from moesaic.engine.runner.model_runner import ModelRunner
+from moesaic.moe.expert_load import tokens_of
 
 # Spans in one answer: about a third of a MiB, so that tokens do not wait behind it.
 CHUNK: Final = 10_000
@@ -86,7 +87,7 @@ class RankStatsReporter:
             traffic={name: copy(moved) for name, moved in runner.moe.comm.traffic.items()},
             layers=[layer.load.layer for layer in layers],
             experts=[list(layer.local_experts) for layer in layers],
-            expert_tokens=[layer.load.tokens for layer in layers],
+            expert_tokens=tokens_of([layer.load for layer in layers]),
             pid=os.getpid(),
         )
 

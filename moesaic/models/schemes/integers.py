@@ -88,12 +88,12 @@ class IntegerMatrix(Storage):
     def decode(self, source: Source, rows: range, cols: range) -> Tensor:
         values, scales, zeros = self.parts(source, rows, cols)
         numbers = numerics.unpack(values) if self.bits == 4 else values
-        group = self.group_of(source, cols)
+        group = self.group_of(source, cols, values.device)
         return (numbers.float() - zeros[:, group]) * scales[:, group]
 
-    def group_of(self, source: Source, cols: range) -> Tensor:
+    def group_of(self, source: Source, cols: range, device: torch.device) -> Tensor:
         """Each column's group among those of `parts`."""
-        return torch.arange(len(cols)) // (self.group or len(cols))
+        return torch.arange(len(cols), device=device) // (self.group or len(cols))
 
     def write(self, w_NK: Tensor, amax: Tensor) -> dict[str, Tensor]:
         return self.store(self.encode(w_NK))
@@ -147,12 +147,14 @@ class CompressedInts(IntegerMatrix):
             scales = source.read("weight_scale").float().view(1, 1).expand(len(rows), 1)
         else:
             scales = source.read("weight_scale", rows, self.groups(cols)).float()
-        return IntegerPlanes(values, scales, self._zeros(source, rows, cols))
-
-    def _zeros(self, source: Source, rows: range, cols: range) -> Tensor:
         groups = self.groups(cols)
         if self.symmetric:
-            return torch.full((len(rows), len(groups)), self.zero, dtype=torch.uint8)
+            zeros = values.new_full((len(rows), len(groups)), self.zero)
+        else:
+            zeros = self._zeros(source, rows, groups)
+        return IntegerPlanes(values, scales, zeros)
+
+    def _zeros(self, source: Source, rows: range, groups: range) -> Tensor:
         if not self.packed:
             return self._shifted(source.read("weight_zero_point", rows, groups))
         words = source.read("weight_zero_point", blocks(rows, self.per_word), groups)
@@ -265,9 +267,9 @@ class GptqMatrix(Float16Scaled):
         scales = source.read("scales", groups, rows).float().t()
         return IntegerPlanes(values, scales, self._zeros(source, rows, groups))
 
-    def group_of(self, source: Source, cols: range) -> Tensor:
+    def group_of(self, source: Source, cols: range, device: torch.device) -> Tensor:
         if not self.act_order:
-            return super().group_of(source, cols)
+            return super().group_of(source, cols, device)
         index, groups = source.read("g_idx", cols).long(), self.num_groups(source.matrix.shape[1])
         if len(index) and not 0 <= int(index.min()) <= int(index.max()) < groups:
             raise ValueError(
@@ -292,7 +294,7 @@ class GptqMatrix(Float16Scaled):
         if self.group is None or not source.has("g_idx"):
             return
         index = source.read("g_idx", cols)
-        expected = torch.arange(cols.start, cols.stop) // self.group
+        expected = torch.arange(cols.start, cols.stop, device=index.device) // self.group
         if not torch.equal(index.long(), expected):
             raise ValueError(
                 f"{source.matrix.tensor('g_idx')} is not in order of columns, but "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -13,10 +14,44 @@ from moesaic.models.schemes.storage import Matrix, Source, Storage, Unquantised
 from moesaic.moe.quant.weights import Planes, WeightFormat
 
 ALL = slice(None)
+UNQUANTISED = Unquantised()
 # Scales of a quantised KV cache; ours has the model's type.
 CACHE_SCALES = re.compile(
     r"\.self_attn\.(attn\.)?([qkv]_scale|[kv]_proj\.([kv]_scale|output_scale))$"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixReader:
+    """Reads a matrix of an open checkpoint, which has it in `storage`."""
+
+    source: Source
+    storage: Storage
+
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """The tensors that the matrix needs."""
+        return self.storage.tensors(self.source.matrix)
+
+    def read(self, format: WeightFormat, rows: slice = ALL, cols: slice = ALL) -> Planes:
+        """Planes of a part in `format`: as stored, decoded, or encoded. Encodes the whole matrix,
+        so a rank's part does not depend on the sharding."""
+        if not format.quantised:
+            return {"values": self.dense(rows, cols)}
+        storage, (size_N, size_K) = self.storage, self.source.matrix.shape
+        if storage.format is not None and storage.format.codec.planes == format.codec.planes:
+            return storage.planes(self.source, range(size_N)[rows], range(size_K)[cols])
+        return format.slice(format.encode(self.dense()), rows, cols)
+
+    def dense(self, rows: slice = ALL, cols: slice = ALL) -> Tensor:
+        """The numbers of a part: float32 if decoded, else as stored."""
+        size_N, size_K = self.source.matrix.shape
+        return self.storage.dense(self.source, range(size_N)[rows], range(size_K)[cols])
+
+    def input_scale(self) -> float | None:
+        """The calibrated global scale of an nvfp4 matrix's input; None without calibration."""
+        if not isinstance(self.storage, StoredNvfp4Matrix):
+            return None
+        return self.storage.input_scale(self.source)
 
 
 @dataclass(frozen=True)
@@ -34,47 +69,12 @@ class Scheme:
     num_experts: int = 0
     note: str = ""
 
-    def read(
-        self,
-        checkpoint: Checkpoint,
-        matrix: Matrix,
-        format: WeightFormat,
-        rows: slice = ALL,
-        cols: slice = ALL,
-    ) -> Planes:
-        """Planes of a part in `format`: as stored, decoded, or encoded. Encodes the whole matrix,
-        so a rank's part does not depend on the sharding."""
-        storage, (size_N, size_K) = self.storage_of(checkpoint, matrix), matrix.shape
-        if storage.format is not None and storage.format.codec.planes == format.codec.planes:
-            source = Source(checkpoint, matrix)
-            return storage.planes(source, range(size_N)[rows], range(size_K)[cols])
-        if not format.quantised:
-            return {"values": self.dense(checkpoint, matrix, rows, cols)}
-        planes = format.encode(self.dense(checkpoint, matrix))
-        return format.slice(planes, rows, cols)
-
-    def dense(
-        self, checkpoint: Checkpoint, matrix: Matrix, rows: slice = ALL, cols: slice = ALL
-    ) -> Tensor:
-        """The numbers of a part: float32 if decoded, else as stored."""
-        source, storage = Source(checkpoint, matrix), self.storage_of(checkpoint, matrix)
-        return storage.dense(source, range(matrix.shape[0])[rows], range(matrix.shape[1])[cols])
-
-    def input_scale(self, checkpoint: Checkpoint, matrix: Matrix) -> float | None:
-        """The calibrated global scale of an nvfp4 matrix's input; None without calibration."""
-        storage = self.storage_of(checkpoint, matrix)
-        if not isinstance(storage, StoredNvfp4Matrix):
-            return None
-        return storage.input_scale(Source(checkpoint, matrix))
-
-    def storage_of(self, checkpoint: Checkpoint, matrix: Matrix) -> Storage:
-        if self.storage is not None and self._is_quantised(checkpoint, matrix, self.storage):
-            return self.storage
-        return Unquantised()
-
-    def tensors(self, checkpoint: Checkpoint, matrix: Matrix) -> dict[str, TensorSpec]:
-        """The tensors that a matrix needs."""
-        return dict(self.storage_of(checkpoint, matrix).tensors(matrix))
+    def find(self, checkpoint: Checkpoint, matrix: Matrix) -> MatrixReader:
+        """Finds out how the checkpoint stores the matrix."""
+        storage = self.storage
+        if storage is None or not self._is_quantised(checkpoint, matrix, storage):
+            storage = UNQUANTISED
+        return MatrixReader(Source(checkpoint, matrix), storage)
 
     def optional_tensors(self, matrix: Matrix) -> set[str]:
         """Names of tensors that the checkpoint may hold beside a matrix."""

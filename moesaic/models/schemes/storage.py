@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from moesaic.models.checkpoint import Checkpoint, TensorSpec
+from moesaic.models.checkpoint import Checkpoint, TensorSpec, float_spec
 from moesaic.moe.quant.weights import Planes, WeightFormat
 
 
@@ -86,8 +86,9 @@ class Storage(ABC):
     def decode(self, source: Source, rows: range, cols: range) -> Tensor:
         """The numbers themselves; ranges as in `read`."""
         assert self.format is not None
-        out = torch.empty(len(rows), len(cols))
-        return self.format.decode(self.read(source, rows, cols), out)
+        planes = self.read(source, rows, cols)
+        out = torch.empty(len(rows), len(cols), device=planes["values"].device)
+        return self.format.decode(planes, out)
 
     def write(self, w_NK: Tensor, amax: Tensor) -> dict[str, Tensor]:
         """The tensors by suffix; `amax`: the largest magnitude in matrices that share a scale."""
@@ -101,6 +102,8 @@ class Storage(ABC):
     def planes(self, source: Source, rows: range, cols: range) -> Planes:
         """Planes of any part that does not split blocks of `format`."""
         assert self.format is not None
+        if (len(rows), len(cols)) == source.matrix.shape:
+            return self.read(source, rows, cols)
         self._check_cut(source.matrix, rows, cols)
         wide_N, wide_K = self._widened(source.matrix, rows, cols)
         planes = self.read(source, wide_N, wide_K)
@@ -110,6 +113,8 @@ class Storage(ABC):
 
     def dense(self, source: Source, rows: range, cols: range) -> Tensor:
         """The numbers of any part."""
+        if (len(rows), len(cols)) == source.matrix.shape:
+            return self.decode(source, rows, cols)
         wide_N, wide_K = self._widened(source.matrix, rows, cols)
         return self.decode(source, wide_N, wide_K)[within(rows, wide_N), within(cols, wide_K)]
 
@@ -140,8 +145,11 @@ class Unquantised(Storage):
 
     def tensors(self, matrix: Matrix) -> Mapping[str, TensorSpec]:
         if matrix.index is None:
-            return {matrix.name: TensorSpec((matrix.shape,))}
-        return {matrix.name: TensorSpec(((matrix.experts, matrix.shape[1], matrix.stacked_rows),))}
+            return {matrix.name: float_spec(matrix.shape)}
+        return {matrix.name: float_spec((matrix.experts, matrix.shape[1], matrix.stacked_rows))}
+
+    def dense(self, source: Source, rows: range, cols: range) -> Tensor:
+        return self.decode(source, rows, cols)
 
     def decode(self, source: Source, rows: range, cols: range) -> Tensor:
         matrix = source.matrix

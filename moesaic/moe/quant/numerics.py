@@ -68,18 +68,18 @@ def fp4_to_float(packed: Tensor, out: Tensor) -> Tensor:
 
 @cache
 def _fp8_table() -> Tensor:
-    return torch.arange(256, dtype=torch.uint8).view(FP8).float()
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(FP8).float()
 
 
 @cache
 def _fp8_pair_table() -> Tensor:
-    pairs = torch.arange(65536, dtype=torch.int32).to(torch.uint16)
+    pairs = torch.arange(65536, dtype=torch.int32, device="cpu").to(torch.uint16)
     return pairs.view(FP8).float().view(torch.int64)
 
 
 @cache
 def _fp4_pair_table(device: torch.device) -> Tensor:
-    numbers = torch.tensor(FP4_GRID + tuple(-x for x in FP4_GRID))
-    byte = torch.arange(256)
+    numbers = torch.tensor(FP4_GRID + tuple(-x for x in FP4_GRID), device="cpu")
+    byte = torch.arange(256, device="cpu")
     pairs = torch.stack((numbers[byte % 16], numbers[byte // 16]), -1)
     return pairs.view(torch.int64).flatten().to(device)

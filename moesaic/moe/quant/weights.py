@@ -173,6 +173,11 @@ class ExpertMatrix:
         """Views to fill."""
         return {name: plane[expert, part] for name, plane in self.planes.items()}
 
+    def all_parts(self) -> list[Planes]:
+        """Views to fill, expert by expert and part by part."""
+        views = [plane.flatten(0, 1).unbind() for plane in self.planes.values()]
+        return [dict(zip(self.planes, part, strict=True)) for part in zip(*views, strict=True)]
+
     def dense(self, expert: int, out: Tensor | None = None) -> Tensor:
         """[parts * N, K] of one expert in the compute type; unquantised without `out`, a view."""
         if out is None and self.plain is not None:
