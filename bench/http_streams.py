@@ -1,7 +1,7 @@
 """CPU time of the HTTP process for each streamed token.
 
     python -m bench.http_streams                     # 64, 256 and 1024 streams of three routes
-    python -m bench.http_streams --streams 256 --free
+    python -m bench.http_streams --streams 128 --free --output 400
 
 The server is a whole one, but its rank computes nothing (bench/http_rank.py). A step follows when
 all streams have the tokens of the last one, so that each token is an event of its own however busy
@@ -222,6 +222,8 @@ async def measure(
         events += load.events
         tokens += await generated(session, server)
         await load.end(args.output)
+    if not tokens:
+        raise ValueError(f"--output {args.output}: a stream ended before all had begun: raise it")
     cost = 1e6 * used / tokens
     return Point(route, streams, args.free, cost, events / tokens, tokens / seconds)
 
