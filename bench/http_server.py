@@ -76,12 +76,15 @@ def settle(server: Server, before: ServerState) -> list[str]:
 
 
 @contextlib.contextmanager
-def started(model: str, flags: Sequence[str]) -> Iterator[Server]:
-    """A server that is ready, on a free port; it must end in order afterwards."""
+def started(
+    model: str, flags: Sequence[str], module: str = "moesaic.launch_server"
+) -> Iterator[Server]:
+    """A server that is ready, on a free port; it must end in order afterwards. `module`: what
+    starts it."""
     with socket.create_server(("127.0.0.1", 0)) as free, tempfile.TemporaryDirectory() as folder:
         port = free.getsockname()[1]
         free.close()
-        command = [sys.executable, "-m", "moesaic.launch_server", "--model-path", model]
+        command = [sys.executable, "-m", module, "--model-path", model]
         command += ["--port", str(port), "--log-level", "warning", *flags]
         env = os.environ | {"MOESAIC_PROFILER_DIR": folder}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)

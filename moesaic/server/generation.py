@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Hashable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Protocol
 
 from starlette.requests import Request
 
@@ -17,6 +18,14 @@ from moesaic.server.errors import Refusal
 from moesaic.server.request_log import CallLog
 from moesaic.server.responses import while_connected
 from moesaic.server.routes import CLIENT
+
+
+class Updates(Protocol):
+    """Closing it aborts what has not ended."""
+
+    def __aiter__(self) -> AsyncIterator[RequestUpdate]: ...
+
+    async def aclose(self) -> None: ...
 
 
 @contextmanager
@@ -34,7 +43,7 @@ def open_call(context: Context) -> Iterator[None]:
 
 async def stream(
     context: Context, request: Request, call: GenerateInput, keep_failures: bool = False
-) -> AsyncGenerator[RequestUpdate, None]:
+) -> Updates:
     """The updates of all answers, once the first has arrived: until then the engine may refuse or
     fail, and the status of the response can still say so. Errors are Refusals. `keep_failures`: a
     failed answer is one of the updates and does not end the others."""
@@ -48,7 +57,7 @@ async def stream(
     except BaseException:
         await updates.aclose()
         raise
-    return _with_first(first, updates)
+    return _WithFirst(first, updates)
 
 
 async def collect(context: Context, request: Request, call: GenerateInput) -> list[RequestUpdate]:
@@ -93,10 +102,25 @@ async def _first(updates: AsyncGenerator[RequestUpdate, None]) -> RequestUpdate 
     return await anext(updates, None)
 
 
-async def _with_first(
-    first: RequestUpdate, rest: AsyncGenerator[RequestUpdate, None]
-) -> AsyncGenerator[RequestUpdate, None]:
-    async with aclosing(rest):
-        yield first
-        async for update in rest:
-            yield update
+class _WithFirst:
+    """Updates with the first one put back; it adds no work to each of the rest."""
+
+    def __init__(self, first: RequestUpdate, rest: AsyncGenerator[RequestUpdate, None]) -> None:
+        self._first: RequestUpdate | None = first
+        self._rest = rest
+
+    def __aiter__(self) -> AsyncIterator[RequestUpdate]:
+        return self
+
+    def __anext__(self) -> Awaitable[RequestUpdate]:
+        if self._first is None:
+            return self._rest.__anext__()
+        first, self._first = self._first, None
+        return _ready(first)
+
+    async def aclose(self) -> None:
+        await self._rest.aclose()
+
+
+async def _ready(update: RequestUpdate) -> RequestUpdate:
+    return update

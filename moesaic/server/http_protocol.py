@@ -11,7 +11,8 @@ import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, cast
 
 import httptools
 from starlette.responses import Response
@@ -29,6 +30,7 @@ from moesaic.server.connections import (
     network_of,
 )
 from moesaic.server.errors import Refusal
+from moesaic.server.responses import WRITE_CHUNK
 
 MAX_HEAD: Final = 16 << 10
 # Bytes of a header line besides its name and value.
@@ -99,6 +101,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if running is not None and not running.response_complete:
             running.disconnected = True
             running.message_event.set()
+            _extensions(running).pop(WRITE_CHUNK, None)
         self.pipeline.clear()
 
     def data_received(self, data: bytes) -> None:
@@ -217,6 +220,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._update_state()
 
     def on_response_complete(self) -> None:
+        if self._running is not None:
+            _extensions(self._running).pop(WRITE_CHUNK, None)
         super().on_response_complete()
         self._watch_writes()
         self._update_state()
@@ -229,7 +234,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse(Refusal(503, TOO_MANY_CONNECTIONS))
             return
         self._running = cycle
+        _extensions(cycle)[WRITE_CHUNK] = partial(self._write_chunk, cycle)
         super()._start_asgi_task(cycle, app)
+
+    def _write_chunk(self, cycle: RequestResponseCycle, data: bytes) -> bool:
+        """A WriteChunk for the body of a response that has started."""
+        if not cycle.chunked_encoding or self.flow.write_paused or cycle.disconnected:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     def _may_start(self, cycle: RequestResponseCycle) -> bool:
         if self._lost:
@@ -314,6 +327,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._schedule_write_check()
         else:
             self.transport.abort()
+
+
+def _extensions(cycle: RequestResponseCycle) -> dict[str, Any]:
+    """The scope of a request, which may have fields of ours. They refer to the request, so they are
+    removed at its end: else only the garbage collector would free it."""
+    return cast(dict[str, Any], cycle.scope)
 
 
 def protocol_with(limits: ConnectionLimits) -> type[LimitedHttpProtocol]:

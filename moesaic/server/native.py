@@ -15,7 +15,14 @@ from moesaic.server.bodies import GenerateBody, read_body
 from moesaic.server.context import CLOSE_AND_RETRY, Context
 from moesaic.server.errors import Refusal
 from moesaic.server.openai.setup import OpenAISetup
-from moesaic.server.responses import EventStream, ResponseWriter, event, json_response, prepared
+from moesaic.server.responses import (
+    LIGHT,
+    EventStream,
+    ResponseWriter,
+    event,
+    json_response,
+    prepared,
+)
 from moesaic.server.routes import USER, Route
 
 
@@ -65,7 +72,7 @@ class _Outputs:
             value = output if self.single else {**output, "index": update.index}
             return event(prepared(value, total))
 
-        return await self._writer.write(total, build)
+        return build() if total <= LIGHT else await self._writer.write(total, build)
 
     def _output(self, update: RequestUpdate) -> dict[str, Any]:
         """A single answer raises its failure; in a list it is an entry, so that none is lost."""
@@ -74,9 +81,7 @@ class _Outputs:
         return self._format.answer(update.request, update.progress)
 
 
-async def _events(
-    updates: AsyncGenerator[RequestUpdate, None], outputs: _Outputs
-) -> AsyncGenerator[bytes, None]:
+async def _events(updates: generation.Updates, outputs: _Outputs) -> AsyncGenerator[bytes, None]:
     async with aclosing(updates):
         async for update in updates:
             yield await outputs.event(update)

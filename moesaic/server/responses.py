@@ -6,12 +6,12 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from moesaic.server.errors import INTERNAL, Refusal
@@ -19,6 +19,10 @@ from moesaic.server.errors import INTERNAL, Refusal
 logger = logging.getLogger(__name__)
 
 DONE: Final = b"data: [DONE]\n\n"
+RESPONSE_START: Final = "http.response.start"
+RESPONSE_BODY: Final = "http.response.body"
+# Under this key of its scope a request has a WriteChunk, if the server's protocol gives one.
+WRITE_CHUNK: Final = "moesaic.write_chunk"
 # Microseconds of work that the event loop does itself.
 LIGHT: Final = 2000
 # Bytes per call of the encoder, which holds Python's lock.
@@ -31,6 +35,8 @@ UNICODE_LINE_ENDS: Final = tuple(
 )
 
 Result = TypeVar("Result")
+# Writes a part of the body at once; False if it must be sent, as the client does not read.
+WriteChunk = Callable[[bytes], bool]
 _encoder = msgspec.json.Encoder()
 
 
@@ -45,8 +51,9 @@ def event(value: Any) -> bytes:
 def json_event(json: bytes) -> bytes:
     """An event with this JSON. Unicode's line ends are escaped, because clients that split decoded
     text with `str.splitlines`, such as httpx's `iter_lines`, would end the line there."""
-    for end, escaped in UNICODE_LINE_ENDS:
-        json = json.replace(end, escaped)
+    if not json.isascii():
+        for end, escaped in UNICODE_LINE_ENDS:
+            json = json.replace(end, escaped)
     return b"data: " + json + b"\n\n"
 
 
@@ -110,9 +117,11 @@ def error_event(refusal: Refusal) -> bytes:
     return event(refusal.body())
 
 
-class EventStream(StreamingResponse):
+class EventStream(Response):
     """Encoded server-sent events; a disconnect closes the source and its requests. `on_error`: the
     event for an error after the status is sent. `end`: what follows the last event."""
+
+    media_type = "text/event-stream"
 
     def __init__(
         self,
@@ -120,33 +129,38 @@ class EventStream(StreamingResponse):
         on_error: Callable[[Refusal], bytes] = error_event,
         end: bytes = DONE,
     ) -> None:
-        self._source = _with_errors(source, on_error, end)
-        super().__init__(self._source, media_type="text/event-stream")
+        self._source, self._on_error, self._end = source, on_error, end
+        self.status_code, self.background = 200, None
+        self.init_headers()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # starlette's task group with its scopes costs more than these tasks.
         try:
             with suppress(ClientDisconnect):
-                await while_connected(Request(scope, receive), self.stream_response(send))
+                await while_connected(Request(scope, receive), self._send(scope, send))
         finally:
             await self._source.aclose()
 
+    async def _send(self, scope: Scope, send: Send) -> None:
+        """Sends an error as an event, because the status is already sent."""
+        write: WriteChunk = scope.get(WRITE_CHUNK, _write_nothing)
+        await send({"type": RESPONSE_START, "status": 200, "headers": self.raw_headers})
+        last = self._end
+        try:
+            async for data in self._source:
+                # A message of ASGI passes all middlewares, which costs more than the rest.
+                if not write(data):
+                    await send({"type": RESPONSE_BODY, "body": data, "more_body": True})
+        except Refusal as refusal:
+            last = self._on_error(refusal) + last
+        except Exception:
+            logger.exception("a stream failed")
+            last = self._on_error(Refusal(500, INTERNAL)) + last
+        await send({"type": RESPONSE_BODY, "body": last, "more_body": False})
 
-async def _with_errors(
-    source: AsyncGenerator[bytes, None], on_error: Callable[[Refusal], bytes], end: bytes
-) -> AsyncGenerator[bytes, None]:
-    """Sends an error as an event, because the status is already sent."""
-    try:
-        async with aclosing(source):
-            async for data in source:
-                yield data
-    except Refusal as refusal:
-        yield on_error(refusal)
-    except Exception:
-        logger.exception("a stream failed")
-        yield on_error(Refusal(500, INTERNAL))
-    if end:
-        yield end
+
+def _write_nothing(data: bytes) -> bool:
+    return False
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

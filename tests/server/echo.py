@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from starlette.applications import Starlette
@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
+from moesaic.server.responses import EventStream
 from tests.server.serving import Listening, status_of, wait_until
 
 GET = b"GET /echo HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -23,11 +24,12 @@ HALF_HEAD = b"GET /echo HTTP/1.1\r\nHost: "
 HALF_BODY = POST + b"Content-Length: 5\r\n\r\nab"
 PROBE = GET.replace(b"/echo", b"/health")
 METHODS = ["GET", "POST"]
+EVENTS = [b"data: %d %s\n\n" % (number, b"a" * 1000) for number in range(2000)]
 
 
 class Echo(Listening):
     """`/hold` is answered when `go_on` is set, `/refuse` before the body is read, `/endless` for as
-    long as the client reads."""
+    long as the client reads, `/events` with a stream of EVENTS."""
 
     def __init__(self) -> None:
         self.go_on = threading.Event()
@@ -35,6 +37,7 @@ class Echo(Listening):
             "/hold": self.hold,
             "/refuse": self.refuse,
             "/endless": self.endless,
+            "/events": self.events,
             "/{path:path}": self.echo,
         }
         super().__init__(
@@ -62,6 +65,14 @@ class Echo(Listening):
                 await asyncio.sleep(0)
 
         return StreamingResponse(pieces())
+
+    async def events(self, _: Request) -> EventStream:
+        async def source() -> AsyncGenerator[bytes, None]:
+            for data in EVENTS:
+                yield data
+                await asyncio.sleep(0)
+
+        return EventStream(source())
 
     def wait_for(self, number: int) -> None:
         wait_until(lambda: len(self.server.server_state.connections) == number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -10,7 +11,8 @@ import pytest
 
 from moesaic.server import http_protocol as guard
 from moesaic.server.http_protocol import MAX_HEAD
-from tests.server.echo import CHUNKED, GET, POST, Echo, answer_of, connect
+from moesaic.server.responses import DONE
+from tests.server.echo import CHUNKED, EVENTS, GET, POST, Echo, answer_of, connect
 from tests.server.serving import hear, status_of, talk, wait_until
 
 
@@ -79,6 +81,7 @@ def test_what_follows_an_answer_is_counted_as_it_comes(
     before = set(echo.server.server_state.connections)
     with connect(echo, CHUNKED.replace(b"/echo", b"/refuse")) as connection:
         assert status_of(hear(connection)) == 413
+        echo.wait_for(1)
         (link,) = echo.server.server_state.connections - before
         for sent in range(len(piece), most + len(piece), len(piece)):
             connection.sendall(piece)
@@ -201,3 +204,30 @@ def test_clients_do_not_choose_their_address(echo: Echo) -> None:
 
 
 # --- how clients share connections ---
+
+
+# --- streams of events ---
+
+
+def test_events_are_whole_and_in_order_however_slowly_they_are_read() -> None:
+    """Small buffers: the server writes some at once, and others when the client has read."""
+    with Echo().serve(write_seconds=30.0) as echo, connect(echo) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.sendall(GET.replace(b"/echo", b"/events"))
+        echo.wait_for(1)
+        (link,) = echo.server.server_state.connections
+        wait_until(lambda: link.flow.write_paused)
+        said = b""
+        while not said.endswith(b"0\r\n\r\n"):
+            said += connection.recv(1 << 16)
+    head, _, body = said.partition(b"\r\n\r\n")
+    assert b"transfer-encoding: chunked" in head and b"text/event-stream" in head
+    assert body == chunks(*EVENTS, DONE) + b"0\r\n\r\n"
+
+
+def test_a_head_request_for_events_has_no_body(echo: Echo) -> None:
+    head = GET.replace(b"GET /echo", b"HEAD /events").replace(
+        b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"
+    )
+    said = talk(echo.port, head)
+    assert status_of(said) == 200 and said.endswith(b"\r\n\r\n") and said.count(b"\r\n\r\n") == 1

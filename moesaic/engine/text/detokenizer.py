@@ -38,6 +38,11 @@ class IncrementalDetokenizer:
     def push(self, token_ids: Sequence[int]) -> str | None:
         """The stop string or pattern that matched, if any; tokens after it are ignored."""
         assert not self._finished, "push after finish"
+        if not self._stops.has_any:
+            for token_id in token_ids:
+                if chunks := self._bytes.push(token_id):
+                    self._stops.show(self._decoder.decode(b"".join(chunks)))
+            return None
         for token_id in token_ids:
             if self._stops.matched is not None:
                 break
@@ -68,6 +73,7 @@ class _StopSearch:
     def __init__(self, stops: tuple[str, ...], patterns: tuple[str, ...], keep_stop: bool) -> None:
         self._stops = stops
         self._patterns = StopPatterns(patterns) if patterns else None
+        self.has_any = bool(stops or patterns)
         self._longest = max(map(len, stops), default=0)
         self._keep_stop = keep_stop
         self._pieces: list[str] = []
@@ -81,6 +87,10 @@ class _StopSearch:
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
+
+    def show(self, piece: str) -> None:
+        """Adds a piece of a text that nothing stops."""
+        self._pieces.append(piece)
 
     def would_match(self, following: str) -> bool:
         """Whether the answer would end with this text, which is not certain yet."""

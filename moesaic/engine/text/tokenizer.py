@@ -65,7 +65,8 @@ class TokenForm:
     is_byte: bool = False
     """A byte-fallback token, which is decoded together with its neighbours."""
     raw: bytes | None = None
-    """The bytes of such a token, or of a part of a character."""
+    """The bytes of such a token, of a part of a character, or of any token whose text does not
+    depend on others."""
 
 
 class Tokenizer:
@@ -172,7 +173,12 @@ class Tokenizer:
         if BROKEN in text and all(char in _BYTE_OF for char in name):
             raw = bytes(_BYTE_OF[char] for char in name)
             return TokenForm(text, special=special, raw=raw)
-        return TokenForm(text, special=special)
+        return TokenForm(text, special=special, raw=text.encode() if self._is_byte_level else None)
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        """Whether the text of a token does not depend on the tokens around it."""
+        return isinstance(self.backend.decoder, tokenizers.decoders.ByteLevel)
 
     @cached_property
     def _special_names(self) -> frozenset[str]:

@@ -26,6 +26,7 @@ from moesaic.server.openai.response_types import Header, Usage, WholeResponse
 from moesaic.server.openai.setup import OpenAISetup
 from moesaic.server.responses import (
     DONE,
+    LIGHT,
     EventStream,
     ResponseWriter,
     error_event,
@@ -133,7 +134,8 @@ class AnswerWriter(Generic[AnswerT]):
     def chunks(self, update: RequestUpdate, size: int) -> bytes:
         """The chunks for an update of this size."""
         self.usage.record(update)
-        self._sglext |= sglext(update)
+        if update.progress.finished:
+            self._sglext |= sglext(update)
         chunks = self._answer(update).chunks(update)
         return b"".join([self._chunk(chunk, size) for chunk in chunks])
 
@@ -239,7 +241,7 @@ async def whole_response(
 
 
 async def _events(
-    context: Context, updates: AsyncGenerator[RequestUpdate, None], answers: UpdateWriter
+    context: Context, updates: generation.Updates, answers: UpdateWriter
 ) -> AsyncGenerator[bytes, None]:
     writer, sent = context.shared(ResponseWriter), dict[int, int]()
     async with aclosing(updates):
@@ -248,7 +250,11 @@ async def _events(
             number = update.progress.num_output
             size = weight(update.request, sent.get(update.index, 0), number)
             sent[update.index] = number
-            if data := await writer.write(size, partial(answers.chunks, update, size)):
+            if size <= LIGHT:
+                data = answers.chunks(update, size)
+            else:
+                data = await writer.write(size, partial(answers.chunks, update, size))
+            if data:
                 yield data
         if data := await answers.last_chunk():
             yield data
