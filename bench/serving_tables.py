@@ -26,7 +26,7 @@ HEADER: Final = (
 
 
 @dataclass(frozen=True)
-class Peer:
+class SglangFigures:
     """SGLang 0.5.15 on the same H200, one rank, bf16, the same load by its own bench_serving."""
 
     requests_s: float
@@ -37,9 +37,9 @@ class Peer:
 
 
 SGLANG: Final = {
-    16: Peer(10.10, 49, 198, 12.7, 58),
-    64: Peer(21.5, 67, 710, 18.7, 109),
-    256: Peer(42.9, 142, 2868, 24.2, 408),
+    16: SglangFigures(10.10, 49, 198, 12.7, 58),
+    64: SglangFigures(21.5, 67, 710, 18.7, 109),
+    256: SglangFigures(42.9, 142, 2868, 24.2, 408),
 }
 
 
@@ -235,7 +235,7 @@ def _is_measured_setting(row: ServingRow) -> bool:
     return "H200" in row.device and row.model.startswith(MODEL) and row.dtype == "bf16"
 
 
-def peer_of(row: ServingRow) -> Peer | None:
+def peer_of(row: ServingRow) -> SglangFigures | None:
     if not _is_measured_setting(row) or row.load != CLOSED or row.ranks > 1:
         return None
     return SGLANG.get(row.concurrency or 0)

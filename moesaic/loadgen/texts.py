@@ -47,13 +47,13 @@ class WordTexts:
 
 
 class IdTexts:
-    """Draws random token ids, for a server without a tokenizer."""
+    """Draws random token ids, where there is no tokenizer."""
 
     def __init__(self, vocab_size: int) -> None:
         self._ids = range(vocab_size)
 
     def draw(self, rng: random.Random, tokens: int) -> str:
-        raise ValueError("texts need a tokenizer: send token ids")
+        raise ValueError("--skip-tokenizer-init: only --dataset-name random works without one")
 
     def draw_ids(self, rng: random.Random, tokens: int) -> list[int]:
         return rng.choices(self._ids, k=tokens)
