@@ -8,6 +8,7 @@ import math
 import platform
 import random
 import statistics
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -19,6 +20,10 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
+from moesaic.cli.common import add_model
+from moesaic.config.args import ServerArgs
+from moesaic.config.args_engine import ServeArgs
+from moesaic.config.parser import FlagParser
 from moesaic.evals.data import check_target
 
 RESULTS = Path(__file__).parent / "results"
@@ -179,6 +184,24 @@ def cpu_name() -> str:
         return platform.processor()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def device_name(device: str) -> str:
+    """Asked of the driver's program: CUDA in this process would take memory from the ranks."""
+    if device == "cpu":
+        return cpu_name() or "cpu"
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return (told.splitlines() or ["cuda"])[0].strip()
+
+
+def engine_flags(module: str, rest: Sequence[str]) -> dict[str, Any]:
+    """What a benchmark's command line says about the engine, by the names of its arguments."""
+    usage = f"python -m bench.{module}"
+    flags = FlagParser(usage, f"{usage} [flags]", "")
+    add_model(flags)
+    flags.add_flags(ServerArgs, leave_out=(ServeArgs.GROUP,))
+    return flags.parse(rest)
 
 
 def positive(word: str) -> int:

@@ -51,7 +51,8 @@ from bench.common import (
     Distinct,
     check_out,
     complaints_in_a_line,
-    cpu_name,
+    device_name,
+    engine_flags,
     positive,
     read_rows,
     show_table,
@@ -62,13 +63,12 @@ from bench.one_batch import Timing, draw_prompts, generate, say, timing
 from bench.stages import ORDER, StepKernels, stages_of
 from bench.step_profile import DECODE_STEPS, profile_steps
 from moesaic import Engine
-from moesaic.cli.common import add_model, read_args
+from moesaic.cli.common import read_args
 from moesaic.comm.launch.service import Timeouts
 from moesaic.config.args import ServerArgs
-from moesaic.config.args_engine import ServeArgs
 from moesaic.config.devices import device_of, device_reason
 from moesaic.config.flags import specs
-from moesaic.config.parser import FlagParser, read_config
+from moesaic.config.parser import read_config
 from moesaic.config.resolve import SHAPE_PREFIX, resolve
 from moesaic.engine.frontend import core_client as remote
 from moesaic.engine.setup.memory_plan import check_plan, context_length
@@ -150,10 +150,7 @@ def parser() -> argparse.ArgumentParser:
 
 def read_flags(rest: Sequence[str], options: argparse.Namespace) -> ServerArgs:
     """The engine's, with what this benchmark wants where they say nothing."""
-    flags = FlagParser("python -m bench.ep", "python -m bench.ep [flags]", "")
-    add_model(flags)
-    flags.add_flags(ServerArgs, leave_out=(ServeArgs.GROUP,))
-    given = flags.parse(rest)
+    given = engine_flags("ep", rest)
     path = given["config"]
     file = {} if path is None else read_config(ServerArgs, path)
     most = str(max(options.batch))
@@ -333,15 +330,6 @@ def facts(engine: Engine) -> tuple[str, int, str, str]:
     dtype = config.get("torch_dtype", "") if args.dtype == "auto" else args.dtype
     told = args.quantization or str(dtype)
     return name, config["num_hidden_layers"], told, device_name(args.device)
-
-
-def device_name(device: str) -> str:
-    """Asked of the driver's program: CUDA in this process would take memory from the ranks."""
-    if device == "cpu":
-        return cpu_name() or "cpu"
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    told = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    return (told.splitlines() or ["cuda"])[0].strip()
 
 
 def compare(rows: Iterable[Row]) -> list[Row]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,10 +14,13 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
-import psutil
-
+START_SECONDS: Final = 300.0
+END_SECONDS: Final = 60.0
+# Lines of the log that an error shows.
+SHOWN_LINES: Final = 30
 SETTLE_SECONDS: Final = 30.0
 # What Python and its allocator may keep of a load for the next one.
 KEPT_BYTES: Final = 192 << 20
@@ -46,6 +50,8 @@ class ServerState:
 
     @classmethod
     def of(cls, server: Server) -> ServerState:
+        import psutil  # only here: servers can be measured on machines without it
+
         info = server.get("/server_info")
         sockets = rss = 0
         if server.pid is not None:
@@ -77,25 +83,58 @@ def settle(server: Server, before: ServerState) -> list[str]:
 
 @contextlib.contextmanager
 def started(
-    model: str, flags: Sequence[str], module: str = "moesaic.launch_server"
+    model: str,
+    flags: Sequence[str],
+    log: Path | None = None,
+    seconds: float = START_SECONDS,
+    module: str = "moesaic.launch_server",
 ) -> Iterator[Server]:
-    """A server that is ready, on a free port; it must end in order afterwards. `module`: what
-    starts it."""
-    with socket.create_server(("127.0.0.1", 0)) as free, tempfile.TemporaryDirectory() as folder:
-        port = free.getsockname()[1]
-        free.close()
+    """Yields a server that is ready, on a free port; it must end in order afterwards. Its output
+    goes to `log`, and the end of that is in the error where it does not start or does not end.
+    `module`: what starts it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, port = log or Path(folder, "server.log"), _free_port()
         command = [sys.executable, "-m", module, "--model-path", model]
-        command += ["--port", str(port), "--log-level", "warning", *flags]
+        command += ["--port", str(port), *flags]
+        command += [] if "--log-level" in flags else ["--log-level", "warning"]
         env = os.environ | {"MOESAIC_PROFILER_DIR": folder}
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+        with path.open("w") as file:
+            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env)
         try:
-            assert process.stdout is not None
-            if not process.stdout.readline().startswith("ready: "):
-                raise RuntimeError(f"{' '.join(command)} ended with status {process.wait()}")
+            _wait_until_ready(process, path, seconds)
             yield Server(f"http://127.0.0.1:{port}", process.pid)
             process.terminate()
-            if (status := process.wait(60)) != 0:
-                raise RuntimeError(f"the server ended with status {status}")
+            if (status := process.wait(END_SECONDS)) != 0:
+                raise RuntimeError(f"the server ended with status {status}{_tail(path)}")
         finally:
-            process.kill()
-            process.wait()
+            _end(process)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], log: Path, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not re.search(r"^ready: ", log.read_text(errors="replace"), re.MULTILINE):
+        if (status := process.poll()) is not None:
+            raise RuntimeError(f"the server ended with status {status} at start{_tail(log)}")
+        if time.monotonic() > end:
+            raise RuntimeError(f"the server is not ready after {seconds:g} s{_tail(log)}")
+        time.sleep(0.1)
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()[-SHOWN_LINES:]
+    return "\n".join(["; the end of its log:", *lines]) if lines else ", and it logged nothing"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process in order if that is possible, so that its ranks end with it."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+    process.kill()
+    process.wait()

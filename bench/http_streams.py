@@ -238,7 +238,7 @@ def server_and_steps(args: argparse.Namespace) -> Iterator[tuple[Server, StepPip
         if path is not None:
             os.mkfifo(path)
             os.environ[STEPS] = path
-        with started("tiny:qwen3_moe", [*flags, "--skip-server-warmup"], MODULE) as server:
+        with started("tiny:qwen3_moe", [*flags, "--skip-server-warmup"], module=MODULE) as server:
             yield server, StepPipe(path)
 
 

@@ -32,15 +32,19 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from bench.common import above_zero, complaints_in_a_line, cpu_name, positive, print_table
+from bench.common import (
+    above_zero,
+    complaints_in_a_line,
+    cpu_name,
+    engine_flags,
+    positive,
+    print_table,
+)
 from bench.one_batch_peer import LIMIT_SECONDS, PeerPoint, run_apart
 from bench.step_limits import Ceilings, Forward, ModelLimit
 from bench.step_profile import profile_steps, show_profile
 from moesaic import Engine
-from moesaic.cli.common import add_model, read_args
-from moesaic.config.args import ServerArgs
-from moesaic.config.args_engine import ServeArgs
-from moesaic.config.parser import FlagParser
+from moesaic.cli.common import read_args
 from moesaic.config.resolve import resolve
 from moesaic.core.request import Request
 from moesaic.engine.worker.local_core import LocalCore
@@ -226,10 +230,7 @@ def check_options(options: argparse.Namespace) -> None:
 def engine_args(rest: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
     """The server's flags, with what a benchmark wants where they say nothing."""
     check_options(options)
-    flags = FlagParser("python -m bench.one_batch", "python -m bench.one_batch [flags]", "")
-    add_model(flags)
-    flags.add_flags(ServerArgs, leave_out=(ServeArgs.GROUP,))
-    given = flags.parse(rest)
+    given = engine_flags("one_batch", rest)
     most = str(max(options.batch_size))
     defaults = {"max_running_requests": most, "log_level": "warning", "random_seed": "0"}
     defaults["watchdog_timeout"] = "60"

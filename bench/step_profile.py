@@ -63,38 +63,40 @@ class StepProfile:
 
         planner.plan = note  # type: ignore[method-assign, assignment]
         begin = time.perf_counter()
-        with profile(activities=_activities()) as recorded:
+        with profile(activities=activities()) as recorded:
             for _ in range(steps):
                 self._step()
             self._settle()
         seconds = time.perf_counter() - begin
         del planner.plan  # type: ignore[method-assign]
         made = [one.num_tokens for one in plans if one.items]
-        self.tables[name] = {"tokens": made, **self._table(recorded, len(made), seconds)}
+        self.tables[name] = {"tokens": made, **kernel_table(recorded, len(made), seconds)}
 
     def _settle(self) -> None:
         if self._cuda:
             torch.cuda.synchronize()
 
-    def _table(self, recorded: profile, steps: int, seconds: float) -> Table:
-        """Microseconds a step. `wall_us` has the profiler's own cost in it; `step_us` is from the
-        first kernel's begin to the last one's end, `idle_us` the part of it in which none ran."""
-        spent: Counter[str] = Counter()
-        calls: Counter[str] = Counter()
-        ran: list[Ran] = []
-        for event in recorded.events() or ():
-            on_device, time_range = event.device_type != DeviceType.CPU, event.time_range
-            if on_device == self._cuda:
-                spent[event.name] += time_range.elapsed_us() - _inner(event, on_device)
-                calls[event.name] += 1
-                ran.append(Ran(event.name, time_range.start, time_range.end))
-        rows = [
-            {"kernel": name, "calls": calls[name] / steps, "us": spent[name] / steps}
-            for name in sorted(spent, key=lambda name: -spent[name])
-        ]
-        busy, wall = sum(row["us"] for row in rows), seconds * 1e6 / steps
-        times = {"busy_us": busy, "wall_us": wall, **_idle(ran, steps)}
-        return {"steps": steps, **times, "kernels": rows}
+
+def kernel_table(recorded: profile, steps: int, seconds: float) -> Table:
+    """Microseconds a step. `wall_us` has the profiler's own cost in it; `step_us` is from the first
+    kernel's begin to the last one's end, `idle_us` the part of it in which none ran."""
+    spent: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    ran: list[Ran] = []
+    on_gpu = torch.cuda.is_available()
+    for event in recorded.events() or ():
+        on_device, time_range = event.device_type != DeviceType.CPU, event.time_range
+        if on_device == on_gpu:
+            spent[event.name] += time_range.elapsed_us() - _inner(event, on_device)
+            calls[event.name] += 1
+            ran.append(Ran(event.name, time_range.start, time_range.end))
+    rows = [
+        {"kernel": name, "calls": calls[name] / steps, "us": spent[name] / steps}
+        for name in sorted(spent, key=lambda name: -spent[name])
+    ]
+    busy, wall = sum(row["us"] for row in rows), seconds * 1e6 / steps
+    times = {"busy_us": busy, "wall_us": wall, **_idle(ran, steps)}
+    return {"steps": steps, **times, "kernels": rows}
 
 
 def _idle(ran: Sequence[Ran], steps: int) -> dict[str, float]:
@@ -102,7 +104,7 @@ def _idle(ran: Sequence[Ran], steps: int) -> dict[str, float]:
     return {"step_us": span / steps, "idle_us": (span - covered_us(ran)) / steps}
 
 
-def _activities() -> list[ProfilerActivity]:
+def activities() -> list[ProfilerActivity]:
     return [ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU]
 
 
@@ -117,7 +119,7 @@ def profile_steps(
     engine: Engine, core: LocalCore, prompts: list[list[int]], tokens: int
 ) -> dict[str, Table]:
     """`prompts`: as long and as many as those of the batch that was measured."""
-    with profile(activities=_activities()):
+    with profile(activities=activities()):
         pass  # the profiler must be set up by this thread before another may use it
     recorder = StepProfile(core, len(prompts))
     step: Callable[[], None] = recorder
@@ -136,14 +138,23 @@ def profile_steps(
 
 def show_profile(title: str, tables: dict[str, Table]) -> None:
     for name, table in tables.items():
-        busy, wall = table["busy_us"], table["wall_us"]
-        print(f"\n{title}, {name}: busy {busy:,.0f} µs of {wall:,.0f} µs a step", end="")
-        print(f" of {table['tokens'][0]} tokens")
-        print_table(
-            ["kernel", "calls", "us", "share"],
+        whole = f"busy {table['busy_us']:,.0f} µs of {table['wall_us']:,.0f} µs a step"
+        show_kernels(f"{title}, {name}: {whole} of {table['tokens'][0]} tokens", table["kernels"])
+
+
+def show_kernels(title: str, kernels: Sequence[dict[str, Any]]) -> None:
+    """Prints those that take the most time."""
+    busy = sum(row["us"] for row in kernels)
+    print(f"\n{title}")
+    print_table(
+        ["kernel", "calls", "us", "share"],
+        [
             [
-                [row["kernel"][:72], f"{row['calls']:g}", f"{row['us']:,.1f}"]
-                + [f"{row['us'] / busy:.1%}"]
-                for row in table["kernels"][:SHOWN]
-            ],
-        )
+                row["kernel"][:72],
+                f"{row['calls']:g}",
+                f"{row['us']:,.1f}",
+                f"{row['us'] / busy:.1%}",
+            ]
+            for row in kernels[:SHOWN]
+        ],
+    )

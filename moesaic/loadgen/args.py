@@ -18,6 +18,7 @@ class Load:
     rate: float  # requests a second; may be infinite
     limit: int | None  # requests at once
     burstiness: float = 1.0
+    seconds: float = math.inf  # after which no request is sent
 
 
 @dataclass(frozen=True)

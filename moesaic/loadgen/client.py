@@ -33,10 +33,11 @@ def unreachable(url: str, error: Exception, why: str) -> RuntimeError:
     )
 
 
-def session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
-    """A session without a connection limit, which would be an unmeasured queue."""
+def session(headers: Mapping[str, str], keep_alive: bool = True) -> aiohttp.ClientSession:
+    """A session without a connection limit, which would be an unmeasured queue. Without
+    `keep_alive` each request has a connection of its own, which is part of its time."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=600),
+        connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=600, force_close=not keep_alive),
         timeout=TIMEOUT,
         headers=dict(headers),
         read_bufsize=READ_BUFFER,
@@ -81,10 +82,7 @@ class Client:
         async for data in response.content.iter_any():
             now = time.perf_counter()
             *lines, rest = (rest + data).split(b"\n")
-            if self._read_lines(lines, outcome):
-                outcome.arrivals.append(now)
-                if outcome.output_tokens is not None:
-                    outcome.counts.append(outcome.output_tokens)
+            self._read_lines(lines, outcome, now)
             if outcome.error:
                 return
         if not outcome.finished:
@@ -93,16 +91,16 @@ class Client:
             # Tokens without text: only the last event shows that there were any.
             outcome.arrivals.append(time.perf_counter())
 
-    def _read_lines(self, lines: list[bytes], outcome: Outcome) -> bool:
-        """Read events; return whether they carried tokens."""
-        has_tokens = False
+    def _read_lines(self, lines: list[bytes], outcome: Outcome, now: float) -> None:
+        """Read events; each that carries tokens is an arrival."""
         for line in lines:
             if not line.startswith(DATA):
                 continue  # keep-alive comments, event names, empty lines
             data = line[len(DATA) :].strip()
-            if data and data != DONE:
-                has_tokens = self._endpoint.read(data, outcome) or has_tokens
-        return has_tokens
+            if data and data != DONE and self._endpoint.read(data, outcome):
+                outcome.arrivals.append(now)
+                if outcome.output_tokens is not None:
+                    outcome.counts.append(outcome.output_tokens)
 
 
 def reason(body: bytes) -> str:

@@ -17,28 +17,12 @@ from moesaic.loadgen.args import DatasetArgs, LatencyArgs, ThroughputArgs
 from moesaic.loadgen.datasets import DatasetSpec, draw_prompts
 from moesaic.loadgen.outcome import BenchPrompt
 from moesaic.loadgen.report import WIDTH, append_json, head, line
-from moesaic.loadgen.texts import Texts, TokenTexts
+from moesaic.loadgen.texts import IdTexts, Texts, TokenTexts
 
 if TYPE_CHECKING:
     from moesaic.engine.engine import Engine
 
 WARMUP = 16, 256, 16  # requests, tokens of a prompt, tokens of an answer
-
-
-class IdTexts:
-    """Random token ids, for an engine without a tokenizer."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-
-    def draw(self, rng: random.Random, tokens: int) -> str:
-        raise ValueError("--skip-tokenizer-init: only --dataset-name random works without one")
-
-    def draw_ids(self, rng: random.Random, tokens: int) -> list[int]:
-        return [rng.randrange(self._vocab_size) for _ in range(tokens)]
-
-    def count(self, text: str) -> int | None:
-        return None
 
 
 def texts_of(engine: Engine) -> Texts:

@@ -18,7 +18,8 @@ class BenchPrompt:
 
 @dataclass(slots=True)
 class Outcome:
-    """Times of one clock in seconds. An arrival is one read from the socket."""
+    """Times of one clock in seconds. An arrival is an event that carries tokens; events that one
+    read from the socket brings have the same time."""
 
     prompt: BenchPrompt
     started: float = 0.0

@@ -32,8 +32,8 @@ Result = TypeVar("Result")
 def serve_bench(args: ServeBenchArgs) -> int:
     """Exit status: 0, 1 if every request failed, 130 if interrupted."""
     plan = BenchPlan.of(args)
-    _raise_file_limit()
-    return _run(_Bench(plan).run())
+    raise_file_limit()
+    return run_loop(_Bench(plan).run())
 
 
 @dataclass(frozen=True)
@@ -199,14 +199,14 @@ class _Info:
     tokenizer: str
 
 
-def _raise_file_limit() -> None:
+def raise_file_limit() -> None:
     """Allow many sockets: each open request has one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _run(work: Coroutine[Any, Any, Result]) -> Result:
+def run_loop(work: Coroutine[Any, Any, Result]) -> Result:
     """Run on uvloop if installed, so the client is not the bottleneck."""
     try:
         import uvloop

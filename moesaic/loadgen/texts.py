@@ -46,6 +46,22 @@ class WordTexts:
         return None
 
 
+class IdTexts:
+    """Draws random token ids, where there is no tokenizer."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._ids = range(vocab_size)
+
+    def draw(self, rng: random.Random, tokens: int) -> str:
+        raise ValueError("--skip-tokenizer-init: only --dataset-name random works without one")
+
+    def draw_ids(self, rng: random.Random, tokens: int) -> list[int]:
+        return rng.choices(self._ids, k=tokens)
+
+    def count(self, text: str) -> int | None:
+        return None
+
+
 class TokenTexts:
     """Exact lengths by the server's tokenizer, including its chat template."""
 

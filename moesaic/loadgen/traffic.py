@@ -42,6 +42,7 @@ class TrafficSource:
         self._client, self._load, self._seed = client, load, seed
         self._progress = progress
         self._done: list[Outcome] = []
+        self._until, self._unsent = math.inf, 0
         self._slots: AbstractAsyncContextManager[object] = nullcontext()
         if load.limit is not None:
             self._slots = asyncio.Semaphore(load.limit)
@@ -51,6 +52,7 @@ class TrafficSource:
         tasks: list[asyncio.Task[None]] = []
         cut = False
         cpu, started = time.thread_time(), time.perf_counter()
+        self._until = started + self._load.seconds
         with tqdm(total=len(prompts), disable=not self._progress, unit="req") as bar:
             try:
                 await self._send(prompts, started, tasks, bar.update)
@@ -65,7 +67,7 @@ class TrafficSource:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        left = len(prompts) - len(self._done)
+        left = len(prompts) - len(self._done) - self._unsent
         return Run(self._done, duration, share, cut, left)
 
     async def _send(
@@ -84,6 +86,9 @@ class TrafficSource:
 
     async def _one(self, prompt: BenchPrompt, tick: Callable[[], object]) -> None:
         async with self._slots:
+            if time.perf_counter() > self._until:
+                self._unsent += 1
+                return
             outcome = await self._client.ask(prompt)
         self._done.append(outcome)
         tick()
