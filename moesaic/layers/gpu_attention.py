@@ -98,14 +98,16 @@ class Sequences:
         return number, (np.arange(len(number)) - behind[number]).astype(np.int32)
 
     def tiles(self, size: int) -> Ints:
-        """[X, 2]: sequence and offset of each tile of `size` queries, longest work first."""
+        """[X, 2]: how many tiles of `size` queries there are, then sequence and offset of each,
+        longest work first."""
         counts = -(-self.lengths_B // size)
         number = np.repeat(np.arange(len(self), dtype=np.int32), counts)
         behind = (np.cumsum(counts) - counts)[number]
         offset = (np.arange(len(number)) - behind) * size
         work = (self.kv_lens_B - self.lengths_B)[number] + offset
-        tiles = np.stack((number, offset), axis=1).astype(np.int32)
-        return tiles[np.argsort(-work, kind="stable")]
+        order = np.argsort(-work, kind="stable")
+        tiles = np.stack((number[order], offset[order]), axis=1)
+        return np.concatenate(([[len(tiles), 0]], tiles)).astype(np.int32)
 
 
 def page_list(spans: Sequence[SequenceSpan]) -> Ints:
@@ -115,7 +117,7 @@ def page_list(spans: Sequence[SequenceSpan]) -> Ints:
 
 def to_device(array: Ints, device: torch.device) -> Tensor:
     """Does not block the host: the allocator keeps the pinned memory until the copy is done."""
-    return _pinned(array, device).to(device, non_blocking=True)
+    return pinned(array, device).to(device, non_blocking=True)
 
 
 @cached
@@ -184,7 +186,7 @@ class GpuAttention(AttentionStep):
         number, position = sequences.positions()
         row = sequences.starts_B[number] + position
         row -= (sequences.kv_lens_B - sequences.lengths_B)[number]
-        slot = _slots(cache.page_size, pages, sequences.first_B[number], position)
+        slot = slots_of(cache.page_size, pages, sequences.first_B[number], position)
         order = np.argsort(row, kind="stable")
         single = (sequences.lengths_B == 1) & (not deterministic)
         decoding, chunks = (sequences.select(np.flatnonzero(part)) for part in (single, ~single))
@@ -195,7 +197,7 @@ class GpuAttention(AttentionStep):
         pages_on_device, decode = parts[-1], None
         if len(decoding):
             longest = int(decoding.kv_lens_B.max())
-            decode = _decode_rows(cache, rows_B, kv_lens_B, first_B, pages_on_device, longest)
+            decode = decode_rows(cache, rows_B, kv_lens_B, first_B, pages_on_device, longest)
         prefill = Prefill(chunks, pages_on_device, parts[:4]) if len(chunks) else None
         return cls(cache, slots_T, positions_T, decode, prefill, deterministic)
 
@@ -292,12 +294,12 @@ def _softmax(spec: AttentionSpec) -> Softmax:
     return Softmax(spec.scale, spec.window, spec.sinks_N)
 
 
-def _slots(page_size: int, pages: Ints, first: Ints, position: Ints) -> Ints:
+def slots_of(page_size: int, pages: Ints, first: Ints, position: Ints) -> Ints:
     slots: Ints = pages[first + position // page_size] * page_size + position % page_size
     return slots
 
 
-def _decode_rows(
+def decode_rows(
     cache: PagedCache,
     rows_B: Tensor,
     kv_lens_B: Tensor,
@@ -402,7 +404,7 @@ class DecodeBuffers:
             return
         rows_T = torch.arange(rows, dtype=torch.int32, device=device)
         max_kv_len = max_pages * cache.page_size
-        decode = _decode_rows(cache, rows_T, kv_lens_T, first_T, pages, max_kv_len)
+        decode = decode_rows(cache, rows_T, kv_lens_T, first_T, pages, max_kv_len)
         self.attention = GpuAttention(cache, slots_T, positions_T, decode)
         self.attention.fused = queries == 1
 
@@ -421,12 +423,12 @@ class DecodeBuffers:
         assert (sequences.lengths_B <= self.queries).all(), f"more than {self.queries} queries"
         number, position = sequences.positions()
         first = sequences.first_B[number]
-        slots = _slots(self.cache.page_size, pages, first, position)
+        slots = slots_of(self.cache.page_size, pages, first, position)
         head = np.zeros((4, self.rows), np.int32)
         head[0] = -1
         head[:, : len(position)] = slots, position, position + 1, first
         packed = np.concatenate((head.ravel(), pages))
-        self._packed[: len(packed)].copy_(_pinned(packed, self._packed.device), non_blocking=True)
+        self._packed[: len(packed)].copy_(pinned(packed, self._packed.device), non_blocking=True)
 
 
 def _single_queries(kv_lens_B: Tensor, first_B: Tensor, pages: Tensor) -> Prefill:
@@ -437,6 +439,6 @@ def _single_queries(kv_lens_B: Tensor, first_B: Tensor, pages: Tensor) -> Prefil
     return Prefill(host, pages, (starts_B, lengths_B, kv_lens_B, first_B))
 
 
-def _pinned(array: Ints, device: torch.device) -> Tensor:
+def pinned(array: Ints, device: torch.device) -> Tensor:
     host = torch.from_numpy(array)
     return host.pin_memory() if device.type == "cuda" else host

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from moesaic.core.step import Step
 from moesaic.engine.runner.future_tokens import FutureTokens, FutureTokenSlot
 from moesaic.engine.runner.graphs import GraphCache, GraphKey
-from moesaic.engine.runner.pinned import PinnedRing
+from moesaic.engine.runner.pinned import Ints, PinnedRing
 from moesaic.engine.schedule.plan import StepPlan
 from moesaic.kernels.sampling import greedy_rows
 from moesaic.layers.paged_cache import SequenceSpan
@@ -38,6 +38,31 @@ def spans_of(plan: StepPlan) -> list[SequenceSpan]:
         spans.append(SequenceSpan(start, length, item.first + length, item.pages))
         start += length
     return spans
+
+
+class StepInputs(NamedTuple):
+    """A step's input on the host. `slots_T`, `slots_R`: future token slots, if there are any."""
+
+    ids_T: Ints
+    positions_T: Ints
+    slots_T: Ints
+    rows_R: Sequence[int]
+    """As StepPlan.logit_rows."""
+    slots_R: Ints
+
+    @classmethod
+    def of(cls, plan: StepPlan, slots: Sequence[FutureTokenSlot]) -> StepInputs:
+        items, total = plan.items, plan.num_tokens
+        lengths = np.array([len(item.token_ids) for item in items], np.int64)
+        shifts = np.array([item.first for item in items], np.int64) - lengths.cumsum() + lengths
+        numbers = np.array([slot.number for slot in slots], np.int64)
+        return cls(
+            np.fromiter(chain.from_iterable(item.token_ids for item in items), np.int64, total),
+            np.arange(total) + np.repeat(shifts, lengths),
+            numbers.repeat(lengths) if slots else numbers,
+            plan.logit_rows(),
+            numbers.repeat([item.num_sampled for item in items]) if slots else numbers,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +89,11 @@ class EagerBatch:
         x_TH: Tensor | None = None,
         slots: Sequence[FutureTokenSlot] = (),
     ) -> EagerOutput:
-        items, spans, runner = plan.items, spans_of(plan), self._runner
-        total, lengths = plan.num_tokens, np.array([span.length for span in spans], np.int64)
-        shifts = np.array([s.kv_len - s.length - s.start for s in spans], np.int64)
-        numbers = np.array([slot.number for slot in slots], np.int64)
-        ids_T, positions_T, slots_T, rows_R, slots_R = self._uploads.upload(
-            np.fromiter(chain.from_iterable(item.token_ids for item in items), np.int64, total),
-            np.arange(total) + np.repeat(shifts, lengths),
-            numbers.repeat(lengths) if slots else numbers,
-            plan.logit_rows(),
-            numbers.repeat([item.num_sampled for item in items]) if slots else numbers,
-        )
+        runner, inputs = self._runner, StepInputs.of(plan, slots)
+        ids_T, positions_T, slots_T, rows_R, slots_R = self._uploads.upload(*inputs)
         if self._future_tokens is not None:
             ids_T = self._future_tokens.resolve(ids_T, slots_T)
-        attention = runner.attention.for_spans(spans)
+        attention = runner.attention.for_spans(spans_of(plan))
         hidden_TH = runner.model(ids_T, positions_T, attention, step, x_TH)
         return EagerOutput(hidden_TH, rows_R, slots_R)
 

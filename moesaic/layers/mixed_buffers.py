@@ -1,0 +1,134 @@
+"""Attention of mixed steps over static buffers, for CUDA graphs of fixed numbers of tokens.
+
+Lists have a fixed length and a count, or entries that the kernels skip, so that one graph serves
+every step with up to as many tokens and sequences. T tokens · S sequences with one new token · B
+sequences with more · X tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moesaic.kernels.attention import PrefillRows
+from moesaic.layers.gpu_attention import (
+    GpuAttention,
+    Ints,
+    Prefill,
+    Sequences,
+    decode_rows,
+    page_list,
+    pinned,
+    slots_of,
+)
+from moesaic.layers.paged_cache import PagedCache, SequenceSpan
+
+
+@dataclass(frozen=True, slots=True)
+class MixedSizes:
+    """The largest step that the buffers hold."""
+
+    tokens: int
+    singles: int
+    """Sequences with one new token."""
+    prompts: int
+    """Sequences with more."""
+    max_pages: int
+    """Of a sequence."""
+
+    @property
+    def columns(self) -> list[int]:
+        """Lengths of the packed columns: slots and positions; row, tokens and first page of single
+        tokens; start, new tokens, tokens and first page of prompts; pages."""
+        pages = (self.singles + self.prompts) * self.max_pages
+        return [self.tokens] * 2 + [self.singles] * 3 + [self.prompts] * 4 + [pages]
+
+
+class StaticPrefill(Prefill):
+    """Prompts in buffers that are filled before each step; attention looks at no host values."""
+
+    def __init__(
+        self, arrays: Sequence[Tensor], pages: Tensor, tiles: Callable[[int], Tensor]
+    ) -> None:
+        starts_B, lengths_B, kv_lens_B, first_B = arrays
+        self.rows = PrefillRows(starts_B, lengths_B, kv_lens_B, first_B, pages, tiles)
+
+
+class MixedBuffers:
+    """Static tensors of all graphs of mixed steps, which use their first entries. In deterministic
+    mode all sequences are prompts."""
+
+    def __init__(self, cache: PagedCache, sizes: MixedSizes, deterministic: bool = False) -> None:
+        self._cache, self._sizes, self._deterministic = cache, sizes, deterministic
+        device = cache.keys.device
+        self._packed = torch.zeros(sum(sizes.columns), dtype=torch.int32, device=device)
+        self._columns = self._packed.split(sizes.columns)
+        self._tiles: dict[int, Tensor] = {}
+        self._chunks = Sequences.of([])
+        self.fill([])
+
+    def attention(self, tokens: int, singles: int) -> GpuAttention:
+        """Attention of a graph of `tokens` rows, up to `singles` of them single tokens."""
+        slots_T, positions_T, rows_S, kv_lens_S, first_S, *prompts, pages = self._columns
+        decode = None
+        if not self._deterministic:
+            longest = self._sizes.max_pages * self._cache.page_size
+            kv_lens_S, first_S = kv_lens_S[:singles], first_S[:singles]
+            decode = decode_rows(self._cache, rows_S[:singles], kv_lens_S, first_S, pages, longest)
+        prefill = StaticPrefill(prompts, pages, lambda size: self._tiles_within(size, tokens))
+        parts_T = slots_T[:tokens], positions_T[:tokens]
+        return GpuAttention(self._cache, *parts_T, decode, prefill, self._deterministic)
+
+    def num_singles(self, spans: Sequence[SequenceSpan]) -> int:
+        return 0 if self._deterministic else sum(span.length == 1 for span in spans)
+
+    def holds(self, spans: Sequence[SequenceSpan]) -> bool:
+        singles = self.num_singles(spans)
+        return singles <= self._sizes.singles and len(spans) - singles <= self._sizes.prompts
+
+    def fill(self, spans: Sequence[SequenceSpan]) -> None:
+        """The spans' rows follow each other from row 0 on. Does not block the host."""
+        sizes, sequences, pages = self._sizes, Sequences.of(spans), page_list(spans)
+        number, position = sequences.positions()
+        slots = slots_of(self._cache.page_size, pages, sequences.first_B[number], position)
+        single = (sequences.lengths_B == 1) & (not self._deterministic)
+        singles, chunks = (sequences.select(np.flatnonzero(part)) for part in (single, ~single))
+        filled: list[tuple[int, Ints]] = [
+            (-1, slots),
+            (0, position),
+            (0, singles.starts_B),
+            (-1, singles.kv_lens_B),
+            (0, singles.first_B),
+            *((0, column) for column in chunks.arrays()),
+            (0, pages),
+        ]
+        packed = np.empty(len(self._packed), np.int32)
+        start = 0
+        for (rest, column), size in zip(filled, sizes.columns, strict=True):
+            packed[start : start + len(column)] = column
+            packed[start + len(column) : start + size] = rest
+            start += size
+        self._packed.copy_(pinned(packed, self._packed.device), non_blocking=True)
+        self._chunks = chunks
+        for size in self._tiles:
+            self._fill_tiles(size)
+
+    def _tiles_within(self, size: int, tokens: int) -> Tensor:
+        """Room for the tiles of so many tokens, behind their number."""
+        if size not in self._tiles:
+            shape = (1 + self._most_tiles(size, self._sizes.tokens), 2)
+            self._tiles[size] = torch.zeros(shape, dtype=torch.int32, device=self._packed.device)
+            self._fill_tiles(size)
+        return self._tiles[size][: 1 + self._most_tiles(size, tokens)]
+
+    def _most_tiles(self, size: int, tokens: int) -> int:
+        return tokens // size + min(self._sizes.prompts, tokens)
+
+    def _fill_tiles(self, size: int) -> None:
+        tiles = self._chunks.tiles(size)
+        place = self._tiles[size][: len(tiles)]
+        place.copy_(pinned(tiles, place.device), non_blocking=True)
