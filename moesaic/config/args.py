@@ -45,6 +45,8 @@ class ServerArgs(
             object.__setattr__(self, "enable_dp_attention", True)
         if self.cuda_graph_backend_decode == "disabled":
             object.__setattr__(self, "disable_cuda_graph", True)
+        if self.cuda_graph_backend_prefill == "disabled":
+            object.__setattr__(self, "disable_prefill_cuda_graph", True)
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "ServerArgs":

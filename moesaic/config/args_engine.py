@@ -400,6 +400,31 @@ class RuntimeArgs:
         aliases=("--cuda-graph-max-bs-decode",),
         at_least=1,
     )
+    disable_prefill_cuda_graph: bool = flag(
+        False,
+        "Capture no CUDA graphs of steps with prompts: these are launched kernel by kernel.",
+        aliases=("--disable-piecewise-cuda-graph",),
+    )
+    cuda_graph_backend_prefill: str | None = flag(
+        None,
+        "How steps with prompts are captured; disabled: the same as --disable-prefill-cuda-graph.",
+        choices=("full", "breakable", "disabled"),
+        built=("full", "disabled"),
+        why="a step with prompts is captured as one graph",
+    )
+    cuda_graph_bs_prefill: tuple[int, ...] | None = flag(
+        None,
+        "Numbers of tokens to capture as CUDA graphs of steps with prompts; unset: 64, 80, 96, "
+        "112, 128, 160 and so on.",
+        aliases=("--piecewise-cuda-graph-tokens",),
+        at_least=1,
+    )
+    cuda_graph_max_bs_prefill: int | None = flag(
+        None,
+        "Most tokens of such a graph; unset: 4096, or the largest step if that is less.",
+        aliases=("--piecewise-cuda-graph-max-tokens",),
+        at_least=1,
+    )
     enable_torch_compile: bool = not_built(
         False,
         "Compile the model with torch.compile.",

@@ -26,6 +26,12 @@ from moesaic.config.gpus import crowding_warning
 
 logger = logging.getLogger(__name__)
 
+# Of graphs of decode steps and of steps with prompts: the switch, the sizes, the largest.
+GRAPH_FLAGS = (
+    ("disable_cuda_graph", "cuda_graph_bs", "cuda_graph_max_bs"),
+    ("disable_prefill_cuda_graph", "cuda_graph_bs_prefill", "cuda_graph_max_bs_prefill"),
+)
+
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
 KV_TYPE_NAMES = {"bf16": "bfloat16"}
 # Installed packages name their MoE backends here; moe/backends.py imports them.
@@ -106,7 +112,7 @@ def _logged(args: ServerArgs) -> Iterator[FlagChange]:
         yield FlagChange("moe_dense_tp_size", 1, why)
         yield FlagChange("enable_dp_lm_head", True, why)
     if device_of(args) == "cpu":
-        for field in ("cuda_graph_bs", "cuda_graph_max_bs"):
+        for field in (name for names in GRAPH_FLAGS for name in names[1:]):
             if getattr(args, field) is not None:
                 yield FlagChange(field, None, "there are no CUDA graphs on cpu")
     if args.model_path.startswith(SHAPE_PREFIX) and args.tokenizer_path is None:
@@ -388,12 +394,13 @@ def _elastic(args: ServerArgs) -> Iterator[str]:
 
 
 def _graphs(args: ServerArgs) -> Iterator[str]:
-    sizes, most = args.cuda_graph_bs, args.cuda_graph_max_bs
-    if args.disable_cuda_graph and (sizes is not None or most is not None):
-        name = "--cuda-graph-max-bs" if sizes is None else "--cuda-graph-bs"
-        yield f"{name} and --disable-cuda-graph exclude each other: keep one"
-    if sizes and most is not None and max(sizes) > most:
-        yield f"--cuda-graph-bs has {max(sizes)}, more than --cuda-graph-max-bs {most}: raise that"
+    for names in GRAPH_FLAGS:
+        disabled, sizes, most = (getattr(args, name) for name in names)
+        disable, *flags = ("--" + name.replace("_", "-") for name in names)
+        if disabled and (sizes is not None or most is not None):
+            yield f"{flags[sizes is None]} and {disable} exclude each other: keep one"
+        if sizes and most is not None and max(sizes) > most:
+            yield f"{flags[0]} has {max(sizes)}, more than {flags[1]} {most}: raise that"
 
 
 def _roles(args: ServerArgs) -> Iterator[str]:

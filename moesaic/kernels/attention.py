@@ -134,7 +134,7 @@ class DecodeRows:
 
     rows_B: Tensor
     kv_lens_B: Tensor
-    """Tokens including the query's own; 0 sets the row to zero."""
+    """Tokens including the query's own; 0 sets the row to zero, -1 leaves it as it is."""
     first_B: Tensor
     pages: Tensor
     splits: Splits
@@ -153,7 +153,8 @@ class PrefillRows:
     first_B: Tensor
     pages: Tensor
     tiles: Callable[[int], Tensor] = field(repr=False)
-    """tiles(n): sequence and offset [X, 2] of each tile of n queries, on the device."""
+    """tiles(n): on the device, [X, 2]: in row 0 how many tiles of n queries there are, in the rows
+    behind it sequence and offset of each. X may be larger: the rest is ignored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,8 +297,9 @@ def _attend_all(
     """`columns`: start, length, kv_len and first page of each sequence."""
     for start, length, kv_len, first in torch.stack(columns, dim=1).tolist():
         rows = slice(start, start + length)
-        out_TNV[rows] = 0
-        if kv_len:
+        if kv_len >= 0:
+            out_TNV[rows] = 0
+        if kv_len > 0:
             out_TNV[rows] = _attend(q, cache, softmax, rows, kv_len, pages[first:])
     return out_TNV
 

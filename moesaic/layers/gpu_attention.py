@@ -143,7 +143,7 @@ class GpuAttention(AttentionStep):
         decode = None
         if len(decoding):
             longest = int(decoding.kv_lens_B.max())
-            decode = _decode_rows(cache, rows_B, kv_lens_B, first_B, table.pages, longest)
+            decode = decode_rows(cache, rows_B, kv_lens_B, first_B, table.pages, longest)
         prefill = Prefill(chunks, table.pages, rest) if len(chunks) else None
         return cls(cache, slots_T, positions_T, decode, prefill, deterministic)
 
@@ -249,7 +249,7 @@ def _softmax(spec: AttentionSpec) -> Softmax:
     return Softmax(spec.scale, spec.window, spec.sinks_N)
 
 
-def _decode_rows(
+def decode_rows(
     cache: PagedCache,
     rows_B: Tensor,
     kv_lens_B: Tensor,
@@ -353,7 +353,7 @@ class DecodeBuffers:
             return
         rows_T = torch.arange(rows, dtype=torch.int32, device=device)
         max_kv_len = table.max_pages * cache.page_size
-        decode = _decode_rows(cache, rows_T, kv_lens_T, first_T, pages, max_kv_len)
+        decode = decode_rows(cache, rows_T, kv_lens_T, first_T, pages, max_kv_len)
         self.attention = GpuAttention(cache, slots_T, positions_T, decode)
         self.attention.fused = queries == 1
 

@@ -69,14 +69,16 @@ class Sequences:
         return number, (np.arange(len(number)) - behind[number]).astype(np.int32)
 
     def tiles(self, size: int) -> Ints:
-        """[X, 2]: sequence and offset of each tile of `size` queries, longest work first."""
+        """[X, 2]: how many tiles of `size` queries there are, then sequence and offset of each,
+        longest work first."""
         counts = -(-self.lengths_B // size)
         number = np.repeat(np.arange(len(self), dtype=np.int32), counts)
         behind = (np.cumsum(counts) - counts)[number]
         offset = (np.arange(len(number)) - behind) * size
         work = (self.kv_lens_B - self.lengths_B)[number] + offset
-        tiles = np.stack((number, offset), axis=1).astype(np.int32)
-        return tiles[np.argsort(-work, kind="stable")]
+        order = np.argsort(-work, kind="stable")
+        tiles = np.stack((number[order], offset[order]), axis=1)
+        return np.concatenate(([[len(tiles), 0]], tiles)).astype(np.int32)
 
 
 class PageUpdate(NamedTuple):

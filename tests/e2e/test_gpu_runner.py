@@ -16,7 +16,7 @@ from moesaic.config import ServerArgs, resolve
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.runner.future_tokens import FutureTokens, SamplingPath
-from moesaic.engine.runner.graphs import GraphCache, GraphKey, graph_sizes
+from moesaic.engine.runner.graphs import GraphCache, GraphKey
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.runner.row_results import NOT_FINITE
 from moesaic.engine.runner.steps import AsynchronousSteps
@@ -24,6 +24,7 @@ from moesaic.engine.sampling.gpu_sampler import draw_rows
 from moesaic.engine.sampling.sampler import SampleRow, sample
 from moesaic.engine.schedule.plan import ItemResult, PlanItem, PromptScore, StepPlan
 from moesaic.engine.schedule.request_state import RequestState
+from moesaic.engine.setup.graph_sizes import graph_sizes
 from moesaic.engine.worker.local_core import LocalCore
 from moesaic.kernels.sampling import greedy_rows
 from moesaic.models.tiny import FAMILIES, materialise
@@ -456,4 +457,4 @@ def test_a_graph_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = GraphCache((1, 4), lambda key: None, torch.device("cpu"))
     monkeypatch.setattr(cache, "_capture", full)
     with pytest.raises(ValueError, match=r"of 4 rows does not fit.*--mem-fraction-static"):
-        cache.capture()
+        cache.capture(None)

@@ -97,7 +97,9 @@ class Case:
                 for offset in range(0, new, size)
             ]
             random.shuffle(pairs)
-            return torch.tensor(pairs, dtype=torch.int32, device=DEVICE).view(-1, 2)
+            # Rows behind the last tile would be a sequence far outside.
+            rows = [(len(pairs), 0), *pairs, *[(1 << 20, 1 << 20)] * 3]
+            return torch.tensor(rows, dtype=torch.int32, device=DEVICE)
 
         return PrefillRows(
             self.ints(self.starts),
@@ -262,6 +264,21 @@ def test_other_types(
     check(out, want, bound)
 
 
+@pytest.mark.parametrize("splits", [Splits(1, 64), Splits(3, 16)])
+@pytest.mark.parametrize(
+    "decode", [attention.decode_attention.twin, attention_decode.decode_attention]
+)
+def test_rows_of_no_sequence_stay_as_they_are(decode, splits) -> None:
+    """A sequence of -1 tokens fills a list of fixed length: its row is another kernel's."""
+    torch.manual_seed(0)
+    case = make_case(GQA, [(1, 37), (1, 5), (1, 20)], torch.float32)
+    softmax, batch = softmax_of(case), case.decode(splits)
+    want = expected(case, softmax)
+    want[case.starts[1]] = math.nan
+    batch.kv_lens_B[1] = -1
+    check(decode(case.q, case.cache, batch, softmax, case.poisoned()), want, BOUNDS[torch.float32])
+
+
 def test_no_sequences() -> None:
     case = make_case(GQA, [], torch.float32)
     softmax, out = softmax_of(case), case.poisoned()
@@ -332,7 +349,8 @@ def test_example_of_decode_attention(decode) -> None:
 def test_example_of_prefill_attention(prefill) -> None:
     q, cache, ints, out = worked_example()
     zero, two = ints[:1], ints[2:]
-    batch = PrefillRows(zero, two, two, zero, zero, lambda size: ints.new_zeros(1, 2))
+    tiles = torch.stack((ints[1:2], zero), dim=1)
+    batch = PrefillRows(zero, two, two, zero, zero, lambda size: torch.cat((tiles, 0 * tiles)))
     prefill(q, cache, batch, Softmax(1.0), out)
     torch.testing.assert_close(out.cpu(), torch.tensor([[[4.0, 0.0]], [[3.0, 2.0]]]))
 

@@ -328,7 +328,7 @@ def test_tiles_are_listed_with_the_longest_work_first() -> None:
     """Of 5 tokens after 8 others and 3 at the beginning, in pieces of 2."""
     spans = [SequenceSpan(0, 5, 13, [1]), SequenceSpan(5, 3, 3, [2])]
     sequences = PageTable(2, 1).put(spans)
-    assert sequences.tiles(2).tolist() == [[0, 4], [0, 2], [0, 0], [1, 2], [1, 0]]
+    assert sequences.tiles(2).tolist() == [[5, 0], [0, 4], [0, 2], [0, 0], [1, 2], [1, 0]]
 
 
 @pytest.mark.gpu

@@ -137,6 +137,9 @@ def test_a_step_is_estimated_from_its_shapes(name: str, experts: int):
     assert step.counters == 256 * raw.integer("vocab_size") * 4
     assert step.attention == 256 * 32 * 130 * 4 * 32
     assert GIB < step.total < 4 * GIB
+    captured = StepBytes.of(model, StepLimits(8448, 256, graph_tokens=4224), 32768)
+    assert captured.graphs == step.experts / 2 + step.dense / 2 + step.attention
+    assert captured.total == step.total + captured.graphs
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,13 @@ from moesaic.engine.runner.graphs import GraphKey
 from moesaic.layers.context import AttentionStep
 from moesaic.layers.deterministic_attention import DeterministicAttention
 from moesaic.layers.gpu_attention import DecodeBuffers, GpuAttention
+from moesaic.layers.mixed_buffers import MixedBuffers, MixedSizes
 from moesaic.layers.padded_attention import PaddedAttention
 from moesaic.layers.paged_cache import PagedCache, PageTable, Sequences
 from moesaic.layers.torch_attention import TorchAttention
+
+# Prompts of a mixed step in a graph; a step with more is launched kernel by kernel.
+MOST_PROMPTS: Final = 64
 
 StaticAttention = PaddedAttention | DecodeBuffers
 
@@ -28,6 +32,10 @@ class TorchBackend:
         """Attention over static buffers, for decode steps of a fixed size."""
         return PaddedAttention(self._cache, self._table, queries=key.queries)
 
+    def mixed(self, tokens: int, max_running: int) -> MixedBuffers | None:
+        """Static buffers for steps of up to `tokens` tokens with prompts, if there are any."""
+        return None
+
     def clear(self, pages: Sequence[int]) -> None:
         """Zeroes reused pages, as entries are read that were not written."""
         if pages:
@@ -41,6 +49,14 @@ class GpuBackend(TorchBackend):
     def static(self, key: GraphKey) -> StaticAttention:
         sizes = (key.sequences, self._table)
         return DecodeBuffers(self._cache, *sizes, self._deterministic, queries=key.queries)
+
+    def mixed(self, tokens: int, max_running: int) -> MixedBuffers | None:
+        """Latents have none: how many of them are expanded differs from step to step."""
+        if not self._cache.values.shape[-1]:
+            return None
+        prompts = max_running if self._deterministic else min(max_running, MOST_PROMPTS)
+        sizes = MixedSizes(tokens, max_running, prompts)
+        return MixedBuffers(self._cache, self._table, sizes, self._deterministic)
 
     def clear(self, pages: Sequence[int]) -> None:
         """Kernels read only what was written."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from moesaic.core.step import Step
 from moesaic.engine.runner.future_tokens import FutureTokens, TokenSlots
 from moesaic.engine.runner.graphs import GraphCache, GraphKey
-from moesaic.engine.runner.pinned import PinnedRing
+from moesaic.engine.runner.pinned import Ints, PinnedRing
 from moesaic.engine.schedule.plan import StepPlan
 from moesaic.kernels.sampling import greedy_rows
 from moesaic.layers.paged_cache import PageTable, Sequences
@@ -38,6 +38,33 @@ def sequences_of(plan: StepPlan, table: PageTable) -> Sequences:
     return Sequences(
         starts, lengths, first + lengths, (plan.rows * table.max_pages).astype(np.int32)
     )
+
+
+class StepInputs(NamedTuple):
+    """A step's input on the host."""
+
+    ids_T: Ints
+    positions_T: Ints
+    slots_T: Sequence[int] | Ints
+    """Future token slots, if there are any."""
+    rows_R: Ints
+    """As StepPlan.logit_rows."""
+    slots_R: Sequence[int] | Ints
+    """Future token slots of the sampled ones."""
+
+    @classmethod
+    def of(cls, plan: StepPlan, slots: TokenSlots | None) -> StepInputs:
+        total, lengths = plan.num_tokens, plan.lengths
+        shifts = np.array([item.first for item in plan.items], np.int64)
+        shifts -= lengths.cumsum() - lengths
+        ids = chain.from_iterable(item.token_ids for item in plan.items)
+        return cls(
+            np.fromiter(ids, np.int64, total),
+            np.arange(total) + np.repeat(shifts, lengths),
+            () if slots is None else slots.numbers.repeat(lengths),
+            plan.logit_rows(),
+            () if slots is None else slots.numbers.repeat(plan.sampled),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +91,11 @@ class EagerBatch:
         x_TH: Tensor | None = None,
         slots: TokenSlots | None = None,
     ) -> EagerOutput:
-        runner, total, lengths = self._runner, plan.num_tokens, plan.lengths
-        sequences = sequences_of(plan, runner.page_table)
-        shifts = sequences.kv_lens_B - sequences.lengths_B - sequences.starts_B
-        ids = chain.from_iterable(item.token_ids for item in plan.items)
-        ids_T, positions_T, slots_T, rows_R, slots_R = self._uploads.upload(
-            np.fromiter(ids, np.int64, total),
-            np.arange(total) + np.repeat(shifts, lengths),
-            () if slots is None else slots.numbers.repeat(lengths),
-            plan.logit_rows(),
-            () if slots is None else slots.numbers.repeat(plan.sampled),
-        )
+        runner, inputs = self._runner, StepInputs.of(plan, slots)
+        ids_T, positions_T, slots_T, rows_R, slots_R = self._uploads.upload(*inputs)
         if self._future_tokens is not None:
             ids_T = self._future_tokens.resolve(ids_T, slots_T)
-        attention = runner.attention.attend(sequences)
+        attention = runner.attention.attend(sequences_of(plan, runner.page_table))
         hidden_TH = runner.model(ids_T, positions_T, attention, step, x_TH)
         return EagerOutput(hidden_TH, rows_R, slots_R)
 

@@ -1,7 +1,7 @@
-"""Decode steps of fixed sizes, captured once as CUDA graphs and replayed.
+"""Steps of fixed sizes, captured once as CUDA graphs and replayed.
 
-A step uses the smallest captured size (bucket) that holds its sequences; the rows beyond them are
-padding. A graph reads and writes static buffers.
+A decode step uses the smallest captured size (bucket) that holds its sequences, a mixed step one
+that holds its tokens; the rows beyond them are padding. A graph reads and writes static buffers.
 """
 
 from __future__ import annotations
@@ -10,42 +10,22 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from tqdm import tqdm
 
-from moesaic.config import ServerArgs
 from moesaic.engine.setup.device_memory import GIB
 
 logger = logging.getLogger(__name__)
 
-# Up to each number of sequences, the distance between buckets. Padding reads no experts, no cache.
-STEPS = ((2, 1), (4, 2), (8, 4), (64, 8), (128, 16), (256, 32))
-LAST_STEP = 64
+# Decoding sequences of mixed steps: their number decides how attention cuts long sequences.
+SEQUENCE_BUCKETS = (16, 64, 256, 1024)
 
 
-def graph_sizes(args: ServerArgs, max_running: int) -> tuple[int, ...]:
-    """Sequences of the buckets, ascending; empty if no graphs are captured."""
-    if args.disable_cuda_graph:
-        return ()
-    most = min(args.cuda_graph_max_bs or max_running, max_running)
-    if args.cuda_graph_bs is not None:
-        beyond = sorted(size for size in set(args.cuda_graph_bs) if size > most)
-        if beyond:
-            logger.warning(
-                "--cuda-graph-bs: nothing is captured for %s, as at most %d requests run at once "
-                "(--max-running-requests)",
-                ", ".join(map(str, beyond)),
-                most,
-            )
-        return tuple(sorted(set(args.cuda_graph_bs) - set(beyond)))
-    sizes: list[int] = []
-    size = 1
-    while size < most:
-        sizes.append(size)
-        size += next((step for limit, step in STEPS if size < limit), LAST_STEP)
-    return (*sizes, most)
+class CapturedKey(Protocol):
+    @property
+    def rows(self) -> int: ...
 
 
 class GraphKey(NamedTuple):
@@ -58,32 +38,36 @@ class GraphKey(NamedTuple):
         return self.sequences * self.queries
 
 
-class GraphCache:
-    """The graph of each bucket. `body` computes a step on the static buffers; where nothing is
+class MixedKey(NamedTuple):
+    tokens: int
+    sequences: int
+    """Room for those with one new token."""
+
+    @property
+    def rows(self) -> int:
+        return self.tokens
+
+
+Key = TypeVar("Key", bound=CapturedKey)
+
+
+class CapturedGraphs(Generic[Key]):
+    """The graph of each key. `body` computes a step on the static buffers; where nothing is
     captured it is called directly, which is how tests without a GPU run."""
 
+    kind = "decode"
+    smaller = "--cuda-graph-max-bs, or give --disable-cuda-graph"
+    """What to lower if the graphs do not fit."""
+
     def __init__(
-        self,
-        sizes: tuple[int, ...],
-        body: Callable[[GraphKey], None],
-        device: torch.device,
-        queries: Sequence[int] = (1,),
+        self, keys: Sequence[Key], body: Callable[[Key], None], device: torch.device
     ) -> None:
-        self.sizes, self.queries = sizes, tuple(queries)
-        self.keys = [GraphKey(size, count) for size in sizes for count in queries]
-        self._body, self._device = body, device
-        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
+        self.keys, self._body, self._device = keys, body, device
+        self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self.nbytes = 0
         """Memory of all graphs, estimated."""
 
-    def bucket(self, sequences: int, queries: int = 1) -> GraphKey | None:
-        """The smallest that holds the sequences, if any does."""
-        place = bisect_left(self.sizes, sequences)
-        if not sequences or place == len(self.sizes) or queries not in self.queries:
-            return None
-        return GraphKey(self.sizes[place], queries)
-
-    def run(self, key: GraphKey) -> None:
+    def run(self, key: Key) -> None:
         graph = self._graphs.get(key)
         if graph is None:
             self._body(key)
@@ -97,15 +81,15 @@ class GraphCache:
         self._graphs.clear()
         self.nbytes = 0
 
-    def capture(self) -> None:
+    def capture(self, pool: Any) -> None:
         """Captures the largest first: smaller ones then reuse its memory."""
-        if not self.sizes:
+        if not self.keys:
             return
         started, free = time.monotonic(), torch.cuda.mem_get_info(self._device)[0]
-        stream, pool = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(self._device)
         order = tqdm(
             sorted(self.keys, key=lambda key: key.rows, reverse=True),
-            desc="Capturing CUDA graphs",
+            desc=f"Capturing CUDA graphs of {self.kind} steps",
             unit="graph",
             disable=None,
             leave=False,
@@ -117,21 +101,22 @@ class GraphCache:
             except torch.OutOfMemoryError as error:
                 raise ValueError(
                     f"a CUDA graph of {key.rows} rows does not fit beside weights and KV cache: "
-                    "lower --mem-fraction-static, --max-total-tokens or --cuda-graph-max-bs, or "
-                    "give --disable-cuda-graph"
+                    f"lower --mem-fraction-static, --max-total-tokens or {self.smaller}"
                 ) from error
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # the warm-up runs on that stream are not repeated
         self.nbytes = max(0, free - torch.cuda.mem_get_info(self._device)[0])
         logger.info(
-            "captured %d CUDA graphs of 1 to %d rows in %.1f s, which take %.2f GiB",
+            "captured %d CUDA graphs of %s steps, %d to %d rows, in %.1f s: they take %.2f GiB",
             len(self._graphs),
+            self.kind,
+            min(key.rows for key in self._graphs),
             max(key.rows for key in self._graphs),
             time.monotonic() - started,
             self.nbytes / GIB,
         )
 
-    def _capture(self, key: GraphKey, stream: torch.cuda.Stream, pool: Any) -> torch.cuda.CUDAGraph:
+    def _capture(self, key: Key, stream: torch.cuda.Stream, pool: Any) -> torch.cuda.CUDAGraph:
         """Runs the body once first: a capture must neither compile nor let libraries allocate."""
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -143,3 +128,59 @@ class GraphCache:
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self._body(key)
         return graph
+
+
+class GraphCache(CapturedGraphs[GraphKey]):
+    """The graphs of decode steps."""
+
+    def __init__(
+        self,
+        sizes: tuple[int, ...],
+        body: Callable[[GraphKey], None],
+        device: torch.device,
+        queries: Sequence[int] = (1,),
+    ) -> None:
+        self.sizes, self.queries = sizes, tuple(queries)
+        keys = [GraphKey(size, count) for size in sizes for count in queries]
+        super().__init__(keys, body, device)
+
+    def bucket(self, sequences: int, queries: int = 1) -> GraphKey | None:
+        """The smallest that holds the sequences, if any does."""
+        place = bisect_left(self.sizes, sequences)
+        if not sequences or place == len(self.sizes) or queries not in self.queries:
+            return None
+        return GraphKey(self.sizes[place], queries)
+
+
+class MixedGraphs(CapturedGraphs[MixedKey]):
+    """The graphs of steps with prompts."""
+
+    kind = "mixed"
+    smaller = "--cuda-graph-max-bs-prefill, or give --disable-prefill-cuda-graph"
+
+    def __init__(
+        self,
+        tokens: tuple[int, ...],
+        max_sequences: int,
+        body: Callable[[MixedKey], None],
+        device: torch.device,
+    ) -> None:
+        self.tokens = tokens
+        fewer = [size for size in SEQUENCE_BUCKETS if size < max_sequences]
+        self._sequences = (*fewer, max_sequences)
+        keys = [MixedKey(size, some) for size in tokens for some in self._sequences]
+        super().__init__([key for key in keys if self._is_needed(key)], body, device)
+
+    def _is_needed(self, key: MixedKey) -> bool:
+        """Whether some step of as many tokens needs room for more sequences than the next fewer."""
+        fewer = self._sequences[max(0, self._sequences.index(key.sequences) - 1)]
+        return key.sequences == self._sequences[0] or key.tokens > fewer
+
+    def bucket(self, tokens: int) -> int | None:
+        """The smallest that holds the tokens, if any does."""
+        place = bisect_left(self.tokens, tokens)
+        return None if place == len(self.tokens) else self.tokens[place]
+
+    def key(self, bucket: int, sequences: int) -> MixedKey:
+        """`sequences`: those with one new token, at most one a token."""
+        return MixedKey(bucket, self._sequences[bisect_left(self._sequences, sequences)])

@@ -17,7 +17,6 @@ from moesaic.core.process import keep_freed_memory
 from moesaic.core.rank_state import RankState
 from moesaic.core.step import Step
 from moesaic.engine.runner.attention import BACKENDS
-from moesaic.engine.runner.graphs import graph_sizes
 from moesaic.engine.runner.loading import rank_memory
 from moesaic.engine.runner.matchers import Matchers
 from moesaic.engine.runner.peer_watchdog import PeerWatchdog
@@ -33,6 +32,7 @@ from moesaic.engine.setup.device_memory import (
     release_unused,
     smaller_weights,
 )
+from moesaic.engine.setup.graph_sizes import graph_sizes
 from moesaic.engine.setup.memory_plan import ResolvedModel
 from moesaic.engine.setup.moe_setup import kind_of, report_buffers
 from moesaic.engine.setup.rank_context import RankContext
@@ -202,7 +202,7 @@ class ModelRunner:
             "free, of which the largest step takes about %.2f GiB",
             self.model.nbytes / GIB,
             self.cache.num_bytes / GIB,
-            steps.graphs.nbytes / GIB,
+            steps.graph_bytes / GIB,
             torch.cuda.mem_get_info(self.device)[0] / GIB,
             self.step_bytes.total / GIB,
         )

@@ -4,8 +4,8 @@
 (FutureTokens), so the next step can begin with tokens that the host does not know yet.
 
 Ranks that exchange rows on the device all begin every step, also those without tokens, and all
-alike: eagerly if any of them prefills, else with the graph that holds the largest of their batches,
-as the StepAgreement says. Kernels that wait for other ranks report a missing one through their
+alike: with the graph that holds the largest of their batches, as the StepAgreement says, or with as
+many rows. Kernels that wait for other ranks report a missing one through their
 windows (engine/runner/peer_watchdog.py).
 
 T tokens of the step · R rows that sample · L rows that the host samples · V vocabulary · H hidden.
@@ -29,6 +29,7 @@ from moesaic.engine.runner.device_penalties import DevicePenalties
 from moesaic.engine.runner.future_tokens import FutureTokens, SamplingPath, TokenSlots
 from moesaic.engine.runner.graphs import GraphKey
 from moesaic.engine.runner.matchers import GrammarMask
+from moesaic.engine.runner.mixed_batch import MixedBatch
 from moesaic.engine.runner.pinned import DeviceEvent, PinnedRing
 from moesaic.engine.runner.routed_experts import RoutedExperts, RoutedSlots
 from moesaic.engine.runner.row_results import (
@@ -51,6 +52,7 @@ from moesaic.engine.schedule.plan import (
     StepResult,
 )
 from moesaic.engine.setup.device_memory import describe_gpu
+from moesaic.engine.setup.graph_sizes import mixed_graph_sizes
 from moesaic.kernels.sampling import greedy_rows
 from moesaic.observe.spans import SpanKind
 
@@ -109,6 +111,7 @@ class AsynchronousSteps:
     def __init__(
         self, runner: ModelRunner, args: ServerArgs, sizes: tuple[int, ...], queries: Sequence[int]
     ) -> None:
+        """`sizes`: sequences of the graphs of decode steps."""
         self._runner, mesh = runner, runner.ranks.mesh
         # Only the rank that samples knows future tokens.
         self.overlaps = mesh.attention_tp == mesh.pp == 1
@@ -132,6 +135,8 @@ class AsynchronousSteps:
         self._eager = EagerBatch(*shared)
         self._routed_experts = RoutedExperts(runner, self._uploads)
         self._idle = IdleBatch(runner) if self._has_peers else None
+        mixed_sizes = mixed_graph_sizes(args, runner.limits.tokens) if sizes else ()
+        self.mixed_batch = MixedBatch(*shared, mixed_sizes)
         self.graph_batch = GraphBatch(*shared, sizes, queries)
         self.graphs = self.graph_batch.graphs
 
@@ -141,7 +146,9 @@ class AsynchronousSteps:
         kernels to compile. `idle_steps`: most tokens of a rank, and whether any prefills."""
         with self._runner.watchdog.waiting_longer(COMPILE_SECONDS):
             if self._runner.device.type == "cuda":
-                self.graphs.capture()
+                pool = torch.cuda.graph_pool_handle()
+                self.mixed_batch.graphs.capture(pool)
+                self.graphs.capture(pool)
             groups = self._runner.ranks.mesh.dp
             for tokens, prefill in idle_steps if groups > 1 else ():
                 self._run_idle(StepAgreement(0, (tokens,) * groups, prefill=prefill))
@@ -196,6 +203,9 @@ class AsynchronousSteps:
                     plan, self.graph_batch.routed[key], key.rows
                 )
             return output
+        bucket = self._mixed_bucket(agreement)
+        if bucket is not None and self.mixed_batch.can_run(plan):
+            return self._eager_output(plan, self.mixed_batch.run(plan, bucket, x_TH, slots))
         if not plan.items:
             return self._run_idle(agreement)
         step = self._step(agreement)
@@ -217,9 +227,16 @@ class AsynchronousSteps:
             return None
         return self.graphs.bucket(len(plan.items), queries)
 
+    def _mixed_bucket(self, agreement: StepAgreement) -> int | None:
+        """Tokens of the graph of a step with prompts, if there is one: the same on all ranks."""
+        if not agreement.prefill:
+            return None
+        return self.mixed_batch.graphs.bucket(max(agreement.counts))
+
     def _step(self, agreement: StepAgreement) -> Step:
         counts = self._runner.group_counts(agreement)
-        return Step(prefill=agreement.prefill, counts=counts, rows=max(agreement.counts))
+        rows = self._mixed_bucket(agreement) or max(agreement.counts)
+        return Step(prefill=agreement.prefill, counts=counts, rows=rows)
 
     def _run_idle(self, agreement: StepAgreement) -> BatchOutput:
         assert self._idle is not None, "a rank without peers has tokens in every step"
@@ -354,9 +371,14 @@ class AsynchronousSteps:
                 torch.cuda.synchronize(self._runner.device)
                 if not self._runner.watchdog.lifecycle.keeps_graphs:
                     self.graphs.drop()
+                    self.mixed_batch.graphs.drop()
                 torch.cuda.empty_cache()
             except RuntimeError as error:
                 logger.error("the GPU is unusable in this process: %s", error)
+
+    @property
+    def graph_bytes(self) -> int:
+        return self.graphs.nbytes + self.mixed_batch.graphs.nbytes
 
     def device_info(self) -> dict[str, Any]:
         """What this rank has on a GPU, beside weights and KV cache."""
@@ -364,7 +386,8 @@ class AsynchronousSteps:
         return {
             "device": describe_gpu(device.index) if device.type == "cuda" else {},
             "graph_sizes": list(self.graphs.sizes),
-            "graph_bytes": self.graphs.nbytes,
+            "mixed_graph_tokens": list(self.mixed_batch.graphs.tokens),
+            "graph_bytes": self.graph_bytes,
             "step_bytes": self._runner.step_bytes.total,
         }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,16 +141,21 @@ class StepBytes:
     """The slots of all layers and a copy of them, which requests may ask for."""
     counters: int = 0
     """Of the tokens of each request, for penalties."""
+    graphs: int = 0
+    """The largest captured step with prompts: other steps cannot use its memory."""
 
     @property
     def total(self) -> int:
-        parts = (self.logits, self.experts, self.dense, self.attention, self.routed)
-        return sum(parts) + self.counters
+        return sum(astuple(self))
 
     @classmethod
     def of(cls, model: CausalLM, limits: StepLimits, context_length: int) -> StepBytes:
         config, tokens, size = model.config, limits.tokens, model.config.dtype.itemsize
-        widest, experts, attention, routed = [0], [0], [0], 0
+        widest, experts, attention, routed, graphs = [0], [0], [0], 0, 0
+        if limits.graph_tokens and model.cache.value_dim:  # latents have no such graphs
+            captured = StepLimits(limits.graph_tokens, limits.decode_tokens)
+            graph = cls.of(model, captured, context_length)
+            graphs = graph.experts + graph.dense + graph.attention
         for module in model.modules():
             if isinstance(module, FusedMoE):
                 part = config.parallel.most_rows(tokens)
@@ -167,6 +172,7 @@ class StepBytes:
             attention=max(attention),
             routed=routed,
             counters=limits.decode_tokens * config.vocab_size * COUNTER_BYTES,
+            graphs=graphs,
         )
 
 

@@ -30,6 +30,7 @@ from moesaic.engine.setup.device_memory import (
     tokens_in_pages,
     total_memory,
 )
+from moesaic.engine.setup.graph_sizes import mixed_graph_sizes
 from moesaic.engine.setup.moe_setup import (
     StepLimits,
     kind_of,
@@ -296,7 +297,10 @@ def chunk_tokens(args: ServerArgs, mesh: Mesh, context: int) -> int:
 
 def step_limits(args: ServerArgs, mesh: Mesh, context: int) -> StepLimits:
     running = max_running(args, mesh)
-    return StepLimits(chunk_tokens(args, mesh, context) + running, running)
+    tokens = chunk_tokens(args, mesh, context) + running
+    on_gpu = kind_of(args) == "cuda"
+    captured = max(mixed_graph_sizes(args, tokens), default=0) if on_gpu else 0
+    return StepLimits(tokens, running, captured)
 
 
 def pipe_spec(mesh: Mesh, limits: StepLimits, hidden_size: int, dtype: torch.dtype) -> PipeSpec:

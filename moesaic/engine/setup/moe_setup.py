@@ -36,6 +36,8 @@ class StepLimits:
 
     tokens: int
     decode_tokens: int
+    graph_tokens: int = 0
+    """Of a step with prompts that is captured as a CUDA graph."""
 
     @property
     def chunk_tokens(self) -> int:

@@ -236,7 +236,7 @@ def decode_kernel(
     chunk = tl.cdiv(tl.cdiv(kv_len - begin, num_splits), BLOCK_N) * BLOCK_N
     chunk = tl.maximum(chunk, least_chunk)
     used = tl.cdiv(kv_len - begin, chunk)
-    if split >= tl.maximum(used, 1):
+    if (split >= tl.maximum(used, 1)) | (kv_len < 0):
         return
     kv_head = (tile // BLOCKS).to(tl.int64)
     keys += kv_head * k_head

@@ -326,7 +326,7 @@ def _attend(
         _seq, offset, start, length, kv_len = following
 
 
-@gluon.jit(do_not_specialize=["parts", "items"], do_not_specialize_on_alignment=PACKED)
+@gluon.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=PACKED)
 def attention_kernel(
     q1,
     q2,
@@ -351,7 +351,6 @@ def attention_kernel(
     out_row,
     out_head,
     parts,
-    items,
     scale,
     v_scale,
     P: gl.constexpr,
@@ -390,6 +389,7 @@ def attention_kernel(
     fence_async_shared()
     if P.PDL:
         gdc_wait()
+    items = gl.load(tiles) * parts
     tables = (tiles, starts, lengths, kv_lens, first_p, pages_p)
     buffers = (q1_bufs, q2_bufs, k1_bufs, k2_bufs, v_bufs, staging)
     barriers = (q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, turns)
@@ -450,11 +450,10 @@ def launch(
     plan = plan_of(q, cache, softmax.window, config, pdl.on)
     tiles_X2 = batch.tiles(plan.positions)
     parts = cache.keys.shape[2] * plan.member_blocks
-    items = len(tiles_X2) * parts
+    items = (len(tiles_X2) - 1) * parts
     attention_kernel[(min(items, num_processors(out_TNV.device.index)),)](
         *prefill_arguments(q, cache, batch, softmax, out_TNV, tiles_X2),
         parts,
-        items,
         softmax.scale * cache.k_scale * LOG2_E,
         cache.v_scale,
         plan,

@@ -30,8 +30,8 @@ def item_of(number, total):
 def look_up(item, parts, tables):
     """An item's sequence, offset of its first query, and the sequence's first row and sizes."""
     tiles, starts, lengths, kv_lens, _, _ = tables
-    seq = gl.load(tiles + 2 * (item // parts))
-    offset = gl.load(tiles + 2 * (item // parts) + 1)
+    seq = gl.load(tiles + 2 * (item // parts) + 2)
+    offset = gl.load(tiles + 2 * (item // parts) + 3)
     return seq, offset, gl.load(starts + seq), gl.load(lengths + seq), gl.load(kv_lens + seq)
 
 

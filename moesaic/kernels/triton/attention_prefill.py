@@ -97,7 +97,7 @@ def launch(
     parts = kv_heads * -(-per_kv // per_tile)
     tiles_X2 = batch.tiles(config.rows // per_tile)
     pdl = dependent_launch(out_TNV)
-    prefill_kernel[(len(tiles_X2) * parts,)](
+    prefill_kernel[((len(tiles_X2) - 1) * parts,)](
         *prefill_arguments(q, cache, batch, softmax, out_TNV, tiles_X2),
         parts,
         softmax.scale * cache.k_scale * LOG2_E,
@@ -167,7 +167,9 @@ def prefill_kernel(
     kv_head = (part // BLOCKS).to(tl.int64)
     await_inputs(PDL)
     release_next(PDL)
-    seq, offset = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    if tile >= tl.load(tiles):
+        return
+    seq, offset = tl.load(tiles + 2 * tile + 2), tl.load(tiles + 2 * tile + 3)
     length, kv_len = tl.load(lengths + seq), tl.load(kv_lens + seq)
     pages = pages_p + tl.load(first_p + seq)
     query = offset + tl.arange(0, ROWS) // PER_TILE

@@ -1,0 +1,54 @@
+"""Which sizes of steps are captured as CUDA graphs."""
+
+from __future__ import annotations
+
+import logging
+
+from moesaic.config import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+# Up to each number of sequences, the distance between buckets. Padding reads no experts, no cache.
+STEPS = ((2, 1), (4, 2), (8, 4), (64, 8), (128, 16), (256, 32))
+LAST_STEP = 64
+# Of mixed steps: padding takes part in dense products, so buckets are at most a quarter apart.
+FIRST_TOKENS, BUCKETS_PER_DOUBLING = 64, 4
+# A longer step takes longer on the device than its launches do on the host.
+MOST_CAPTURED_TOKENS = 4096
+
+
+def graph_sizes(args: ServerArgs, max_running: int) -> tuple[int, ...]:
+    """Sequences of the buckets, ascending; empty if no graphs are captured."""
+    if args.disable_cuda_graph:
+        return ()
+    most = min(args.cuda_graph_max_bs or max_running, max_running)
+    if args.cuda_graph_bs is not None:
+        beyond = sorted(size for size in set(args.cuda_graph_bs) if size > most)
+        if beyond:
+            logger.warning(
+                "--cuda-graph-bs: nothing is captured for %s, as at most %d requests run at once "
+                "(--max-running-requests)",
+                ", ".join(map(str, beyond)),
+                most,
+            )
+        return tuple(sorted(set(args.cuda_graph_bs) - set(beyond)))
+    sizes: list[int] = []
+    size = 1
+    while size < most:
+        sizes.append(size)
+        size += next((step for limit, step in STEPS if size < limit), LAST_STEP)
+    return (*sizes, most)
+
+
+def mixed_graph_sizes(args: ServerArgs, most_tokens: int) -> tuple[int, ...]:
+    """Tokens of the buckets of mixed steps, ascending; empty if none are captured."""
+    if args.disable_cuda_graph or args.disable_prefill_cuda_graph:
+        return ()
+    most = min(args.cuda_graph_max_bs_prefill or MOST_CAPTURED_TOKENS, most_tokens)
+    if args.cuda_graph_bs_prefill is not None:
+        return tuple(sorted(size for size in set(args.cuda_graph_bs_prefill) if size <= most))
+    sizes, size = list[int](), FIRST_TOKENS
+    while size < most:
+        sizes.append(size)
+        size += (1 << (size.bit_length() - 1)) // BUCKETS_PER_DOUBLING
+    return (*sizes, most)

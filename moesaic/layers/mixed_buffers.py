@@ -1,0 +1,122 @@
+"""Attention of mixed steps over static buffers, for CUDA graphs of fixed numbers of tokens.
+
+Lists have a fixed length and a count, or entries that the kernels skip, so that one graph serves
+every step with up to as many tokens and sequences. T tokens · S sequences with one new token · B
+sequences with more · X tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from moesaic.kernels.attention import PrefillRows
+from moesaic.layers.gpu_attention import GpuAttention, Prefill, decode_rows
+from moesaic.layers.paged_cache import Ints, PagedCache, PageTable, Sequences, pinned
+
+
+@dataclass(frozen=True, slots=True)
+class MixedSizes:
+    """The largest step that the buffers hold."""
+
+    tokens: int
+    singles: int
+    """Sequences with one new token."""
+    prompts: int
+    """Sequences with more."""
+
+    @property
+    def columns(self) -> list[int]:
+        """Lengths of the packed columns: slots and positions; row, tokens and first page of single
+        tokens; start, new tokens, tokens and first page of prompts."""
+        return [self.tokens] * 2 + [self.singles] * 3 + [self.prompts] * 4
+
+
+class StaticPrefill(Prefill):
+    """Prompts in buffers that are filled before each step; attention looks at no host values."""
+
+    def __init__(
+        self, arrays: Sequence[Tensor], pages: Tensor, tiles: Callable[[int], Tensor]
+    ) -> None:
+        starts_B, lengths_B, kv_lens_B, first_B = arrays
+        self.rows = PrefillRows(starts_B, lengths_B, kv_lens_B, first_B, pages, tiles)
+
+
+class MixedBuffers:
+    """Static tensors of all graphs of mixed steps, which use their first entries. In deterministic
+    mode all sequences are prompts."""
+
+    def __init__(
+        self, cache: PagedCache, table: PageTable, sizes: MixedSizes, deterministic: bool = False
+    ) -> None:
+        self._cache, self._table, self._sizes = cache, table, sizes
+        self._deterministic, device = deterministic, cache.keys.device
+        self._packed = torch.zeros(sum(sizes.columns), dtype=torch.int32, device=device)
+        self._columns = self._packed.split(sizes.columns)
+        self._tiles: dict[int, Tensor] = {}
+        self.fill(Sequences(*[np.empty(0, np.int32)] * 4))
+
+    def attention(self, tokens: int, singles: int) -> GpuAttention:
+        """Attention of a graph of `tokens` rows, up to `singles` of them single tokens."""
+        slots_T, positions_T, rows_S, kv_lens_S, first_S, *prompts = self._columns
+        decode, pages = None, self._table.pages
+        if not self._deterministic:
+            longest = self._table.max_pages * self._cache.page_size
+            kv_lens_S, first_S = kv_lens_S[:singles], first_S[:singles]
+            decode = decode_rows(self._cache, rows_S[:singles], kv_lens_S, first_S, pages, longest)
+        prefill = StaticPrefill(prompts, pages, lambda size: self._tiles_within(size, tokens))
+        parts_T = slots_T[:tokens], positions_T[:tokens]
+        return GpuAttention(self._cache, *parts_T, decode, prefill, self._deterministic)
+
+    def num_singles(self, lengths: npt.NDArray[np.integer]) -> int:
+        """`lengths`: new tokens of the sequences."""
+        return 0 if self._deterministic else int((lengths == 1).sum())
+
+    def holds(self, lengths: npt.NDArray[np.integer]) -> bool:
+        singles = self.num_singles(lengths)
+        return singles <= self._sizes.singles and len(lengths) - singles <= self._sizes.prompts
+
+    def fill(self, sequences: Sequences) -> None:
+        """The sequences' rows follow each other from row 0 on. Does not block the host."""
+        number, position = sequences.positions()
+        slots = self._table.slots(self._cache.page_size, sequences.first_B[number], position)
+        single = (sequences.lengths_B == 1) & (not self._deterministic)
+        singles, chunks = (sequences.select(np.flatnonzero(part)) for part in (single, ~single))
+        filled: list[tuple[int, Ints]] = [
+            (-1, slots),
+            (0, position),
+            (0, singles.starts_B),
+            (-1, singles.kv_lens_B),
+            (0, singles.first_B),
+            *((0, column) for column in chunks.arrays()),
+        ]
+        packed, start = np.empty(len(self._packed), np.int32), 0
+        for (rest, column), size in zip(filled, self._sizes.columns, strict=True):
+            packed[start : start + len(column)] = column
+            packed[start + len(column) : start + size] = rest
+            start += size
+        self._packed.copy_(pinned(packed, self._packed.device), non_blocking=True)
+        self._chunks = chunks
+        for size in self._tiles:
+            self._fill_tiles(size)
+
+    def _tiles_within(self, size: int, tokens: int) -> Tensor:
+        """Room for the tiles of so many tokens, behind their number."""
+        if size not in self._tiles:
+            shape = (1 + self._most_tiles(size, self._sizes.tokens), 2)
+            self._tiles[size] = torch.zeros(shape, dtype=torch.int32, device=self._packed.device)
+            self._fill_tiles(size)
+        return self._tiles[size][: 1 + self._most_tiles(size, tokens)]
+
+    def _most_tiles(self, size: int, tokens: int) -> int:
+        return tokens // size + min(self._sizes.prompts, tokens)
+
+    def _fill_tiles(self, size: int) -> None:
+        tiles = self._chunks.tiles(size)
+        place = self._tiles[size][: len(tiles)]
+        place.copy_(pinned(tiles, place.device), non_blocking=True)

@@ -1,0 +1,161 @@
+"""Steps with prompts in buckets of tokens, against steps of any shape: on CPU tensors by the
+kernels' twins, and on a GPU if there is one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from moesaic.config import ServerArgs
+from moesaic.core.request import Request
+from moesaic.core.sampling import SamplingParams
+from moesaic.engine.runner.graphs import MixedGraphs, MixedKey
+from moesaic.engine.runner.mixed_batch import MixedBatch
+from moesaic.engine.runner.model_runner import ModelRunner
+from moesaic.engine.schedule.request_state import RequestState
+from moesaic.engine.setup.graph_sizes import mixed_graph_sizes
+from moesaic.engine.worker.local_core import LocalCore
+from tests.e2e.test_gpu_runner import arguments, serve, steps_of
+
+pytestmark = pytest.mark.timeout(300)
+GPU = torch.cuda.is_available()
+
+
+@pytest.fixture(params=["twins", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "gpu" and not GPU:
+        pytest.skip("needs a CUDA device")
+    if request.param == "twins":
+        monkeypatch.setattr(
+            "moesaic.engine.runner.model_runner.compute_device", lambda *_: torch.device("cpu")
+        )
+    return str(request.param)
+
+
+def runner_of(args: ServerArgs, **changes: Any) -> ModelRunner:
+    return ModelRunner(replace(args, device="cuda", **changes), asynchronous=True)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Tokens and bucket of every step with prompts that ran on static buffers."""
+    steps, run = list[tuple[int, int]](), MixedBatch.run
+
+    def noted(self: MixedBatch, plan: Any, bucket: int, *rest: Any) -> Any:
+        steps.append((plan.num_tokens, bucket))
+        return run(self, plan, bucket, *rest)
+
+    monkeypatch.setattr(MixedBatch, "run", noted)
+    return steps
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Memory that nobody wrote is not a number."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_requests_of_all_kinds(device, ran):
+    """Routed experts and scores of prompts are asked for, too: such steps use no static buffers."""
+    args = arguments("qwen3_moe")
+    expected = serve(runner_of(args, disable_prefill_cuda_graph=True), args, seed=5)
+    assert ran == []
+    assert serve(runner_of(args), args, seed=5) == expected
+    assert ran
+
+
+def test_deterministic_mode(device, ran):
+    args = arguments("qwen3_moe", enable_deterministic_inference=True)
+    expected = serve(runner_of(args, disable_prefill_cuda_graph=True), args, seed=5)
+    assert serve(runner_of(args, cuda_graph_bs_prefill=(8, 22)), args, seed=5) == expected
+    assert ran
+
+
+def traffic(runner: ModelRunner, args: ServerArgs, seed: int) -> list[list[int]]:
+    """Requests that arrive while others decode; some are aborted, and pages are so few that some
+    are retracted. The tokens of those that were not aborted."""
+    core, rng = LocalCore(args, runner), random.Random(seed)
+    jobs: list[RequestState] = []
+    aborted: set[int] = set()
+    while len(jobs) < 24 or core.has_work:
+        if len(jobs) < 24 and rng.random() < 0.5:
+            jobs.append(RequestState(_request(len(jobs), rng), None, lambda progress: None))
+            core.add(jobs[-1])
+        if jobs and rng.random() < 0.1:
+            aborted.add(number := rng.randrange(len(jobs)))
+            core.abort(number)
+        core.step()
+    assert core.planner.metrics.counts.failed_steps == 0
+    assert core.planner.scheduler.num_retractions > 0
+    return [job.request.output_ids for n, job in enumerate(jobs) if n not in aborted]
+
+
+def _request(number: int, rng: random.Random) -> Request:
+    count = rng.randrange(1, 24)
+    temperature = rng.choice([0.0, 0.8])
+    return Request(
+        rid=str(number),
+        prompt_ids=[rng.randrange(250) for _ in range(rng.randrange(1, 40))],
+        params=SamplingParams(max_new_tokens=count, ignore_eos=True, temperature=temperature),
+        seed=number,
+        max_new_tokens=count,
+        request_no=number,
+        eos_ids=frozenset({256}),
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral"])
+def test_random_traffic(family, device, ran, poisoned):
+    args = replace(arguments(family), max_total_tokens=128)
+    expected = traffic(runner_of(args, disable_cuda_graph=True), args, seed=1)
+    assert ran == []
+    sizes = (3, 8, 13, 16, 22)
+    assert traffic(runner_of(args, cuda_graph_bs_prefill=sizes), args, seed=1) == expected
+    assert len(ran) > 10
+    assert all(bucket == min(s for s in sizes if s >= tokens) for tokens, bucket in ran)
+    assert any(tokens < bucket for tokens, bucket in ran), "no step has padding"
+
+
+def test_more_prompts_than_buffers_hold_take_the_other_path(device, ran, monkeypatch):
+    args = arguments("qwen3_moe")
+    expected = serve(runner_of(args, disable_prefill_cuda_graph=True), args, seed=5)
+    monkeypatch.setattr("moesaic.engine.runner.attention.MOST_PROMPTS", 1)
+    assert serve(runner_of(args), args, seed=5) == expected
+    assert ran
+
+
+def test_latents_have_no_buckets(device):
+    args = arguments("deepseek_v2")
+    assert steps_of(runner_of(args)).mixed_batch.graphs.keys == []
+
+
+def test_buckets():
+    args = ServerArgs()
+    sizes = mixed_graph_sizes(args, 8192 + 256)
+    assert sizes[:10] == (64, 80, 96, 112, 128, 160, 192, 224, 256, 320)
+    assert sizes[-3:] == (3072, 3584, 4096) and len(sizes) == 25
+    assert mixed_graph_sizes(args, 100) == (64, 80, 96, 100)
+    assert mixed_graph_sizes(args, 22) == (22,)
+    assert mixed_graph_sizes(replace(args, cuda_graph_max_bs_prefill=90), 8192) == (64, 80, 90)
+    chosen = replace(args, cuda_graph_bs_prefill=(512, 32, 9999))
+    assert mixed_graph_sizes(chosen, 8192) == (32, 512)
+    for off in ({"disable_cuda_graph": True}, {"disable_prefill_cuda_graph": True}):
+        assert mixed_graph_sizes(replace(args, **off), 8192) == ()
+    graphs = MixedGraphs((64, 512), 100, lambda key: None, torch.device("cpu"))
+    assert graphs.keys == [
+        MixedKey(64, 16),
+        MixedKey(64, 64),
+        *(MixedKey(512, some) for some in (16, 64, 100)),
+    ]
+    assert [graphs.bucket(tokens) for tokens in (1, 64, 65, 512, 513)] == [64, 64, 512, 512, None]
+    assert graphs.key(512, 65) == MixedKey(512, 100) and graphs.key(64, 0) == MixedKey(64, 16)
+    for tokens, singles in ((64, 64), (512, 100), (512, 16)):
+        assert graphs.key(tokens, singles) in graphs.keys
