@@ -25,6 +25,9 @@ CHUNK_MULTIPLE: Final = 64
 
 PRIOR_WEIGHT: Final = 0.02
 FORGETTING: Final = 0.98
+# Samples between two solutions of a fit, which cost more than a sample; the first ones are solved
+# one by one.
+SOLVE_EVERY: Final = 8
 # Steps of prompts alone that tell what a prompt token costs without decodes.
 ALONE_TOKENS: Final = 512
 
@@ -57,22 +60,20 @@ class LinearFit:
     units before there are samples."""
 
     def __init__(self, units: Sequence[float], default: Sequence[float]) -> None:
-        self._units, self._default = np.array(units), np.array(default)
-        self._matrix = PRIOR_WEIGHT * np.eye(len(units))
-        self._vector = PRIOR_WEIGHT * self._default
-        self._solution: NDArray[np.float64] | None = self._default / self._units
+        self._units = np.array(units)
+        self._prior = PRIOR_WEIGHT * np.eye(len(units))
+        self._matrix, self._vector = self._prior, self._prior @ default
+        self._prior_vector = self._vector
+        self.coefficients: NDArray[np.float64] = np.array(default) / self._units
+        self._num_samples = 0
 
     def observe(self, features: Sequence[float], value: float) -> None:
-        x, prior = features / self._units, (1 - FORGETTING) * PRIOR_WEIGHT
-        self._matrix = FORGETTING * self._matrix + np.outer(x, x) + prior * np.eye(len(x))
-        self._vector = FORGETTING * self._vector + value * x + prior * self._default
-        self._solution = None
-
-    @property
-    def coefficients(self) -> NDArray[np.float64]:
-        if self._solution is None:
-            self._solution = _least_squares(self._matrix, self._vector) / self._units
-        return self._solution
+        x, new = features / self._units, 1 - FORGETTING
+        self._matrix = FORGETTING * self._matrix + x[:, None] * x + new * self._prior
+        self._vector = FORGETTING * self._vector + value * x + new * self._prior_vector
+        self._num_samples += 1
+        if self._num_samples < SOLVE_EVERY or self._num_samples % SOLVE_EVERY == 0:
+            self.coefficients = _least_squares(self._matrix, self._vector) / self._units
 
     def predict(self, features: Sequence[float]) -> float:
         return float(self.coefficients @ features)
@@ -80,14 +81,13 @@ class LinearFit:
 
 def _least_squares(matrix: NDArray[np.float64], vector: NDArray[np.float64]) -> NDArray[np.float64]:
     """Leaves out coefficients that would be negative."""
-    active = np.arange(len(vector))
-    while True:
-        found = np.linalg.solve(matrix[np.ix_(active, active)], vector[active])
-        if (found >= 0).all():
-            break
-        active = active[found >= 0]
+    solution = np.linalg.solve(matrix, vector).astype(np.float64)
+    if solution.min() >= 0:
+        return solution
+    active = np.flatnonzero(solution >= 0)
     solution = np.zeros(len(vector))
-    solution[active] = found
+    if len(active):
+        solution[active] = _least_squares(matrix[np.ix_(active, active)], vector[active])
     return solution
 
 
