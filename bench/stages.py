@@ -47,6 +47,7 @@ KERNELS: Final = {
     "quantising": ("_fp8_kernel", "_int8_kernel", "nvfp4_grid_kernel"),
     "sampling": (
         *("_peaks_kernel", "_greedy_kernel", "_sums_kernel", "_draw_kernel"),
+        *("_counts_kernel", "_edits_kernel"),
         *("_range_kernel", "_list_kernel"),
     ),
 }

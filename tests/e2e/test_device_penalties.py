@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from moesaic.config import ServerArgs
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.runner.device_penalties import DevicePenalties
-from moesaic.engine.runner.future_tokens import FutureTokens, FutureTokenSlot, SamplingPath
+from moesaic.engine.runner.future_tokens import FutureTokens, SamplingPath, TokenSlots
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.runner.pinned import PinnedRing
 from moesaic.engine.runner.row_results import sampled_rows
@@ -134,9 +135,9 @@ class Answers:
         newest = ids[-1] if future is None else FUTURE_TOKEN
         given = (history.params, 0, len(prompt) + len(answer), prompt)
         sample = SampleRow(*given, history.outputs(), frozenset([3]))
-        item = PlanItem(number, [newest, *drafts], 0, [], None, sample, len(drafts))
+        item = PlanItem(number, [newest, *drafts], 0, 0, sample=sample, num_drafts=len(drafts))
         self.future.store(torch.tensor([1]), torch.tensor([-1 if future is None else future]))
-        slots = [FutureTokenSlot(1, SamplingPath.ADJUSTED)]
+        slots = TokenSlots(np.array([1]), np.array([SamplingPath.ADJUSTED]))
         self.penalties.count([item], slots, self.future)
         plan = StepPlan([item])
         right = [

@@ -324,12 +324,12 @@ def test_the_slot_of_a_token_is_the_row_of_its_request():
     # Its row has another request's token until it samples one of its own.
     future.slots_for(StepPlan([PlanItem(12, [5, 6], 0, 2)]))
     assert future.owner(2) == 11
-    assert take(12, 2, min_new_tokens=2) == (2, SamplingPath.HOST) and future.owner(2) == 12
+    assert take(12, 2, min_new_tokens=2) == (2, SamplingPath.ADJUSTED) and future.owner(2) == 12
     # No step continues from a token that is sampled together with drafts.
     verified = PlanItem(10, [5, 6], 0, 0, sample=row(1, temperature=1.0), num_drafts=1)
     found = future.slots_for(StepPlan([verified, PlanItem(12, [FUTURE], 0, 2)]))
     assert found.numbers.tolist() == [future.padding, 2] == [3, 2]
-    assert found.paths.tolist() == [SamplingPath.DRAW, SamplingPath.HOST]
+    assert found.paths.tolist() == [SamplingPath.DRAW, SamplingPath.ADJUSTED]
     with pytest.raises(ValueError, match=r"request 10 continues from a token .* without drafts"):
         take(10, 0, FUTURE)
     future.clear()

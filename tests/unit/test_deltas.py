@@ -11,6 +11,7 @@ import pytest
 
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.supervise.journal import Journal
+from moesaic.comm.supervise.load_balance import LoadBalancer
 from moesaic.core.messages import Message, RequestDelta, StepOutput, Submit, decode, encode
 from moesaic.core.request import FinishReason, NewRequest, Request
 from moesaic.core.sampling import MAX_STOP_IDS, SamplingParams
@@ -34,7 +35,7 @@ class Chain:
         link: Any = SimpleNamespace(mesh=mesh, place=mesh.place(0), send=self.pass_output)
         self.leader = Leader(link, self.planner)
         self.loop = StepLoop(core.runner, SingleStage(self.planner), self.leader, core.stats)
-        self.journal = Journal(1, "round_robin")
+        self.journal = Journal(LoadBalancer(1, "round_robin"))
         self.outputs: list[StepOutput] = []
         self.arrived: deque[Message] = deque()
         facts = asdict(core.planner.facts) | {"ranks": [rank_info(core.runner)]}
@@ -48,8 +49,7 @@ class Chain:
     def pass_input(self, message: Message) -> None:
         passed = decode(encode(message), passing=True)
         if isinstance(passed, Submit):
-            for one in passed.requests:
-                self.journal.assign(one)
+            self.journal.assign(passed.requests)
         self.leader.handle(decode(encode(passed)))
 
     def pass_output(self, message: Message) -> None:
@@ -201,8 +201,8 @@ def test_journal_replays_a_request_that_was_only_passed_on():
     assert isinstance(passed, Submit) and encode(passed) == data
     (kept,) = passed.requests
     assert isinstance(kept.params, msgspec.Raw) and kept.prompt_ids == [1, 2, 3]
-    journal = Journal(1, "round_robin")
-    journal.assign(kept)
+    journal = Journal(LoadBalancer(1, "round_robin"))
+    journal.assign([kept])
     journal.record(StepOutput([RequestDelta(4, [6, 7])]))
     journal.record(StepOutput([], [4], [8]))
     again = decode(encode(Submit([journal.replay(4)])))

@@ -393,7 +393,7 @@ def test_grammars_of_waiting_requests_are_not_displaced(
     matchers = Matchers(make, limit=9, patience=0.0)
     letters = dict(enumerate("abcdef"))
     rows = [SampleRow(SamplingParams(regex=letter), 0, 9) for letter in letters.values()]
-    items = [PlanItem(key, [1], 8, [0], None, row) for key, row in enumerate(rows)]
+    items = [PlanItem(key, [1], 8, key, sample=row) for key, row in enumerate(rows)]
     matchers.begin(StepPlan(items))
     assert all(one.unready for one in matchers.wait().values())
     begin.set()

@@ -21,6 +21,7 @@ from moesaic.core.messages import (
 )
 from moesaic.core.request import NewRequest, Request
 from moesaic.core.sampling import SamplingParams
+from moesaic.engine.sampling.token_history import TokenHistory
 from moesaic.engine.schedule.inflight import InflightStep, PlannedItem
 from moesaic.engine.schedule.plan import PlanItem, StepResult
 from moesaic.engine.schedule.quarantine import Quarantine
@@ -95,10 +96,10 @@ def poison_plans(core: LocalCore, where: str, patch: pytest.MonkeyPatch) -> None
             raise ZeroDivisionError("made up")
         return lookup(request)
 
-    def fail_in_item(work: PlannedItem) -> PlanItem:
+    def fail_in_item(work: PlannedItem, history: TokenHistory | None) -> PlanItem:
         if work.request.rid == "4" and work.request.num_output == 1:
             raise ZeroDivisionError("made up")
-        return plan_item(work)
+        return plan_item(work, history)
 
     if where == "lookup":
         patch.setattr(kv, "lookup", fail_in_lookup)

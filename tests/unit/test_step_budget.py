@@ -152,7 +152,7 @@ def test_the_work_of_a_step():
     long, short, one = (make_request(list(range(n)), 8, n) for n in (100, 10, 5))
     one.token_ids.append(1)
     one.num_computed, long.num_computed = 5, 40
-    items = [PlannedItem.of(one, 1, True), PlannedItem.of(long, 50), PlannedItem.of(short, 10)]
+    items = [PlannedItem.decoding(one, 5, 0), PlannedItem.of(long, 50), PlannedItem.of(short, 10)]
     pairs = sum(range(41, 91)) + sum(range(1, 11))
     assert work_of(items) == StepWork(1, 60, 6, pairs)
     assert heaviest([work_of(items), StepWork(3, 5, 4, 0)]) == StepWork(3, 60, 6, pairs)
