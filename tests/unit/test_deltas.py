@@ -157,7 +157,7 @@ def test_tokens_and_deltas_of_a_message_keep_the_order_of_a_request() -> None:
     assert found == [[4, 5, 11], [6, 9, 10], [7, 12], [8, 13]]
     assert [chain.heard[str(n)] for n in range(4)] == [[1, 2, 3], [1, 2, 3], [1, 2, 2], [1, 2]]
     assert served[2].finish_reason == FinishReason("stop") and set(chain.client.states) == {0, 1, 3}
-    assert chain.journal.tokens == [3 * 2 + 3 + 3 + 2]
+    assert chain.journal.balancer.tokens == [3 * 2 + 3 + 3 + 2]
 
 
 def test_a_token_that_the_client_cannot_process_ends_only_its_request() -> None:
