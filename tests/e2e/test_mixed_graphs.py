@@ -38,7 +38,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def runner_of(args: ServerArgs, **changes: Any) -> ModelRunner:
-    return ModelRunner(replace(args, device="cuda", **changes), asynchronous=True)
+    given = {"device": "cuda", "cuda_graph_backend_prefill": "full", **changes}
+    return ModelRunner(replace(args, **given), asynchronous=True)
 
 
 @pytest.fixture
@@ -138,7 +139,8 @@ def test_latents_have_no_buckets(device):
 
 
 def test_buckets():
-    args = ServerArgs()
+    assert mixed_graph_sizes(ServerArgs(), 8192) == ()
+    args = ServerArgs(cuda_graph_backend_prefill="full")
     sizes = mixed_graph_sizes(args, 8192 + 256)
     assert sizes[:10] == (64, 80, 96, 112, 128, 160, 192, 224, 256, 320)
     assert sizes[-3:] == (3072, 3584, 4096) and len(sizes) == 25

@@ -42,6 +42,9 @@ def graph_sizes(args: ServerArgs, max_running: int) -> tuple[int, ...]:
 
 def mixed_graph_sizes(args: ServerArgs, most_tokens: int) -> tuple[int, ...]:
     """Tokens of the buckets of mixed steps, ascending; empty if none are captured."""
+    asked = (args.cuda_graph_bs_prefill, args.cuda_graph_max_bs_prefill) != (None, None)
+    if not asked and args.cuda_graph_backend_prefill != "full":
+        return ()
     if args.disable_cuda_graph or args.disable_prefill_cuda_graph:
         return ()
     most = min(args.cuda_graph_max_bs_prefill or MOST_CAPTURED_TOKENS, most_tokens)
