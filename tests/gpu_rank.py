@@ -63,6 +63,8 @@ def _serve(link: RankLink) -> None:
     assert isinstance(runner.steps, AsynchronousSteps)
     parts = sorted_parts(mesh.tp, runner.moe_layers[0].config.top_k)
     steps = warm_steps(runner.limits, runner.steps.graphs.sizes, True, parts, mesh.attention_tp)
-    assert idle.steps == (steps if mesh.dp > 1 else []), f"idle at start: {idle.steps}"
+    bucket = runner.steps.mixed_batch.graphs.bucket
+    rows = [((prefill and bucket(tokens)) or tokens, prefill) for tokens, prefill in steps]
+    assert idle.steps == (rows if mesh.dp > 1 else []), f"idle at start: {idle.steps}"
     StepPoison(rank.runner)
     rank.serve()

@@ -17,6 +17,7 @@ from moesaic.comm.launch.rank_link import RankLink
 from moesaic.engine.frontend import core_client as remote
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.runner.steps import SynchronousSteps
+from moesaic.engine.sampling.token_history import TokenHistory
 from moesaic.engine.schedule.inflight import PlannedItem
 from moesaic.engine.schedule.plan import PlanItem, StepPlan
 from moesaic.engine.worker import planner
@@ -107,10 +108,10 @@ def fail(name: str) -> NoReturn:
 def poison_plans() -> None:
     plan_item = planner._plan_item
 
-    def fail_or_plan(work: PlannedItem) -> PlanItem:
+    def fail_or_plan(work: PlannedItem, history: TokenHistory | None) -> PlanItem:
         if PLAN in work.request.token_ids:
             fail("the plan")
-        return plan_item(work)
+        return plan_item(work, history)
 
     planner._plan_item = fail_or_plan
 
