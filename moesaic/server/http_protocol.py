@@ -241,7 +241,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """A WriteChunk for the body of a response that has started."""
         if not cycle.chunked_encoding or self.flow.write_paused or cycle.disconnected:
             return False
-        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        if data:  # an empty chunk would end the response
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
 
     def _may_start(self, cycle: RequestResponseCycle) -> bool:

@@ -15,7 +15,7 @@ from moesaic import Engine
 from moesaic.config import ServerArgs, resolve
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine.runner.future_tokens import FutureTokens, SamplingPath
+from moesaic.engine.runner.future_tokens import NOBODY, FutureTokens, SamplingPath
 from moesaic.engine.runner.graphs import GraphCache, GraphKey
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.runner.row_results import NOT_FINITE
@@ -321,9 +321,10 @@ def test_the_slot_of_a_token_is_the_row_of_its_request():
     assert take(11, 2, temperature=1.0) == take(11, 2, FUTURE) == (2, SamplingPath.DRAW)
     with pytest.raises(ValueError, match="request 12 continues from a token that no in-flight"):
         take(12, 2, FUTURE)
-    # Its row has another request's token until it samples one of its own.
+    # A chunk that does not sample has the row all the same: its former owner must take it again.
     future.slots_for(StepPlan([PlanItem(12, [5, 6], 0, 2)]))
-    assert future.owner(2) == 11
+    assert future.owner(2) == NOBODY
+    assert take(11, 2, temperature=1.0) == (2, SamplingPath.DRAW)
     assert take(12, 2, min_new_tokens=2) == (2, SamplingPath.ADJUSTED) and future.owner(2) == 12
     # No step continues from a token that is sampled together with drafts.
     verified = PlanItem(10, [5, 6], 0, 0, sample=row(1, temperature=1.0), num_drafts=1)

@@ -394,8 +394,16 @@ def test_grammars_of_waiting_requests_are_not_displaced(
     letters = dict(enumerate("abcdef"))
     rows = [SampleRow(SamplingParams(regex=letter), 0, 9) for letter in letters.values()]
     items = [PlanItem(key, [1], 8, key, sample=row) for key, row in enumerate(rows)]
+    begun, wait = list[int](), matchers_module.wait
+
+    def record(*given: Any) -> Any:
+        begun.append(len(matchers._unready))
+        return wait(*given)
+
+    monkeypatch.setattr(matchers_module, "wait", record)
     matchers.begin(StepPlan(items))
     assert all(one.unready for one in matchers.wait().values())
+    assert begun == [len(items)] * len(items), "a step waits for one before it begins another"
     begin.set()
     for compilation in matchers._unready.values():
         compilation.matcher.result()

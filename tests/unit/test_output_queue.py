@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from moesaic.engine.frontend.output_queue import OutputQueue, OutputSenders
+from moesaic.engine.frontend.output_queue import MAX_PAUSE, OutputQueue, OutputSenders
 from moesaic.engine.schedule.request_state import Progress
 
 FAR = 1000.0
@@ -111,3 +111,27 @@ def test_nothing_is_lost_or_reordered_while_another_thread_writes() -> None:
 
     for counts in asyncio.run(run()):
         assert counts == sorted(set(counts)) and counts[-1] == last
+
+
+def test_an_error_at_the_end_of_a_request_keeps_no_other_waiting() -> None:
+    def fail(number: int) -> None:
+        raise ZeroDivisionError("made up")
+
+    async def run() -> list[tuple[int, Progress]]:
+        senders = OutputSenders()
+        queues = [senders.new_queue() for _ in range(3)]
+        queues[0].on_ended = queues[1].on_ended = fail
+        for queue in queues:
+            queue.put(0, progress(1, finished=True))
+        return [await queue.get() for queue in queues]
+
+    assert asyncio.run(run()) == [(0, progress(1, finished=True))] * 3
+
+
+def test_a_long_delivery_is_followed_by_a_short_pause() -> None:
+    async def run() -> float:
+        sender = (await begun(OutputSenders()))._sender
+        sender._pause(time.monotonic() - FAR)
+        return sender._resume_at - time.monotonic()
+
+    assert asyncio.run(run()) <= MAX_PAUSE

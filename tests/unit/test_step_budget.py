@@ -205,3 +205,14 @@ def test_decodes_go_on_while_a_prompt_does_not_fit():
     assert run(scheduler, 1) == [(0, 60)]
     scheduler.add(make_request(list(range(1000, 1120)), 4, 2))
     assert run(scheduler, 3) == [(1, 0)] * 3
+
+
+def test_prompts_are_bounded_also_if_the_decoding_requests_wait_for_their_token():
+    scheduler = scheduler_of(max_step_ms=10.0)
+    scheduler.add(make_request(list(range(100)), 50, 1))
+    run(scheduler, 1)
+    (in_flight,) = scheduler.schedule()
+    in_flight.begin()
+    scheduler.add(make_request(list(range(1000, 1600)), 50, 2))
+    work = work_of(scheduler.schedule())
+    assert (work.decode_tokens, work.prompt_tokens) == (0, 64)

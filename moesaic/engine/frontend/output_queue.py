@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Final
 from weakref import WeakKeyDictionary, ref
 
 from moesaic.engine.schedule.request_state import Progress
+
+logger = logging.getLogger(__name__)
+
+# Seconds: one long delivery, such as that of a large answer, delays no token for as long again.
+MAX_PAUSE: Final = 0.05
 
 
 class OutputSender:
@@ -69,13 +76,16 @@ class OutputSender:
             self._ready = {}
             self._wakes_soon = False
         for output, ended in ready:
-            output.wake(ended)
+            try:
+                output.wake(ended)
+            except Exception:  # the others are woken all the same
+                logger.exception("the end of a request could not be noted")
         # Runs behind the tasks that were woken.
         asyncio.get_running_loop().call_soon(self._pause, start)
 
     def _pause(self, start: float) -> None:
         now = time.monotonic()
-        self._resume_at = now + (now - start)
+        self._resume_at = now + min(now - start, MAX_PAUSE)
 
 
 class OutputQueue:
@@ -101,10 +111,10 @@ class OutputQueue:
         return found
 
     def wake(self, ended: int) -> None:
-        if ended:
-            self.on_ended(ended)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+        if ended:
+            self.on_ended(ended)
 
 
 class OutputSenders:

@@ -87,7 +87,7 @@ class FutureTokens:
                 f"request {item.request_no} continues from a token that no in-flight step "
                 "samples without drafts"
             )
-        self._paths[item.row] = SamplingPath.GREEDY
+        self._owners[item.row], self._paths[item.row] = NOBODY, SamplingPath.GREEDY
         if item.sample is not None:
             self._owners[item.row] = item.request_no
             self._paths[item.row] = SamplingPath.of(item.sample)

@@ -126,6 +126,7 @@ class Matchers:
     def _compute(self, rows: Mapping[int, tuple[int, SampleRow]]) -> dict[int, GrammarMask]:
         found: dict[int, GrammarMask] = {}
         ready: dict[int, RequestMatcher] = {}
+        self._begin_compilations(rows)
         for number, (key, row) in rows.items():
             try:
                 state = self._advance(key, row)
@@ -146,6 +147,14 @@ class Matchers:
         while len(self._matchers) > self._limit:
             self._matchers.popitem(last=False)
         return found
+
+    def _begin_compilations(self, rows: Mapping[int, tuple[int, SampleRow]]) -> None:
+        """Begins all new grammars of a step before it waits for one, so that it waits for all of
+        them together no longer than for one."""
+        for key, row in rows.values():
+            grammar = row.params.grammar
+            if key not in self._matchers and key not in self._unready and grammar is not None:
+                self._unready[key] = self._compilation(grammar)
 
     def _forget(self, key: int) -> None:
         self._matchers.pop(key, None)
@@ -173,10 +182,9 @@ class Matchers:
         return state
 
     def _new_matcher(self, key: int, grammar: Grammar) -> LLMatcher | None:
-        compilation = self._unready.get(key) or self._compilation(grammar)
+        compilation = self._unready[key]
         seconds = max(0.0, compilation.deadline - time.monotonic())
         if wait([compilation.matcher], seconds).not_done:
-            self._unready[key] = compilation
             return None
         self._unready.pop(key, None)
         try:

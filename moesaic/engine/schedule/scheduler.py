@@ -23,7 +23,7 @@ from moesaic.engine.schedule.inflight import PlannedItem, work_of
 from moesaic.engine.schedule.kv_cache import PrefixNode
 from moesaic.engine.schedule.kv_manager import KVManager
 from moesaic.engine.schedule.prefill_delay import PrefillDelayer
-from moesaic.engine.schedule.step_budget import StepBudget
+from moesaic.engine.schedule.step_budget import StepBudget, StepWork, heaviest
 
 # The share of a running request's remaining tokens for which pages stay free when another is
 # admitted; it falls with time and rises with each retraction.
@@ -108,6 +108,9 @@ class Scheduler:
         self.num_retractions = self.num_admitted = self.num_cached_tokens = 0
         self._least_reserve = min(1.0, RESERVE_MIN * config.conservativeness)
         self._reserve = min(1.0, RESERVE_START * config.conservativeness)
+        self._awaiting = StepWork()
+        """Requests that decode, but not in this step: they need their token in flight on the host,
+        and wait for this step all the same."""
         self._promised: int | None = None
         """Pages that the running requests are likely to take, once it is needed in a step."""
 
@@ -128,8 +131,10 @@ class Scheduler:
         planned: Plan = {}
         decoding: list[Request] = []
         filling: list[Request] = []
+        self._awaiting = StepWork()
         for request in self.running:
             if request.pending and not (ahead and request.can_run_ahead):
+                self._awaiting = self._awaiting.with_decode(request.num_tokens)
                 continue
             if only is None or request in only:
                 (decoding if request.is_decoding else filling).append(request)
@@ -158,15 +163,16 @@ class Scheduler:
             return
         filled = ((request.num_computed, _uncomputed(request)) for request in filling)
         new = ((0, len(request.token_ids)) for request in self.waiting)
-        decodes, prompts = work_of(planned.values()), chain(filled, new)
+        decodes, prompts = heaviest([work_of(planned.values()), self._awaiting]), chain(filled, new)
         budget = self.step_budget.prompt_tokens(self.config.chunk_tokens, decodes, prompts)
         for request in filling[: self.config.max_prompts]:
             budget -= self._plan(request, min(budget, _uncomputed(request)), planned)
-        if self.waiting and not (only is None and self._hold_back(bool(planned))):
+        computes = bool(planned) or decodes.decode_tokens > 0
+        if self.waiting and not (only is None and self._hold_back(computes)):
             self._admit(budget, self.config.max_prompts - len(filling), planned, only)
 
     def _hold_back(self, computes: bool) -> bool:
-        """Whether waiting requests stay for other groups. `computes`: the step has work."""
+        """Whether waiting requests stay for other groups. `computes`: others wait for the step."""
         if self.delayer is None:
             return False
         busy = computes or self.step_budget.others.decode_tokens > 0

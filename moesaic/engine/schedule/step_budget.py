@@ -42,6 +42,10 @@ class StepWork(msgspec.Struct, array_like=True, frozen=True):
     pairs: int = 0
     """Pairs of a prompt token and a token that it attends to."""
 
+    def with_decode(self, held: int) -> StepWork:
+        """Adds a decode token of a request that holds so many tokens."""
+        return StepWork(self.decode_tokens + 1, self.prompt_tokens, self.held + held, self.pairs)
+
     def with_prompt(self, first: int, length: int) -> StepWork:
         """Adds a chunk of a prompt whose first `first` tokens are computed."""
         pairs = self.pairs + length * first + length * (length + 1) // 2

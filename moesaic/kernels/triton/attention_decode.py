@@ -236,7 +236,7 @@ def decode_kernel(
     chunk = tl.cdiv(tl.cdiv(kv_len - begin, num_splits), BLOCK_N) * BLOCK_N
     chunk = tl.maximum(chunk, least_chunk)
     used = tl.cdiv(kv_len - begin, chunk)
-    if (split >= tl.maximum(used, 1)) | (kv_len < 0):
+    if split >= tl.maximum(used, 1):
         return
     kv_head = (tile // BLOCKS).to(tl.int64)
     keys += kv_head * k_head
@@ -257,6 +257,9 @@ def decode_kernel(
         norms = load_norms(q_norm, k_norm, GROUP, ENTRY_ROWS, D1 + D2)
     release_next(PDL)
     await_inputs(PDL)
+    # Not earlier: the next kernel waits for this one alone, which must have waited for the others.
+    if kv_len < 0:
+        return
     member = (tile % BLOCKS) * ROWS + tl.arange(0, ROWS)
     valid = member < GROUP
     heads = kv_head * GROUP + member
