@@ -58,13 +58,14 @@ def serve(args: ServerArgs, listener: socket.socket) -> int:
     address = listener.getsockname()[0]
     if not keys and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         logger.warning("--host %s is reachable by others and there is no --api-key", args.host)
-    with handling_signals(_exit), closing(listener):
+    start = StartSignals()
+    with handling_signals(start.end), closing(listener):
         with _progress(args.model_path):
             engine = Engine(apart=True, **asdict(args))
         try:
             if not args.skip_server_warmup:
                 warm_up(engine)
-            server = Server(engine, listener, keys)
+            server = Server(engine, listener, keys, start)
             with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
                 runner.run(server.serve_until_stopped())
             return 1 if engine.fault else 0
@@ -87,8 +88,14 @@ def warm_up(engine: Engine) -> None:
 class Server(uvicorn.Server):
     """uvicorn's server, with our handling of signals and engine faults."""
 
-    def __init__(self, engine: Engine, listener: socket.socket, keys: Keys) -> None:
-        self.stopping, args = False, engine.args
+    def __init__(
+        self,
+        engine: Engine,
+        listener: socket.socket,
+        keys: Keys,
+        start: StartSignals | None = None,
+    ) -> None:
+        self.stopping, args, self._start = False, engine.args, start
         app = make_app(engine, lambda: self.stopping, keys)
         self._admission: AdmissionQueue = app.state.context.admission
         quotas = ConnectionQuotas.of(_max_connections(self._admission.most_open))
@@ -99,6 +106,8 @@ class Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
+        if self._start is not None:  # from here on, signals are the loop's
+            self._start.check()
         tasks = [asyncio.create_task(self._stop_when_drained())]
         if self._engine.args.enable_ssl_refresh:
             self.config.load()
@@ -216,10 +225,22 @@ def _raise_file_limit(needed: int) -> int:
     return now
 
 
-def _exit(number: int, _: FrameType | None) -> None:
+class StartSignals:
     """While loading, a signal ends the process with the status that a shell reports for it."""
-    logger.info("%s: the server was not ready yet", signal.Signals(number).name)
-    sys.exit(128 + number)
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+
+    def end(self, number: int, _: FrameType | None) -> None:
+        self._number = number
+        logger.info("%s: the server was not ready yet", signal.Signals(number).name)
+        self.check()
+
+    def check(self) -> None:
+        """Ends the process after a signal. Python drops an exception that a handler raises in a
+        finalizer or a callback of C code, so that loading goes on."""
+        if self._number is not None:
+            sys.exit(128 + self._number)
 
 
 @contextmanager

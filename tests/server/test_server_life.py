@@ -20,6 +20,7 @@ import httpx
 import psutil
 import pytest
 
+from moesaic.config import ServerArgs, resolve
 from moesaic.engine.engine import Engine
 from moesaic.server import run
 from moesaic.server.auth import Keys
@@ -183,6 +184,23 @@ def test_a_signal_while_loading_ends_the_server(number: signal.Signals, status: 
     server.communicate(timeout=60)
     assert server.returncode == status
     assert psutil.wait_procs(children, timeout=30)[1] == []
+
+
+def test_a_signal_whose_exception_is_dropped_ends_the_server_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a finalizer, where Python ignores exceptions."""
+
+    def load(**args: Any) -> Engine:
+        with pytest.raises(SystemExit):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return Engine(**args)
+
+    monkeypatch.setattr(run, "Engine", load)
+    args = ServerArgs.from_kwargs(model_path="tiny:qwen3_moe", num_threads=1)
+    with pytest.raises(SystemExit) as ended:
+        run.serve(resolve(args), bind("127.0.0.1", 0))
+    assert ended.value.code == 143
 
 
 def test_a_dead_rank_ends_the_server_with_an_error(capfd: pytest.CaptureFixture[str]) -> None:
