@@ -274,7 +274,9 @@ def writer_of(running: Running) -> MessagesWriter:
 def test_thinking_text_and_calls(running: Running, step: int) -> None:
     writer = writer_of(running)
     data = b"".join(writer.chunks(update, 0) for update in updates_of(TEXT, step))
-    streamed = accumulated(events_in((data + asyncio.run(writer.last_chunk())).decode()))
+    streamed = accumulated(
+        events_in((data + asyncio.run(writer.last_chunk(ResponseWriter()))).decode())
+    )
     *_, last = updates_of(TEXT, 1000)
     body = asyncio.run(writer_of(running).response([last], ResponseWriter()))
     for message in (streamed, checked(msgspec.json.encode(body).decode())):
