@@ -19,7 +19,7 @@ from openai.types.responses import ResponseStreamEvent
 from moesaic.engine.engine import Engine
 from moesaic.engine.frontend.outputs import RequestUpdate
 from moesaic.server.errors import Refusal
-from moesaic.server.openai.request_types import FunctionName, NamedChoice
+from moesaic.server.openai.request_types import FunctionName, SelectedTools
 from moesaic.server.openai.setup import OpenAISetup
 from moesaic.server.openai.streams import _events
 from moesaic.server.responses import ResponseWriter, named_event, prepared
@@ -197,7 +197,7 @@ def test_a_tool_and_its_result(http: httpx.Client, client: openai.OpenAI) -> Non
 def test_choices_of_tools() -> None:
     named = {"input": "x", "tools": [TOOL], "tool_choice": {"type": "function", "name": "lay"}}
     chat = prompt_body(msgspec.convert(named, ResponsesBody), [])
-    assert chat.tool_choice == NamedChoice(FunctionName("lay"))
+    assert chat.tool_choice == SelectedTools(FunctionName("lay"))
     others = [{**TOOL, "name": name} for name in ("lift", "turn")]
     allowed = {"type": "allowed_tools", "tools": [{"type": "function", "name": "turn"}]}
     for mode in ("auto", "required"):
