@@ -174,7 +174,14 @@ def _given(args: ServerArgs, *fields: str) -> Iterator[str]:
 
 
 def _model(args: ServerArgs) -> Iterator[str]:
-    if not args.model_path:
+    if not args.model_path and args.served_model_aliases:
+        name, *_, last = (args.served_model_name or "", *args.served_model_aliases)
+        yield (
+            f"--model-path is missing: --served-model-name takes all words that follow it as names "
+            f"of the model, so {last!r} is one. Put the model first (moesaic serve {last} "
+            f"--served-model-name {name} …), or give --model-path {last}"
+        )
+    elif not args.model_path:
         yield "--model-path is missing: name a model folder, or tiny:qwen3_moe for a random toy"
     bare = args.model_path.startswith(SHAPE_PREFIX) and args.tokenizer_path is None
     if bare and args.chat_template is not None:

@@ -159,6 +159,8 @@ FOREIGN_FIELDS: Final[dict[str, ForeignField]] = {
     **_ignored("max_tool_calls"),
     # It lets a server drop old turns to save tokens; here the model always reads all of them.
     **_ignored("context_management"),
+    # They are about requests that a provider declines: this server declines none.
+    **_ignored("fallbacks fallback_credit_token"),
     # Input other than text.
     **_refused(
         "this server reads text and token ids only",
@@ -244,6 +246,8 @@ FOREIGN_FIELDS: Final[dict[str, ForeignField]] = {
     # The Responses and Messages APIs.
     **_refused("give previous_response_id, or the whole conversation in input", "conversation"),
     **_refused("this server has no moderation model", "moderation"),
+    **_refused("conversations are not summarised: send all messages", "compaction"),
+    **_refused("no messages are kept: send the whole conversation", "thread"),
     **_refused("this server runs no code: leave it out", "container"),
     **_refused("this server calls no tools itself: give tools", "mcp_servers"),
     # State on the server, and work that several servers share.

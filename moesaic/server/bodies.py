@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
@@ -42,6 +42,7 @@ QUOTE, COMMA = b'",'
 
 LONE_SURROGATE: Final = "the body has a lone surrogate: \\ud800 to \\udfff must come in pairs"
 
+ONLY_NULLS: Final = re.compile(rb"\[[\s\[\],]*null[\s\[\],nul]*\]")
 # The field at fault in msgspec's messages.
 _FIELD: Final = re.compile(r"`\$\.(\w+)|field `(\w+)`$")
 _UNKNOWN: Final = re.compile(r"unknown field `(\w+)`$")
@@ -55,17 +56,17 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
-    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
-    return_logprob: bool | list[bool] | None = False
-    logprob_start_len: int | list[int] | None = -1
-    top_logprobs_num: int | list[int] | None = 0
+    sampling_params: dict[str, Any] | list[dict[str, Any] | None] | None = None
+    return_logprob: bool | list[bool | None] | None = False
+    logprob_start_len: int | list[int | None] | None = -1
+    top_logprobs_num: int | list[int | None] | None = 0
     return_text_in_logprobs: bool = False
     stream: bool = False
-    rid: str | list[str] | None = None
-    data_parallel_rank: int | list[int] | None = None
+    rid: str | list[str | None] | None = None
+    data_parallel_rank: int | list[int | None] | None = None
     return_routed_experts: bool | None = False
     routed_experts_start_len: int | None = 0
-    routed_dp_rank: int | list[int] | None = None
+    routed_dp_rank: int | list[int | None] | None = None
     token_ids_logprob: list[int | list[int] | None] | None = None
     extra_key: str | list[str | None] | None = None
     cache_salt: str | list[str | None] | None = None
@@ -148,14 +149,16 @@ def _without_off_fields(data: bytes, kind: type[Body]) -> bytes | None:
         given = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     except msgspec.ValidationError:
         return None
-    known = kind.__struct_fields__
+    known = {field.name: field.required for field in msgspec.structs.fields(kind)}
     kept = {name: raw for name, raw in given.items() if not _is_left_out(name, raw, known)}
     return None if len(kept) == len(given) else msgspec.json.encode(kept)
 
 
-def _is_left_out(name: str, raw: msgspec.Raw, known: tuple[str, ...]) -> bool:
+def _is_left_out(name: str, raw: msgspec.Raw, known: Mapping[str, bool]) -> bool:
+    """`known`: whether each field of the body is required."""
     if name in known:
-        return bytes(raw) == b"null"
+        data = bytes(raw)
+        return data == b"null" or (not known[name] and ONLY_NULLS.fullmatch(data) is not None)
     return is_foreign(name, msgspec.json.decode(raw))
 
 

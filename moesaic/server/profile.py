@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 # Spans are recorded where the engine waits for its device, so a trace always has both.
 ACTIVITIES: Final = frozenset(("CPU", "GPU"))
-LONGEST_FOLDER: Final = 255
+LONGEST_FOLDER: Final = 4096  # Linux's limit of a path
 MOST_STEPS: Final = 100_000
 MOST_DIGITS: Final = 9
 ONE_AT_A_TIME: Final = {409: "A profile is being recorded already"}

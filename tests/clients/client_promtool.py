@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import urllib.request
 from typing import Any
-
-import pytest
-
-pytestmark = pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="no promtool; Debian: apt install prometheus"
-)
 
 
 def complaints(url: str) -> set[str]:

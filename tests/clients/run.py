@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,8 +38,9 @@ SERVERS = {
 
 @dataclass(frozen=True)
 class Tool:
-    package: str | None  # its version is in the table; None: a program that must be installed
+    package: str | None  # its version is in the table; None: a program, which is not installed here
     files: tuple[str, ...]
+    program: str = ""  # how to install it
 
 
 TOOLS = {
@@ -55,7 +56,7 @@ TOOLS = {
     "guidellm": Tool("guidellm", ("client_guidellm.py",)),
     "aiperf": Tool("aiperf", ("client_aiperf.py",)),
     "ollama": Tool("ollama", ("client_ollama.py",)),
-    "promtool": Tool(None, ("client_promtool.py",)),
+    "promtool": Tool(None, ("client_promtool.py",), "Debian: apt install prometheus"),
 }
 
 
@@ -66,23 +67,42 @@ class Outcome:
     result: str
     seconds: float
     ok: bool
+    ran: bool = True
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 if all tests pass that can run; a tool that is asked for by its name must run."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("tools", nargs="*", metavar="TOOL", help=" ".join(TOOLS))
-    chosen = parser.parse_args().tools or list(TOOLS)
+    named = parser.parse_args(argv).tools
+    chosen = named or list(TOOLS)
     if unknown := [name for name in chosen if name not in TOOLS]:
         parser.error(f"unknown tools: {' '.join(unknown)}; there are: {' '.join(TOOLS)}")
     ENVIRONMENTS.mkdir(exist_ok=True)
+    absent = [not_run(name, ok=not named) for name in chosen if is_absent(name)]
+    chosen = [name for name in chosen if not is_absent(name)]
+    outcomes = run_tools(chosen) if chosen else []
+    print(table([*outcomes, *absent]))
+    return not all(outcome.ok for outcome in [*outcomes, *absent])
+
+
+def is_absent(name: str) -> bool:
+    return TOOLS[name].package is None and shutil.which(name) is None
+
+
+def not_run(name: str, ok: bool) -> Outcome:
+    result = f"NOT RUN: it is not installed ({TOOLS[name].program})"
+    return Outcome(name, "-", result, 0, ok, ran=False)
+
+
+def run_tools(chosen: list[str]) -> list[Outcome]:
     pythons = {name: environment(name) for name in chosen}
     outcomes = []
     with servers() as given:
         for number, name in enumerate(chosen, 1):
             print(f"[{number}/{len(chosen)}] {name}", flush=True)
             outcomes.append(run_tool(name, pythons[name], given))
-    print(table(outcomes))
-    return not all(outcome.ok for outcome in outcomes)
+    return outcomes
 
 
 def environment(name: str) -> Path:
@@ -187,9 +207,7 @@ def limited(command: list[str], environ: dict[str, str], log: Path) -> int | Non
 def version(name: str, python: Path) -> str:
     package = TOOLS[name].package
     if package is None:
-        if (program := shutil.which(name)) is None:
-            return "not installed"
-        said = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
+        said = subprocess.run([name, "--version"], capture_output=True, text=True).stdout
         return said.split()[2]
     code = f"import importlib.metadata as m; print(m.version({package!r}))"
     return subprocess.check_output([python, "-c", code], text=True).strip()
@@ -205,14 +223,13 @@ def table(outcomes: list[Outcome]) -> str:
 
 def summary(outcomes: list[Outcome]) -> str:
     """How many tools passed, and which failed or had tests that did not run."""
-    failed = [o.tool for o in outcomes if not o.ok]
+    absent = [o.tool for o in outcomes if not o.ran]
+    failed = [o.tool for o in outcomes if o.ran and not o.ok]
     skipped = [o.tool for o in outcomes if o.ok and "skipped" in o.result]
-    parts = [f"passed: {len(outcomes) - len(failed) - len(skipped)} of {len(outcomes)}"]
-    parts += [
-        f"{what}: {', '.join(names)}"
-        for what, names in (("failed", failed), ("skipped", skipped))
-        if names
-    ]
+    others = {"failed": failed, "skipped": skipped, "not run": absent}
+    num_passed = len(outcomes) - sum(map(len, others.values()))
+    parts = [f"passed: {num_passed} of {len(outcomes)}"]
+    parts += [f"{what}: {', '.join(names)}" for what, names in others.items() if names]
     return "; ".join(parts)
 
 

@@ -233,6 +233,15 @@ def test_profiles_over_http(
     asyncio.run(talk())
 
 
+async def refuse_a_file(post: Any, root: Path) -> None:
+    """The name is a client's, and a line break in it would forge a line of the log."""
+    (root / "file").write_text("")
+    answer = await post("/start_profile", {"output_dir": "file/a\n[2030] all is well"})
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 400 and "cannot be written to" in message
+    assert message.isprintable() and r"a\n[2030]" in message
+
+
 async def converse(client: httpx.AsyncClient, root: Path) -> None:
     async def post(path: str, body: Any = None) -> httpx.Response:
         return await client.post(path, json=body) if body is not None else await client.post(path)
@@ -253,6 +262,7 @@ async def converse(client: httpx.AsyncClient, root: Path) -> None:
     for body, param in wrong:
         answer = await post("/start_profile", body)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == param, body
+    await refuse_a_file(post, root)
     # SGLang's bench_serving --profile sends these, and a folder of its own.
     begun = {
         "activities": ["CPU", "GPU"],
@@ -305,6 +315,10 @@ def test_traces_are_private(
     assert trace_folder() == root and trace_folder(str(work)) == work
     assert folder_for("mine", root) == folder_for(f"{root}/mine", root) == root / "mine"
     assert folder_for("", root) == folder_for(None, root) == root
+    long = root.joinpath(*["folder" * 30] * 3)
+    assert folder_for(str(long), root) == long
+    with pytest.raises(Refusal, match="not the name of a folder"):
+        folder_for("a/" * 2049, root)
     root.mkdir(parents=True)
     (root / "out").symlink_to(work)
     for outside in ("out/there", f"{root}/out", f"{root}-2", f"{root}/../x"):

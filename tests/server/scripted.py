@@ -42,13 +42,17 @@ def updates_of(text: str, step: int, reason: str = "stop") -> Iterator[RequestUp
     yield RequestUpdate(0, Progress("r", len(text), text, True), request)
 
 
-def scored_updates(tokenizer: Tokenizer, text: str, step: int) -> Iterator[RequestUpdate]:
-    """An update for every `step` tokens; the logprob of a token is its number, negated."""
+def scored_updates(
+    tokenizer: Tokenizer, text: str, step: int, top: int = 0
+) -> Iterator[RequestUpdate]:
+    """An update for every `step` tokens; the logprob of a token is its number, negated. `top`: its
+    alternatives."""
     ids = tokenizer.encode(text, add_special_tokens=False)
-    request = Request("r", [1], SamplingParams(), 0, 9999, 0)
+    request = Request("r", [1], SamplingParams(), 0, 9999, 0, return_logprob=True)
+    request.top_logprobs_num, request.logprob_start = top, request.prompt_len
     request.token_ids += ids
     request.output_logprobs += [-float(number) for number in range(len(ids))]
-    request.output_top_logprobs += [[] for _ in ids]
+    request.output_top_logprobs += [[(-9.0, other) for other in range(top)] for _ in ids]
     request.finish_reason = FinishReason("stop")
     for number in range(step, len(ids), step):
         known = tokenizer.decode(ids[:number]).rstrip("\ufffd")  # half a character

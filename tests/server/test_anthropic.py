@@ -22,7 +22,7 @@ from moesaic.server.anthropic.translation import chat_body, prompt_body
 from moesaic.server.anthropic.writer import MessagesWriter
 from moesaic.server.app import make_app
 from moesaic.server.auth import Keys
-from moesaic.server.openai.request_types import FunctionName, NamedChoice
+from moesaic.server.openai.request_types import FunctionName, SelectedTools
 from moesaic.server.openai.setup import OpenAISetup
 from moesaic.server.responses import ResponseWriter
 from tests.server.openai_client import extras
@@ -187,7 +187,7 @@ def test_a_tool_and_its_result(http: httpx.Client, client: anthropic.Anthropic) 
 
 def test_choices_of_tools() -> None:
     named = {"type": "tool", "name": "lay", "disable_parallel_tool_use": True}
-    choices = {"auto": "auto", "any": "required", "none": "none", "tool": NamedChoice(LAY)}
+    choices = {"auto": "auto", "any": "required", "none": "none", "tool": SelectedTools(LAY)}
     for kind, expected in choices.items():
         sent = {"messages": HELLO, "tools": [TOOL], "tool_choice": {**named, "type": kind}}
         chat = prompt_body(msgspec.convert(sent, CountTokensBody))
@@ -274,7 +274,9 @@ def writer_of(running: Running) -> MessagesWriter:
 def test_thinking_text_and_calls(running: Running, step: int) -> None:
     writer = writer_of(running)
     data = b"".join(writer.chunks(update, 0) for update in updates_of(TEXT, step))
-    streamed = accumulated(events_in((data + asyncio.run(writer.last_chunk())).decode()))
+    streamed = accumulated(
+        events_in((data + asyncio.run(writer.last_chunk(ResponseWriter()))).decode())
+    )
     *_, last = updates_of(TEXT, 1000)
     body = asyncio.run(writer_of(running).response([last], ResponseWriter()))
     for message in (streamed, checked(msgspec.json.encode(body).decode())):

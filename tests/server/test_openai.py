@@ -458,7 +458,13 @@ def test_structured_answers(client: openai.OpenAI, http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(
-    "choice", ["required", {"type": "function", "function": {"name": "lift"}}], ids=str
+    "choice",
+    [
+        "required",
+        {"type": "function", "function": {"name": "lift"}},
+        {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": TOOLS[1:]}},
+    ],
+    ids=str,
 )
 def test_calls_that_are_forced(client: openai.OpenAI, http: httpx.Client, choice: Any) -> None:
     body: Any = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "max_tokens": 300}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+import threading
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import httpx
@@ -16,10 +17,13 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import ResponseStreamEvent
 
 from moesaic.engine.engine import Engine
+from moesaic.engine.frontend.outputs import RequestUpdate
 from moesaic.server.errors import Refusal
-from moesaic.server.openai.request_types import FunctionName, NamedChoice
+from moesaic.server.openai.request_types import FunctionName, SelectedTools
 from moesaic.server.openai.setup import OpenAISetup
-from moesaic.server.responses import ResponseWriter
+from moesaic.server.openai.streams import _events
+from moesaic.server.responses import ResponseWriter, named_event, prepared
+from moesaic.server.responses_api import writer as responses_writer
 from moesaic.server.responses_api.bodies import ResponsesBody
 from moesaic.server.responses_api.objects import new_response
 from moesaic.server.responses_api.translation import new_messages, prompt_body
@@ -193,7 +197,7 @@ def test_a_tool_and_its_result(http: httpx.Client, client: openai.OpenAI) -> Non
 def test_choices_of_tools() -> None:
     named = {"input": "x", "tools": [TOOL], "tool_choice": {"type": "function", "name": "lay"}}
     chat = prompt_body(msgspec.convert(named, ResponsesBody), [])
-    assert chat.tool_choice == NamedChoice(FunctionName("lay"))
+    assert chat.tool_choice == SelectedTools(FunctionName("lay"))
     others = [{**TOOL, "name": name} for name in ("lift", "turn")]
     allowed = {"type": "allowed_tools", "tools": [{"type": "function", "name": "turn"}]}
     for mode in ("auto", "required"):
@@ -381,7 +385,7 @@ def writer_of(running: Running, scored: bool = False) -> ResponsesWriter:
 def test_reasoning_text_and_calls(running: Running, step: int) -> None:
     writer = writer_of(running)
     data = b"".join(writer.chunks(update, 0) for update in updates_of(TEXT, step))
-    events = events_in((data + asyncio.run(writer.last_chunk())).decode())
+    events = events_in((data + asyncio.run(writer.last_chunk(ResponseWriter()))).decode())
     state: Any = ResponseStreamState(input_tools=openai.omit, text_format=openai.omit)
     for event in events:
         state.handle_event(event)
@@ -402,6 +406,25 @@ def test_reasoning_text_and_calls(running: Running, step: int) -> None:
     assert answer.content == CONTENT and len(answer.tool_calls or ()) == 2
 
 
+@pytest.mark.parametrize("limit", [1, 2, 5, 12])
+def test_a_forced_call_that_is_cut(client: openai.OpenAI, http: httpx.Client, limit: int) -> None:
+    """Before its name it is no item."""
+    sent: Any = {**PLAIN, "input": "Hello", "max_output_tokens": limit, "tools": [TOOL]}
+    sent |= {"tool_choice": "required", "reasoning": {"effort": "none"}}
+    whole = client.responses.create(**sent)
+    with client.responses.stream(**sent) as stream:
+        streamed = list(stream)[-1].response  # type: ignore[union-attr]
+    later = client.responses.create(background=True, **sent)
+    while later.status == "in_progress":
+        later = client.responses.retrieve(later.id)
+    for response in (whole, streamed, later):
+        assert (response.output, response.status) == ([], "incomplete")
+        assert response.incomplete_details.reason == "max_output_tokens"
+        assert response.usage.output_tokens == limit
+    after = {**PLAIN, "input": "And?", "max_output_tokens": 2, "previous_response_id": later.id}
+    assert http.post(PATH, json=after).status_code == 200
+
+
 FIRST, SECOND = "I lay them, 貝 <by> one.", "It is <tool done; é"
 
 
@@ -413,7 +436,7 @@ def test_each_text_has_the_logprobs_of_its_tokens(running: Running, step: int) -
     assert all(len(some) > 5 for some in expected)
     writer = writer_of(running, scored=True)
     data = b"".join(writer.chunks(update, 0) for update in scored_updates(tokenizer, text, step))
-    events = events_in((data + asyncio.run(writer.last_chunk())).decode())
+    events = events_in((data + asyncio.run(writer.last_chunk(ResponseWriter()))).decode())
     deltas: dict[int, list[float]] = {}
     for event in events:
         if event.type == "response.output_text.delta":
@@ -427,3 +450,46 @@ def test_each_text_has_the_logprobs_of_its_tokens(running: Running, step: int) -
         texts = [item.content[0] for item in response.output if item.type == "message"]
         assert [part.text for part in texts] == [FIRST, SECOND]
         assert [[one.logprob for one in part.logprobs] for part in texts] == expected
+
+
+def test_large_events_are_made_beside_the_event_loop(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each update is small; the end of an item and of the response repeat all of its logprobs,
+    which are encoded once for all of these."""
+    made: list[tuple[str, int, bool]] = []
+    num_encoded = 0
+
+    def event(name: str, value: Any) -> bytes:
+        data = named_event(name, value)
+        made.append((name, len(data), threading.current_thread() is threading.main_thread()))
+        return data
+
+    def encoded(value: Any, weight: int) -> Any:
+        nonlocal num_encoded
+        num_encoded += len(value)
+        return prepared(value, weight)
+
+    monkeypatch.setattr(responses_writer, "named_event", event)
+    monkeypatch.setattr(responses_writer, "prepared", encoded)
+    tokenizer = running.context.shared(OpenAISetup).tokenizer
+    text = f"{FIRST * 60}\n{CALL}\n{SECOND * 60}"
+
+    async def updates() -> AsyncGenerator[RequestUpdate, None]:
+        for update in scored_updates(tokenizer, text, 1, top=20):
+            yield update
+
+    async def streamed() -> bytes:
+        answers = writer_of(running, scored=True)
+        return b"".join([data async for data in _events(running.context, updates(), answers)])
+
+    lines = asyncio.run(streamed()).splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: ")]
+    large = [name for name, size, _ in made if size > 100_000]
+    ends = ["response.output_text.done", "response.content_part.done", "response.output_item.done"]
+    assert large == [*ends, *ends, "response.completed"]
+    assert not [name for name, size, on_loop in made if size > 10_000 and on_loop]
+    output = events[-1]["response"]["output"]
+    texts = [item["content"][0] for item in output if item["type"] == "message"]
+    assert sum(len(part["logprobs"]) for part in texts) == num_encoded > 500
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]

@@ -253,3 +253,16 @@ def test_turns_are_left_out_one_list_at_a_time(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(Refusal, match="between 1 and 2048"):
         asyncio.run(truncation.prepare_truncated(context, many, 0, None))
     assert tried == []
+
+
+def test_a_conversation_goes_on_without_input(client: openai.OpenAI, http: httpx.Client) -> None:
+    """The client's `input` is optional."""
+    first = client.responses.create(input="Hello", **SHORT)
+    second = client.responses.create(previous_response_id=first.id, **SHORT)
+    assert second.usage.input_tokens > first.usage.input_tokens  # type: ignore[union-attr]
+    assert client.responses.input_items.list(second.id).data == []
+    count = client.responses.input_tokens.count
+    counted = count(previous_response_id=first.id, reasoning={"effort": "none"})
+    assert counted.input_tokens == second.usage.input_tokens  # type: ignore[union-attr]
+    error = http.post(PATH, json=SHORT).json()["error"]
+    assert error["param"] == "input" and "previous_response_id" in error["message"]

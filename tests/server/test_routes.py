@@ -213,6 +213,11 @@ def test_the_document_has_404s_and_one_of_rules() -> None:
         if "404" in one["responses"]
     }  # fmt: skip
     assert {"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"} <= with_404
+    items = found["paths"]["/v1/responses/{response_id}/input_items"]["get"]["parameters"]
+    assert [(one["name"], one["in"]) for one in items] == [
+        ("response_id", "path"),
+        *((name, "query") for name in ("limit", "order", "after")),
+    ]
     assert "/v1/models/{model}" in with_404 and "/health" not in with_404
     loads = found["paths"]["/v1/loads"]["get"]["parameters"]
     assert [one["name"] for one in loads] == ["dp_rank", "include", "format"]

@@ -1,5 +1,6 @@
 """Messages in roles that a chat template does not know: found out by rendering, then rewritten."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -147,3 +148,13 @@ def test_messages_are_rewritten(messages: Any, support: TemplateSupport, expecte
     before = repr(messages)
     assert adapted(messages, support) == expected
     assert repr(messages) == before
+
+
+def test_many_results_in_a_row():
+    """To join each to those before would copy 80 GB, which takes 10 s or more."""
+    messages = [{"role": "tool", "content": "x" * 60}] * 40_000
+    before = time.process_time()
+    (message,) = adapted(messages, TemplateSupport(tool=False))
+    assert time.process_time() - before < 3
+    text = f"<tool_response>\n{'x' * 60}\n</tool_response>"
+    assert message == {"role": "user", "content": "\n".join([text] * 40_000)}

@@ -1,16 +1,24 @@
 """Request fields of other APIs: as good as left out at their default, refused by name otherwise."""
 
+import inspect
 import json
+from dataclasses import replace
 from typing import Any
 
+import anthropic
+import msgspec
+import openai
 import pytest
+from openai.resources.responses import Responses
 
 from moesaic.core.foreign_fields import FOREIGN_FIELDS, ROUTE_FIELDS, Unsupported
 from moesaic.core.sampling import ALIASES, SamplingParams
-from moesaic.engine.frontend.inputs import GenerateInput, GenerateOptions
+from moesaic.engine.frontend.inputs import PER_PROMPT, GenerateInput, GenerateOptions
 from moesaic.server import bodies
 from moesaic.server.anthropic.bodies import CountTokensBody, MessagesBody
+from moesaic.server.anthropic.translation import chat_body as message_chat
 from moesaic.server.errors import Refusal
+from moesaic.server.openai.prompts import template_kwargs, tools_of, with_allowed_tools
 from moesaic.server.openai.request_types import ChatBody, CompletionBody
 from moesaic.server.responses_api.bodies import InputTokensBody, ResponsesBody
 from moesaic.server.responses_api.translation import chat_body
@@ -149,6 +157,7 @@ IGNORED = {
     *("prompt_cache_options", "access_programs", "betas", "cache_control", "diagnostics"),
     *("inference_geo", "speed", "user_profile_id", "workspace_id"),
     *("return_flat_raw_top_logprobs_b64", "max_tool_calls", "context_management"),
+    *("fallbacks", "fallback_credit_token"),
 }
 # vLLM's and OpenAI's fields at the values of their clients.
 OTHERS: dict[str, Any] = {
@@ -383,6 +392,85 @@ def test_null_counts_as_left_out():
     assert given == bodies.GenerateBody(text="x")
     with pytest.raises(Refusal, match="missing required field `messages`"):
         decoded(ChatBody, {"messages": None})
+
+
+@pytest.mark.parametrize("kind", LEAST, ids=lambda kind: kind.__name__)
+def test_lists_of_nulls_count_as_left_out(kind):
+    """Of required fields they do not: the message says what is wrong with them."""
+    least = LEAST[kind]
+    plain = decoded(kind, least)
+    for field in msgspec.structs.fields(kind):
+        for value in ([None], [None, None], [[None], None]):
+            if field.name in least:
+                continue
+            found = getattr(decoded(kind, {**least, field.name: value}), field.name)
+            assert found in (getattr(plain, field.name), value), (field.name, value)
+    with pytest.raises(Refusal, match=r"Expected `object`, got `null` - at `\$\.messages\[0\]`"):
+        decoded(ChatBody, {"messages": [None]})
+
+
+OFF: Any = dict.fromkeys(("logprob_start_len", "return_logprob", "top_logprobs_num"))
+
+
+def test_lists_of_nulls_as_keywords():
+    """However many there are; a list may also have a value for some prompts only."""
+    plain = GenerateInput("x", **OFF)
+    for name in (*PER_PROMPT, "rid", "routed_dp_rank"):
+        given = GenerateInput("x", **{name: [None, None]})
+        assert getattr(given, name) is None
+        assert replace(given, **OFF) == plain
+    body = {"text": ["x", "y"], "data_parallel_rank": [None, 0], "rid": ["a", None]}
+    given = decoded(bodies.GenerateBody, {**body, "top_logprobs_num": [None, 2]}).to_input()
+    assert (given.data_parallel_rank, given.rid) == ([None, 0], ["a", None])
+
+
+def test_fields_of_every_client():
+    """All parameters of the clients' methods are declared here or in the table."""
+    for method, kind in (
+        (openai.resources.chat.Completions.create, ChatBody),
+        (openai.resources.Completions.create, CompletionBody),
+        (Responses.create, ResponsesBody),
+        (anthropic.resources.Messages.create, MessagesBody),
+        (anthropic.resources.beta.Messages.create, MessagesBody),
+        (anthropic.resources.beta.Messages.count_tokens, CountTokensBody),
+    ):
+        extra = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+        names = inspect.signature(method).parameters.keys() - extra
+        unknown = names - {*kind.__struct_fields__, *FOREIGN_FIELDS}
+        assert not unknown, (method, unknown)
+        off = dict.fromkeys(names - LEAST[kind].keys())
+        assert decoded(kind, {**LEAST[kind], **off}) == decoded(kind, LEAST[kind])
+
+
+def test_the_highest_effort():
+    """OpenAI's and Anthropic's clients have it, and templates do not."""
+    chat = decoded(ChatBody, {**LEAST[ChatBody], "reasoning_effort": "max"})
+    response = decoded(ResponsesBody, {"input": "x", "reasoning": {"effort": "max"}})
+    message = decoded(MessagesBody, {**LEAST[MessagesBody], "output_config": {"effort": "max"}})
+    for body in (chat, chat_body(response, [], "id"), message_chat(message, "id")):
+        assert template_kwargs(body) == {"reasoning_effort": "xhigh"}
+
+
+FUNCTIONS = [{"type": "function", "function": {"name": name}} for name in ("lay", "lift", "turn")]
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_of_a_chat(mode):
+    allowed = {"mode": mode, "tools": FUNCTIONS[:2]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    body = {**LEAST[ChatBody], "tools": FUNCTIONS, "tool_choice": choice}
+    chat = with_allowed_tools(decoded(ChatBody, body))
+    tools, found = tools_of(chat)
+    assert ([tool.name for tool in tools], found) == (["lay", "lift"], mode)
+    assert len(chat.tools) == 2  # the template renders these
+    for wrong, words in (
+        ({"tools": FUNCTIONS[1:]}, "allows a tool that is not in tools"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "needs allowed_tools, with mode and tools"),
+        ({"tool_choice": {"type": "function"}}, "needs function.name"),
+    ):
+        with pytest.raises(Refusal, match=words) as refused:
+            tools_of(with_allowed_tools(decoded(ChatBody, {**body, **wrong})))
+        assert refused.value.param == "tool_choice"
 
 
 def test_refused_fields_are_not_documented():

@@ -476,6 +476,16 @@ def test_several_names_of_the_model():
     assert ServerArgs.from_kwargs(served_model_name="a").served_model_name == "a"
 
 
+def test_a_model_after_its_names(capsys: pytest.CaptureFixture[str]):
+    """It is taken as one of the names; the message says so, and what to write instead."""
+    assert main("serve --served-model-name foo bar tiny:qwen3_moe".split()) == 2
+    said = capsys.readouterr().err
+    assert "--served-model-name takes all words that follow it as names" in said
+    assert "'tiny:qwen3_moe' is one" in said
+    assert "moesaic serve tiny:qwen3_moe --served-model-name foo" in said
+    assert "--model-path tiny:qwen3_moe" in said
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [

@@ -3,6 +3,7 @@
 import random
 import re
 import re._parser
+import subprocess
 import sys
 
 import pytest
@@ -14,7 +15,7 @@ from moesaic.core.sampling import SamplingParams
 from moesaic.engine.text import stop_regex
 from moesaic.engine.text.detokenizer import MAX_HELD, IncrementalDetokenizer
 from moesaic.engine.text.stop_regex import MAX_REMEMBERED, StopPatterns, check_stop_patterns
-from moesaic.engine.text.stop_regex_nodes import MAX_SIZE
+from moesaic.engine.text.stop_regex_nodes import MAX_LENGTH, MAX_SIZE, WEIGHT
 from tests.unit.test_detokenizer import BYTES, FALLBACK, raw, utf8
 
 PATTERNS = [
@@ -99,6 +100,52 @@ def test_time_is_linear(pattern):
     assert patterns.earliest == 0 and len(patterns._state.threads) <= MAX_SIZE
 
 
+@pytest.mark.parametrize(
+    ("wide", "narrow"),
+    [
+        ("[" + "X-\uffff" * 330 + "]", "[" + "X-YX" * 330 + "]"),
+        ("(?i)" + "[x-\U0010ffff]" * 60, "(?i)" + "[x-y]" * 60),
+        (
+            "[^\\d" + "".join(f"{chr(n)}-\uffff" for n in range(100, 300)) + "]",
+            "[^\\d" + "a-z" * 200,
+        ),
+    ],
+)
+def test_wide_ranges_take_no_longer_to_compile(wide, narrow):
+    """`re` visits each character of a range."""
+    assert lines_to_compile(wide) <= 2 * lines_to_compile(narrow + "]" * (narrow[-1] != "]"))
+
+
+def lines_to_compile(pattern, most=100_000):
+    """The lines of Python that run meanwhile; a time would depend on what else runs."""
+    count = 0
+
+    def trace(_frame, event, _value):
+        nonlocal count
+        count += event == "line"
+        if count > most:
+            sys.settrace(None)
+            pytest.fail(f"more than {most} lines")
+        return trace
+
+    stop_regex._compiled.cache_clear()
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        check_stop_patterns([pattern])
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_patterns_print_no_warnings():
+    """`re` warns of sets that may get another meaning; the operator cannot change them."""
+    code = "from moesaic.engine.text.stop_regex import check_stop_patterns as check\n"
+    code += "for pattern in ('[[a]', '[!--]', '[a&&b]', '[a||b]', '[a~~b]'): check([pattern])"
+    ended = subprocess.run([sys.executable, "-Walways", "-c", code], capture_output=True)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
 @pytest.fixture
 def visits(monkeypatch):
     """The nodes that each search for reached nodes visits."""
@@ -115,9 +162,9 @@ def visits(monkeypatch):
 
 def test_steps_are_remembered(visits):
     """Only the first characters visit nodes, and another text with the same pattern none."""
-    pattern, text = "[^q]{0,70}Z7", "some words, 123. \u20ac\n" * 500
+    pattern, text = "[^q]{0,34}Z7", "some words, 123. \u20ac\n" * 500
     assert StopPatterns([pattern]).feed(text) is None
-    assert 70 < len(visits) < 400
+    assert 34 < len(visits) < 400
     visits.clear()
     assert StopPatterns([pattern]).feed(text[::-1]) is None
     assert len(visits) < 200
@@ -127,8 +174,8 @@ def test_steps_are_remembered(visits):
 
 
 def test_work_and_memory_are_bounded_if_no_step_comes_twice(visits):
-    """The state of this automaton is the last 80 characters."""
-    source, patterns = random.Random(1), StopPatterns(["a[ab]{0,70}Z8"])
+    """The state of this automaton is the last 34 characters."""
+    source, patterns = random.Random(1), StopPatterns(["a[ab]{0,34}Z8"])
     text = "".join(source.choice("ab") for _ in range(1500))
     for char in text:
         assert patterns.feed(char) is None
@@ -137,8 +184,8 @@ def test_work_and_memory_are_bounded_if_no_step_comes_twice(visits):
             len(s.threads) + len(step.state.threads) for (s, *_), step in steps._steps.items()
         )
         assert kept <= MAX_REMEMBERED
-    assert 2 * len(text) * 0.9 < len(visits) <= 2 * len(text)
-    assert max(visits) <= MAX_SIZE
+    assert len(text) * 0.9 < len(visits) <= len(text) + 1
+    assert max(visits) <= MAX_SIZE // WEIGHT
     assert patterns.feed("Z8") is not None
 
 
@@ -234,6 +281,9 @@ def test_another_parser_refuses_patterns_only(monkeypatch, what):
         ("(){4000000000}b", "too many"),
         ("((((){500}){500}){500}){500}b", "too many"),
         ("((a{30}){30}){30}", "too many"),
+        ("a[ab]{0,80}Z", "too many"),
+        ("[ab]" * 100, "too many"),
+        ("[" + "".join(map(chr, range(0x4E00, 0x4E00 + MAX_SIZE))) + "]", "too many"),
     ],
 )
 def test_refused_patterns(pattern, words):
@@ -247,6 +297,9 @@ def test_limits():
     assert SamplingParams.from_dict({"stop_regex": "a"}).stop_regex == ("a",)
     assert SamplingParams.from_dict({"stop_regex": []}).stop_regex == ()
     check_stop_patterns(["a" * 100, "b{70}"])
+    check_stop_patterns(["[" + "a" * 1000 + "]"] * 4)
+    with pytest.raises(BadParameter, match=f"more than {MAX_LENGTH} characters in all"):
+        check_stop_patterns(["[" + "a" * 1000 + "]"] * 5)
     for given_, words in (
         (["a"] * 65, "at most 64"),
         ("a" * 1025, "at most 1024"),

@@ -20,6 +20,7 @@ from moesaic.engine.frontend.request_options import (
     MAX_TOP_LOGPROBS,
     cache_namespace,
     integer,
+    only_nulls,
     tokens_to_score,
 )
 from moesaic.engine.frontend.routed_experts import first_position
@@ -149,9 +150,11 @@ class GenerateInput:
     return_prompt_token_ids: bool = False
 
     def __post_init__(self) -> None:
-        ranks = [
-            rank for rank in (self.data_parallel_rank, self.routed_dp_rank) if rank is not None
-        ]
+        for name in (*PER_PROMPT, "rid", "routed_dp_rank"):
+            if only_nulls(getattr(self, name)):
+                object.__setattr__(self, name, None)
+        both = self.data_parallel_rank, self.routed_dp_rank
+        ranks = [rank for rank in both if rank is not None]
         if len(ranks) == 2 and ranks[0] != ranks[1]:
             text = "data_parallel_rank and routed_dp_rank differ: give one of them"
             raise BadParameter("routed_dp_rank", text)

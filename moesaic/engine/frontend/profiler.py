@@ -139,7 +139,8 @@ class Recording:
         path = self._folder / f"moesaic-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         path = _unused(path, ".trace.json.gz")
         write_trace(path, tracks, self._facts(steps, states, missing))
-        logger.info("profile: %d spans written to %s", sum(len(t.spans) for t in tracks), path)
+        number = sum(len(track.spans) for track in tracks)
+        logger.info("profile: %d spans written to %r", number, str(path))
         return path
 
     def _read(self, states: Mapping[int, RecordingState]) -> dict[int, list[Span]]:
@@ -220,13 +221,14 @@ def trace_folder(profile_dir: str | None = None) -> Path:
 
 def _check_folder(folder: Path) -> None:
     """ValueError if a trace cannot be written there. New folders are private."""
+    refused = f"the profile cannot be written to {str(folder)!r}"  # a client may have named it
     try:
         for parent in [*reversed(folder.parents), folder]:
             parent.mkdir(mode=PRIVATE, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"the profile cannot be written to {folder}: {error.strerror}") from None
+        raise ValueError(f"{refused}: {error.strerror}") from None
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"the profile cannot be written to {folder}: no permission")
+        raise ValueError(f"{refused}: no permission")
 
 
 def _unused(path: Path, suffix: str) -> Path:

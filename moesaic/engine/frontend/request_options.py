@@ -21,6 +21,11 @@ def integer(name: str, value: Any) -> int:
     return operator.index(value)
 
 
+def only_nulls(value: Any) -> bool:
+    """Whether a list with a value for each prompt has none; it is then as good as left out."""
+    return isinstance(value, list) and bool(value) and all(item is None for item in value)
+
+
 def tokens_to_score(given: Any, vocab_size: int) -> tuple[int, ...]:
     """`token_ids_logprob` of one prompt."""
     name = "token_ids_logprob"

@@ -98,20 +98,27 @@ def adapted(messages: Sequence[Message], support: TemplateSupport) -> list[Messa
             found.append(_with_calls_as_text(message))
         else:
             found.append(message)
+    for message in found:
+        if isinstance(message, _ToolResults):
+            message["content"] = "\n".join(message.texts)
     return found if support.systems else _with_one_system(found, support.system)
 
 
 class _ToolResults(dict[str, Any]):
-    """A user's message made of the results of tools."""
+    """A user's message made of the results of tools; it has no content before all are known."""
+
+    def __init__(self) -> None:
+        super().__init__(role="user")
+        self.texts: list[str] = []
 
 
 def _append_result(messages: list[Message], message: Message) -> None:
     """Results that follow each other are one user's message, as in Qwen's templates."""
-    text = f"<tool_response>\n{_text(message)}\n</tool_response>"
-    if messages and isinstance(messages[-1], _ToolResults):
-        messages[-1]["content"] += "\n" + text
-    else:
-        messages.append(_ToolResults(role="user", content=text))
+    last = messages[-1] if messages else None
+    if not isinstance(last, _ToolResults):
+        last = _ToolResults()
+        messages.append(last)
+    last.texts.append(f"<tool_response>\n{_text(message)}\n</tool_response>")
 
 
 def _with_calls_as_text(message: Message) -> Message:

@@ -33,7 +33,7 @@ class Match:
 
 Threads = dict["Node", int]
 """Nodes that the text so far leads to, with the earliest position at which a match may begin: in a
-state, its place among the different positions."""
+state, its place among the different positions. The earliest come first."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,6 +95,7 @@ class _Steps:
 
     def __init__(self, automaton: Automaton) -> None:
         self._automaton = automaton
+        self._first = _reached({automaton.root: 0}, "", "")
         self._classes: dict[str, int] = {}
         self._states: dict[frozenset[tuple[Node, int]], State] = {}
         self._steps: dict[tuple[State, int, int], Step] = {}
@@ -121,23 +122,33 @@ class _Steps:
         return found
 
     def _new_step(self, state: State, before: str, char: str) -> Step:
-        from moesaic.engine.text.stop_regex_nodes import LAST_NEWLINE
-
-        root, now = self._automaton.root, state.num_starts
-        threads = {root: now, **state.threads}
-        moved = ending = _advanced(_reached(threads, before, char), char)
-        if char == "\n":  # `$` holds before it if it is the last character
-            ending = _advanced(_reached(threads, before, LAST_NEWLINE), char)
-        reached = _reached({root: now + 1, **ending}, char, "")
-        ends = [(start, node.pattern) for node, start in reached.items() if node.pattern]
-        starts = sorted(set(moved.values()))
+        moved, reached = self._moved(state, before, char)
+        starts = tuple(dict.fromkeys(moved.values()))
         places = {start: place for place, start in enumerate(starts)}
         following = {node: places[start] for node, start in moved.items()}
         known = NO_THREADS
         if following:
             key = frozenset(following.items())
             known = self._states.setdefault(key, State(following, len(starts)))
-        return Step(known, tuple(starts), min(ends, default=None))
+        ends = [(start, node.pattern) for node, start in reached.items() if node.pattern]
+        return Step(known, starts, min(ends, default=None))
+
+    def _moved(self, state: State, before: str, char: str) -> tuple[Threads, Threads]:
+        """The threads after a character, and all nodes that they reach if the text ends there."""
+        kinds, now = self._class_of(char), state.num_starts
+        if not self._automaton.has_assertions:
+            # What a node reaches does not depend on the characters around it.
+            threads = {**state.threads, **{n: now for n in self._first if n not in state.threads}}
+            reached = _reached(_advanced(threads, kinds), char, "")
+            return {node: start for node, start in reached.items() if node.takes}, reached
+        from moesaic.engine.text.stop_regex_nodes import LAST_NEWLINE
+
+        root = self._automaton.root
+        threads = {**state.threads, root: now}
+        moved = ending = _advanced(_reached(threads, before, char), kinds)
+        if char == "\n":  # `$` holds before it if it is the last character
+            ending = _advanced(_reached(threads, before, LAST_NEWLINE), kinds)
+        return moved, _reached({**ending, root: now + 1}, char, "")
 
 
 @lru_cache(maxsize=NUM_REMEMBERED)
@@ -155,24 +166,25 @@ def check_stop_patterns(patterns: Sequence[str]) -> None:
 def _reached(threads: Threads, before: str, after: str) -> Threads:
     """The given nodes, and those that they lead to without a character."""
     found: Threads = {}
-    # The earliest come first, so that each node is visited once.
-    waiting = sorted(threads.items(), key=lambda thread: -thread[1])
+    waiting = [*reversed(threads.items())]
     while waiting:
         node, start = waiting.pop()
         if node in found or (node.holds is not None and not node.holds(before, after)):
             continue
         found[node] = start
-        if node.takes is None:
-            waiting += [(following, start) for following in node.next]
+        if not node.takes:
+            for following in node.next:
+                waiting.append((following, start))
     return found
 
 
-def _advanced(threads: Threads, char: str) -> Threads:
+def _advanced(threads: Threads, kinds: int) -> Threads:
+    """The nodes behind those that take a character of this class."""
     found: Threads = {}
     for node, start in threads.items():
-        if node.takes is not None and node.takes(char):
+        if node.takes & kinds:
             for following in node.next:
-                found[following] = min(start, found.get(following, start))
+                found.setdefault(following, start)
     return found
 
 

@@ -8,16 +8,24 @@ patterns are refused, and all others work.
 from __future__ import annotations
 
 import re
-import re._compiler as sre_compiler  # type: ignore[import-not-found]
 import re._constants as sre  # type: ignore[import-not-found]
 import re._parser as sre_parser  # type: ignore[import-not-found]
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-# Nodes and sequences of all patterns of a request. Each node may be visited for every character.
+from moesaic.engine.text.stop_regex_sets import FLAGS, Fits, one_character
+
+# Characters of all patterns of a request, which are parsed on the event loop.
+MAX_LENGTH: Final = 4096
+# Their nodes, with the weight of each, sequences and items of sets: each node may be visited for
+# every character. Plain characters alone make few states, whose steps are remembered.
 MAX_SIZE: Final = 256
+WEIGHT: Final = 3
 MAX_DEPTH: Final = 32
+# A node that leads to more is not left out: the lists of nodes before it would grow.
+MAX_SKIPPED: Final = 3
 # What an assertion gets as the character after it: a newline that is the text's last character.
 LAST_NEWLINE: Final = "\n."
 NAMES: Final = {
@@ -29,8 +37,10 @@ NAMES: Final = {
     sre.POSSESSIVE_REPEAT: "a possessive repetition",
 }
 ONE_CHARACTER: Final = (sre.LITERAL, sre.NOT_LITERAL, sre.ANY, sre.IN)
-
-Taker = Callable[[str], Any]
+# Bits of a character's class that assertions use; the others are for the tests of nodes.
+CONTEXT_BITS: Final = 4
+# What the parser says of sets that a later version may read in another way.
+SET_WARNING: Final = "Possible (nested set|set )"
 
 
 class Impossible(Exception):
@@ -39,28 +49,37 @@ class Impossible(Exception):
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A state of the automaton. With `takes` it consumes a character and leads to `next`; without,
-    it leads there at once, if the assertion `holds` between the characters around it."""
+    """A state of the automaton. With `takes` it consumes a character whose class has this bit and
+    leads to `next`; without, it leads there at once, if the assertion `holds` between the
+    characters around it."""
 
     next: list[Node] = field(default_factory=list)
-    takes: Taker | None = None
+    takes: int = 0
     holds: Callable[[str, str], bool] | None = None
     pattern: str = ""
     """The pattern that ends here."""
+    complete: bool = True
+    """Whether `next` has all nodes."""
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the nodes before it may lead to those after it instead."""
+        kind = self.takes or self.holds or self.pattern
+        return self.complete and not kind and len(self.next) <= MAX_SKIPPED
 
 
 @dataclass(frozen=True, eq=False)
 class Automaton:
     root: Node
-    takers: tuple[Taker, ...]
+    tests: tuple[Fits, ...]
     has_assertions: bool
 
     def class_of(self, char: str) -> int:
         """Characters of one class lead to the same nodes: the same nodes take them, and assertions
         cannot tell them apart."""
         bits = self.context_of(char)
-        for number, takes in enumerate(self.takers, 4):
-            bits |= bool(takes(char)) << number
+        for number, fits in enumerate(self.tests, CONTEXT_BITS):
+            bits |= fits(char) << number
         return bits
 
     def context_of(self, char: str) -> int:
@@ -72,9 +91,11 @@ class Automaton:
 
 
 def build(patterns: Sequence[str]) -> Automaton:
+    if sum(map(len, patterns)) > MAX_LENGTH:
+        raise Impossible(f"the patterns have more than {MAX_LENGTH} characters in all")
     builder = _Builder()
-    root = builder.node([builder.pattern(pattern) for pattern in patterns])
-    return Automaton(root, (*builder.takers.values(),), builder.has_assertions)
+    root = builder.node([builder.pattern(pattern) for pattern in patterns], 1)
+    return Automaton(root, tuple(builder.tests), builder.has_assertions)
 
 
 class _Builder:
@@ -82,25 +103,27 @@ class _Builder:
 
     def __init__(self) -> None:
         self._left = MAX_SIZE
-        self.takers: dict[str, Taker] = {}
+        self.tests: list[Fits] = []
+        self._bits: dict[Any, int] = {}
         self.has_assertions = False
 
     def pattern(self, pattern: str) -> Node:
         try:
-            tree = sre_parser.parse(pattern)
+            tree = _parsed(pattern)
         except (re.error, ValueError, OverflowError, RecursionError, Warning) as error:
             why = re.sub("'.*'", "…", str(error))
             raise Impossible(f"it is not a regular expression: {why}") from None
-        return self._sequence(tree, tree.state.flags, self.node([], pattern=pattern), 0)
+        return self._sequence(tree, tree.state.flags, self.node([], 1, pattern=pattern), 0)
 
-    def node(self, following: Iterable[Node], **kind: Any) -> Node:
-        self._spend()
-        return Node([*following], **kind)
+    def node(self, following: Iterable[Node], weight: int = WEIGHT, **kind: Any) -> Node:
+        self._spend(weight)
+        parts = [node.next if node.skipped else [node] for node in following]
+        return Node([*dict.fromkeys(node for part in parts for node in part)], **kind)
 
-    def _spend(self) -> None:
-        self._left -= 1
+    def _spend(self, number: int = 1) -> None:
+        self._left -= number
         if self._left < 0:
-            raise Impossible("its repetitions and alternatives are too many: make it shorter")
+            raise Impossible("its characters, sets and repetitions are too many: make it shorter")
 
     def _sequence(self, tree: Any, flags: int, then: Node, depth: int) -> Node:
         self._spend()  # also for a sequence of nothing, which can be repeated too
@@ -112,7 +135,9 @@ class _Builder:
 
     def _operation(self, operation: Any, value: Any, flags: int, then: Node, depth: int) -> Node:
         if operation in ONE_CHARACTER:
-            return self.node([then], takes=self._taker(operation, value, flags))
+            plain = operation is sre.LITERAL and not flags & re.IGNORECASE
+            bit = self._bit(operation, value, flags)
+            return self.node([then], 1 if plain else WEIGHT, takes=bit)
         if operation is sre.AT:
             self.has_assertions = True
             return self.node([then], holds=_assertion(value, flags))
@@ -121,7 +146,8 @@ class _Builder:
             return self.node(branches)
         if operation is sre.SUBPATTERN:
             _, added, removed, tree = value
-            return self._sequence(tree, (flags | added) & ~removed, then, depth + 1)
+            kept = flags & ~sre_parser.TYPE_FLAGS if added & sre_parser.TYPE_FLAGS else flags
+            return self._sequence(tree, (kept | added) & ~removed, then, depth + 1)
         if operation in (sre.MAX_REPEAT, sre.MIN_REPEAT):
             return self._repeated(value, flags, then, depth + 1)
         raise Impossible(f"it has {NAMES.get(operation, str(operation))}, which takes too long")
@@ -129,8 +155,9 @@ class _Builder:
     def _repeated(self, value: Any, flags: int, then: Node, depth: int) -> Node:
         least, most, tree = value
         if most is sre.MAXREPEAT:
-            loop = self.node([then])
+            loop = self.node([then], complete=False)
             loop.next.append(self._sequence(tree, flags, loop, depth))
+            loop.complete = True
             then = loop
         else:
             last = then
@@ -140,22 +167,24 @@ class _Builder:
             then = self._sequence(tree, flags, then, depth)
         return then
 
-    def _taker(self, operation: Any, value: Any, flags: int) -> Taker:
-        key = repr((operation, value, flags))
-        if key not in self.takers:
-            self.takers[key] = _taker(operation, value, flags)
-        return self.takers[key]
+    def _bit(self, operation: Any, value: Any, flags: int) -> int:
+        """Of the test for a character, which equal ones share."""
+        is_set = operation is sre.IN
+        key = operation, tuple(value) if is_set else value, flags & FLAGS
+        if key not in self._bits:
+            self._spend(len(value) if is_set else 0)
+            self._bits[key] = 1 << (CONTEXT_BITS + len(self.tests))
+            self.tests.append(one_character(*key))
+        return self._bits[key]
 
 
-def _taker(operation: Any, value: Any, flags: int) -> Taker:
-    """Whether a character fits; `re` decides except about plain ones."""
-    if operation is sre.LITERAL and not flags & re.IGNORECASE:
-        return chr(value).__eq__
-    state = sre_parser.State()
-    state.flags = flags
-    tree = sre_parser.SubPattern(state, [(operation, value)])
-    matched: Taker = sre_compiler.compile(tree, flags).match
-    return matched
+def _parsed(pattern: str) -> Any:
+    """A client's pattern prints no warnings. The filter stays: to restore filters is not safe while
+    other threads set theirs."""
+    known = [text and text.pattern for action, text, *_ in warnings.filters if action == "ignore"]
+    if SET_WARNING not in known:
+        warnings.filterwarnings("ignore", SET_WARNING, FutureWarning)
+    return sre_parser.parse(pattern)
 
 
 def _assertion(where: Any, flags: int) -> Callable[[str, str], bool]:

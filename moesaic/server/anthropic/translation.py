@@ -26,8 +26,8 @@ from moesaic.server.openai.request_types import (
     FunctionName,
     JsonSchema,
     MessageBody,
-    NamedChoice,
     ResponseFormat,
+    SelectedTools,
     ToolBody,
 )
 
@@ -53,7 +53,6 @@ def prompt_body(body: CountTokensBody) -> ChatBody:
     choice, thinking = body.tool_choice, body.thinking
     output = body.output_config
     schema = output.format if output and output.format else body.output_format
-    effort = output.effort if output else None
     messages = [message for turn in body.messages for message in _messages(turn)]
     if body.system:
         text = "\n".join(_texts(body.system, "system"))
@@ -67,7 +66,7 @@ def prompt_body(body: CountTokensBody) -> ChatBody:
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
         chat_template_kwargs=_template_kwargs(thinking) if thinking else None,
         include_reasoning=not (thinking and thinking.display == "omitted"),
-        reasoning_effort="xhigh" if effort == "max" else effort,
+        reasoning_effort=output.effort if output else None,
         response_format=_format(schema.schema) if schema else None,
     )
 
@@ -166,7 +165,7 @@ def _choice(choice: ToolChoiceBody, has_tools: bool) -> Any:
         return CHOICES[choice.type]
     if choice.name is None:
         raise Refusal(400, "tool_choice of type tool needs a name", "tool_choice")
-    return NamedChoice(FunctionName(choice.name))
+    return SelectedTools(FunctionName(choice.name))
 
 
 def _template_kwargs(thinking: ThinkingBody) -> dict[str, Any] | None:

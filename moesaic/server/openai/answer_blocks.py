@@ -24,7 +24,7 @@ from moesaic.server.openai.scored_parts import NO_SCORES, ScoredParts
 from moesaic.server.openai.setup import OpenAISetup
 from moesaic.server.openai.streams import UsageCount
 from moesaic.server.parsers.parts import Content, Part, Reasoning, ToolArguments, ToolStart
-from moesaic.server.responses import ResponseWriter
+from moesaic.server.responses import LIGHT, ResponseWriter
 
 BlockKind = Literal["reasoning", "text", "call"]
 
@@ -133,21 +133,34 @@ class BlockWriter(ABC):
         self.blocks = AnswerBlocks(prepared.options)
         self.weight = 0
         """The estimated microseconds that the answer takes to encode."""
+        self._held: list[BlockEvent] = []
         self._tokenizer = setup.tokenizer
         self._begun = False
 
     def chunks(self, update: RequestUpdate, size: int) -> bytes:
         self.usage.record(update)
-        self.weight += size
+        self.weight = weight(update.request, 0, update.progress.num_output)
         found = [] if self._begun else [*self.begin()]
         self._begun = True
         for event in self.blocks.read(update):
-            found += self.write(event)
+            # A block's end may repeat all of it, however small the update is.
+            if self._held or (event.kind == "stop" and self.weight > LIGHT):
+                self._held.append(event)
+            else:
+                found += self.write(event)
         return b"".join(found)
 
-    async def last_chunk(self) -> bytes:
+    @property
+    def held(self) -> int:
+        return self.weight if self._held else 0
+
+    def held_chunks(self) -> bytes:
+        events, self._held = self._held, []
+        return b"".join(chunk for event in events for chunk in self.write(event))
+
+    async def last_chunk(self, writer: ResponseWriter) -> bytes:
         await self._complete_usage()
-        return b"".join(self.finish())
+        return await writer.write(self.weight, lambda: b"".join(self.finish()))
 
     async def response(self, updates: list[RequestUpdate], writer: ResponseWriter) -> Any:
         (update,) = updates

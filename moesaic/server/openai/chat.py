@@ -30,6 +30,7 @@ from moesaic.server.openai.prompts import (
     render,
     template_input,
     tools_of,
+    with_allowed_tools,
 )
 from moesaic.server.openai.request_types import ChatBody
 from moesaic.server.openai.response_types import ChatChunkChoice, WholeResponse
@@ -164,7 +165,7 @@ async def prepare_chat(
 
 def _check(setup: OpenAISetup, body: ChatBody) -> _CheckedChat:
     setup.check_model(body.model)
-    top = _check_logprobs(body)
+    top, body = _check_logprobs(body), with_allowed_tools(body)
     tools, choice = tools_of(body)
     if tools and setup.format.tools is None:
         text = "this model's format of tool calls is unknown: set --tool-call-parser"

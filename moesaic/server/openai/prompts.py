@@ -18,7 +18,13 @@ from moesaic.engine.text.chat_template import ChatTemplateError
 from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.server.bodies import in_thread_if_large, is_decodable
 from moesaic.server.errors import Refusal
-from moesaic.server.openai.request_types import CallBody, ChatBody, MessageBody, NamedChoice, Scalar
+from moesaic.server.openai.request_types import (
+    CallBody,
+    ChatBody,
+    MessageBody,
+    Scalar,
+    SelectedTools,
+)
 from moesaic.server.parsers.parts import NamedTool, Tool, ToolChoice
 
 MAX_MESSAGES: Final = 2048
@@ -124,8 +130,25 @@ def template_kwargs(body: ChatBody) -> dict[str, Scalar]:
     if body.reasoning_effort == "none":
         return {"enable_thinking": False, "thinking": False, **found}
     if body.reasoning_effort is not None:
-        return {"reasoning_effort": body.reasoning_effort, **found}
+        # Templates do not know the word, and some fail for it.
+        effort = "xhigh" if body.reasoning_effort == "max" else body.reasoning_effort
+        return {"reasoning_effort": effort, **found}
     return found
+
+
+def with_allowed_tools(body: ChatBody) -> ChatBody:
+    """The chat with only those of its tools that the client's choice allows."""
+    choice = body.tool_choice
+    if not isinstance(choice, SelectedTools) or choice.type != "allowed_tools":
+        return body
+    if choice.allowed_tools is None:
+        text = "tool_choice of type allowed_tools needs allowed_tools, with mode and tools"
+        raise Refusal(400, text, "tool_choice")
+    allowed = {entry.function.name for entry in choice.allowed_tools.tools}
+    tools = [tool for tool in body.tools or () if tool.function.name in allowed]
+    if allowed - {tool.function.name for tool in tools}:
+        raise Refusal(400, "tool_choice allows a tool that is not in tools", "tool_choice")
+    return msgspec.structs.replace(body, tools=tools, tool_choice=choice.allowed_tools.mode)
 
 
 def tools_of(body: ChatBody) -> tuple[list[Tool], ToolChoice]:
@@ -139,7 +162,9 @@ def tools_of(body: ChatBody) -> tuple[list[Tool], ToolChoice]:
     choice = body.tool_choice or ("auto" if tools else "none")
     if choice == "required" and not tools:
         raise Refusal(400, "tool_choice required needs tools", "tool_choice")
-    if isinstance(choice, NamedChoice):
+    if isinstance(choice, SelectedTools):
+        if choice.function is None:
+            raise Refusal(400, "tool_choice of type function needs function.name", "tool_choice")
         if choice.function.name not in names:
             raise Refusal(400, "tool_choice names a function that is not in tools", "tool_choice")
         return tools, NamedTool(choice.function.name)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 Scalar = bool | int | float | str | None
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class StreamOptions(msgspec.Struct):
@@ -128,9 +129,22 @@ class FunctionName(msgspec.Struct):
     name: str
 
 
-class NamedChoice(msgspec.Struct):
+class AllowedFunction(msgspec.Struct):
     function: FunctionName
     type: Literal["function"] = "function"
+
+
+class AllowedTools(msgspec.Struct):
+    mode: Literal["auto", "required"]
+    tools: list[AllowedFunction]
+
+
+class SelectedTools(msgspec.Struct):
+    """One function, or those that are allowed."""
+
+    function: FunctionName | None = None
+    type: Literal["function", "allowed_tools"] = "function"
+    allowed_tools: AllowedTools | None = None
 
 
 class ChatBody(CommonBody, kw_only=True):
@@ -139,9 +153,9 @@ class ChatBody(CommonBody, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[ToolBody] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | SelectedTools | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
 
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None

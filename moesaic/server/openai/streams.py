@@ -114,6 +114,7 @@ class AnswerWriter(Generic[AnswerT]):
 
     kind = "text_completion"
     end = DONE
+    held = 0
 
     def __init__(
         self, setup: OpenAISetup, body: CommonBody, id: str, new_answer: Callable[[int], AnswerT]
@@ -139,7 +140,10 @@ class AnswerWriter(Generic[AnswerT]):
         chunks = self._answer(update).chunks(update)
         return b"".join([self._chunk(chunk, size) for chunk in chunks])
 
-    async def last_chunk(self) -> bytes:
+    def held_chunks(self) -> bytes:
+        return b""
+
+    async def last_chunk(self, writer: ResponseWriter) -> bytes:
         """The chunks without choices that the client asked for: SGLang's additions, the usage."""
         await self._complete()
         data = b""
@@ -207,7 +211,14 @@ class UpdateWriter(Protocol):
     def chunks(self, update: RequestUpdate, size: int) -> bytes:
         """The events for an update of this size."""
 
-    async def last_chunk(self) -> bytes:
+    @property
+    def held(self) -> int:
+        """The estimated microseconds that `held_chunks` takes; 0 if it has nothing."""
+
+    def held_chunks(self) -> bytes:
+        """Events of the last update that `chunks` held back, because they are large."""
+
+    async def last_chunk(self, writer: ResponseWriter) -> bytes:
         """The events after the last update."""
 
     async def response(self, updates: list[RequestUpdate], writer: ResponseWriter) -> Any:
@@ -256,7 +267,9 @@ async def _events(
                 data = await writer.write(size, partial(answers.chunks, update, size))
             if data:
                 yield data
-        if data := await answers.last_chunk():
+            if held := answers.held:
+                yield await writer.write(held, answers.held_chunks)
+        if data := await answers.last_chunk(writer):
             yield data
 
 

@@ -7,6 +7,7 @@ from typing import Final
 from moesaic.server.responses_api.bodies import InputTokensBody, ResponsesBody
 from moesaic.server.responses_api.handlers import count_input_tokens, create_response
 from moesaic.server.responses_api.stored import (
+    ITEMS_QUERY,
     cancel_response,
     delete_response,
     list_input_items,
@@ -40,5 +41,12 @@ ROUTES: Final = (
     Route("GET", ONE, retrieve_response, USER, "A stored response"),
     Route("DELETE", ONE, delete_response, USER, "Deletes a stored response"),
     Route("POST", f"{ONE}/cancel", cancel_response, USER, "Ends a background response"),
-    Route("GET", f"{ONE}/input_items", list_input_items, USER, "The input of a stored response"),
+    Route(
+        "GET",
+        f"{ONE}/input_items",
+        list_input_items,
+        USER,
+        "The input of a stored response",
+        query=ITEMS_QUERY,
+    ),
 )

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from moesaic.server.openai.request_types import Scalar, StreamOptions
+from moesaic.server.openai.request_types import ReasoningEffort, Scalar, StreamOptions
 
 LOGPROBS: Final = "message.output_text.logprobs"
 Includable = Literal[
@@ -87,7 +87,7 @@ class TextBody(msgspec.Struct, kw_only=True):
 class ReasoningBody(msgspec.Struct, kw_only=True):
     """Other fields are ignored: they ask for summaries, which are empty."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: ReasoningEffort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
@@ -95,7 +95,8 @@ class InputTokensBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields that a prompt is made of."""
 
     model: str | None = None
-    input: str | list[InputItem]
+    input: str | list[InputItem] | None = None
+    """Required without `previous_response_id`."""
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: list[FunctionToolBody] | None = None

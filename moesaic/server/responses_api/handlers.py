@@ -111,7 +111,7 @@ def _new_stored(
         draft.id,
         request.scope.get(CLIENT, b""),
         msgspec.json.encode(draft),
-        msgspec.json.encode(listed_items(body.input) if draft.store else []),
+        msgspec.json.encode(listed_items(body.input or []) if draft.store else []),
         msgspec.json.encode(conversation if draft.store else []),
         client_of(request),
         draft.background,

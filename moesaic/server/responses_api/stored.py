@@ -20,6 +20,11 @@ from moesaic.server.routes import CLIENT
 DEFAULT_ITEMS: Final = 20
 MAX_ITEMS: Final = 100
 ORDERS: Final = ("asc", "desc")
+ITEMS_QUERY: Final = {
+    "limit": f"The most items, 1 to {MAX_ITEMS}; {DEFAULT_ITEMS} if left out",
+    "order": "desc (the default) or asc",
+    "after": "The id of an item: those that follow it are listed",
+}
 
 
 async def retrieve_response(context: Context, request: Request) -> Response:

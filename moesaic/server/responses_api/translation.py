@@ -13,8 +13,8 @@ from moesaic.server.openai.request_types import (
     FunctionName,
     JsonSchema,
     MessageBody,
-    NamedChoice,
     ResponseFormat,
+    SelectedTools,
     ToolBody,
 )
 from moesaic.server.responses_api.bodies import (
@@ -43,12 +43,15 @@ SAME: Final = (
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "stream", "stream_options"),
     *("stop_regex", "extra_key", "cache_salt"),
 )
-Choice = Literal["none", "auto", "required"] | NamedChoice | None
+Choice = Literal["none", "auto", "required"] | SelectedTools | None
 
 
 def new_messages(body: InputTokensBody) -> list[MessageBody]:
     """The messages of the input; the instructions are no part of the conversation."""
-    return messages_of(body.input)
+    if body.input is None and not body.previous_response_id:
+        text = "missing required field `input`: give it, or previous_response_id"
+        raise Refusal(400, text, "input")
+    return messages_of(body.input or [])
 
 
 def prompt_body(body: InputTokensBody, conversation: list[MessageBody]) -> ChatBody:
@@ -84,7 +87,7 @@ def _tools(body: InputTokensBody) -> tuple[list[FunctionToolBody], Choice]:
     if not isinstance(choice, ToolSelection):
         return tools, choice
     if choice.type == "function" and choice.name is not None:
-        return tools, NamedChoice(FunctionName(choice.name))
+        return tools, SelectedTools(FunctionName(choice.name))
     if choice.type != "allowed_tools":
         kinds = "none, auto, required, a function with its name, or allowed_tools"
         text = f"tool_choice of type {shown(choice.type)} is not supported: give {kinds}"

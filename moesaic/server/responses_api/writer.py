@@ -51,10 +51,11 @@ class ResponsesWriter(BlockWriter):
         self.draft, self._keep = draft, keep
         self._num_events = 0
         self._ids: list[str] = []
+        self._parts: dict[int, OutputText | ReasoningText | None] = {}
         self._body = b""
 
-    async def last_chunk(self) -> bytes:
-        data = await super().last_chunk()
+    async def last_chunk(self, writer: ResponseWriter) -> bytes:
+        data = await super().last_chunk(writer)
         self._keep(self._body, self.blocks.message())
         return data
 
@@ -98,7 +99,7 @@ class ResponsesWriter(BlockWriter):
 
     def _stop(self, block: AnswerBlock) -> Iterator[bytes]:
         name, field = TEXT_EVENTS[block.kind]
-        place, part = self._place(block), self._part(block, block.text)
+        place, part = self._place(block), self._whole_part(block)
         extra = {"logprobs": part.logprobs} if isinstance(part, OutputText) else {}
         yield self._event(f"{name}.done", **place, **{field: block.text}, **extra)
         if part:
@@ -113,7 +114,9 @@ class ResponsesWriter(BlockWriter):
 
     def _ended(self) -> ResponseObject:
         items = [self._item(block, "completed") for block in self.blocks.all]
-        status = items[-1].status = self._last_status
+        status = self._last_status
+        if items:  # a forced call that is cut before its name is no item
+            items[-1].status = status
         done = status == "completed"
         ended = msgspec.structs.replace(
             self.draft,
@@ -128,13 +131,19 @@ class ResponsesWriter(BlockWriter):
 
     def _item(self, block: AnswerBlock, status: ItemStatus) -> OutputItem:
         id = self._id(block)
-        text = "" if status == "in_progress" else block.text
+        begins = status == "in_progress"
         if block.call is not None:
+            text = "" if begins else block.text
             return CallItem(id, status, block.call.id, block.call.name, text)
-        part = self._part(block, text)
-        parts: Any = () if status == "in_progress" else (part,)
+        parts: Any = () if begins else (self._whole_part(block),)
         kind = ReasoningItem if block.kind == "reasoning" else MessageItem
         return kind(id, status, parts)
+
+    def _whole_part(self, block: AnswerBlock) -> OutputText | ReasoningText | None:
+        """Of a block that has ended; its logprobs are encoded once."""
+        if block.index not in self._parts:
+            self._parts[block.index] = self._part(block, block.text)
+        return self._parts[block.index]
 
     def _part(self, block: AnswerBlock, text: str) -> OutputText | ReasoningText | None:
         match block.kind:
