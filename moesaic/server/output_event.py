@@ -35,7 +35,7 @@ class GrowingOutput:
         request = self._request
         self._extend(progress.text, request.prompt_len + progress.num_output)
         if (counts := (request.cached_tokens, request.retractions)) != self._counts:
-            self._counts, self._end = counts, self._new_end()
+            self._counts, self._end = counts, self._encoded_end(*counts)
         return b'data: {"text":"%b","output_ids":[%b],"meta_info":{%b%d%b' % (
             self._text,
             self._ids,
@@ -54,8 +54,7 @@ class GrowingOutput:
             self._ids = b"%b,%b" % (self._ids, new) if self._ids else new
             self._next_id = num_tokens
 
-    def _new_end(self) -> bytes:
-        cached, retractions = self._counts
+    def _encoded_end(self, cached: int, retractions: int) -> bytes:
         details = _encode(cached_tokens_details(self._request))
         return b',"cached_tokens":%d,"cached_tokens_details":%b,"total_retractions":%d}%b}\n\n' % (
             cached,
