@@ -132,6 +132,7 @@ class _WithFirst:
         return _ready(first)
 
     async def aclose(self) -> None:
+        self.direct.disconnect()
         await self._rest.aclose()
 
 

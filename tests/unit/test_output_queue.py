@@ -215,3 +215,30 @@ def test_nothing_is_kept_for_a_loop_that_is_closed() -> None:
     for tokens in range(2, 50):
         output.put(0, progress(tokens, finished=tokens == 49))
     assert not output._sender.incoming
+
+
+def test_a_wake_up_whose_progress_was_delivered_meanwhile_loses_no_other() -> None:
+    """The loop may deliver for another reason between a thread's look at the flags and its change of
+    them."""
+
+    async def run() -> Progress:
+        output = await begun(OutputSenders())
+        sender = output._sender
+        sender._wakes_later = True
+        sender._deliver_later()
+        await asyncio.sleep(0.05)
+        output.put(0, progress(2))
+        return (await asyncio.wait_for(output.get(), 5))[1]
+
+    assert asyncio.run(run()) == progress(2)
+
+
+def test_a_delivery_of_nothing_does_not_end_a_pause() -> None:
+    async def run() -> float:
+        sender = (await begun(OutputSenders()))._sender
+        sender._pause(time.monotonic() - FAR)
+        sender._deliver()
+        await asyncio.sleep(0)
+        return sender._resume_at - time.monotonic()
+
+    assert asyncio.run(run()) > MAX_PAUSE / 2

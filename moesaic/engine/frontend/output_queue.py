@@ -53,16 +53,18 @@ class OutputSender:
             self.wakes_soon, deliver = True, self._deliver
         else:
             self._wakes_later, deliver = True, self._deliver_later
-        loop = self._loop()
         try:
-            if loop is not None:
+            if (loop := self._loop()) is not None:
                 loop.call_soon_threadsafe(deliver)
-        except RuntimeError:  # the loop is closed
-            self.incoming.clear()
-            self.wakes_soon = self._wakes_later = False
+                return
+        except RuntimeError:  # it is closed
+            pass
+        self.incoming.clear()
+        self.wakes_soon = self._wakes_later = False
 
     def _deliver_later(self) -> None:
-        if self.incoming and self._timer is None:
+        """Also with nothing to deliver: the flags must be cleared."""
+        if self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._resume_at - time.monotonic(), self._deliver)
 
@@ -88,13 +90,15 @@ class OutputSender:
             output, number, progress = incoming.popleft()
             output.newest[number] = progress
             output.begun.add(number)
-            output.ended += progress.finished
+            if progress.finished:
+                output.ended += 1
             ready[output] = None
         return ready
 
     def _pause(self, start: float) -> None:
         now = time.monotonic()
-        self._resume_at = now + min(now - start, MAX_PAUSE)
+        # A delivery of nothing may follow at once, and does not end the pause.
+        self._resume_at = max(self._resume_at, now + min(now - start, MAX_PAUSE))
 
 
 class OutputQueue:
@@ -159,6 +163,11 @@ class DirectUpdates:
     def connect(self, reader: ProgressReader) -> None:
         if self.queue is not None:
             self.queue.reader = reader
+
+    def disconnect(self) -> None:
+        """The reader refers to this: else only the garbage collector would free both."""
+        if self.queue is not None:
+            self.queue.reader = None
 
 
 class OutputSenders:
