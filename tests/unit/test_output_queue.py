@@ -218,8 +218,8 @@ def test_nothing_is_kept_for_a_loop_that_is_closed() -> None:
 
 
 def test_a_wake_up_whose_progress_was_delivered_meanwhile_loses_no_other() -> None:
-    """The loop may deliver for another reason between a thread's look at the flags and its change of
-    them."""
+    """The loop may deliver for another reason after a thread has read the flags and before it sets
+    one."""
 
     async def run() -> Progress:
         output = await begun(OutputSenders())
