@@ -5,8 +5,8 @@
 
 A rank's costs are those of its real step loop (scheduler, planner, leader, plan codec, the filling
 of batches, results) with a model that answers at once (bench/growth_rank.py). All are CPU time of
-one thread, and of the HTTP processes for `streams`: neighbours on the machine disturb it less. An
-exponent of 1 means that a cost grows in proportion to its size.
+one thread, and of the HTTP processes for the axes of streams: neighbours on the machine disturb it
+less. An exponent of 1 means that a cost grows in proportion to its size.
 """
 
 from __future__ import annotations
@@ -41,6 +41,12 @@ from moesaic.observe.expert_load import expert_loads
 MAX_EXPONENT: Final = 1.1
 STREAM_TOKENS: Final = 128
 LAYERS: Final = 48
+# Axes of the HTTP server and their routes. The events of /generate repeat the text so far.
+STREAMS: Final = {
+    "streams": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "generate": "/generate",
+}
 
 
 @dataclass(frozen=True)
@@ -191,21 +197,28 @@ def by_tensors(size: int, args: argparse.Namespace) -> Point:
     return Point(size, cpu_ms(lambda: load_weights(model, folder), args.repeats), tensors)
 
 
-def by_streams(size: int, args: argparse.Namespace) -> Point:
+def by_streams(route: str, size: int, args: argparse.Namespace) -> Point:
     """Streams of the HTTP server: CPU time of the processes that have its sockets."""
     flags = ["--num-threads", "1", "--max-running-requests", str(size)]
     with started("tiny:qwen3_moe", flags) as server:
-        times = [1000 * _stream(server, size, seed) for seed in range(args.repeats + 1)]
+        seeds = range(args.repeats + 1)
+        times = [1000 * _stream(server, route, size, seed) for seed in seeds]
     return Point(size, statistics.median(times[1:]), size * STREAM_TOKENS)  # the first warms up
 
 
-def _stream(server: Server, streams: int, seed: int) -> float:
+def _stream(server: Server, route: str, streams: int, seed: int) -> float:
+    """From the moment when all connections are open."""
     lengths = Range(16, 16), Range(STREAM_TOKENS, STREAM_TOKENS)
     requests = mixed_workload(streams, VOCAB, *lengths, seed)
     processes = _http_processes(server)
-    before = sum(map(_cpu_seconds, processes))
-    by_http(server.url, requests, "/generate, stream")
-    return sum(map(_cpu_seconds, processes)) - before
+    before: list[float] = []
+    by_http(
+        server.url,
+        requests,
+        f"{route}, stream",
+        lambda: before.extend(map(_cpu_seconds, processes)),
+    )
+    return sum(map(_cpu_seconds, processes)) - sum(before)
 
 
 def _http_processes(server: Server) -> list[psutil.Process]:
@@ -221,6 +234,17 @@ def _http_processes(server: Server) -> list[psutil.Process]:
 def _cpu_seconds(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
+
+
+def stream_axis(name: str, route: str) -> Axis:
+    return Axis(
+        name,
+        f"HTTP, {route}, {STREAM_TOKENS} tokens a stream",
+        "token",
+        {"small": (16, 64, 256), "quick": (2, 4)},
+        partial(by_streams, route),
+        max_unit_us=20.0,
+    )
 
 
 def make_axes() -> dict[str, Axis]:
@@ -253,14 +277,7 @@ def make_axes() -> dict[str, Axis]:
             max_ms=5.0,
         ),
         Axis("rows", f"a leader's step, {rows}", "token", many, by_rows),
-        Axis(
-            "streams",
-            f"HTTP, {STREAM_TOKENS} tokens a stream",
-            "token",
-            {"small": (16, 64, 256), "quick": (2, 4)},
-            by_streams,
-            max_unit_us=20.0,
-        ),
+        *(stream_axis(name, route) for name, route in STREAMS.items()),
         Axis(
             "ranks",
             f"loads of experts, {LAYERS} layers, 8 slots a rank",

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from statistics import median
@@ -49,6 +49,7 @@ HTTP = {
     "/v1/completions": ("sglang-oai", False),
     "/v1/completions, stream": ("sglang-oai", True),
 }
+CHAT = {"/v1/chat/completions, stream": ("sglang-oai-chat", True)}
 WAYS = ("generate", "stream", *HTTP)
 LATE_SECONDS = 0.02
 VOCAB = 256  # bytes of the tiny model's tokenizer
@@ -115,17 +116,21 @@ def by_stream(engine: Engine, requests: list[Request]) -> Sample:
     return Sample(seconds, [first for first, _ in found])
 
 
-def by_http(url: str, requests: list[Request], way: str) -> Sample:
-    """With one connection a request, opened before."""
-    endpoint, stream = HTTP[way]
-    prompts = [BenchPrompt("", len(r.prompt), r.output_len, r.prompt) for r in requests]
+def by_http(
+    url: str, requests: list[Request], way: str, on_open: Callable[[], None] | None = None
+) -> Sample:
+    """With one connection a request, opened before; `on_open` is called when all are."""
+    endpoint, stream = (HTTP | CHAT)[way]
+    prompts = [as_prompt(r.prompt, r.output_len, way in CHAT) for r in requests]
 
     async def run() -> Sample:
         async with session({}) as connections:
             options = RequestOptions("default", stream, True, {})
             client = Client(connections, url, ENDPOINTS[endpoint], options)
-            one = BenchPrompt("", 1, 1, [0])
+            one = as_prompt([0], 1, way in CHAT)
             await asyncio.gather(*(client.ask(one) for _ in prompts))
+            if on_open is not None:
+                on_open()
             started = time.perf_counter()
             outcomes = await asyncio.gather(*map(client.ask, prompts))
             seconds = time.perf_counter() - started
@@ -134,6 +139,12 @@ def by_http(url: str, requests: list[Request], way: str) -> Sample:
             return Sample(seconds, [o.ttft for o in outcomes if o.ttft is not None])
 
     return asyncio.run(run())
+
+
+def as_prompt(ids: list[int], output_len: int, chat: bool) -> BenchPrompt:
+    """In a chat, a letter for each token."""
+    text = "".join(chr(ord("a") + token_id % 26) for token_id in ids) if chat else ""
+    return BenchPrompt(text, len(ids), output_len, None if chat else ids)
 
 
 def check(lengths: list[int], requests: list[Request]) -> None:

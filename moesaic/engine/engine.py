@@ -41,7 +41,7 @@ from moesaic.engine.frontend.inputs import (
     check_logprobs,
     check_token_ids,
 )
-from moesaic.engine.frontend.output_queue import OutputQueue, OutputSenders
+from moesaic.engine.frontend.output_queue import DirectUpdates, OutputQueue, OutputSenders
 from moesaic.engine.frontend.outputs import (
     CallOutputs,
     IndexedProgress,
@@ -168,7 +168,7 @@ class Engine:
         """Continues one prompt or a list of prompts; with `stream`, yields the growing outputs."""
         call = GenerateInput.from_arguments(prompt, sampling_params, input_ids, options)
         signals: queue.SimpleQueue[IndexedProgress] = queue.SimpleQueue()
-        states = self._prepare(call, lambda *signal: signals.put(signal))
+        states = self._prepare(call, partial(self._notify, signals))
         call.check_grammars([state.request for state in states], self.limits.grammars)
         outputs = self._call_outputs(call, states)
         stream = self._stream(outputs, signals)
@@ -197,16 +197,22 @@ class Engine:
         return outputs.result()
 
     async def stream(
-        self, call: GenerateInput, admission: CallAdmission | None = None
+        self,
+        call: GenerateInput,
+        admission: CallAdmission | None = None,
+        direct: DirectUpdates | None = None,
     ) -> AsyncGenerator[RequestUpdate, None]:
         """Yields the updates of a call's requests: increments as they come (larger ones for a slow
         reader), or without `call.stream` only the last of each. ValueError and QueueFull come
         before the first update; a later failure is a finish reason. Closing the generator aborts
-        unfinished requests. Requests start when `admission` allows it."""
+        unfinished requests. Requests start when `admission` allows it. `direct` takes updates that
+        arrive while the generator waits for them."""
         states, output_queue = await self._prepare_async(call)
         requests = [state.request for state in states]
         check_logprobs(requests)
         routed_experts.check_size(requests)
+        if direct is not None:
+            direct.requests, direct.queue = requests, output_queue
         async with aclosing(self._progress(states, output_queue, admission)) as found:
             async for number, progress in found:
                 yield RequestUpdate(number, progress, states[number].request)
@@ -336,12 +342,13 @@ class Engine:
         tokens = sum(request.prompt_len for request, _ in found)
         self.spans.add(SpanKind.TOKENISE, begin, tokens=tokens)
         return [
-            self._make_state(call, request, ids, partial(self._notify, put, number))
+            self._make_state(call, request, ids, partial(put, number))
             for number, (request, ids) in enumerate(found)
         ]
 
     async def _prepare_async(self, call: GenerateInput) -> tuple[list[RequestState], OutputQueue]:
         output_queue = self._senders.new_queue()
+        output_queue.on_finished = self._inflight.release
         work = partial(self._prepare, call, output_queue.put)
         is_long = call.size > LONG_PROMPT or call.has_grammar
         states = await asyncio.to_thread(work) if is_long else work()
@@ -368,11 +375,11 @@ class Engine:
         return CallOutputs(states, single, OutputFormat(texts, call.return_prompt_token_ids))
 
     def _notify(
-        self, put: Callable[[int, Progress], None], number: int, progress: Progress
+        self, signals: queue.SimpleQueue[IndexedProgress], number: int, progress: Progress
     ) -> None:
         if progress.finished:
             self._inflight.release(progress.rid)
-        put(number, progress)
+        signals.put((number, progress))
 
     def _stream(
         self, outputs: CallOutputs, signals: queue.SimpleQueue[IndexedProgress]

@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from moesaic.engine.frontend.admission import CallAdmission
 from moesaic.engine.frontend.inputs import GenerateInput
+from moesaic.engine.frontend.output_queue import DirectUpdates
 from moesaic.engine.frontend.outputs import RequestUpdate
 from moesaic.server.connections import network_of
 from moesaic.server.context import CLOSE_AND_RETRY, Context
@@ -21,7 +22,9 @@ from moesaic.server.routes import CLIENT
 
 
 class Updates(Protocol):
-    """Closing it aborts what has not ended."""
+    """Closing it aborts what has not ended. `direct`: those that arrive while it waits."""
+
+    direct: DirectUpdates
 
     def __aiter__(self) -> AsyncIterator[RequestUpdate]: ...
 
@@ -47,17 +50,18 @@ async def stream(
     """The updates of all answers, once the first has arrived: until then the engine may refuse or
     fail, and the status of the response can still say so. Errors are Refusals. `keep_failures`: a
     failed answer is one of the updates and does not end the others."""
-    updates = _updates(context, call, True, client_of(request))
+    direct = DirectUpdates()
+    updates = _updates(context, call, True, client_of(request), direct)
     try:
         first = await while_connected(request, _first(updates))
         if first is None:
-            return updates  # a list of no prompts
+            return _WithFirst(None, updates, direct)  # a list of no prompts
         if first.progress.finished and first.request.failed and not keep_failures:
             raise context.failure_of(first.request)
     except BaseException:
         await updates.aclose()
         raise
-    return _WithFirst(first, updates)
+    return _WithFirst(first, updates, direct)
 
 
 async def collect(context: Context, request: Request, call: GenerateInput) -> list[RequestUpdate]:
@@ -79,12 +83,17 @@ def client_of(request: Request) -> Hashable:
 
 
 async def _updates(
-    context: Context, call: GenerateInput, stream: bool, client: Hashable | None
+    context: Context,
+    call: GenerateInput,
+    stream: bool,
+    client: Hashable | None,
+    direct: DirectUpdates | None = None,
 ) -> AsyncGenerator[RequestUpdate, None]:
     if context.engine.fault:
         raise Refusal(503, context.engine.fault, headers=CLOSE_AND_RETRY)
     admission = CallAdmission() if client is None else context.admission.new_call(client)
-    updates = context.engine.stream(replace(call, client=client, stream=stream), admission)
+    asked = replace(call, client=client, stream=stream)
+    updates = context.engine.stream(asked, admission, direct)
     log = CallLog(context.args, call)
     try:
         async for update in updates:
@@ -105,9 +114,13 @@ async def _first(updates: AsyncGenerator[RequestUpdate, None]) -> RequestUpdate 
 class _WithFirst:
     """Updates with the first one put back; it adds no work to each of the rest."""
 
-    def __init__(self, first: RequestUpdate, rest: AsyncGenerator[RequestUpdate, None]) -> None:
-        self._first: RequestUpdate | None = first
-        self._rest = rest
+    def __init__(
+        self,
+        first: RequestUpdate | None,
+        rest: AsyncGenerator[RequestUpdate, None],
+        direct: DirectUpdates,
+    ) -> None:
+        self._first, self._rest, self.direct = first, rest, direct
 
     def __aiter__(self) -> AsyncIterator[RequestUpdate]:
         return self
@@ -119,6 +132,7 @@ class _WithFirst:
         return _ready(first)
 
     async def aclose(self) -> None:
+        self.direct.disconnect()
         await self._rest.aclose()
 
 

@@ -11,7 +11,6 @@ import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, cast
 
 import httptools
@@ -30,7 +29,7 @@ from moesaic.server.connections import (
     network_of,
 )
 from moesaic.server.errors import Refusal
-from moesaic.server.responses import WRITE_CHUNK
+from moesaic.server.responses import BODY_WRITER
 
 MAX_HEAD: Final = 16 << 10
 # Bytes of a header line besides its name and value.
@@ -101,7 +100,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if running is not None and not running.response_complete:
             running.disconnected = True
             running.message_event.set()
-            _extensions(running).pop(WRITE_CHUNK, None)
+            _extensions(running).pop(BODY_WRITER, None)
         self.pipeline.clear()
 
     def data_received(self, data: bytes) -> None:
@@ -221,7 +220,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         if self._running is not None:
-            _extensions(self._running).pop(WRITE_CHUNK, None)
+            _extensions(self._running).pop(BODY_WRITER, None)
         super().on_response_complete()
         self._watch_writes()
         self._update_state()
@@ -234,16 +233,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse(Refusal(503, TOO_MANY_CONNECTIONS))
             return
         self._running = cycle
-        _extensions(cycle)[WRITE_CHUNK] = partial(self._write_chunk, cycle)
+        _extensions(cycle)[BODY_WRITER] = ChunkWriter(self, cycle)
         super()._start_asgi_task(cycle, app)
-
-    def _write_chunk(self, cycle: RequestResponseCycle, data: bytes) -> bool:
-        """A WriteChunk for the body of a response that has started."""
-        if not cycle.chunked_encoding or self.flow.write_paused or cycle.disconnected:
-            return False
-        if data:  # an empty chunk would end the response
-            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return True
 
     def _may_start(self, cycle: RequestResponseCycle) -> bool:
         if self._lost:
@@ -328,6 +319,23 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._schedule_write_check()
         else:
             self.transport.abort()
+
+
+class ChunkWriter:
+    """A BodyWriter for a response that has started."""
+
+    __slots__ = ("_cycle", "_flow", "_write")
+
+    def __init__(self, protocol: LimitedHttpProtocol, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._flow, self._write = cycle, protocol.flow, protocol.transport.write
+
+    def accepts(self) -> bool:
+        cycle = self._cycle
+        return bool(cycle.chunked_encoding) and not (self._flow.write_paused or cycle.disconnected)
+
+    def write(self, data: bytes) -> None:
+        assert data, "an empty chunk would end the response"
+        self._write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 def _extensions(cycle: RequestResponseCycle) -> dict[str, Any]:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moesaic.engine.frontend.outputs import OutputFormat, RequestUpdate, weight
+from moesaic.engine.frontend.outputs import OutputFormat, RequestUpdate, is_heavy, weight
+from moesaic.engine.schedule.request_state import Progress
 from moesaic.server import generation
 from moesaic.server.bodies import GenerateBody, read_body
 from moesaic.server.context import CLOSE_AND_RETRY, Context
 from moesaic.server.errors import Refusal
 from moesaic.server.openai.setup import OpenAISetup
+from moesaic.server.output_event import GrowingOutput
 from moesaic.server.responses import (
     LIGHT,
+    BodyWriter,
     EventStream,
     ResponseWriter,
     event,
@@ -24,6 +28,9 @@ from moesaic.server.responses import (
     prepared,
 )
 from moesaic.server.routes import USER, Route
+
+# Tokens of an answer that are written at once, all of them in each event.
+MAX_GROWING: Final = 8 * LIGHT
 
 
 async def generate(context: Context, request: Request) -> Response:
@@ -38,7 +45,8 @@ async def generate(context: Context, request: Request) -> Response:
         stream = await generation.stream(
             context, request, outputs.call, keep_failures=not outputs.single
         )
-        return EventStream(_events(stream, outputs))
+        events = _Events(stream, outputs)
+        return EventStream(events.read(), on_start=events.write_to)
 
 
 class _Outputs:
@@ -67,12 +75,14 @@ class _Outputs:
         """An event of a stream; with several answers it carries the index of its own."""
         total = self._format.weight(update.request, update.progress)
 
-        def build() -> bytes:
-            output = self._output(update)
-            value = output if self.single else {**output, "index": update.index}
-            return event(prepared(value, total))
+        if total <= LIGHT:
+            return self.light_event(update)
+        return await self._writer.write(total, partial(self.light_event, update, total))
 
-        return build() if total <= LIGHT else await self._writer.write(total, build)
+    def light_event(self, update: RequestUpdate, size: int = 0) -> bytes:
+        output = self._output(update)
+        value = output if self.single else {**output, "index": update.index}
+        return event(prepared(value, size))
 
     def _output(self, update: RequestUpdate) -> dict[str, Any]:
         """A single answer raises its failure; in a list it is an entry, so that none is lost."""
@@ -81,10 +91,36 @@ class _Outputs:
         return self._format.answer(update.request, update.progress)
 
 
-async def _events(updates: generation.Updates, outputs: _Outputs) -> AsyncGenerator[bytes, None]:
-    async with aclosing(updates):
-        async for update in updates:
-            yield await outputs.event(update)
+class _Events:
+    """The events of a stream."""
+
+    def __init__(self, updates: generation.Updates, outputs: _Outputs) -> None:
+        self._updates, self._outputs = updates, outputs
+
+    async def read(self) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self._updates):
+            async for update in self._updates:
+                yield await self._outputs.event(update)
+
+    def write_to(self, body: BodyWriter) -> None:
+        """Writes light updates there as they arrive, without waking the task that reads."""
+        direct = self._updates.direct
+        if not any(map(is_heavy, direct.requests)):
+            single = self._outputs.single
+            growing = [
+                GrowingOutput(one, None if single else index)
+                for index, one in enumerate(direct.requests)
+            ]
+            direct.connect(partial(_write, body, growing))
+
+
+def _write(
+    body: BodyWriter, outputs: Sequence[GrowingOutput], number: int, progress: Progress
+) -> bool:
+    if progress.num_output > MAX_GROWING or not body.accepts():
+        return False
+    body.write(outputs[number].event(progress))
+    return True
 
 
 ROUTES = (

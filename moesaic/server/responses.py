@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 DONE: Final = b"data: [DONE]\n\n"
 RESPONSE_START: Final = "http.response.start"
 RESPONSE_BODY: Final = "http.response.body"
-# Under this key of its scope a request has a WriteChunk, if the server's protocol gives one.
-WRITE_CHUNK: Final = "moesaic.write_chunk"
+# Under this key of its scope a request has a BodyWriter, if the server's protocol gives one.
+BODY_WRITER: Final = "moesaic.body_writer"
 # Microseconds of work that the event loop does itself.
 LIGHT: Final = 2000
 # Bytes per call of the encoder, which holds Python's lock.
@@ -35,9 +35,18 @@ UNICODE_LINE_ENDS: Final = tuple(
 )
 
 Result = TypeVar("Result")
-# Writes a part of the body at once; False if it must be sent, as the client does not read.
-WriteChunk = Callable[[bytes], bool]
 _encoder = msgspec.json.Encoder()
+
+
+class BodyWriter(Protocol):
+    """Writes parts of a body past ASGI's messages: their way through all middlewares costs more
+    than the rest of a token."""
+
+    def accepts(self) -> bool:
+        """False while the client does not read, and once it has gone: then they must be sent."""
+
+    def write(self, data: bytes) -> None:
+        """Writes a part that is not empty, at once."""
 
 
 def json_response(value: Any) -> Response:
@@ -49,12 +58,17 @@ def event(value: Any) -> bytes:
 
 
 def json_event(json: bytes) -> bytes:
-    """An event with this JSON. Unicode's line ends are escaped, because clients that split decoded
-    text with `str.splitlines`, such as httpx's `iter_lines`, would end the line there."""
+    """An event with this JSON."""
+    return b"data: " + one_line(json) + b"\n\n"
+
+
+def one_line(json: bytes) -> bytes:
+    """Escapes Unicode's line ends, because clients that split decoded text with `str.splitlines`,
+    such as httpx's `iter_lines`, would end the line there."""
     if not json.isascii():
         for end, escaped in UNICODE_LINE_ENDS:
             json = json.replace(end, escaped)
-    return b"data: " + json + b"\n\n"
+    return json
 
 
 class ResponseWriter:
@@ -119,7 +133,8 @@ def error_event(refusal: Refusal) -> bytes:
 
 class EventStream(Response):
     """Encoded server-sent events; a disconnect closes the source and its requests. `on_error`: the
-    event for an error after the status is sent. `end`: what follows the last event."""
+    event for an error after the status is sent. `end`: what follows the last event. `on_start` gets
+    the writer of the body: what arrives while the source waits may be written to it."""
 
     media_type = "text/event-stream"
 
@@ -128,8 +143,10 @@ class EventStream(Response):
         source: AsyncGenerator[bytes, None],
         on_error: Callable[[Refusal], bytes] = error_event,
         end: bytes = DONE,
+        on_start: Callable[[BodyWriter], None] | None = None,
     ) -> None:
         self._source, self._on_error, self._end = source, on_error, end
+        self._on_start = on_start
         self.status_code, self.background = 200, None
         self.init_headers()
 
@@ -143,13 +160,16 @@ class EventStream(Response):
 
     async def _send(self, scope: Scope, send: Send) -> None:
         """Sends an error as an event, because the status is already sent."""
-        write: WriteChunk = scope.get(WRITE_CHUNK, _write_nothing)
+        writer: BodyWriter | None = scope.get(BODY_WRITER)
         await send({"type": RESPONSE_START, "status": 200, "headers": self.raw_headers})
         last = self._end
+        if writer is not None and self._on_start is not None:
+            self._on_start(writer)
         try:
             async for data in self._source:
-                # A message of ASGI passes all middlewares, which costs more than the rest.
-                if not write(data):
+                if data and writer is not None and writer.accepts():
+                    writer.write(data)
+                else:
                     await send({"type": RESPONSE_BODY, "body": data, "more_body": True})
         except Refusal as refusal:
             last = self._on_error(refusal) + last
@@ -157,10 +177,6 @@ class EventStream(Response):
             logger.exception("a stream failed")
             last = self._on_error(Refusal(500, INTERNAL)) + last
         await send({"type": RESPONSE_BODY, "body": last, "more_body": False})
-
-
-def _write_nothing(data: bytes) -> bool:
-    return False
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

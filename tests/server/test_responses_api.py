@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncGenerator, Iterator
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import msgspec
@@ -19,9 +19,10 @@ from openai.types.responses import ResponseStreamEvent
 from moesaic.engine.engine import Engine
 from moesaic.engine.frontend.outputs import RequestUpdate
 from moesaic.server.errors import Refusal
+from moesaic.server.generation import Updates
 from moesaic.server.openai.request_types import FunctionName, SelectedTools
 from moesaic.server.openai.setup import OpenAISetup
-from moesaic.server.openai.streams import _events
+from moesaic.server.openai.streams import _Events
 from moesaic.server.responses import ResponseWriter, named_event, prepared
 from moesaic.server.responses_api import writer as responses_writer
 from moesaic.server.responses_api.bodies import ResponsesBody
@@ -481,7 +482,8 @@ def test_large_events_are_made_beside_the_event_loop(
 
     async def streamed() -> bytes:
         answers = writer_of(running, scored=True)
-        return b"".join([data async for data in _events(running.context, updates(), answers)])
+        events = _Events(running.context, cast(Updates, updates()), answers)
+        return b"".join([data async for data in events.read()])
 
     lines = asyncio.run(streamed()).splitlines()
     events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: ")]

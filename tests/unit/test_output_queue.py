@@ -13,6 +13,7 @@ from moesaic.engine.schedule.request_state import Progress
 
 FAR = 1000.0
 """Seconds of a pause that no test waits for."""
+FAR_TOKENS = 1000
 
 
 def progress(tokens: int, finished: bool = False) -> Progress:
@@ -135,3 +136,109 @@ def test_a_long_delivery_is_followed_by_a_short_pause() -> None:
         return sender._resume_at - time.monotonic()
 
     assert asyncio.run(run()) <= MAX_PAUSE
+
+
+class Reader:
+    """Takes progress of the first requests up to a number of tokens, and no more."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.taken: list[int] = []
+
+    def __call__(self, number: int, progress: Progress) -> bool:
+        assert not progress.finished, "ends are the task's"
+        if progress.num_output > self.most:
+            return False
+        self.taken.append(progress.num_output)
+        return True
+
+
+def test_a_reader_takes_what_arrives_while_the_task_waits() -> None:
+    async def run() -> tuple[list[int], Progress]:
+        output = await begun(OutputSenders())
+        output.reader = reader = Reader(FAR_TOKENS)
+        task = asyncio.create_task(output.get())
+        for tokens in (2, 3):
+            await asyncio.sleep(0.01)
+            output.put(0, progress(tokens))
+        await asyncio.sleep(0.01)
+        assert not task.done() and not output.newest
+        output.put(0, progress(4, finished=True))
+        return reader.taken, (await task)[1]
+
+    assert asyncio.run(run()) == ([2, 3], progress(4, finished=True))
+
+
+def test_a_reader_does_not_overtake_the_task() -> None:
+    async def run() -> tuple[list[int], Progress]:
+        output = await begun(OutputSenders())
+        output.reader = reader = Reader(FAR_TOKENS)
+        output.put(0, progress(2))  # the task handles the token before
+        await asyncio.sleep(0.01)
+        return reader.taken, (await output.get())[1]
+
+    assert asyncio.run(run()) == ([], progress(2))
+
+
+def test_what_a_reader_refuses_is_the_tasks() -> None:
+    async def run() -> tuple[list[int], Progress]:
+        output = await begun(OutputSenders())
+        output.reader = reader = Reader(most=2)
+        task = asyncio.create_task(output.get())
+        for tokens in (2, 3):
+            await asyncio.sleep(0.01)
+            output.put(0, progress(tokens))
+        return reader.taken, (await task)[1]
+
+    assert asyncio.run(run()) == ([2], progress(3))
+
+
+def test_an_error_of_a_reader_is_raised_in_the_task() -> None:
+    def fail(number: int, found: Progress) -> bool:
+        raise ZeroDivisionError("made up")
+
+    async def run() -> None:
+        output = await begun(OutputSenders())
+        output.reader = fail
+        output.put(0, progress(2))
+        await output.get()
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(run())
+
+
+def test_nothing_is_kept_for_a_loop_that_is_closed() -> None:
+    async def run() -> OutputQueue:
+        return await begun(OutputSenders())
+
+    output = asyncio.run(run())
+    for tokens in range(2, 50):
+        output.put(0, progress(tokens, finished=tokens == 49))
+    assert not output._sender.incoming
+
+
+def test_a_wake_up_whose_progress_was_delivered_meanwhile_loses_no_other() -> None:
+    """The loop may deliver for another reason after a thread has read the flags and before it sets
+    one."""
+
+    async def run() -> Progress:
+        output = await begun(OutputSenders())
+        sender = output._sender
+        sender._wakes_later = True
+        sender._deliver_later()
+        await asyncio.sleep(0.05)
+        output.put(0, progress(2))
+        return (await asyncio.wait_for(output.get(), 5))[1]
+
+    assert asyncio.run(run()) == progress(2)
+
+
+def test_a_delivery_of_nothing_does_not_end_a_pause() -> None:
+    async def run() -> float:
+        sender = (await begun(OutputSenders()))._sender
+        sender._pause(time.monotonic() - FAR)
+        sender._deliver()
+        await asyncio.sleep(0)
+        return sender._resume_at - time.monotonic()
+
+    assert asyncio.run(run()) > MAX_PAUSE / 2

@@ -128,6 +128,11 @@ def num_logprobs(request: Request, start: int, stop: int) -> int:
     return (inputs + stop - start) * entries
 
 
+def is_heavy(request: Request) -> bool:
+    """Whether `weight` is more than a few microseconds for an update of a few tokens."""
+    return request.return_logprob or request.routed_start is not None
+
+
 def weight(request: Request, start: int, stop: int) -> int:
     """Estimated microseconds to build and encode these output tokens."""
     routed = routed_experts.encoding_time(request)

@@ -28,20 +28,30 @@ class IncrementalDetokenizer:
         self._bytes = TokenBytes(tokenizer, prompt_ids, params.skip_special_tokens)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._stops = _StopSearch(params.stop, params.stop_regex, params.no_stop_trim)
+        self._plain_texts = tokenizer.plain_texts
+        self._has_held = False
+        """Of a text that nothing stops: bytes are held back for the next token."""
         self._finished = False
 
     @property
     def text(self) -> str:
         """Whole characters that cannot belong to a stop string or a match of a pattern."""
-        return self._stops.text
+        # Joined only when read, so the cost of a token does not depend on the length of the text.
+        pieces = self._stops.pieces
+        if len(pieces) > 1:
+            pieces[:] = ["".join(pieces)]
+        return pieces[0] if pieces else ""
 
     def push(self, token_ids: Sequence[int]) -> str | None:
         """The stop string or pattern that matched, if any; tokens after it are ignored."""
         assert not self._finished, "push after finish"
         if not self._stops.has_any:
             for token_id in token_ids:
-                if chunks := self._bytes.push(token_id):
-                    self._stops.show(self._decoder.decode(b"".join(chunks)))
+                if self._has_held or (piece := self._plain_texts.get(token_id)) is None:
+                    piece = self._decoded(token_id)
+                else:
+                    self._bytes.context = token_id
+                self._stops.pieces.append(piece)
             return None
         for token_id in token_ids:
             if self._stops.matched is not None:
@@ -61,7 +71,12 @@ class IncrementalDetokenizer:
             if self._stops.matched is None:
                 self._stops.feed(self._flush())
             self._stops.release()
-        return self._stops.text
+        return self.text
+
+    def _decoded(self, token_id: int) -> str:
+        piece = self._decoder.decode(b"".join(self._bytes.push(token_id)))
+        self._has_held = self._bytes.has_held or bool(self._decoder.getstate()[0])
+        return piece
 
     def _flush(self) -> str:
         return self._decoder.decode(b"".join(self._bytes.flush()), final=True)
@@ -76,21 +91,11 @@ class _StopSearch:
         self.has_any = bool(stops or patterns)
         self._longest = max(map(len, stops), default=0)
         self._keep_stop = keep_stop
-        self._pieces: list[str] = []
+        self.pieces: list[str] = []
+        """The text; a text that nothing stops is added without `feed`."""
         self._num_shown = 0
         self._held = ""
         self.matched: str | None = None
-
-    @property
-    def text(self) -> str:
-        # Joined only when read, so the cost of a token does not depend on the length of the text.
-        if len(self._pieces) > 1:
-            self._pieces = ["".join(self._pieces)]
-        return self._pieces[0] if self._pieces else ""
-
-    def show(self, piece: str) -> None:
-        """Adds a piece of a text that nothing stops."""
-        self._pieces.append(piece)
 
     def would_match(self, following: str) -> bool:
         """Whether the answer would end with this text, which is not certain yet."""
@@ -107,11 +112,11 @@ class _StopSearch:
         text = self._held + piece
         if found := self._found(text, piece):
             end, minus_length, self.matched = min(found)
-            self._pieces.append(text[: end if self._keep_stop else end + minus_length])
+            self.pieces.append(text[: end if self._keep_stop else end + minus_length])
             self._held = ""
             return
         safe = len(text) - self._num_held(text)
-        self._pieces.append(text[:safe])
+        self.pieces.append(text[:safe])
         self._num_shown += safe
         self._held = text[safe:]
 
@@ -134,7 +139,7 @@ class _StopSearch:
         return max(held, min(self._patterns.length - self._patterns.earliest, MAX_HELD))
 
     def release(self) -> None:
-        self._pieces.append(self._held)
+        self.pieces.append(self._held)
         self._held = ""
 
 

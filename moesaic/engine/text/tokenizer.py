@@ -67,6 +67,9 @@ class TokenForm:
     raw: bytes | None = None
     """The bytes of such a token, of a part of a character, or of any token whose text does not
     depend on others."""
+    plain: str | None = None
+    """The text of a token that is not special, if it does not depend on others and its characters
+    are whole."""
 
 
 class Tokenizer:
@@ -85,6 +88,8 @@ class Tokenizer:
         self.folder = folder
         self._token_texts: dict[int, str] = {}
         self._forms: dict[int, TokenForm] = {}
+        self.plain_texts: dict[int, str] = {}
+        """`TokenForm.plain` of the tokens that were seen and have one."""
 
     @classmethod
     def from_folder(cls, path: str | Path, chat_template: str | None = None) -> Tokenizer:
@@ -159,6 +164,8 @@ class Tokenizer:
     def form(self, token_id: int) -> TokenForm:
         if (form := self._forms.get(token_id)) is None:
             form = self._forms[token_id] = self._form(token_id)
+            if form.plain is not None:
+                self.plain_texts[token_id] = form.plain
         return form
 
     def _form(self, token_id: int) -> TokenForm:
@@ -173,7 +180,9 @@ class Tokenizer:
         if BROKEN in text and all(char in _BYTE_OF for char in name):
             raw = bytes(_BYTE_OF[char] for char in name)
             return TokenForm(text, special=special, raw=raw)
-        return TokenForm(text, special=special, raw=text.encode() if self._is_byte_level else None)
+        if not self._is_byte_level:
+            return TokenForm(text, special=special)
+        return TokenForm(text, special=special, raw=text.encode(), plain=None if special else text)
 
     @cached_property
     def _is_byte_level(self) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from moesaic.engine.frontend.outputs import RequestUpdate
 from moesaic.server.openai.logprobs import VocabularyTexts, chat_logprobs, output_scores
 from moesaic.server.openai.response_types import (
@@ -18,9 +20,11 @@ from moesaic.server.openai.response_types import (
     MessageDelta,
     ToolCall,
 )
-from moesaic.server.openai.streams import TokenIds, finish_reason
+from moesaic.server.openai.streams import TokenIds, around_text, finish_reason
 from moesaic.server.parsers.formats import ChatParser
 from moesaic.server.parsers.parts import Content, Part, Reasoning, ToolArguments, ToolStart
+
+_encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,12 @@ class ParseOptions:
     forced: bool = False
     """The answer must be a call, so it has no text of its own."""
 
+    @property
+    def is_text(self) -> bool:
+        """Whether most chunks are text alone."""
+        has_ids = self.token_ids or self.vocabulary is not None
+        return self.shows_reasoning and self.stream_reasoning and not has_ids
+
 
 class ChatAnswer:
     def __init__(self, options: ParseOptions, index: int) -> None:
@@ -48,6 +58,24 @@ class ChatAnswer:
         self._ids = TokenIds(options.prompt_token_ids, options.token_ids)
         self._held_reasoning: list[str] = []
         self.reasoning: list[str] = []
+        self._is_text = options.is_text
+        self._content_choice = around_text(self._chunk(MessageDelta(content="")))
+        self._reasoning_choice = around_text(self._chunk(MessageDelta(reasoning_content="")))
+
+    def text_choice(self, update: RequestUpdate) -> bytes | None:
+        if not self._is_text or not self._started:
+            return None
+        text = update.progress.text[self._num_read :]
+        if not text:
+            return b""
+        kind = self._parser.kind_within(text)
+        if kind is None:
+            return None
+        self._num_read += len(text)
+        if kind is Content:
+            return self._content_choice % _encode(text)
+        self.reasoning.append(text)
+        return self._reasoning_choice % _encode(text)
 
     def chunks(self, update: RequestUpdate) -> list[ChatChunkChoice]:
         found = [self._chunk(_delta(part)) for part in self.parts(update)]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -31,6 +32,7 @@ from moesaic.server.openai.setup import OpenAISetup
 from moesaic.server.openai.streams import (
     AnswerWriter,
     TokenIds,
+    around_text,
     finish_reason,
     new_id,
     prompt_field,
@@ -43,6 +45,8 @@ from moesaic.server.responses import while_connected
 DEFAULT_TOKENS: Final = 16
 # Prompts of a request, times the answers to each.
 MAX_CHOICES: Final = 4096
+
+_encode = msgspec.json.Encoder().encode
 
 
 async def completions(context: Context, request: Request) -> Response:
@@ -83,6 +87,15 @@ class CompletionAnswer:
         self._scores = None
         if prepared.vocabulary is not None:
             self._scores = CompletionScores(prepared.vocabulary)
+        self._is_text = self._scores is None and not prepared.return_token_ids
+        self._text_choice = around_text(CompletionChoice(index, ""))
+
+    def text_choice(self, update: RequestUpdate) -> bytes | None:
+        if not self._is_text or not self._started:
+            return None
+        text = update.progress.text[self._num_read :]
+        self._num_read += len(text)
+        return self._text_choice % _encode(text) if text else b""
 
     def chunks(self, update: RequestUpdate) -> list[CompletionChoice]:
         has_text = len(update.text) > self._num_read

@@ -15,9 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moesaic.core.request import ABORTED
+from moesaic.core.request import Request as EngineRequest
 from moesaic.engine.frontend import routed_experts
 from moesaic.engine.frontend.inputs import GenerateInput
-from moesaic.engine.frontend.outputs import RequestUpdate, weight
+from moesaic.engine.frontend.outputs import RequestUpdate, is_heavy, weight
+from moesaic.engine.schedule.request_state import Progress
 from moesaic.server import generation
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
@@ -27,11 +29,13 @@ from moesaic.server.openai.setup import OpenAISetup
 from moesaic.server.responses import (
     DONE,
     LIGHT,
+    BodyWriter,
     EventStream,
     ResponseWriter,
     error_event,
     json_event,
     json_response,
+    one_line,
     prepared,
 )
 
@@ -102,6 +106,10 @@ class Answer(Protocol):
     def chunks(self, update: RequestUpdate) -> Sequence[msgspec.Struct]:
         """What is new since the last update."""
 
+    def text_choice(self, update: RequestUpdate) -> bytes | None:
+        """What is new, encoded, if that is text alone; empty if there is nothing new. None if only
+        `chunks` can tell. The answer has begun and does not end with this update."""
+
     def whole(self, update: RequestUpdate) -> msgspec.Struct:
         """The choice that ends with this update."""
 
@@ -131,9 +139,17 @@ class AnswerWriter(Generic[AnswerT]):
         self._usage_in_all = bool(options and options.continuous_usage_stats)
         self._start = _encoder.encode(self._header)[:-1] + b',"choices":['
         self._end = b'],"usage":null}' if self._ends_with_usage else b"]}"
+        self._text_event = b"data: %b%%b%b\n\n" % (_escaped(self._start), _escaped(self._end))
+        """The event of a choice that is text alone."""
 
     def chunks(self, update: RequestUpdate, size: int) -> bytes:
         """The chunks for an update of this size."""
+        answer = self.answers.get(update.index)
+        if answer is not None and not (update.progress.finished or self._usage_in_all):
+            choice = answer.text_choice(update)
+            if choice is not None:  # the usage is counted with the last update
+                choice = choice if choice.isascii() else one_line(choice)
+                return self._text_event % choice if choice else b""
         self.usage.record(update)
         if update.progress.finished:
             self._sglext |= sglext(update)
@@ -202,6 +218,17 @@ class AnswerWriter(Generic[AnswerT]):
         return b'],"usage":' + _encoder.encode(self.usage.usage()) + b"}"
 
 
+def around_text(choice: msgspec.Struct) -> bytes:
+    """A template of the encoded choice, whose only empty string is its text."""
+    before, _, after = _encoder.encode(choice).partition(b'""')
+    return _escaped(before) + b"%b" + _escaped(after)
+
+
+def _escaped(text: bytes) -> bytes:
+    """For a template that is filled in by `%`."""
+    return text.replace(b"%", b"%%")
+
+
 class UpdateWriter(Protocol):
     """Writes the updates of a call as an API has them."""
 
@@ -237,7 +264,8 @@ async def respond(
 ) -> Response:
     if stream:
         updates = await generation.stream(context, request, call)
-        return EventStream(_events(context, updates, answers), answers.error, answers.end)
+        events = _Events(context, updates, answers)
+        return EventStream(events.read(), answers.error, answers.end, events.write_to)
     found = await generation.collect(context, request, call)
     return json_response(await whole_response(context, found, answers))
 
@@ -251,26 +279,56 @@ async def whole_response(
     return await answers.response(updates, context.shared(ResponseWriter))
 
 
-async def _events(
-    context: Context, updates: generation.Updates, answers: UpdateWriter
-) -> AsyncGenerator[bytes, None]:
-    writer, sent = context.shared(ResponseWriter), dict[int, int]()
-    async with aclosing(updates):
-        async for update in updates:
-            _check_failure(context, update)
-            number = update.progress.num_output
-            size = weight(update.request, sent.get(update.index, 0), number)
-            sent[update.index] = number
-            if size <= LIGHT:
-                data = answers.chunks(update, size)
-            else:
-                data = await writer.write(size, partial(answers.chunks, update, size))
-            if data:
+class _Events:
+    """The events of a stream."""
+
+    def __init__(
+        self, context: Context, updates: generation.Updates, answers: UpdateWriter
+    ) -> None:
+        self._context, self._updates, self._answers = context, updates, answers
+        self._num_sent: dict[int, int] = {}
+
+    async def read(self) -> AsyncGenerator[bytes, None]:
+        writer, answers = self._context.shared(ResponseWriter), self._answers
+        async with aclosing(self._updates):
+            async for update in self._updates:
+                _check_failure(self._context, update)
+                size = self._size(update)
+                if size <= LIGHT:
+                    data = answers.chunks(update, size)
+                else:
+                    data = await writer.write(size, partial(answers.chunks, update, size))
+                if data:
+                    yield data
+                if held := answers.held:
+                    yield await writer.write(held, answers.held_chunks)
+            if data := await answers.last_chunk(writer):
                 yield data
-            if held := answers.held:
-                yield await writer.write(held, answers.held_chunks)
-        if data := await answers.last_chunk(writer):
-            yield data
+
+    def write_to(self, body: BodyWriter) -> None:
+        """Writes light updates there as they arrive, without waking the task that reads."""
+        direct = self._updates.direct
+        if not any(map(is_heavy, direct.requests)):
+            direct.connect(partial(self._write, body, direct.requests))
+
+    def _write(
+        self, body: BodyWriter, requests: Sequence[EngineRequest], number: int, progress: Progress
+    ) -> bool:
+        if not body.accepts():
+            return False
+        self._num_sent[number] = progress.num_output
+        data = self._answers.chunks(RequestUpdate(number, progress, requests[number]), 0)
+        if self._answers.held:  # text alone, however long, takes little time
+            data += self._answers.held_chunks()
+        if data:
+            body.write(data)
+        return True
+
+    def _size(self, update: RequestUpdate) -> int:
+        number = update.progress.num_output
+        size = weight(update.request, self._num_sent.get(update.index, 0), number)
+        self._num_sent[update.index] = number
+        return size
 
 
 def _check_failure(context: Context, update: RequestUpdate) -> None:

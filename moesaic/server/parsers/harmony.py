@@ -43,6 +43,10 @@ class HarmonyParser:
         self._empty = True
         self.cut_call = False  # the text ended inside what may be a call
 
+    def kind_within(self, text: str) -> type[Content] | type[Reasoning] | None:
+        """See TaggedParser: here every text is fed."""
+        return None
+
     def feed(self, text: str) -> list[Part]:
         return joined(self._run(text, final=False))
 

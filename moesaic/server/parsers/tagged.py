@@ -45,14 +45,27 @@ class TaggedParser:
         self._fresh = setup.inside and setup.split  # no text since the last marker
         self._layout: list[str] = []  # layout, if a marker follows
         self._cached: dict[tuple[bool, ...], Markers] = {}
+        self._sentence: tuple[type[Content] | type[Reasoning], Markers] | None = None
+        """What text is in the middle of a sentence, and the markers that would end it."""
         self._steps = self._parse()
 
     def feed(self, text: str) -> list[Part]:
-        plain = text and self._mid_sentence() and text[-1] not in SPACE
-        if plain and self._active_markers().none_begins_in(text):
-            return [self._part(text)]
+        if (kind := self.kind_within(text)) is not None:
+            return [kind(text)]
+        self._sentence = None
         self._input.extend(slices(text))
         return joined(self._new_parts())
+
+    def kind_within(self, text: str) -> type[Content] | type[Reasoning] | None:
+        """What the text is, if it is whole and only continues what came before. Then nothing
+        changes, and it need not be fed."""
+        if (found := self._sentence) is None:
+            if not self._mid_sentence():
+                return None
+            kind = Reasoning if self._thinking and self._setup.split else Content
+            found = self._sentence = kind, self._active_markers()
+        is_plain = text and text[-1] not in SPACE and found[1].none_begins_in(text)
+        return found[0] if is_plain else None
 
     def _mid_sentence(self) -> bool:
         """Nothing is held back and text came before, which is the case for most tokens."""
