@@ -95,6 +95,8 @@ def test_texts_of_a_conversation(server: tuple[Engine, str], looks: tuple[Any, s
         ask(page, question)
     page.wait_for_selector(".lanes .dot")
     page.click(".message.assistant summary >> visible=true")
+    lines = "all => all.map(one => one.getClientRects().length)"
+    assert {*page.eval_on_selector_all(".message .after span", lines)} == {1}
     check_texts(page, width, 70)
 
 
