@@ -147,6 +147,7 @@ def test_an_idle_rank_has_an_empty_bar(
     page, _, _ = looks
     page.goto(server[1])
     page.wait_for_selector("#ranks td.busy:has-text('idle')")
+    assert page.text_content("#ranks td.state") == "idle"
     assert [box["width"] for box in boxes(page, "#ranks .bar i")] == [0, 0]
     [bar] = boxes(page, "#ranks .bar span")
     assert bar["width"] > 40
