@@ -285,3 +285,29 @@ def test_keywords_that_cannot_be_forced(walker: Walker):
     lenient = walker.form("qwen25", None).grammar([Tool("f", "", odd)], "required", None, False)
     call = '<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call>'
     assert walker.accepts(lenient, call) == (True, True)
+
+
+@pytest.mark.parametrize("name", ["qwen25", "qwen3_coder"])
+def test_references_of_parameters(walker: Walker, name: str):
+    """In XML each parameter has a grammar of its own, which does not hold the other schemas."""
+    place = {"type": "object", "properties": {"x": {"type": "integer", "not": {"const": 9}}}}
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": {"$ref": "#/components/schemas/Place"},
+            "b": {"$ref": "#/properties/a"},
+            "c": {"$ref": "#"},
+        },
+        "required": ["a", "b"],
+        "components": {"schemas": {"Place": place}},
+    }
+    grammar = walker.form(name, None).grammar([Tool("f", "", schema)], "required", None, False)
+    values = {"a": {"x": 1}, "b": {}, "c": {"a": {}, "b": {"x": 3}}}
+    call = f'{{"name": "f", "arguments": {json.dumps(values)}}}\n'
+    if name == "qwen3_coder":
+        each = (f"<parameter={n}>\n{json.dumps(v)}\n</parameter>\n" for n, v in values.items())
+        call = f"<function=f>\n{''.join(each)}</function>\n"
+    call = f"<tool_call>\n{call}</tool_call>"
+    assert walker.accepts(grammar, call) == (True, True)
+    for one in ('"x": 1', '"x": 3'):
+        assert walker.accepts(grammar, call.replace(one, '"y": 1')) == (False, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -59,6 +60,10 @@ class LocalCore:
         """The engine's thread polls its commands between steps."""
 
     @property
+    def state(self) -> str:
+        return "computing" if self.has_work else "idle"
+
+    @property
     def idle_timeout(self) -> float | None:
         """Seconds of idleness after which `idle` is due; None: never."""
         return self.planner.metrics.idle_timeout
@@ -84,12 +89,14 @@ class LocalCore:
             return
         now = time.monotonic_ns()
         value = self.stats.answer(what, dict(options or {}))
-        answer.set_result(RankAnswers({0: RankReply(value, now, time.monotonic_ns())}))
+        reply = RankReply(value, now, time.monotonic_ns())
+        overview = {"rank": 0, "state": self.state, "state_age": 0.0, "pid": os.getpid()}
+        answer.set_result(RankAnswers({0: reply}, [overview]))
 
     def info(self) -> dict[str, Any]:
         """In the shape that a service of many ranks has."""
         rank = {"rank": 0, "place": "rank 0", **rank_info(self.runner)} | {
-            "state": "computing" if self.has_work else "idle",
+            "state": self.state,
             "step": self.planner.num_steps,
             "computed": self.stats.busy,
             "waited": 0.0,

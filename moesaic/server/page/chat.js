@@ -52,7 +52,7 @@ export class Chat {
       "button",
       { type: "button", title: prompt, onclick: () => this.ask(prompt) },
       html("b", { textContent: task }),
-      html("span", { textContent: firstText(prompt) }),
+      html("span", { textContent: shortened(prompt) }),
     )));
   }
 
@@ -175,7 +175,7 @@ export class Chat {
   }
 }
 
-// The first line of a prompt that is not a row of a table.
-function firstText(prompt) {
-  return prompt.split("\n").find((line) => line && !line.startsWith("|")) ?? prompt;
+// A prompt without its tables, in one line.
+function shortened(prompt) {
+  return prompt.split("\n").filter((line) => line && !line.startsWith("|")).join(" ") || prompt;
 }

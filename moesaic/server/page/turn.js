@@ -67,7 +67,13 @@ export class Turn {
     this.tokens = { prompt: usage.prompt_tokens, answer: usage.completion_tokens };
     const told = this.pieces.at(-1)?.upTo ?? 0;
     if (usage.completion_tokens > told) this.pieces.push({ upTo: usage.completion_tokens, text });
-    this.after.textContent = this.summary();
+    this.tell();
+  }
+
+  // Lines break between the parts only.
+  tell() {
+    const parts = this.summary().map((part) => html("span", { textContent: part }));
+    this.after.replaceChildren(...parts.flatMap((part, index) => (index ? [" · ", part] : [part])));
   }
 
   summary() {
@@ -75,13 +81,13 @@ export class Turn {
     const { answer } = this.tokens;
     const speed = answer > 1 && last > first ? `${rate((answer - 1) / ((last - first) / 1000))} tokens/s` : "";
     const begun = first === null ? "" : `first token after ${seconds((first - sent) / 1000)}`;
-    return [answer ? `${count(answer)} tokens` : "", speed, begun, this.ended].filter(Boolean).join(" · ");
+    return [answer ? `${count(answer)} tokens` : "", speed, begun, this.ended].filter(Boolean);
   }
 
   end(how = "") {
     this.ended = how || this.ended;
     this.answer.render();
-    this.after.textContent = this.summary();
+    this.tell();
     this.nodes.assistant.classList.remove("waiting");
     if (!this.answer.text && !this.thought.textContent && !this.ended) this.after.textContent = "The answer is empty.";
   }

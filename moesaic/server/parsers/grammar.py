@@ -144,16 +144,23 @@ class GrammarWriter:
     def _xml_value(self, tool: Tool, key: str, schema: Any) -> str:
         parameters = tool.parameters
         if not is_text(parameters, key):
-            shared = {k: parameters[k] for k in ("$defs", "definitions") if k in parameters}
-            whole = {**shared, **schema} if isinstance(schema, dict) else {}
-            return f"{self._json(whole, tool.strict)} {self._literal(CLOSE_PARAMETER)}"
+            whole = schema if isinstance(schema, dict) else {}
+            value = self._json(whole, tool.strict, parameters)
+            return f"{value} {self._literal(CLOSE_PARAMETER)}"
         if words := fixed_values(schema):
             either = " | ".join(self._literal(str(word)) for word in words)
             return f"({either}) {self._literal(CLOSE_PARAMETER)}"
         return self._until(CLOSE_PARAMETER)
 
-    def _json(self, schema: Mapping[str, Any], is_strict: bool = False) -> str:
-        found = prepare(strict(schema) if is_strict else schema, self.open_objects).schema
+    def _json(
+        self,
+        schema: Mapping[str, Any],
+        is_strict: bool = False,
+        document: Mapping[str, Any] | None = None,
+    ) -> str:
+        """`document`: what references of the schema lead into, if that is not the schema."""
+        given = strict(schema) if is_strict else schema
+        found = prepare(given, self.open_objects, document).schema
         found[OPTIONS] |= SPACING
         try:
             return f"%json {json.dumps(found)}"

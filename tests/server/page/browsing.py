@@ -34,10 +34,13 @@ def said(text: str) -> str:
     return events(chunk({"content": text}), chunk({}, "stop"))
 
 
+Answer = str | tuple[int, dict[str, Any]]
+
+
 class MadeUpAnswers:
     """Answers in the form of OpenAI's API: a stream, or a status with the message of an error."""
 
-    def __init__(self, page: Any, *answers: str | tuple[int, dict[str, Any]]) -> None:
+    def __init__(self, page: Any, *answers: Answer) -> None:
         self.sent: list[dict[str, Any]] = []
         self._answers = list(answers)
         page.route("**/v1/chat/completions", self._answer)
@@ -70,6 +73,13 @@ def change(page: Any, path: str, new: Callable[[dict[str, Any]], None]) -> None:
         route.fulfill(json=body)
 
     page.route(path, answer)
+
+
+def boxes(page: Any, selector: str) -> list[dict[str, float]]:
+    """Where the elements are in the window."""
+    script = "all => all.map(one => one.getBoundingClientRect().toJSON())"
+    found: list[dict[str, float]] = page.eval_on_selector_all(selector, script)
+    return found
 
 
 def close(page: Any) -> None:

@@ -1,4 +1,4 @@
-"""A server and a browser that the tests of the page share; without a browser they are skipped."""
+"""A server and a browser that the tests of a module share; without a browser they are skipped."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ ARGS = (
 )
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    """Not for longer than a module: while it is open, no test can run an event loop of its own."""
     playwright = pytest.importorskip("playwright.sync_api")
     if CHROMIUM is None:
         pytest.skip("no Chromium here")
@@ -29,7 +30,7 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def server(browser: Any) -> Iterator[tuple[Engine, str]]:
     with engine_with() as found:
         yield found

@@ -101,7 +101,7 @@ def test_examples_are_asked_with_a_click(server: tuple[Engine, str], page: Any) 
     page.wait_for_selector("#status[data-state=live]")
     assert httpx.get(f"{server[1]}/dashboard/chat").json()["examples"] == []
     assert not page.is_visible("#examples")
-    prompts = ["How many?", "| a | b |\n|---|---|\n| 1 | 2 |\n\nWhich is more?"]
+    prompts = ["A list:\n1, 2\nHow many?", "| a | b |\n|---|---|\n| 1 | 2 |\n\nWhich is more?"]
 
     def examples(facts: dict[str, Any]) -> None:
         facts["examples"] = [{"task": f"kind {i}", "prompt": p} for i, p in enumerate(prompts)]
@@ -109,6 +109,9 @@ def test_examples_are_asked_with_a_click(server: tuple[Engine, str], page: Any) 
     change(page, "**/dashboard/chat", examples)
     answers = MadeUpAnswers(page, said("b"))
     page.reload()
+    page.wait_for_selector("#example-list button")
+    shown = page.eval_on_selector_all("#example-list span", "all => all.map(o => o.textContent)")
+    assert shown == ["A list: 1, 2 How many?", "Which is more?"]
     page.click("text=kind 1")
     page.wait_for_selector(".message.assistant:has-text('b')")
     assert answers.conversations == [[prompts[1]]]

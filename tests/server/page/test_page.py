@@ -9,7 +9,7 @@ import pytest
 
 from moesaic.engine.engine import Engine
 from moesaic.observe.expert_load import expert_loads
-from tests.server.page.browsing import change, engine_with
+from tests.server.page.browsing import boxes, change, engine_with
 from tests.server.serving import wait_until
 
 
@@ -116,24 +116,6 @@ def test_no_sideways_scrolling(server: tuple[Engine, str], page: Any, width: int
     page.press("#prompt", "Enter")
     page.wait_for_selector(".message.user")
     assert page.evaluate("document.documentElement.scrollWidth") == width
-
-
-def boxes(page: Any, selector: str) -> list[dict[str, float]]:
-    script = "all => all.map(one => one.getBoundingClientRect().toJSON())"
-    found: list[dict[str, float]] = page.eval_on_selector_all(selector, script)
-    return found
-
-
-def test_a_phone_has_the_chat_first_and_whole_ranks(server: tuple[Engine, str], page: Any) -> None:
-    page.set_viewport_size({"width": 390, "height": 844})
-    page.emulate_media(reduced_motion="reduce")
-    page.goto(server[1])
-    page.wait_for_selector("#ranks td.busy:has-text('idle')")
-    [chat], [curves] = boxes(page, ".chat"), boxes(page, "#throughput")
-    assert chat["bottom"] < 844 and chat["bottom"] < curves["top"]
-    cells = boxes(page, "#ranks td, #ranks em")
-    assert len(cells) == 7 and all(16 <= box["left"] <= box["right"] <= 374 for box in cells)
-    assert page.evaluate("getComputedStyle(document.body).animationName") == "none"
 
 
 def test_cards_line_up(server: tuple[Engine, str], page: Any) -> None:

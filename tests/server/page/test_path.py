@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import base64
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
 
 from moesaic.engine.engine import Engine
-from tests.server.page.browsing import MadeUpAnswers, ask, change, chunk, close, events, said
+from tests.server.page.browsing import (
+    Answer,
+    MadeUpAnswers,
+    ask,
+    change,
+    chunk,
+    close,
+    events,
+    said,
+)
 
 # 3 decoder layers, the first without experts; 8 experts on 4 ranks of 2 groups, and expert 0 on the
 # last rank, too.
@@ -22,17 +32,20 @@ MESH = [{"rank": rank, "replica": 0, "group": rank // 2, "ep": rank} for rank in
 TOKENS = [[[0, 0], [5, 2], [7, 6]], [[0, 0], [3, 1], [0, 4]]]
 
 
-def routed(page: Any) -> MadeUpAnswers:
-    """A server of these sizes, whose answer has two tokens."""
+def routed(
+    page: Any, text: str = "a b", earlier: Sequence[Answer] = (), later: Sequence[Answer] = ()
+) -> MadeUpAnswers:
+    """A server of these sizes, one of whose answers has two tokens with this text."""
     flat = [expert for token in TOKENS for layer in token for expert in layer]
     ids = base64.b64encode(struct.pack(f"<{len(flat)}i", *flat)).decode()
     usage = [{"usage": {"prompt_tokens": 3, "completion_tokens": number}} for number in (1, 2)]
-    pieces = [{**chunk({"content": "a b"}), **usage[0]}, {**chunk({}, "stop"), **usage[1]}]
+    pieces = [{**chunk({"content": text}), **usage[0]}, {**chunk({}, "stop"), **usage[1]}]
     change(page, "**/dashboard/chat", lambda facts: facts.update(mesh=MESH))
     group = {"running": 1, "waiting": 0, "pages_used": 0, "pages_total": 1}
     groups = [{**group, "group": 0}, {**group, "group": 1, "running": 0}]
     change(page, "**/dashboard/data*", lambda data: data.update(routing=ROUTING, groups=groups))
-    return MadeUpAnswers(page, events(*pieces, {"choices": [], "sglext": {"routed_experts": ids}}))
+    pieces.append({"choices": [], "sglext": {"routed_experts": ids}})
+    return MadeUpAnswers(page, *earlier, events(*pieces), *later)
 
 
 def dots(page: Any) -> list[tuple[int, int, int, str]]:
