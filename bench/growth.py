@@ -28,7 +28,7 @@ import torch
 from tqdm import tqdm
 
 from bench.common import Range, machine, mixed_workload, positive, print_table, write_json
-from bench.growth_rank import Load, RankLoop, StepCost
+from bench.growth_rank import MIXED_PROMPT, Load, RankLoop, StepCost
 from bench.http import VOCAB, by_http
 from bench.http_server import Server, started
 from moesaic.core.stats import EngineStats, RankStats
@@ -135,6 +135,16 @@ def decode_point(load: Load, size: int, units: int, args: argparse.Namespace) ->
 
 def by_running(size: int, args: argparse.Namespace) -> Point:
     return decode_point(Load(size, args.at_context), size, size, args)
+
+
+def by_mixed(size: int, args: argparse.Namespace) -> Point:
+    """A prompt comes while all requests decode."""
+    loop = RankLoop(Load(size, args.at_context))
+    loop.admit()
+    loop.decode(1)
+    costs = [loop.mixed_step() for _ in range(args.repeats)]
+    loop.close()
+    return Point(size, 1000 * statistics.median(cost.leader for cost in costs), size)
 
 
 def by_context(size: int, args: argparse.Namespace) -> Point:
@@ -252,6 +262,14 @@ def make_axes() -> dict[str, Axis]:
     context, rows = "context {at_context}", "penalised requests of {at_emitted} tokens"
     axes = (
         Axis("running", f"a leader's step, {context}", "request", many, by_running, max_ms=5.0),
+        Axis(
+            "mixed",
+            f"a leader's step with a prompt of {MIXED_PROMPT} tokens, {context}",
+            "request",
+            {"small": (32, 64, 128, 256), "quick": (4, 8)},
+            by_mixed,
+            max_ms=3.0,
+        ),
         Axis(
             "context",
             "a leader's step, {at_running} requests",

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Final, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -19,8 +22,11 @@ from moesaic.config.resolve import resolve
 from moesaic.core.messages import Submit, encode
 from moesaic.core.request import NewRequest
 from moesaic.core.sampling import SamplingParams
+from moesaic.engine.runner import device_penalties, steps
 from moesaic.engine.runner.attention import BACKENDS
+from moesaic.engine.runner.graphs import CapturedGraphs
 from moesaic.engine.runner.model_runner import ModelRunner
+from moesaic.engine.sampling import gpu_sampler
 from moesaic.engine.schedule.inflight import InflightStep
 from moesaic.engine.schedule.plan_codec import PlanReceiver, PlanSender
 from moesaic.engine.worker.leader import Leader
@@ -44,7 +50,15 @@ SIZES = {
     "max_position_embeddings": 16384,
 }
 CHUNK = 65536
+DEVICE_WORK: Final = (
+    (CapturedGraphs, "run"),
+    (steps, "greedy_rows"),
+    (gpu_sampler, "greedy_rows"),
+    (gpu_sampler, "sample_rows"),
+    (device_penalties, "penalise_rows"),
+)
 MAX_NEW_TOKENS = 512
+MIXED_PROMPT = 512
 WARM_STEPS = 4
 
 
@@ -63,6 +77,32 @@ class InstantModel:
         return self._logits_RV[: len(x_RH)]
 
 
+class DeviceTime:
+    """CPU time of what a GPU does beside the model, which the host computes here: the bodies of
+    graphs, and the kernels that follow them."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def timed(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = time.thread_time()
+            try:
+                return work(*args, **kwargs)
+            finally:
+                self.seconds += time.thread_time() - start
+
+        return call
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for owner, name in DEVICE_WORK:
+                work = self.timed(getattr(owner, name))
+                stack.enter_context(patch.object(owner, name, work))
+            yield
+
+
 class CodecStage(SingleStage):
     """A single rank that also sends its plans to a follower, which decodes them."""
 
@@ -74,7 +114,7 @@ class CodecStage(SingleStage):
 
     def agree(self, step: InflightStep) -> None:
         super().agree(step)
-        if not step.plan.items:
+        if not step.plan.has_work:
             return
         data = self._sender.encode(step.plan)
         start = time.thread_time()
@@ -99,10 +139,11 @@ class Load:
 
 @dataclass(frozen=True)
 class StepCost:
-    """CPU seconds of a step on a leader, and for its plan on a follower."""
+    """CPU seconds of a step on a leader, for its plan on a follower, and of what a GPU would do."""
 
     leader: float
     follower: float
+    device: float
 
 
 def make_runner(load: Load) -> ModelRunner:
@@ -116,10 +157,11 @@ def make_runner(load: Load) -> ModelRunner:
             model_path=f"tiny:qwen3_moe,{sizes}",
             device="cpu",
             dtype="bfloat16",
-            max_running_requests=load.running,
+            max_running_requests=load.running + 1,
             max_total_tokens=2 * load.running * room,
             chunked_prefill_size=CHUNK,
-            cuda_graph_bs=[load.running],
+            cuda_graph_bs=[load.running + 1],
+            cuda_graph_bs_prefill=[load.running + MIXED_PROMPT],
             skip_server_warmup=True,
             skip_tokenizer_init=True,
             log_level="warning",
@@ -139,14 +181,16 @@ class RankLoop:
 
     def __init__(self, load: Load) -> None:
         self.load, runner = load, make_runner(load)
-        args = ServerArgs.from_kwargs(model_path="unused", decode_log_interval=1 << 30)
+        # Steps are bounded as on a GPU, but so far that no prompt is cut.
+        bound = {"max_step_ms": 1e6, "decode_log_interval": 1 << 30}
+        args = ServerArgs.from_kwargs(model_path="unused", **bound)
         self.planner = Planner(args, runner)
         mesh = Mesh()
         link = SimpleNamespace(mesh=mesh, place=mesh.place(0), send=encode)
         self.leader = Leader(cast(RankLink, link), self.planner)
         self.stage = CodecStage(self.planner)
         self.loop = StepLoop(runner, self.stage, self.leader, RankStatsReporter(runner))
-        model = InstantModel(runner.model.config.hidden_size, max(load.running, 8), load.vocab)
+        model = InstantModel(runner.model.config.hidden_size, max(load.running + 1, 8), load.vocab)
         runner.model = cast(CausalLM, model)
         self._numbers = count()
         gc.collect()
@@ -156,14 +200,14 @@ class RankLoop:
     def num_tokens(self) -> int:
         return sum(len(state.request.token_ids) for state in self.planner.states.values())
 
-    def submit(self, number: int) -> None:
+    def submit(self, number: int, length: int) -> None:
         """Prompts differ from their first token on, so that they share no pages."""
         penalty = 1.0 if self.load.penalised else 0.0
         params = SamplingParams(
             temperature=0.0, ignore_eos=True, frequency_penalty=penalty, presence_penalty=penalty
         )
         for request_no in (next(self._numbers) for _ in range(number)):
-            body = [0] * (self.load.context - 2)
+            body = [0] * (length - 2)
             prompt = [request_no % 256, request_no // 256, *body]
             emitted = list(range(8, 8 + self.load.emitted))
             new = NewRequest("", prompt, params, 0, self.load.emitted + MAX_NEW_TOKENS, request_no)
@@ -172,19 +216,34 @@ class RankLoop:
 
     def step(self) -> StepCost:
         """Steps until all requests have another token: twice if steps do not overlap."""
-        decoded, seconds = self.stage.decode_seconds, 0.0
         wanted = self.num_tokens + self.load.running
-        while self.num_tokens < wanted:
-            start = time.thread_time()
-            self.loop.step()
-            seconds += time.thread_time() - start
+        return self._cost(lambda: self.num_tokens < wanted)
+
+    def mixed_step(self) -> StepCost:
+        """A step with the prompt of a new request, which is then aborted, beside all decodes."""
+        number, steps_before = len(self.planner.states), self.planner.num_steps
+        self.submit(1, MIXED_PROMPT)
+        cost = self._cost(lambda: self.planner.num_steps == steps_before)
+        assert self.loop.inflight[-1].prompt_tokens == MIXED_PROMPT
+        self.planner.abort(max(self.planner.states))
+        assert len(self.planner.states) == number
+        self.step()  # what is left of it
+        return cost
+
+    def _cost(self, goes_on: Callable[[], bool]) -> StepCost:
+        decoded, seconds, device = self.stage.decode_seconds, 0.0, DeviceTime()
+        with device.counting():
+            while goes_on():
+                start = time.thread_time()
+                self.loop.step()
+                seconds += time.thread_time() - start
         decoded = self.stage.decode_seconds - decoded
-        return StepCost(seconds - decoded, decoded)
+        return StepCost(seconds - decoded - device.seconds, decoded, device.seconds)
 
     def admit(self) -> float:
         """CPU seconds from the first message until all requests of the load have a token."""
         start = time.thread_time()
-        self.submit(self.load.running)
+        self.submit(self.load.running, self.load.context)
         while not self._all_decode():
             self.loop.step()
         return time.thread_time() - start

@@ -46,7 +46,8 @@ class LetterRunner:
             ItemResult(token_ids=[LETTER_A + item.first % 26] if item.sample is not None else ())
             for item in plan.items
         ]
-        return FinishedStep(StepResult(items))
+        tokens = (LETTER_A + plan.decodes.first % 26).tolist()
+        return FinishedStep(StepResult(items, token_ids=tokens))
 
 
 def run(link: RankLink) -> None:

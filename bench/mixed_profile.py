@@ -131,8 +131,7 @@ class StepTimer:
         begin = time.perf_counter()
         handle = self._begin(plan, agreement, *rest)
         launch_ms = 1e3 * (time.perf_counter() - begin)
-        after, items = self._mark(), self._planned.items
-        decoding = sum(item.decodes for item in items)
+        after, decoding = self._mark(), self._planned.work.decode_tokens
         self.steps.append(
             TimedStep(
                 number=agreement.number,

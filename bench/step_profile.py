@@ -69,7 +69,7 @@ class StepProfile:
             self._settle()
         seconds = time.perf_counter() - begin
         del planner.plan  # type: ignore[method-assign]
-        made = [one.num_tokens for one in plans if one.items]
+        made = [one.num_tokens for one in plans if one.has_work]
         self.tables[name] = {"tokens": made, **kernel_table(recorded, len(made), seconds)}
 
     def _settle(self) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from msgspec import structs
 
 from moesaic.comm.launch.rank_link import RankLink
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.schedule.plan import (
     FUTURE_TOKEN,
+    DecodeRows,
     PlanItem,
     StepAgreement,
     StepHandle,
@@ -83,13 +85,22 @@ class AheadRunner(ModelRunner):
             if item.sample is not None:
                 assert item.sample.position == item.first + len(item.token_ids) - item.num_drafts
             items.append(item)
-        if self.poison.intersection(*([token for item in items for token in item.token_ids],)):
+        plan = structs.replace(plan, items=items, decodes=self._decodes(plan.decodes))
+        if self.poison.intersection(plan.token_ids.tolist()):
             raise ZeroDivisionError("poison")
-        result = super().begin(structs.replace(plan, items=items)).wait()
+        result = super().begin(plan).wait()
+        numbers = plan.decodes.request_nos.tolist()
+        self.last.update(zip(numbers, result.token_ids, strict=True))
         for item, found in zip(items, result.items, strict=True):
             if found.token_ids:
                 self.last[item.request_no] = found.token_ids[-1]
         return result
+
+    def _decodes(self, decodes: DecodeRows) -> DecodeRows:
+        is_future = decodes.token_ids == FUTURE_TOKEN
+        self.futures += int(is_future.sum())
+        last = np.array([self.last.get(number, 0) for number in decodes.request_nos.tolist()], int)
+        return replace(decodes, token_ids=np.where(is_future, last, decodes.token_ids))
 
     @staticmethod
     def _resolved(item: PlanItem, token: int) -> PlanItem:

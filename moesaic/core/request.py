@@ -118,6 +118,8 @@ class Request(NewRequest, eq=False):
 
     waits_for_token: bool = False
     """The host samples its next token, and needs the one before for that."""
+    sampling_sent: bool = False
+    """A plan has told the ranks how its row of the page table is sampled."""
 
     def __post_init__(self) -> None:
         self.token_ids = [*self.prompt_ids, *self.emitted]
@@ -164,6 +166,12 @@ class Request(NewRequest, eq=False):
         tokens = len(self.token_ids) + self.pending
         is_new = tokens <= len(self.prompt_ids) and not self.awaits_grammar
         return not is_new and tokens - self.num_computed <= 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Steps give it tokens and nothing else, which depend on the logits alone."""
+        is_asked = self.return_logprob or self.routed_start is not None
+        return not is_asked and not self.params.has_history
 
     @property
     def can_run_ahead(self) -> bool:

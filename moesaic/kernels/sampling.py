@@ -36,6 +36,11 @@ class RowSampling(NamedTuple):
     """64 bits."""
     position: int = 0
 
+    @property
+    def is_nucleus(self) -> bool:
+        """Whether it takes the kernels for top-p without top-k."""
+        return self.top_p < 1 and self.top_k == -1
+
 
 @dataclass(frozen=True, slots=True)
 class SampleParams:
@@ -55,8 +60,7 @@ class SampleParams:
         flat = (
             torch.frombuffer(data, dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64)
         )
-        any_top_p = any(draw.top_p < 1 and draw.top_k == -1 for draw in draws)
-        return cls(flat.view(-1, 6), any_top_p)
+        return cls(flat.view(-1, 6), any(draw.is_nucleus for draw in draws))
 
     def unpack(self) -> list[RowSampling]:
         data = self.values.cpu().contiguous().view(torch.uint8).numpy().tobytes()

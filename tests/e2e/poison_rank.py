@@ -66,7 +66,7 @@ class Poison:
             dispatcher.register_hook("pre_combine", lambda *_: self.check("combine"))
 
     def begin(self, plan: StepPlan, *args: Any) -> Any:
-        self.tokens = {token for item in plan.items for token in item.token_ids}
+        self.tokens = set(plan.token_ids.tolist())
         return self._begin(plan, *args)
 
     def results(self, *args: Any) -> Any:

@@ -138,8 +138,8 @@ class Answers:
         item = PlanItem(number, [newest, *drafts], 0, 0, sample=sample, num_drafts=len(drafts))
         self.future.store(torch.tensor([1]), torch.tensor([-1 if future is None else future]))
         slots = TokenSlots(np.array([1]), np.array([SamplingPath.ADJUSTED]))
-        self.penalties.count([item], slots, self.future)
         plan = StepPlan([item])
+        self.penalties.count(plan, slots, self.future)
         right = [
             SampleRow(*given, [*answer, *drafts[:n]], frozenset([3]))
             for n in range(len(drafts) + 1)

@@ -138,8 +138,8 @@ def test_an_error_that_follows_no_request_harms_nobody(
     begin, sizes = ModelRunner.begin, list[int]()
 
     def fail_if_large(self: ModelRunner, plan: StepPlan, *rest: Any) -> Any:
-        sizes.append(len(plan.items))
-        if len(plan.items) > 2:
+        sizes.append(plan.num_sequences)
+        if plan.num_sequences > 2:
             raise MemoryError("made up")
         return begin(self, plan, *rest)
 
@@ -155,7 +155,7 @@ def test_steps_that_always_fail_end_every_request_and_not_the_engine(
     steps = []
 
     def fail(self: ModelRunner, plan: StepPlan, *rest: Any) -> Any:
-        steps.append(len(plan.items))
+        steps.append(plan.num_sequences)
         raise ZeroDivisionError("made up")
 
     monkeypatch.setattr(ModelRunner, "begin", fail)

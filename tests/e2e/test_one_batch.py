@@ -84,7 +84,7 @@ def test_nobody_is_looked_for_when_a_step_fails(monkeypatch, capsys):
     begun = []
 
     def fails(runner, plan, *rest):
-        begun.append(len(plan.items))
+        begun.append(plan.num_sequences)
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr("moesaic.engine.runner.model_runner.ModelRunner.begin", fails)

@@ -237,7 +237,7 @@ def tokens_of_plans(core: LocalCore, job: RequestState) -> list[list[int]]:
     plans, begin = list[list[int]](), core.runner.begin
 
     def note(plan: Any, *rest: Any) -> Any:
-        plans.append([token for item in plan.items for token in item.token_ids])
+        plans.append(plan.token_ids.tolist())
         return begin(plan, *rest)
 
     core.runner.begin = note  # type: ignore[method-assign]

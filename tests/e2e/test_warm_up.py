@@ -21,11 +21,12 @@ from moesaic.engine.runner.warm_up import (
     warm_sequences,
     warm_steps,
 )
-from moesaic.engine.sampling.gpu_sampler import pack_rows
+from moesaic.engine.sampling.gpu_sampler import _row_sampling
 from moesaic.engine.sampling.sampler import SampleRow
 from moesaic.engine.schedule.plan import PlanItem, StepPlan
 from moesaic.engine.setup.moe_setup import StepLimits
 from moesaic.kernels.attention import choose_splits
+from moesaic.kernels.sampling import SampleParams
 from moesaic.kernels.triton.attention_decode import choose_config
 from moesaic.kernels.triton.sort import FEW_PAIRS
 from moesaic.kernels.tuning import ExpertsShape, plan_for
@@ -131,7 +132,8 @@ def test_single_tokens_take_every_kernel_of_attention():
 
 def test_the_row_that_is_drawn_takes_every_kernel():
     """Kernels that narrow top-p run for rows without top-k alone: the most common ones."""
-    assert SamplingPath.of(DRAWN) is SamplingPath.DRAW and pack_rows([DRAWN]).any_top_p
+    params = SampleParams.pack([_row_sampling(DRAWN)])
+    assert SamplingPath.of(DRAWN) is SamplingPath.DRAW and params.any_top_p
 
 
 def test_a_step_that_does_not_fit_says_what_to_lower(monkeypatch: pytest.MonkeyPatch):

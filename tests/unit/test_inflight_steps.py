@@ -57,10 +57,10 @@ def serve(core: LocalCore, parts: int, late: int) -> list[Request]:
         data = sender.encode(made)
         sizes.append(len(data))
         plan = receiver.decode(data)
-        assert [item.row for item in plan.items] == [item.row for item in made.items]
-        if plan.items:
+        assert plan.rows.tolist() == made.rows.tolist()
+        if plan.has_work:
             results.append((step, decode_result(encode(core.runner.begin(plan).wait()))))
-        if results and (not plan.items or len(results) > late):
+        if results and (not plan.has_work or len(results) > late):
             planner.apply(*results.popleft())
     assert sender._known.keys() == receiver._known.keys() <= {r.request_no for r in served}
     assert sizes[-1] < 200  # one request decodes
@@ -123,7 +123,7 @@ def test_steps_share_the_requests_that_decode():
     assert first.plan.prefill and planner.plan(3).items == []
     planner.apply(first, core.runner.begin(first.plan).wait())
     plans = [planner.plan(3).plan for _ in range(4)]
-    assert [len(plan.items) for plan in plans] == [2, 2, 2, 0]
+    assert [plan.num_sequences for plan in plans] == [2, 2, 2, 0]
     assert not any(plan.prefill for plan in plans)
 
 

@@ -159,20 +159,28 @@ class Serving(RuleBasedStateMachine):
 
     @rule()
     def step(self) -> None:
-        work = self.scheduler.schedule()
-        assert bool(work) == bool(self.open)
+        schedule, table = self.scheduler.schedule(), self.scheduler.decode_table
+        work, (planned, decodes) = schedule.items, table.plan(schedule.rows)
+        assert schedule.is_empty is (not self.open)
         prompt_tokens = sum(w.length for w in work if not w.request.is_decoding)
-        assert prompt_tokens <= 5 and len(work) <= 4
+        assert prompt_tokens <= 5 and len(work) + len(decodes) <= 4
+        table.begin(planned, decodes)
+        table.end(planned, decodes)
+        for request in planned.requests:
+            assert request.num_computed == len(request.token_ids)
+            assert len(request.pages) == self.kv.pages_for(request.num_computed)
+            self._emit(request)
         for item in work:
             assert item.length >= 1 and item.stop <= len(item.request.token_ids)
             assert len(item.request.pages) == self.kv.pages_for(item.stop)
-            samples = item.samples
-            item.request.num_computed = item.stop
-            if samples:
+            item.begin()
+            if item.samples:
+                item.end(1)
                 self._emit(item.request)
 
     def _emit(self, request: Request) -> None:
         self.kv.share(request, request.num_computed)
+        self.scheduler.decode_table.update(request)
         request.token_ids.append(len(request.token_ids) % 2)
         if request.remaining_tokens == 0:
             self.open.remove(request)
@@ -331,13 +339,13 @@ def test_a_prompt_that_another_computes_is_waited_for() -> None:
     other = make_request([9, 9], 2, 3)
     for request in [*same, other]:
         scheduler.add(request)
-    assert [w.request for w in scheduler.schedule()] == [same[0]]
+    assert [w.request for w in scheduler.schedule().items] == [same[0]]
     same[0].num_computed = 4
-    assert {w.request: w.length for w in scheduler.schedule()} == {same[0]: 2, other: 2}
+    assert {w.request: w.length for w in scheduler.schedule().items} == {same[0]: 2, other: 2}
     same[0].num_computed = 6
     kv.share(same[0], same[0].num_computed)
     same[0].token_ids.append(7)
-    work = {w.request: w.length for w in scheduler.schedule()}
+    work = {w.request: w.length for w in scheduler.schedule().items}
     assert work[same[1]] == 2 and same[1].cached_tokens == 4
 
 
@@ -347,17 +355,17 @@ def test_only_the_common_part_is_waited_for() -> None:
     long, short = make_request(list(range(20)), 2, 0), make_request([0, 1, 2, 3, 99, 98], 2, 1)
     scheduler.add(long)
     scheduler.add(short)
-    assert {w.request: w.length for w in scheduler.schedule()} == {long: 4}
+    assert {w.request: w.length for w in scheduler.schedule().items} == {long: 4}
     long.num_computed = 4
     kv.share(long, long.num_computed)
     # The older request takes the whole budget; the younger one no longer waits for its pages.
     assert kv.lookup(short)[1] == long.pages[:2]
     scheduler.config = SchedulerConfig(max_running=8, chunk_tokens=6)
-    assert {w.request: w.length for w in scheduler.schedule()} == {long: 6}
+    assert {w.request: w.length for w in scheduler.schedule().items} == {long: 6}
     scheduler.config = SchedulerConfig(max_running=8, chunk_tokens=20)
     long.num_computed = 10
     kv.share(long, long.num_computed)
-    assert {w.request: w.length for w in scheduler.schedule()} == {long: 10, short: 2}
+    assert {w.request: w.length for w in scheduler.schedule().items} == {long: 10, short: 2}
 
 
 def test_prompts_of_a_step_are_limited() -> None:
@@ -368,16 +376,16 @@ def test_prompts_of_a_step_are_limited() -> None:
     for request in requests:
         scheduler.add(request)
     one, two, three, four, _ = requests
-    assert {w.request: w.length for w in scheduler.schedule()} == {one: 4, two: 2}
+    assert {w.request: w.length for w in scheduler.schedule().items} == {one: 4, two: 2}
     one.num_computed, two.num_computed = 4, 2
     one.token_ids.append(9)  # it decodes from now on, beside two prompts
-    assert {w.request: w.length for w in scheduler.schedule()} == {one: 1, two: 2, three: 4}
+    assert {w.request: w.length for w in scheduler.schedule().items} == {one: 1, two: 2, three: 4}
     two.num_computed = three.num_computed = 4
     two.token_ids.append(9)
     three.token_ids.append(9)
     one.num_computed = 5
     one.token_ids.append(9)
-    work = {w.request: w.length for w in scheduler.schedule()}
+    work = {w.request: w.length for w in scheduler.schedule().items}
     assert work == {one: 1, two: 1, three: 1, four: 4, requests[4]: 2}
 
 
@@ -388,7 +396,7 @@ def admissions(scheduler: Scheduler, requests: list[Request]) -> list[int]:
     counts = []
     while scheduler.waiting:
         counts.append(-len(scheduler.running))
-        work = scheduler.schedule()
+        work = scheduler.schedule().items
         counts[-1] += len(scheduler.running)
         assert work, "a step without work"
         for item in work:
@@ -440,7 +448,7 @@ def test_pages_of_a_request_that_leaves_are_computed_by_the_next(leaves: str) ->
     same = [make_request([1] * 12, 4, number) for number in range(4)]
     for request in same:
         scheduler.add(request)
-    assert [work.request for work in scheduler.schedule()] == same[:1]
+    assert [work.request for work in scheduler.schedule().items] == same[:1]
     same[0].num_computed = 4
     kv.share(same[0], 4)
     scheduler.finish(same[0])

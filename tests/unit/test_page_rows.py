@@ -15,7 +15,7 @@ from moesaic.core.sampling import SamplingParams
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.schedule.inflight import InflightStep
 from moesaic.engine.schedule.kv_cache import PrefixNode
-from moesaic.engine.schedule.plan import ItemResult, PlanItem, StepResult
+from moesaic.engine.schedule.plan import ItemResult, StepResult
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.schedule.scheduler import RESERVE_TOKENS, Scheduler, WaitingQueue
 from moesaic.engine.worker.planner import Planner
@@ -73,27 +73,33 @@ class Traffic:
 
     def plan(self) -> None:
         step = self.planner.plan(1)
-        if not step.items:
+        if not step.has_requests:
             return
-        for planned, item in zip(step.items, step.plan.items, strict=True):
-            self.carry_out(planned.request, item)
+        self.seen["decodes"] += len(step.plan.decodes)
+        updates = {update.row: update for update in step.plan.page_updates()}
+        requests = [*step.decoding.requests, *(planned.request for planned in step.items)]
+        assert step.plan.rows.tolist() == [request.row for request in requests]
+        for request in requests:
+            self.carry_out(request, updates.get(request.row, PageUpdate(request.row, 0, ())))
         self.inflight.append(step)
 
-    def carry_out(self, request: Request, item: PlanItem) -> None:
-        row = self.table.setdefault(item.row, [])
-        self.seen["new"] += len(item.pages)
+    def carry_out(self, request: Request, update: PageUpdate) -> None:
+        number, first, pages = request.request_no, update.first, update.pages
+        row = self.table.setdefault(request.row, [])
+        self.seen["new"] += len(pages)
         self.seen["all"] += len(request.pages)
-        before, count = self.known.get(item.request_no, (item.row, 0))
-        self.known[item.request_no] = item.row, len(request.pages)
-        self.seen["moved"] += item.row != before
-        self.seen["replaced"] += 0 < item.first_page < count and item.row == before
-        row[item.first_page : item.first_page + len(item.pages)] = item.pages
-        assert row[: len(request.pages)] == request.pages, f"request {item.request_no}"
+        before, count = self.known.get(number, (request.row, 0))
+        self.known[number] = request.row, len(request.pages)
+        self.seen["moved"] += request.row != before
+        self.seen["replaced"] += 0 < first < count and request.row == before
+        row[first : first + len(pages)] = pages
+        assert row[: len(request.pages)] == request.pages, f"request {number}"
 
     def apply(self) -> None:
         step = self.inflight.popleft()
         results = [ItemResult(token_ids=[7]) if i.sample else ItemResult() for i in step.plan.items]
-        self.planner.apply(step, StepResult(results))
+        tokens = [7] * len(step.plan.decodes)
+        self.planner.apply(step, StepResult(results, token_ids=tokens))
 
     def roll_back(self) -> None:
         self.plan()
@@ -108,6 +114,22 @@ class Traffic:
         for request in self.planner.scheduler.waiting:
             assert request.row == -1 and request.pages_sent == 0 and request.pages == []
         assert len(self.planner.scheduler._free_rows) == 6 - len(rows)
+        self.check_decodes()
+
+    def check_decodes(self) -> None:
+        """The table of decodes says what its requests say."""
+        scheduler = self.planner.scheduler
+        table = scheduler.decode_table
+        members = [request for request in self.running if request in table]
+        assert scheduler._others == [request for request in self.running if request not in table]
+        assert np.flatnonzero(table._is_member).tolist() == sorted(r.row for r in members)
+        for request in members:
+            row, room = request.row, len(request.pages) * PAGE
+            columns = (table._first, table._pending, table._room, table._request_nos)
+            said = (request.num_computed, request.pending, room, request.request_no)
+            assert tuple(column[row] for column in columns) == said
+            assert request.is_decoding and request.sampling_sent
+            assert (row in table._unsent) is (request.pages_sent < len(request.pages))
 
     def run(self, turns: int) -> Iterator[None]:
         for _ in range(turns):
@@ -136,6 +158,7 @@ def test_tables_that_follow_plans_have_all_pages(
         pass
     seen = traffic.seen
     assert min(seen["moved"], seen["replaced"], seen["undone"]) > 5, seen
+    assert seen["decodes"] > 1000, seen
     assert traffic.planner.scheduler.num_retractions > 5 and traffic.number > 500
     assert traffic.planner.metrics.counts.failed_steps == 0
     assert seen["new"] < seen["all"] / 2
@@ -147,11 +170,10 @@ def test_only_new_pages_are_sent(runner: ModelRunner) -> None:
     sent = []
     while request.phase is not RequestPhase.FINISHED:
         traffic.plan()
-        (item,) = traffic.inflight[0].plan.items
-        sent.append((item.first_page, len(item.pages)))
+        sent.append([(u.first, len(u.pages)) for u in traffic.inflight[0].plan.page_updates()])
         traffic.apply()
     # Positions 0 to 5, then one token a step: pages 2 and 3 begin with positions 8 and 12.
-    assert sent == [(0, 2), (2, 0), (2, 0), (2, 1), *[(3, 0)] * 3, (3, 1), (4, 0)]
+    assert sent == [[(0, 2)], [], [], [(2, 1)], [], [], [], [(3, 1)], []]
 
 
 def test_a_page_that_the_tree_has_already_is_sent_again(runner: ModelRunner) -> None:
@@ -164,9 +186,9 @@ def test_a_page_that_the_tree_has_already_is_sent_again(runner: ModelRunner) -> 
     assert first.pages[0] == second.pages[0]
     assert (first.pages_sent, second.pages_sent) == (1, 0)
     traffic.plan()
-    items = traffic.inflight[0].plan.items
-    assert [(i.first_page, len(i.pages)) for i in items] == [(1, 1), (0, 2)]
-    assert items[1].pages[0] == first.pages[0]
+    updates = {update.row: update for update in traffic.inflight[0].plan.page_updates()}
+    assert [*updates[first.row][1:]] == [1, first.pages[1:]] and len(first.pages) == 2
+    assert [*updates[second.row][1:]] == [0, second.pages] and second.pages[0] == first.pages[0]
 
 
 def test_a_retracted_request_resumes_with_all_its_pages_in_another_row(
@@ -201,8 +223,7 @@ def test_a_rollback_sends_all_pages_again(runner: ModelRunner) -> None:
     traffic.inflight.clear()
     assert request.pages_sent == 0
     traffic.plan()
-    (item,) = traffic.inflight[0].plan.items
-    assert (item.first_page, list(item.pages)) == (0, request.pages)
+    assert traffic.inflight[0].plan.page_updates() == [PageUpdate(request.row, 0, request.pages)]
 
 
 def expected_pages(scheduler: Scheduler, request: Request) -> int:

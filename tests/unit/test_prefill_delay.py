@@ -2,12 +2,12 @@
 
 import pytest
 
-from moesaic.engine.schedule.inflight import work_of
 from moesaic.engine.schedule.kv_manager import KVManager
 from moesaic.engine.schedule.prefill_delay import NewPrompts, PrefillDelayer
 from moesaic.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from moesaic.engine.schedule.step_budget import StepWork, heaviest
 from tests.unit.test_kv_cache import make_request
+from tests.unit.test_step_budget import carry_out
 
 DECODES, PROMPTS = StepWork(4, 0, 400, 0), StepWork(4, 300, 400, 45000)
 
@@ -62,13 +62,7 @@ class Group:
         self.scheduler = Scheduler(config, kv)
 
     def step(self) -> StepWork:
-        items = self.scheduler.schedule()
-        for item in items:
-            item.begin()
-            if item.samples:
-                item.end(1)
-                item.request.token_ids.append(1)
-        return work_of(items)
+        return carry_out(self.scheduler)
 
 
 def steps(passes: int, second_at: int) -> list[tuple[int, ...]]:

@@ -51,9 +51,9 @@ def serve(core: LocalCore, parts: int, chance: random.Random | None) -> tuple[li
     while core.has_work or inflight:
         step = planner.plan(parts)
         plan = step.plan
-        inflight += [step] * bool(plan.items)
+        inflight += [step] * plan.has_work
         lost = chance is not None and chance.random() < 0.35
-        if plan.items and not (lost and chance is not None and chance.random() < 0.5):
+        if plan.has_work and not (lost and chance is not None and chance.random() < 0.5):
             results.append((step, core.runner.begin(plan).wait()))
         elif plan.clear:
             core.runner.cache.keys[:, plan.clear] = math.nan
@@ -63,7 +63,7 @@ def serve(core: LocalCore, parts: int, chance: random.Random | None) -> tuple[li
             results.clear()
             inflight.clear()
             losses += 1
-        elif results and (not plan.items or len(results) >= parts):
+        elif results and (not plan.has_work or len(results) >= parts):
             inflight.remove(results[0][0])
             planner.apply(*results.popleft())
     assert planner.kv.num_used == 0 and planner.num_suspects == 0

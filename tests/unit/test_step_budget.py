@@ -168,15 +168,25 @@ def run(scheduler: Scheduler, steps: int) -> list[tuple[int, int]]:
     """Decode and prompt tokens of each step; requests emit their tokens at once."""
     found = []
     for _ in range(steps):
-        items = scheduler.schedule()
-        work = work_of(items)
+        work = carry_out(scheduler)
         found.append((work.decode_tokens, work.prompt_tokens))
-        for item in items:
-            item.begin()
-            if item.samples:
-                item.end(1)
-                item.request.token_ids.append(1)
     return found
+
+
+def carry_out(scheduler: Scheduler) -> StepWork:
+    """A step whose tokens are known at once."""
+    schedule, table = scheduler.schedule(), scheduler.decode_table
+    planned, decodes = table.plan(schedule.rows)
+    table.begin(planned, decodes)
+    table.end(planned, decodes)
+    for request in planned.requests:
+        request.token_ids.append(1)
+    for item in schedule.items:
+        item.begin()
+        if item.samples:
+            item.end(1)
+            item.request.token_ids.append(1)
+    return work_of(schedule.items, decodes.first)
 
 
 @pytest.mark.parametrize(
@@ -211,8 +221,9 @@ def test_prompts_are_bounded_also_if_the_decoding_requests_wait_for_their_token(
     scheduler = scheduler_of(max_step_ms=10.0)
     scheduler.add(make_request(list(range(100)), 50, 1))
     run(scheduler, 1)
-    (in_flight,) = scheduler.schedule()
-    in_flight.begin()
+    in_flight = scheduler.decode_table.plan(scheduler.schedule().rows)
+    assert len(in_flight[1]) == 1
+    scheduler.decode_table.begin(*in_flight)
     scheduler.add(make_request(list(range(1000, 1600)), 50, 2))
-    work = work_of(scheduler.schedule())
+    work = work_of(scheduler.schedule().items)
     assert (work.decode_tokens, work.prompt_tokens) == (0, 64)

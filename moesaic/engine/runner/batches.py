@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -33,11 +32,9 @@ IDS, POSITIONS, SLOTS, COUNT, OWN, PACKED = range(6)
 
 def sequences_of(plan: StepPlan, table: PageTable) -> Sequences:
     lengths = plan.lengths.astype(np.int32)
-    first = np.array([item.first for item in plan.items], np.int32)
     starts = np.cumsum(lengths, dtype=np.int32) - lengths
-    return Sequences(
-        starts, lengths, first + lengths, (plan.rows * table.max_pages).astype(np.int32)
-    )
+    kv_lens, first = plan.first.astype(np.int32) + lengths, plan.rows * table.max_pages
+    return Sequences(starts, lengths, kv_lens, first.astype(np.int32))
 
 
 class StepInputs(NamedTuple):
@@ -55,11 +52,9 @@ class StepInputs(NamedTuple):
     @classmethod
     def of(cls, plan: StepPlan, slots: TokenSlots | None) -> StepInputs:
         total, lengths = plan.num_tokens, plan.lengths
-        shifts = np.array([item.first for item in plan.items], np.int64)
-        shifts -= lengths.cumsum() - lengths
-        ids = chain.from_iterable(item.token_ids for item in plan.items)
+        shifts = plan.first - (lengths.cumsum() - lengths)
         return cls(
-            np.fromiter(ids, np.int64, total),
+            plan.token_ids,
             np.arange(total) + np.repeat(shifts, lengths),
             () if slots is None else slots.numbers.repeat(lengths),
             plan.logit_rows(),
@@ -153,16 +148,15 @@ class GraphBatch:
         self, plan: StepPlan, key: GraphKey, x_TH: Tensor | None, slots: TokenSlots
     ) -> Tensor | None:
         """Hidden states for the next stage; the last one fills `logits_BV` and `found_2B`."""
-        items, queries = plan.items, key.queries
-        count = queries * len(items)
-        assert count == plan.num_tokens, f"the graph takes {queries} tokens of every item"
+        queries = key.queries
+        count = queries * plan.num_sequences
+        assert count == plan.num_tokens, f"the graph takes {queries} tokens of every sequence"
         host, event = self._uploads.next_buffer(self.packed.numel())
         packed = host.view(self.packed.shape)
         table = packed.numpy()
         sequences = sequences_of(plan, self._runner.page_table)
-        first = sequences.kv_lens_B - queries
-        table[IDS, :count] = list(chain.from_iterable(item.token_ids for item in items))
-        table[POSITIONS, :count] = (first[:, None] + np.arange(queries)).ravel()
+        table[IDS, :count] = plan.token_ids
+        table[POSITIONS, :count] = (plan.first[:, None] + np.arange(queries)).ravel()
         table[SLOTS, :count] = np.repeat(slots.numbers, queries)
         padding = self._future_tokens.padding
         table[IDS : SLOTS + 1, count : key.rows] = [[0], [0], [padding]]

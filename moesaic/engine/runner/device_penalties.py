@@ -73,15 +73,16 @@ class DevicePenalties:
 
     def count(
         self,
-        items: Sequence[PlanItem],
+        plan: StepPlan,
         slots: TokenSlots,
         future_tokens: FutureTokens,
     ) -> None:
         """Counts the tokens that items continue from, before their slots have later ones."""
-        new = NewTokens()
+        new, begin = NewTokens(), len(plan.decodes)
         for n in np.flatnonzero(slots.paths == SamplingPath.ADJUSTED).tolist():
-            if items[n].sample is not None:
-                self._count_item(items[n], int(slots.numbers[n]), new)
+            item = plan.items[n - begin]
+            if item.sample is not None:
+                self._count_item(item, int(slots.numbers[n]), new)
         if new.cleared or new.where or new.bases:
             self._add(new, future_tokens)
 
@@ -160,24 +161,27 @@ class DevicePenalties:
                 torch.nn.functional.pad(tables.amounts_SE, more),
             )
 
-    def adjust(self, logits_RV: Tensor, plan: StepPlan, rows: Sequence[SampledRow]) -> None:
-        """Adjusts float32 logits in place, as `count` has left the counters; `rows`: one each."""
+    def adjust(
+        self, logits_RV: Tensor, plan: StepPlan, rows: Sequence[SampledRow], first: int = 0
+    ) -> None:
+        """Adjusts float32 logits in place, as `count` has left the counters; `rows`: those of the
+        logits from `first` on."""
         numbers, places, enough = list[int](), list[int](), list[bool]()
         drafts, draft_columns = list[int](), list[tuple[int, int]]()
-        for n, (number, row) in enumerate(rows):
+        for n, (number, row) in enumerate(rows, first):
             item = plan.items[number]
             if (known := self._known.get(item.request_no)) is None:
                 continue
-            first = behind = 0
+            first_draft = behind = 0
             if item.num_drafts and item.sample is not None:
                 behind = row.position - item.sample.position
                 if behind == 1:
                     drafts += item.token_ids[-item.num_drafts :]
-                first = max(0, len(drafts) - item.num_drafts)
+                first_draft = max(0, len(drafts) - item.num_drafts)
             numbers.append(n)
             places.append(known.place)
             enough.append(known.num_output + behind >= known.min_output)
-            draft_columns.append((first, behind))
+            draft_columns.append((first_draft, behind))
         if numbers:
             packed = self._packed_SN[places]
             packed[:, ROW] = numbers

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from moesaic.engine.sampling.gpu_sampler import DrawTable
 from moesaic.engine.sampling.sampler import SampleRow
 from moesaic.engine.schedule.plan import FUTURE_TOKEN, PlanItem, StepPlan
 
@@ -40,17 +42,19 @@ class SamplingPath(IntEnum):
         return cls.GREEDY if params.greedy else cls.DRAW
 
 
+DRAWN: Final = (SamplingPath.DRAW, SamplingPath.ADJUSTED)
+
+
 @dataclass(frozen=True, slots=True)
 class TokenSlots:
-    """The slot of each item of a step, and the SamplingPath of its rows."""
+    """The slot of each sequence of a step, and the SamplingPath of its rows."""
 
     numbers: Ints
     paths: Ints
 
-    def choose(self, paths: Sequence[SamplingPath], items: Ints) -> list[int]:
-        """Which of these items take one of the paths."""
-        chosen: list[int] = np.flatnonzero(np.isin(self.paths[items], paths)).tolist()
-        return chosen
+    def choose(self, paths: Sequence[SamplingPath], sequences: Ints) -> Ints:
+        """Which of these sequences take one of the paths."""
+        return np.flatnonzero(np.isin(self.paths[sequences], paths))
 
 
 class FutureTokens:
@@ -64,17 +68,20 @@ class FutureTokens:
         self._tokens_S = torch.zeros(count + 1, dtype=torch.int64, device=device)
         self._owners = np.full(count + 1, NOBODY, np.int64)
         self._paths = np.full(count + 1, SamplingPath.GREEDY, np.int64)
+        self.draws = DrawTable(count)
 
     def slots_for(self, plan: StepPlan) -> TokenSlots:
-        """The slots that FUTURE_TOKENs of the items are read from and their sampled tokens written
+        """The slots that FUTURE_TOKENs of the plan are read from and its sampled tokens written
         to. How many drafts are accepted is only known on the host, so no step may continue from the
         tokens of an item with drafts while it is in flight."""
-        items, numbers = plan.items, plan.rows.copy()
-        owners = np.array([item.request_no for item in items], np.int64)
-        drafted = [n for n, item in enumerate(items) if item.num_drafts]
+        begin, numbers = len(plan.decodes), plan.rows.copy()
+        drafted = [n for n, item in enumerate(plan.items, begin) if item.num_drafts]
         self._owners[numbers[drafted]] = NOBODY
-        for n in np.flatnonzero(self._owners[numbers] != owners).tolist():
-            self._take(items[n])
+        for n in np.flatnonzero(self._owners[numbers] != plan.request_nos).tolist():
+            if n < begin:
+                number = plan.request_nos[n]
+                raise ValueError(f"request {number} decodes, but no earlier step samples it")
+            self._take(plan.items[n - begin])
         paths = self._paths[numbers]
         self._owners[numbers[drafted]] = NOBODY
         numbers[drafted] = self.padding
@@ -90,7 +97,9 @@ class FutureTokens:
         self._owners[item.row], self._paths[item.row] = NOBODY, SamplingPath.GREEDY
         if item.sample is not None:
             self._owners[item.row] = item.request_no
-            self._paths[item.row] = SamplingPath.of(item.sample)
+            path = self._paths[item.row] = SamplingPath.of(item.sample)
+            if path in DRAWN:
+                self.draws.set(item.row, item.sample)
 
     def owner(self, slot: int) -> int:
         """The request whose token the slot has."""

@@ -241,9 +241,7 @@ class ModelRunner:
         know of it, if there are several. `x_TH`: hidden states of the previous stage."""
         agreement = agreement or StepAgreement(0, (plan.num_tokens,), prefill=plan.prefill)
         try:
-            self.page_table.write(
-                [PageUpdate(i.row, i.first_page, i.pages) for i in plan.items if i.pages]
-            )
+            self.page_table.write(plan.page_updates())
             return self.steps.begin(plan, agreement, x_TH)
         except Exception as error:
             self.recover(error)

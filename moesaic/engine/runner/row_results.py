@@ -17,21 +17,25 @@ from torch import Tensor
 from moesaic.engine.runner.matchers import GrammarMask
 from moesaic.engine.sampling.adjust import tokens_of
 from moesaic.engine.sampling.sampler import NonFiniteLogits, SampleRow, sample, token_logprobs
-from moesaic.engine.schedule.plan import ItemResult, PlanItem, StepPlan
+from moesaic.engine.schedule.plan import (
+    NOT_FINITE,
+    DecodeRows,
+    ItemResult,
+    PlanItem,
+    StepPlan,
+)
 
-NOT_FINITE: Final = "the model gave numbers that are not finite for this request"
 NONE_LEFT: Final = "no token is left that its grammar, logit_bias and other parameters allow"
 # The vocabulary is wide: logits are computed for at most this many rows at once.
 LOGIT_ROWS: Final = 128
 
 SampledRow = tuple[int, SampleRow]
 """The number of a plan's item, and how one of its rows is sampled."""
+NO_ITEM: Final = -1
 
 
 def sampled_rows(plan: StepPlan) -> list[SampledRow]:
-    """In the order of StepPlan.logit_rows."""
-    if plan.samples_all:
-        return [(number, item.sample) for number, item in enumerate(plan.items) if item.sample]
+    """Those of the plan's items, in the order of StepPlan.logit_rows."""
     rows: list[SampledRow] = []
     for number, item in enumerate(plan.items):
         if item.sample is not None:
@@ -39,6 +43,35 @@ def sampled_rows(plan: StepPlan) -> list[SampledRow]:
             if item.num_drafts:
                 rows += [(number, row) for row in _rows_after_drafts(item, item.sample)]
     return rows
+
+
+class KnownRows:
+    """How the requests in the rows of the page table are sampled, as their items have said."""
+
+    def __init__(self, rows: int) -> None:
+        self._known: list[tuple[int, SampleRow] | None] = [None] * rows
+
+    def learn(self, items: Sequence[PlanItem]) -> None:
+        for item in items:
+            if item.sample is not None:
+                self._known[item.row] = item.request_no, item.sample
+
+    def sampled(self, decodes: DecodeRows) -> list[SampledRow]:
+        """Rows that are no item's."""
+        columns = decodes.request_nos.tolist(), decodes.rows.tolist(), decodes.first.tolist()
+        return [(NO_ITEM, self._row(*column)) for column in zip(*columns, strict=True)]
+
+    def _row(self, request_no: int, row: int, first: int) -> SampleRow:
+        known = self._known[row]
+        if known is None or known[0] != request_no:
+            raise ValueError(f"request {request_no} decodes, but no earlier step samples it")
+        return structs.replace(known[1], position=first + 1)
+
+
+def decoded_tokens(found: Sequence[ItemResult]) -> tuple[list[int], list[int]]:
+    """The tokens of a plan's decodes, and which of them are broken."""
+    tokens = [result.token_ids[0] if result.token_ids else 0 for result in found]
+    return tokens, [n for n, result in enumerate(found) if result.broken]
 
 
 def _rows_after_drafts(item: PlanItem, row: SampleRow) -> Iterator[SampleRow]:
@@ -55,8 +88,6 @@ def _rows_after_drafts(item: PlanItem, row: SampleRow) -> Iterator[SampleRow]:
 
 def item_results(plan: StepPlan, found: Sequence[ItemResult]) -> list[ItemResult]:
     """The result of each item: that of its first sampled row, or an empty one without `found`."""
-    if plan.samples_all and found:
-        return list(found)
     results, start = [], 0
     for item in plan.items:
         if item.sample is None or not found:
@@ -69,7 +100,7 @@ def item_results(plan: StepPlan, found: Sequence[ItemResult]) -> list[ItemResult
 
 def accept_drafts(plan: StepPlan, found: Sequence[ItemResult]) -> None:
     """Adds the results of the rows behind an item's accepted drafts to that of its first row."""
-    if not found or plan.samples_all or not any(item.num_drafts for item in plan.items):
+    if not found or not any(item.num_drafts for item in plan.items):
         return
     start = 0
     for item in plan.items:

@@ -26,7 +26,7 @@ from moesaic.config import ServerArgs
 from moesaic.core.step import Step
 from moesaic.engine.runner.batches import PACKED, EagerBatch, EagerOutput, GraphBatch, IdleBatch
 from moesaic.engine.runner.device_penalties import DevicePenalties
-from moesaic.engine.runner.future_tokens import FutureTokens, SamplingPath, TokenSlots
+from moesaic.engine.runner.future_tokens import DRAWN, FutureTokens, SamplingPath, TokenSlots
 from moesaic.engine.runner.graphs import GraphKey
 from moesaic.engine.runner.matchers import GrammarMask
 from moesaic.engine.runner.mixed_batch import MixedBatch
@@ -34,17 +34,19 @@ from moesaic.engine.runner.pinned import DeviceEvent, PinnedRing
 from moesaic.engine.runner.routed_experts import RoutedExperts, RoutedSlots
 from moesaic.engine.runner.row_results import (
     LOGIT_ROWS,
-    NOT_FINITE,
+    KnownRows,
     SampledRow,
     ScoreQueue,
     accept_drafts,
+    decoded_tokens,
     item_results,
     sample_rows,
     sampled_rows,
 )
-from moesaic.engine.sampling.gpu_sampler import draw_rows
 from moesaic.engine.schedule.plan import (
+    NOT_FINITE,
     FinishedStep,
+    Ints,
     ItemResult,
     PlanItem,
     StepAgreement,
@@ -62,7 +64,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HOST = SamplingPath.HOST
-DRAWN = (SamplingPath.DRAW, SamplingPath.ADJUSTED)
 # Seconds that kernels wait for ranks which may still compile theirs. The supervisor ends the wait
 # if such a rank dies or its start takes too long.
 COMPILE_SECONDS = 600.0
@@ -82,7 +83,8 @@ class BatchOutput:
 
 @dataclass(slots=True)
 class DeviceStep:
-    """An in-flight step; after `event`, `found` [2, R] has the tokens of `rows`, and failures."""
+    """An in-flight step; after `event`, `found` [2, R] has the tokens of all sampled rows, and
+    failures. `rows`: those of the plan's items, which follow its decodes."""
 
     steps: AsynchronousSteps
     plan: StepPlan
@@ -104,6 +106,13 @@ class DeviceStep:
         if self._result is None:
             self._result = self.steps.finish(self)
         return self._result
+
+    def host_row(self, n: int) -> SampledRow:
+        """Of a row that the host samples."""
+        return self.rows[n - len(self.plan.decodes)]
+
+    def host_item(self, n: int) -> PlanItem:
+        return self.plan.items[self.host_row(n)[0]]
 
 
 class AsynchronousSteps:
@@ -168,7 +177,7 @@ class AsynchronousSteps:
         slots = self._future_tokens.slots_for(plan)
         if self._penalties is not None:
             self._penalties.free(plan.ended)
-            self._penalties.count(plan.items, slots, self._future_tokens)
+            self._penalties.count(plan, slots, self._future_tokens)
         needs_host = runner.samples and bool((slots.paths == HOST).any())
         if needs_host or plan.ended:
             runner.matchers.begin(plan)
@@ -177,8 +186,8 @@ class AsynchronousSteps:
         if needs_host:
             step.masks = runner.matchers.pending()
         step.event.record()
-        for n in step.host_sampled:
-            self._host_sampled[plan.items[rows[n][0]].request_no] = step
+        for item in map(step.host_item, step.host_sampled):
+            self._host_sampled[item.request_no] = step
         return step
 
     def _sample_missing_tokens(self, items: Sequence[PlanItem]) -> None:
@@ -196,7 +205,7 @@ class AsynchronousSteps:
     ) -> BatchOutput:
         if (key := self._graph_key(plan, agreement)) is not None:
             hidden_TH = self.graph_batch.run(plan, key, x_TH, slots)
-            rows = len(plan.items) * key.queries if self._runner.samples else 0
+            rows = plan.num_sequences * key.queries if self._runner.samples else 0
             output = self._output(hidden_TH, rows)
             if plan.is_routed:
                 output.routed = self._routed_experts.read(
@@ -206,7 +215,7 @@ class AsynchronousSteps:
         bucket = self._mixed_bucket(agreement)
         if bucket is not None and self.mixed_batch.can_run(plan):
             return self._eager_output(plan, self.mixed_batch.run(plan, bucket, x_TH, slots))
-        if not plan.items:
+        if not plan.has_work:
             return self._run_idle(agreement)
         step = self._step(agreement)
         if plan.is_routed:
@@ -221,11 +230,11 @@ class AsynchronousSteps:
         """The graph of a decode step, None for an eager step; all ranks choose alike."""
         if self._has_peers:
             return None if agreement.prefill else self.graphs.bucket(max(agreement.counts))
-        queries = len(plan.items[0].token_ids) if plan.items else 1
+        queries = int(plan.lengths[0]) if plan.has_work else 1
         unlike = (i for i in plan.items if i.num_drafts != queries - 1 or i.score is not None)
         if (plan.lengths != queries).any() or next(unlike, None) is not None:
             return None
-        return self.graphs.bucket(len(plan.items), queries)
+        return self.graphs.bucket(plan.num_sequences, queries)
 
     def _mixed_bucket(self, agreement: StepAgreement) -> int | None:
         """Tokens of the graph of a step with prompts, if there is one: the same on all ranks."""
@@ -270,46 +279,50 @@ class AsynchronousSteps:
         output: BatchOutput,
     ) -> DeviceStep:
         """Draws tokens for random rows, leaves others to the host, and starts the download."""
-        if len(rows) < output.found_2R.shape[1]:
+        count = plan.num_sampled if self._runner.samples else 0
+        if count < output.found_2R.shape[1]:
             (rows_R,) = self._uploads.upload(plan.logit_rows())
             output.logits_RV = output.logits_RV[rows_R]
             output.found_2R = output.found_2R[:, rows_R]
-        items_R = np.array([item for item, _ in rows], np.int64)
-        numbers_R = slots.numbers[items_R]
-        drawn, host_sampled = slots.choose(DRAWN, items_R), slots.choose((HOST,), items_R)
+        sequences_R = np.repeat(np.arange(plan.num_sequences), plan.sampled)[:count]
+        drawn, on_host = slots.choose(DRAWN, sequences_R), slots.choose((HOST,), sequences_R)
         found_2R = output.found_2R
-        if drawn:
-            numbers = numbers_R[drawn].tolist()
-            found_2R = self._draw(plan, drawn, numbers, [rows[n] for n in drawn], output)
-        host, event = self._downloads.next_buffer(2 * len(rows))
-        found = host.view(2, len(rows)).copy_(found_2R, non_blocking=True)
+        if len(drawn):
+            found_2R = self._draw(plan, rows, drawn, sequences_R[drawn], slots, output)
+        host, event = self._downloads.next_buffer(2 * count)
+        found = host.view(2, count).copy_(found_2R, non_blocking=True)
         step = DeviceStep(self, plan, self._number, rows, found, event)
         step.hidden_TH, step.scored, step.routed = output.hidden_TH, output.scored, output.routed
-        if host_sampled:
-            (rows_L,) = self._uploads.upload(host_sampled)
+        if len(on_host):
+            (rows_L,) = self._uploads.upload(on_host)
             # A copy: the next step overwrites the static buffers of a graph.
-            step.logits_LV, step.host_sampled = output.logits_RV[rows_L], host_sampled
-            step.slots_L = numbers_R[host_sampled].tolist()
+            step.logits_LV, step.host_sampled = output.logits_RV[rows_L], on_host.tolist()
+            step.slots_L = slots.numbers[sequences_R[on_host]].tolist()
         return step
 
     def _draw(
         self,
         plan: StepPlan,
-        drawn: list[int],
-        numbers: list[int],
-        asked: list[SampledRow],
+        rows: list[SampledRow],
+        drawn: Ints,
+        sequences: Ints,
+        slots: TokenSlots,
         output: BatchOutput,
     ) -> Tensor:
-        """The tokens of all rows, those of `drawn` replaced; `numbers`: their token slots."""
-        rows, slots = self._uploads.upload(drawn, numbers)
+        """The tokens of all rows, those of `drawn` replaced; `sequences`: those of `drawn`."""
+        rows_D, slots_D = self._uploads.upload(drawn, slots.numbers[sequences])
         logits_RV = output.logits_RV
-        some_RV = logits_RV if len(drawn) == len(logits_RV) else logits_RV[rows]
-        if self._penalties is not None:
+        some_RV = logits_RV if len(drawn) == len(logits_RV) else logits_RV[rows_D]
+        begin = len(plan.decodes)
+        if self._penalties is not None and drawn[-1] >= begin:
             # In place: every step computes logits anew.
-            self._penalties.adjust(some_RV, plan, asked)
-        drawn_2R = draw_rows(some_RV, [row for _, row in asked])
-        self._future_tokens.store(slots, drawn_2R[0])
-        return output.found_2R.index_copy(1, rows, drawn_2R)
+            behind = int(np.searchsorted(drawn, begin))
+            asked = [rows[n - begin] for n in drawn[behind:].tolist()]
+            self._penalties.adjust(some_RV, plan, asked, behind)
+        positions = plan.sampled_positions()[drawn]
+        drawn_2R = self._future_tokens.draws.draw(some_RV, plan.rows[sequences], positions)
+        self._future_tokens.store(slots_D, drawn_2R[0])
+        return output.found_2R.index_copy(1, rows_D, drawn_2R)
 
     @torch.inference_mode()
     def finish(self, step: DeviceStep) -> StepResult:
@@ -326,9 +339,9 @@ class AsynchronousSteps:
         routed = b"" if step.routed is None else step.routed.experts()
         if not self._runner.ranks.is_last:
             return StepResult([], routed)
-        tokens, broken = step.found.numpy()
-        found = [ItemResult(token_ids=[token]) for token in tokens.tolist()]
-        for n in np.flatnonzero(broken).tolist():
+        (tokens, broken), begin = step.found.numpy(), len(plan.decodes)
+        found = [ItemResult(token_ids=[token]) for token in tokens[begin:].tolist()]
+        for n in np.flatnonzero(broken[begin:]).tolist():
             found[n] = ItemResult(broken=NOT_FINITE)
         if step.logits_LV is not None:
             self._sample_on_host(step, step.logits_LV, found)
@@ -336,16 +349,18 @@ class AsynchronousSteps:
         accept_drafts(plan, found)
         if step.scored is not None:
             self._score(plan, step.scored, results)
-        return StepResult(results, routed)
+        decoded = tokens[:begin].tolist(), np.flatnonzero(broken[:begin]).tolist()
+        return StepResult(results, routed, *decoded)
 
     def _sample_on_host(self, step: DeviceStep, logits_LV: Tensor, found: list[ItemResult]) -> None:
-        rows = [step.rows[n] for n in step.host_sampled]
+        """`found`: the results of the rows of items."""
+        rows = [step.host_row(n) for n in step.host_sampled]
         sampled = [ItemResult() for _ in rows]
         sample_rows(rows, logits_LV, sampled, step.masks())
         tokens: dict[int, int] = {}
         for n, slot, result in zip(step.host_sampled, step.slots_L, sampled, strict=True):
-            found[n] = result
-            key = step.plan.items[step.rows[n][0]].request_no
+            found[n - len(step.plan.decodes)] = result
+            key = step.host_item(n).request_no
             if self._host_sampled.get(key) is step:
                 del self._host_sampled[key]
                 # The row of a retracted request may be another's by now.
@@ -403,11 +418,13 @@ class SynchronousSteps:
         uploads = PinnedRing(runner.device, 4 * LOGIT_ROWS, timeout)
         self._batch = EagerBatch(runner, uploads)
         self._routed_experts = RoutedExperts(runner, uploads)
+        self._known_rows = KnownRows(runner.max_running)
 
     def begin(self, plan: StepPlan, agreement: StepAgreement, x_TH: Tensor | None) -> FinishedStep:
         runner = self._runner
         if runner.samples:
             runner.matchers.begin(plan)
+        self._known_rows.learn(plan.items)
         runner.attention.clear(plan.clear)
         slots: list[Tensor] | None = [] if plan.is_routed else None
         counts = runner.group_counts(agreement)
@@ -425,12 +442,13 @@ class SynchronousSteps:
         """Samples and scores on the first rank of an attention group; the others only compute
         their part of the logits. `group_rows`: how many logits each group needs; all groups compute
         as many pieces as the one with the most."""
-        runner, spans, rows = self._runner, self._runner.spans, sampled_rows(plan)
+        runner, spans, begin = self._runner, self._runner.spans, len(plan.decodes)
+        rows = self._known_rows.sampled(plan.decodes) + sampled_rows(plan)
         found = [ItemResult() for _ in rows]
-        results = item_results(plan, found)
+        results = item_results(plan, found[begin:])
         scores = ScoreQueue(plan, results)
-        for begin in range(0, max(group_rows), LOGIT_ROWS):
-            piece = slice(begin, begin + LOGIT_ROWS)
+        for start in range(0, max(group_rows), LOGIT_ROWS):
+            piece = slice(start, start + LOGIT_ROWS)
             logits_RV = self._logits(output, piece, group_rows)
             if not runner.samples or not len(output.rows_R[piece]):
                 continue
@@ -438,8 +456,8 @@ class SynchronousSteps:
             sample_rows(rows[piece], logits_RV[:count], found[piece], runner.matchers.wait())
             scores.score_next(logits_RV[count:])
             spans.add(SpanKind.SAMPLE, started, tokens=count)
-        accept_drafts(plan, found)
-        return StepResult(results)
+        accept_drafts(plan, found[begin:])
+        return StepResult(results, b"", *decoded_tokens(found[:begin]))
 
     def _logits(self, output: EagerOutput, piece: slice, group_rows: Sequence[int]) -> Tensor:
         spans, rows_R = self._runner.spans, output.rows_R[piece]

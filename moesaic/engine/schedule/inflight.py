@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from moesaic.core.request import Request
-from moesaic.engine.schedule.plan import StepAgreement, StepHandle, StepPlan
+from moesaic.engine.schedule.plan import NO_DECODES, Ints, StepAgreement, StepHandle, StepPlan
 from moesaic.engine.schedule.step_budget import StepWork
 
 
@@ -64,6 +64,7 @@ class PlannedItem(msgspec.Struct, frozen=True, gc=False, eq=False):
             request.num_scored = max(request.num_scored, scored)
         request.num_computed, request.pages_sent = stop, len(request.pages)
         request.pending += self.samples
+        request.sampling_sent |= self.samples
         if request.drafts:
             request.drafts, request.verifying = [], bool(self.drafts)
 
@@ -93,9 +94,11 @@ class PlannedItem(msgspec.Struct, frozen=True, gc=False, eq=False):
             request.num_computed = self.first
 
 
-def work_of(items: Collection[PlannedItem]) -> StepWork:
+def work_of(items: Collection[PlannedItem], first: Ints = NO_DECODES.first) -> StepWork:
+    """`first`: the computed tokens of the requests that decode beside the items."""
     decodes = [item for item in items if item.decodes]
-    work = StepWork(sum(item.length for item in decodes), 0, sum(item.stop for item in decodes), 0)
+    held = sum(item.stop for item in decodes) + int(first.sum()) + len(first)
+    work = StepWork(sum(item.length for item in decodes) + len(first), 0, held, 0)
     if len(decodes) < len(items):
         for item in items:
             if not item.decodes:
@@ -104,12 +107,23 @@ def work_of(items: Collection[PlannedItem]) -> StepWork:
 
 
 @dataclass(slots=True)
+class PlannedDecodes:
+    """The requests of a plan's `decodes`, and their retractions when it was made."""
+
+    requests: list[Request] = field(default_factory=list)
+    retractions: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class InflightStep:
     """One step of this rank, from its plan to its results."""
 
     plan: StepPlan = field(default_factory=StepPlan)
     items: list[PlannedItem] = field(default_factory=list)
-    """The requests that this rank planned; empty on ranks that follow a leader."""
+    """The requests that this rank planned, of the plan's items; empty on ranks that follow a
+    leader."""
+    decoding: PlannedDecodes = field(default_factory=PlannedDecodes)
+    """And of its decodes."""
     started_at: int = field(default_factory=time.monotonic_ns)
     agreement: StepAgreement = field(default_factory=lambda: StepAgreement(0))
     handle: StepHandle | None = None
@@ -118,6 +132,27 @@ class InflightStep:
     @property
     def number(self) -> int:
         return self.agreement.number
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.items or self.decoding.requests)
+
+    @property
+    def work(self) -> StepWork:
+        return work_of(self.items, self.plan.decodes.first)
+
+    def undo(self) -> Iterator[Request]:
+        """Restores the requests, after their later steps, and yields them."""
+        for item in self.items:
+            item.undo()
+            yield item.request
+        first = self.plan.decodes.first.tolist()
+        planned = zip(self.decoding.requests, self.decoding.retractions, first, strict=True)
+        for request, retractions, computed in planned:
+            request.pending -= 1
+            if request.retractions == retractions:
+                request.num_computed = computed
+            yield request
 
     @property
     def prompt_tokens(self) -> int:

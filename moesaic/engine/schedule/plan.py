@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise, repeat
+from itertools import accumulate, chain, pairwise, repeat
 from typing import Final, Protocol
 
 import msgspec
@@ -16,10 +16,12 @@ from torch import Tensor
 from moesaic.core.request import TopLogprobs
 from moesaic.engine.sampling.sampler import SampleRow
 from moesaic.engine.schedule.step_budget import StepWork
+from moesaic.layers.paged_cache import PageUpdate
 
 Ints = npt.NDArray[np.int64]
 FUTURE_TOKEN: Final = -1
 """The token that an in-flight step samples for the request: only the device knows it yet."""
+NOT_FINITE: Final = "the model gave numbers that are not finite for this request"
 
 
 class PromptScore(msgspec.Struct, array_like=True):
@@ -59,9 +61,38 @@ class PlanItem(msgspec.Struct, array_like=True, gc=False):
         return 0 if self.sample is None else 1 + self.num_drafts
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeRows:
+    """Requests that compute their newest token and get the next one, as columns of one entry each.
+    Ranks know how these are sampled, from an earlier item of the request in the same row."""
+
+    request_nos: Ints
+    rows: Ints
+    first: Ints
+    token_ids: Ints
+    pages: list[PageUpdate] = field(default_factory=list)
+    """Of the rows that have new pages."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def to_bytes(self) -> bytes:
+        """The columns."""
+        return np.stack((self.request_nos, self.rows, self.first, self.token_ids)).tobytes()
+
+    @classmethod
+    def from_bytes(cls, columns: bytes, pages: list[PageUpdate]) -> DecodeRows:
+        request_nos, rows, first, token_ids = np.frombuffer(columns, np.int64).reshape(4, -1)
+        return cls(request_nos, rows, first, token_ids, pages)
+
+
+NO_DECODES: Final = DecodeRows.from_bytes(b"", [])
+
+
 class StepPlan(msgspec.Struct, dict=True):
     """The work of one serving group. All its ranks carry out all plans in order. `clear`: newly
-    allocated pages, zeroed first. `ended`: requests that no later plan names."""
+    allocated pages, zeroed first. `ended`: requests that no later plan names. The sequences of the
+    step are those of `decodes`, then those of `items`."""
 
     items: list[PlanItem] = []
     clear: list[int] = []
@@ -69,16 +100,40 @@ class StepPlan(msgspec.Struct, dict=True):
     ended: list[int] = []
     is_routed: bool = False
     """Whether an item has a `num_routed`."""
+    decodes: DecodeRows = NO_DECODES
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.items) or len(self.decodes) > 0
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.decodes) + len(self.items)
 
     @cached_property
     def lengths(self) -> Ints:
-        """Tokens of each item."""
-        return np.array([len(item.token_ids) for item in self.items], np.int64)
+        """Tokens of each sequence."""
+        ones = np.ones(len(self.decodes), np.int64)
+        return _joined(ones, [len(item.token_ids) for item in self.items])
+
+    @cached_property
+    def request_nos(self) -> Ints:
+        return _joined(self.decodes.request_nos, [item.request_no for item in self.items])
 
     @cached_property
     def rows(self) -> Ints:
-        """The row of each item in the page table."""
-        return np.array([item.row for item in self.items], np.int64)
+        """The row of each sequence in the page table."""
+        return _joined(self.decodes.rows, [item.row for item in self.items])
+
+    @cached_property
+    def first(self) -> Ints:
+        """The computed tokens of each sequence."""
+        return _joined(self.decodes.first, [item.first for item in self.items])
+
+    @cached_property
+    def token_ids(self) -> Ints:
+        tokens = chain.from_iterable(item.token_ids for item in self.items)
+        return _joined(self.decodes.token_ids, list(tokens))
 
     @cached_property
     def num_tokens(self) -> int:
@@ -86,22 +141,22 @@ class StepPlan(msgspec.Struct, dict=True):
 
     @cached_property
     def sampled(self) -> Ints:
-        """Sampled rows of each item."""
-        counts = [0 if i.sample is None else 1 + i.num_drafts for i in self.items]
-        return np.array(counts, np.int64)
+        """Sampled rows of each sequence."""
+        ones = np.ones(len(self.decodes), np.int64)
+        return _joined(ones, [item.num_sampled for item in self.items])
 
     @cached_property
     def num_sampled(self) -> int:
         return int(self.sampled.sum())
 
-    @cached_property
-    def samples_all(self) -> bool:
-        """Whether every item samples one token."""
-        return bool((self.sampled == 1).all())
+    def page_updates(self) -> list[PageUpdate]:
+        """New pages of all sequences."""
+        items = (PageUpdate(i.row, i.first_page, i.pages) for i in self.items if i.pages)
+        return [*self.decodes.pages, *items]
 
     def routed_rows(self) -> list[int]:
         """Rows of the step whose routed experts are requested."""
-        rows, start = list[int](), 0
+        rows, start = list[int](), len(self.decodes)
         for item in self.items:
             stop = start + len(item.token_ids)
             rows += range(stop - item.num_routed, stop)
@@ -112,12 +167,27 @@ class StepPlan(msgspec.Struct, dict=True):
         """Rows of the step whose logits are needed: those that sample, then those that score."""
         stops, counts = np.cumsum(self.lengths), self.sampled
         rows = np.repeat(stops - np.cumsum(counts), counts) + np.arange(self.num_sampled)
+        starts = (stops - self.lengths)[len(self.decodes) :].tolist()
         scored = [
             start + item.score.row + np.arange(len(item.score.targets))
-            for start, item in zip((stops - self.lengths).tolist(), self.items, strict=True)
+            for start, item in zip(starts, self.items, strict=True)
             if item.score is not None
         ]
         return np.concatenate((rows, *scored)) if scored else rows
+
+    def sampled_positions(self) -> Ints:
+        """The position of the token that each sampled row gives."""
+        counts = self.sampled
+        last = self.first + self.lengths + 1 - np.cumsum(counts)
+        return np.repeat(last, counts) + np.arange(self.num_sampled)
+
+
+def _joined(decodes: Ints, items: list[int]) -> Ints:
+    """A column of all sequences."""
+    if not items:
+        return decodes
+    own = np.array(items, np.int64)
+    return np.concatenate((decodes, own)) if len(decodes) else own
 
 
 class ItemResult(msgspec.Struct, array_like=True, gc=False):
@@ -143,6 +213,10 @@ class StepResult(msgspec.Struct, array_like=True):
 
     items: list[ItemResult]
     routed: bytes = b""
+    token_ids: list[int] = []
+    """The tokens of the plan's decodes."""
+    broken: list[int] = []
+    """Those of them, by their place, that have no token, as their logits are not finite."""
 
     def routed_of(self, items: Sequence[PlanItem]) -> Iterable[bytes]:
         """The routed experts of each item of the plan."""

@@ -14,7 +14,8 @@ from msgspec import structs
 
 from moesaic.engine.sampling.sampler import SampleRow
 from moesaic.engine.sampling.token_history import TokenHistory
-from moesaic.engine.schedule.plan import PlanItem, StepPlan
+from moesaic.engine.schedule.plan import DecodeRows, PlanItem, StepPlan
+from moesaic.layers.paged_cache import PageUpdate
 
 
 class WireItem(msgspec.Struct, array_like=True):
@@ -34,6 +35,9 @@ class WirePlan(msgspec.Struct, array_like=True):
     prefill: bool
     ended: list[int]
     is_routed: bool = False
+    decodes: bytes = b""
+    """The columns of DecodeRows."""
+    pages: list[PageUpdate] = []
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -56,12 +60,14 @@ class PlanSender:
 
     def encode(self, plan: StepPlan) -> bytes:
         """An empty plan is always NOTHING, which need not be sent."""
-        if not plan.items:
+        if not plan.has_work:
             assert not plan.clear and not plan.ended
             return NOTHING
         ended = [key for key in plan.ended if self._known.pop(key, None) is not None]
         items = [self._item(item) for item in plan.items]
-        return _encoder.encode(WirePlan(items, plan.clear, plan.prefill, ended, plan.is_routed))
+        columns, pages = plan.decodes.to_bytes(), plan.decodes.pages
+        wire = WirePlan(items, plan.clear, plan.prefill, ended, plan.is_routed, columns, pages)
+        return _encoder.encode(wire)
 
     def _item(self, item: PlanItem) -> WireItem:
         sample = item.sample
@@ -69,12 +75,10 @@ class PlanSender:
             return WireItem(item)
         known = self._known.get(item.request_no)
         if known is None:
-            # The caller's process looks for stop strings.
-            sample = structs.replace(
-                sample,
-                params=replace(sample.params, stop=(), stop_regex=()),
-                output_ids=list(sample.output_ids),
-            )
+            params = sample.params
+            if params.stop or params.stop_regex:  # the caller's process looks for them
+                params = replace(params, stop=(), stop_regex=())
+            sample = structs.replace(sample, params=params, output_ids=list(sample.output_ids))
             self._known[item.request_no] = KnownRequest(sample, len(sample.output_ids))
             return WireItem(structs.replace(item, sample=sample))
         wire = WireItem(structs.replace(item, sample=None), sample.position)
@@ -93,7 +97,8 @@ class PlanReceiver:
         for key in wire.ended:
             del self._known[key]
         items = [self._item(item) for item in wire.items]
-        return StepPlan(items, wire.clear, wire.prefill, wire.ended, wire.is_routed)
+        decodes = DecodeRows.from_bytes(wire.decodes, wire.pages)
+        return StepPlan(items, wire.clear, wire.prefill, wire.ended, wire.is_routed, decodes)
 
     def _item(self, wire: WireItem) -> PlanItem:
         item = wire.item

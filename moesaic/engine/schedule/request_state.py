@@ -70,6 +70,10 @@ class RequestState:
                 return reason
         return None
 
+    def accept_one(self, token_id: int, now: float) -> FinishReason | None:
+        """Appends a token that has no logprobs."""
+        return self.accept(token_id, now)
+
     def accept(self, token_id: int, now: float) -> FinishReason | None:
         """Appends a token; returns the reason to stop if it is the last, else notifies if due."""
         request = self.request

@@ -17,11 +17,14 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
+from typing import Final, NamedTuple
 
 from moesaic.core.request import Request, RequestPhase
+from moesaic.engine.schedule.decode_table import DecodeTable
 from moesaic.engine.schedule.inflight import PlannedItem, work_of
 from moesaic.engine.schedule.kv_cache import PrefixNode
 from moesaic.engine.schedule.kv_manager import KVManager
+from moesaic.engine.schedule.plan import NO_DECODES, Ints
 from moesaic.engine.schedule.prefill_delay import PrefillDelayer
 from moesaic.engine.schedule.step_budget import StepBudget, StepWork, heaviest
 
@@ -48,6 +51,20 @@ class SchedulerConfig:
 
 
 Plan = dict[Request, PlannedItem]
+
+
+class Schedule(NamedTuple):
+    """The work of a step: items, and rows of the decode table."""
+
+    items: list[PlannedItem]
+    rows: Ints
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.items and not len(self.rows)
+
+
+NOTHING: Final = Schedule([], NO_DECODES.rows)
 
 
 class WaitingQueue:
@@ -102,6 +119,9 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
         """Oldest first."""
+        self.decode_table = DecodeTable(config.max_running, kv.page_size)
+        self._others: list[Request] = []
+        """Running requests that are not in the table, oldest first."""
         self._prompting: dict[Request, None] = {}
         """Running requests whose prompts may not be in the prefix tree yet."""
         self._free_rows = list(range(config.max_running))[::-1]
@@ -123,29 +143,72 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(
-        self, parts: int = 1, only: frozenset[Request] | None = None, ahead: bool = False
-    ) -> list[PlannedItem]:
+        self,
+        parts: int = 1,
+        only: frozenset[Request] | None = None,
+        ahead: bool = False,
+        drafts: bool = False,
+    ) -> Schedule:
         """The next step's work. `parts`: in-flight steps that share the decoding requests. `only`:
         the requests that may take part (None: all). `ahead`: includes requests whose next token is
-        in flight, if they do not need it on the host."""
+        in flight, if they do not need it on the host. `drafts`: decoding requests may have some."""
         planned: Plan = {}
+        self._fill_table(uses_table=only is None and not drafts)
+        rows, waiting = self.decode_table.choose(ahead)
+        self._awaiting = work_of((), self.decode_table.first(waiting))
+        decoding, filling = self._choose(only, ahead)
+        if not self.config.mixed:
+            self._plan_prompts(filling, planned, rows[:0], only)
+        if planned:
+            rows = rows[:0]
+        else:
+            most = -(-len(self.running) // parts)
+            self._plan_decodes(decoding[:most], planned)
+            rows = self._make_rows_fit(rows[: max(0, most - len(decoding))], planned)
+        if self.config.mixed:
+            self._plan_prompts(filling, planned, rows, only)
+        self._reserve = max(self._least_reserve, self._reserve - RESERVE_DECAY)
+        return Schedule(list(planned.values()), self.decode_table.still_in(rows))
+
+    def requests_of(self, schedule: Schedule) -> list[Request]:
+        items = [planned.request for planned in schedule.items]
+        return self.decode_table.requests(schedule.rows) + items
+
+    def _fill_table(self, uses_table: bool) -> None:
+        """Puts requests into the table that have come to decode, or all others out of it."""
+        if not uses_table:
+            self.decode_table.clear()
+            self._others = list(self.running)
+            return
+        others, self._others = self._others, []
+        for request in others:
+            if request.is_plain and request.sampling_sent and request.is_decoding:
+                self.decode_table.enter(request)
+            else:
+                self._others.append(request)
+
+    def _choose(
+        self, only: frozenset[Request] | None, ahead: bool
+    ) -> tuple[list[Request], list[Request]]:
+        """Those outside of the table that decode, and those that compute a prompt."""
         decoding: list[Request] = []
         filling: list[Request] = []
-        self._awaiting = StepWork()
-        for request in self.running:
+        for request in self._others:
             if request.pending and not (ahead and request.can_run_ahead):
                 self._awaiting = self._awaiting.with_decode(request.num_tokens)
-                continue
-            if only is None or request in only:
+            elif only is None or request in only:
                 (decoding if request.is_decoding else filling).append(request)
-        if not self.config.mixed:
-            self._plan_prompts(filling, planned, only)
-        if not planned:
-            self._plan_decodes(decoding[: -(-len(self.running) // parts)], planned)
-        if self.config.mixed:
-            self._plan_prompts(filling, planned, only)
-        self._reserve = max(self._least_reserve, self._reserve - RESERVE_DECAY)
-        return list(planned.values())
+        return decoding, filling
+
+    def _make_rows_fit(self, rows: Ints, planned: Plan) -> Ints:
+        """The rows of the table that have room for another token."""
+        for request in self.decode_table.full(rows):
+            # A request that was just retracted has left the table.
+            if request in self.decode_table and self._make_room(
+                request, request.num_computed + 1, planned
+            ):
+                self.decode_table.update(request)
+        return self.decode_table.still_in(rows)
 
     def _plan_decodes(self, decoding: list[Request], planned: Plan) -> None:
         page_size = self.kv.page_size
@@ -157,17 +220,23 @@ class Scheduler:
                 planned[request] = PlannedItem.decoding(request, first, drafts)
 
     def _plan_prompts(
-        self, filling: list[Request], planned: Plan, only: frozenset[Request] | None
+        self,
+        filling: list[Request],
+        planned: Plan,
+        rows: Ints,
+        only: frozenset[Request] | None,
     ) -> None:
+        """`rows`: of the table, which decode in the same step."""
         if not filling and not self.waiting:
             return
         filled = ((request.num_computed, _uncomputed(request)) for request in filling)
         new = ((0, len(request.token_ids)) for request in self.waiting)
-        decodes, prompts = heaviest([work_of(planned.values()), self._awaiting]), chain(filled, new)
+        work = work_of(planned.values(), self.decode_table.first(rows))
+        decodes, prompts = heaviest([work, self._awaiting]), chain(filled, new)
         budget = self.step_budget.prompt_tokens(self.config.chunk_tokens, decodes, prompts)
         for request in filling[: self.config.max_prompts]:
             budget -= self._plan(request, min(budget, _uncomputed(request)), planned)
-        computes = bool(planned) or decodes.decode_tokens > 0
+        computes = bool(planned) or len(rows) > 0 or decodes.decode_tokens > 0
         if self.waiting and not (only is None and self._hold_back(computes)):
             self._admit(budget, self.config.max_prompts - len(filling), planned, only)
 
@@ -201,14 +270,21 @@ class Scheduler:
         were planned, 0 if the request itself was retracted."""
         if length == 0 or request.phase is not RequestPhase.RUNNING:
             return 0
-        while not self.kv.grow(request, request.num_computed + length):
+        if not self._make_room(request, request.num_computed + length, planned):
+            return 0
+        planned[request] = PlannedItem.of(request, length)
+        return length
+
+    def _make_room(self, request: Request, num_tokens: int, planned: Plan) -> bool:
+        """Allocates pages for the first `num_tokens` tokens, which may retract the youngest
+        requests; False if that is the request itself."""
+        while not self.kv.grow(request, num_tokens):
             youngest = self.running[-1]
             planned.pop(youngest, None)
             self._retract(youngest)
             if youngest is request:
-                return 0
-        planned[request] = PlannedItem.of(request, length)
-        return length
+                return False
+        return True
 
     def _retract(self, request: Request) -> None:
         assert len(self.running) > 1, "a request that was admitted alone must fit"
@@ -220,20 +296,24 @@ class Scheduler:
 
     def _leave(self, request: Request, phase: RequestPhase) -> None:
         request.phase = phase
-        place = bisect_left(self.running, request.request_no, key=_request_no)
-        assert self.running[place] is request, f"request {request.request_no} does not run"
-        del self.running[place]
+        _remove(self.running, request)
+        if request in self.decode_table:
+            self.decode_table.leave(request)
+        else:
+            _remove(self._others, request)
         self._prompting.pop(request, None)
         self._free_rows.append(request.row)
-        request.row = -1
+        request.row, request.sampling_sent = -1, False
         self.kv.release(request)
 
     def restart(self) -> None:
         """In-flight steps were undone: ranks may have lost their page tables, and requests some of
         the pages that were computed."""
         self._prompting.update(dict.fromkeys(self.running))
+        self.decode_table.clear()
+        self._others = list(self.running)
         for request in self.running:
-            request.pages_sent = 0
+            request.pages_sent, request.sampling_sent = 0, False
 
     def _admit(
         self, budget: int, room: int, planned: Plan, only: frozenset[Request] | None
@@ -274,6 +354,7 @@ class Scheduler:
         assert request.phase is RequestPhase.WAITING, request.phase
         request.phase = RequestPhase.RUNNING
         insort(self.running, request, key=_request_no)
+        insort(self._others, request, key=_request_no)
         self._prompting[request] = None
         request.row = self._free_rows.pop()
         if request.num_output == 0 and request.retractions == 0:
@@ -302,6 +383,13 @@ class Scheduler:
             tokens = max(length + growth, request.num_computed)
             total += -(-tokens // page_size) - len(request.pages)
         return total
+
+
+def _remove(requests: list[Request], request: Request) -> None:
+    """`requests`: in the order of their numbers."""
+    place = bisect_left(requests, request.request_no, key=_request_no)
+    assert requests[place] is request, f"request {request.request_no} does not run"
+    del requests[place]
 
 
 def _uncomputed(request: Request) -> int:

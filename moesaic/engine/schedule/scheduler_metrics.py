@@ -40,6 +40,7 @@ class SchedulerMetrics:
     def observe(self, step: InflightStep, result: StepResult, seconds: float) -> None:
         self._scheduler.step_budget.observe(step.agreement.work, 1000 * seconds)
         counts = self.counts
+        counts.generated_tokens += len(result.token_ids) - len(result.broken)
         counts.generated_tokens += sum(len(item.token_ids) for item in result.items)
         counts.cached_tokens = self._scheduler.num_cached_tokens
         if step.plan.prefill:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 
 from msgspec.structs import astuple
@@ -104,18 +105,25 @@ class ReportedRequest(RequestState):
         self._num_logprobs = self._num_scored = self._routed_bytes = 0
 
     def accept_all(self, found: ItemResult | messages.RequestDelta) -> FinishReason | None:
+        if len(found.token_ids) == 1 and self.request.retractions == self._plain_after:
+            return self.accept_one(found.token_ids[0], time.monotonic())
+        reason = super().accept_all(found)
+        if reason is None and found.token_ids:  # else `finish` follows
+            self.notify()
+        return reason
+
+    def accept_one(self, token_id: int, now: float) -> FinishReason | None:
         """Most tokens end nothing and come with nothing else: they need no delta."""
-        request, found_ids = self.request, found.token_ids
-        if len(found_ids) == 1 and request.retractions == self._plain_after:
-            token_ids, token_id = request.token_ids, found_ids[0]
-            if token_id not in self.stop_ids and len(token_ids) + 1 < self.most_tokens:
+        request = self.request
+        if request.retractions == self._plain_after and token_id not in self.stop_ids:
+            token_ids = request.token_ids
+            if len(token_ids) + 1 < self.most_tokens:
                 token_ids.append(token_id)
                 self._num_tokens += 1
                 self._output.numbers.append(request.request_no)
                 self._output.tokens.append(token_id)
                 return None
-        reason = super().accept_all(found)
-        if reason is None and found_ids:  # else `finish` follows
+        if (reason := self.accept(token_id, now)) is None:
             self.notify()
         return reason
 

@@ -125,7 +125,8 @@ class LocalCore:
         except Exception as error:
             logger.exception("the engine failed; all %d requests end", len(self.states))
             self.fail_all(f"the engine failed: {error!r}")
-        self.runner.spans.add(SpanKind.DETOKENISE, begin, tokens=len(result.items))
+        tokens = len(result.token_ids) + len(result.items)
+        self.runner.spans.add(SpanKind.DETOKENISE, begin, tokens=tokens)
 
     def _undo_steps(self, error: str) -> None:
         """Earlier steps are valid if the failed one has not started."""

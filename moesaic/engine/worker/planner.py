@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
 
 from moesaic.config import ServerArgs
 from moesaic.core.redact import shown_id
@@ -14,10 +17,13 @@ from moesaic.core.request import ABORTED, FinishReason, Request, failure
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.sampling.sampler import SampleRow
 from moesaic.engine.sampling.token_history import TokenHistory
-from moesaic.engine.schedule.inflight import InflightStep, PlannedItem
+from moesaic.engine.schedule.inflight import InflightStep, PlannedDecodes, PlannedItem
 from moesaic.engine.schedule.kv_manager import KVManager
 from moesaic.engine.schedule.plan import (
     FUTURE_TOKEN,
+    NO_DECODES,
+    NOT_FINITE,
+    DecodeRows,
     ItemResult,
     PlanItem,
     PromptScore,
@@ -27,13 +33,27 @@ from moesaic.engine.schedule.plan import (
 from moesaic.engine.schedule.prefill_delay import PrefillDelayer
 from moesaic.engine.schedule.quarantine import Quarantine
 from moesaic.engine.schedule.request_state import RequestState
-from moesaic.engine.schedule.scheduler import Scheduler, SchedulerConfig
+from moesaic.engine.schedule.scheduler import NOTHING, Schedule, Scheduler, SchedulerConfig
 from moesaic.engine.schedule.scheduler_metrics import SchedulerMetrics
 
 logger = logging.getLogger(__name__)
 
-# The requests of a step with their ranges of tokens, and its plan items in the same order.
-PlannedWork = tuple[list[PlannedItem], list[PlanItem]]
+
+class PlannedWork(NamedTuple):
+    """The requests of a step with their ranges of tokens, and its plan items in the same order;
+    those that only decode, and their part of the plan."""
+
+    work: list[PlannedItem]
+    items: list[PlanItem]
+    decoding: PlannedDecodes
+    decodes: DecodeRows
+
+    @property
+    def requests(self) -> list[Request]:
+        return [*self.decoding.requests, *(planned.request for planned in self.work)]
+
+
+NO_WORK: Final = PlannedWork([], [], PlannedDecodes(), NO_DECODES)
 
 
 class Drafter(Protocol):
@@ -162,42 +182,46 @@ class Planner:
         steps share the decoding requests. A request that breaks the plan is found and ended as one
         that breaks a step; an error that no request causes ends all of them."""
         try:
-            work, items = self._try_suspects()
-            if not work and self.scheduler.has_work:
-                work, items = self._choose(parts)
+            chosen = self._try_suspects()
+            if chosen is NO_WORK and self.scheduler.has_work:
+                chosen = self._choose(parts)
         except Exception as error:
             logger.exception("no step can be planned; all %d requests end", len(self.states))
             self.fail_all(f"the engine failed: {error!r}")
-            work = []
-        if not work:
+            chosen = NO_WORK
+        if chosen is NO_WORK:
             return InflightStep()
+        work, items, decoding, decodes = chosen
         prefill = not all(planned.decodes for planned in work)
         for planned in work:
             planned.begin()
+        self.scheduler.decode_table.begin(decoding, decodes)
         pages, self._new_pages[:] = list(self._new_pages), []
         ended, self._ended = self._ended, []
         self.num_steps += 1
         is_routed = bool(self._routed) and any(item.num_routed for item in items)
-        return InflightStep(StepPlan(items, pages, prefill, ended, is_routed), work)
+        plan = StepPlan(items, pages, prefill, ended, is_routed, decodes)
+        return InflightStep(plan, work, decoding)
 
     def _choose(self, parts: int) -> PlannedWork:
         """The work of the next step. Nothing counts as done before all of it is known, so that an
         error leaves all requests as they were; the error is raised if no request causes it."""
-        num_open, work = len(self.states), list[PlannedItem]()
+        num_open, schedule = len(self.states), NOTHING
         try:
-            ahead = self.runner.overlaps and self.drafter is None
+            drafts = self.drafter is not None
+            ahead = self.runner.overlaps and not drafts
             if self.drafter is not None:
                 running = self.scheduler.running
                 self.drafter.propose([r for r in running if r.is_decoding and not r.pending])
-            work = self.scheduler.schedule(parts, ahead=ahead)
-            return work, self._plan_items(work)
+            schedule = self.scheduler.schedule(parts, ahead=ahead, drafts=drafts)
+            return self._plan_work(schedule)
         except Exception as error:
             logger.exception("a step could not be planned")
-            suspects = [planned.request for planned in work]
+            suspects = self.scheduler.requests_of(schedule)
             all_open = [state.request for state in self.states.values()]
             self.report_failure(suspects or all_open, repr(error), alone=True)
             chosen = self._try_suspects()
-            if not chosen[0] and len(self.states) == num_open:
+            if chosen is NO_WORK and len(self.states) == num_open:
                 raise
             return chosen
 
@@ -206,34 +230,37 @@ class Planner:
         while self._quarantine:
             next_suspects = self._quarantine.next_suspects()
             suspects = [r for r in next_suspects if r.request_no in self.states]
+            if not suspects:
+                continue
             try:
-                work = self.scheduler.schedule(only=frozenset(suspects)) if suspects else []
-                items = self._plan_items(work)
+                chosen = self._plan_work(self.scheduler.schedule(only=frozenset(suspects)))
             except Exception as error:
                 logger.info("a step could not be planned", exc_info=True)
                 self.report_failure(suspects, repr(error), alone=True)
                 continue
-            if work:
-                tried = {planned.request for planned in work}
+            if chosen is not NO_WORK:
+                tried = set(chosen.requests)
                 self._quarantine.put_back([r for r in suspects if r not in tried])
-                return work, items
-        return [], []
+                return chosen
+        return NO_WORK
 
-    def _plan_items(self, work: Sequence[PlannedItem]) -> list[PlanItem]:
-        history = self._histories.get
-        return [_plan_item(planned, history(planned.request.request_no)) for planned in work]
+    def _plan_work(self, schedule: Schedule) -> PlannedWork:
+        if schedule.is_empty:
+            return NO_WORK
+        history, work = self._histories.get, schedule.items
+        items = [_plan_item(planned, history(planned.request.request_no)) for planned in work]
+        return PlannedWork(work, items, *self.scheduler.decode_table.plan(schedule.rows))
 
     def rollback(self, steps: Iterable[InflightStep]) -> list[Request]:
         """Undoes all in-flight steps and returns their requests; their pages are cleared again, and
         all pages are sent again."""
         suspects: dict[Request, None] = {}
         for step in reversed([*steps]):
-            self._new_pages += step.plan.clear if step.items else []
-            self._ended += step.plan.ended if step.items else []
-            for item in step.items:
-                item.undo()
-                if item.request.request_no in self.states:
-                    suspects[item.request] = None
+            self._new_pages += step.plan.clear if step.has_requests else []
+            self._ended += step.plan.ended if step.has_requests else []
+            for request in step.undo():
+                if request.request_no in self.states:
+                    suspects[request] = None
         self.scheduler.restart()
         return list(suspects)
 
@@ -247,13 +274,54 @@ class Planner:
 
     def apply(self, step: InflightStep, result: StepResult) -> None:
         """Steps are applied in the order in which they were planned."""
+        if step.decoding.requests:
+            self._apply_decodes(step, result)
         routed_of = result.routed_of(step.plan.items)
         for item, found, routed in zip(step.items, result.items, routed_of, strict=True):
             try:
                 self._apply_item(item, found, routed)
             except Exception as error:
-                logger.exception("request %s failed", shown_id(item.request.rid))
-                self._fail(item.request, f"its token could not be applied: {error!r}")
+                self._fail_token(item.request, error)
+
+    def _apply_decodes(self, step: InflightStep, result: StepResult) -> None:
+        states, now = self.states, time.monotonic()
+        self.scheduler.decode_table.end(step.decoding, step.plan.decodes)
+        broken = frozenset(result.broken)
+        self._share_full_pages(step, broken)
+        planned = zip(step.decoding.requests, result.token_ids, strict=True)
+        for place, (request, token_id) in enumerate(planned):
+            state = states.get(request.request_no)
+            if state is None:  # it ended while the step was in flight
+                continue
+            try:
+                if place in broken:
+                    self._finish(state, failure(NOT_FINITE))
+                elif (reason := state.accept_one(token_id, now)) is not None:
+                    self._finish(state, reason)
+            except Exception as error:
+                self._fail_token(request, error)
+
+    def _share_full_pages(self, step: InflightStep, broken: frozenset[int]) -> None:
+        """Of the requests whose decoded token is the last one of a page."""
+        if not self.kv.tree.enabled:
+            return
+        computed, planned = step.plan.decodes.first + 1, step.decoding
+        for place in np.flatnonzero(computed % self.kv.page_size == 0).tolist():
+            request = planned.requests[place]
+            is_open = request.request_no in self.states and place not in broken
+            if is_open and request.retractions == planned.retractions[place]:
+                try:
+                    self._share(request, int(computed[place]))
+                except Exception as error:
+                    self._fail_token(request, error)
+
+    def _share(self, request: Request, num_tokens: int) -> None:
+        self.kv.share(request, num_tokens)
+        self.scheduler.decode_table.update(request)
+
+    def _fail_token(self, request: Request, error: Exception) -> None:
+        logger.error("request %s failed", shown_id(request.rid), exc_info=error)
+        self._fail(request, f"its token could not be applied: {error!r}")
 
     def _apply_item(self, item: PlannedItem, found: ItemResult, routed: bytes) -> None:
         request = item.request
@@ -271,13 +339,14 @@ class Planner:
             first = item.stop - len(routed) // request.routed_row
             request.add_routed(first, routed[: (stop - first) * request.routed_row])
         if request.retractions == item.retractions:
-            self.kv.share(request, item.confirmed)
+            self._share(request, item.confirmed)
         if not item.samples:
             return
         if found.unready:
             item.repeat_last()
             return
         item.end(len(found.token_ids))
+        self.scheduler.decode_table.update(request)
         reason = state.accept_all(found)
         if found.ended:
             reason = FinishReason("stop")

@@ -20,7 +20,7 @@ from moesaic.comm.supervise.control_page import RankStatus
 from moesaic.core.rank_state import RankState
 from moesaic.engine.runner.routed_experts import join_layers
 from moesaic.engine.schedule import plan_codec
-from moesaic.engine.schedule.inflight import InflightStep, work_of
+from moesaic.engine.schedule.inflight import InflightStep
 from moesaic.engine.schedule.plan import (
     FinishedStep,
     StageOrder,
@@ -96,8 +96,8 @@ class SingleStage(Stage):
         self.number += 1
         if self._status is not None:
             self._status.begin_step(self.number)
-        plan, work = step.plan, work_of(step.items)
-        counts = (plan.num_tokens,) if plan.items else ()
+        plan, work = step.plan, step.work
+        counts = (plan.num_tokens,) if plan.has_work else ()
         step.agreement = StepAgreement(self.number, counts, prefill=plan.prefill, work=work)
 
 
@@ -131,13 +131,13 @@ class FirstStage(Stage):
         self._status.begin_step(self.number)
         plan, mesh, operation = step.plan, self._mesh, f"agree on step {self.number}"
         self._encoded = self._encode(step)
-        data = self._encoded if mesh.attention_tp > 1 and plan.items else b""
+        data = self._encoded if mesh.attention_tp > 1 and plan.has_work else b""
         logits = len(plan.logit_rows())
         suspects = 0 if self._planner is None else self._planner.num_suspects
         delayer = None if self._planner is None else self._planner.scheduler.delayer
         told = 0 if delayer is None else delayer.told
         facts = [plan.num_tokens, logits, int(plan.prefill), len(data), suspects, told]
-        own = torch.tensor([[*facts, *astuple(work_of(step.items))]])
+        own = torch.tensor([[*facts, *astuple(step.work)]])
         rows = self._ranks.stage.gather_rows(own, [1] * mesh.tp, operation)
         table = rows[:: mesh.attention_tp].tolist()
         counts, logit_rows, prefills, lengths, suspect_sets, told_by, *_ = zip(*table, strict=True)
@@ -182,7 +182,7 @@ class FirstStage(Stage):
             return handle
         routed = [handle.wait().routed] if step.plan.is_routed else []
         self._pipe.send(encode(StageOrder(step.agreement, self._encoded, routed)), handle.hidden_TH)
-        if self._planner is not None and step.items:
+        if self._planner is not None and step.has_requests:
             return PipelineReply(self._pipe)
         return FinishedStep(StepResult([]))
 
@@ -228,7 +228,7 @@ class LaterStage(Stage):
         if self._routed:
             rows = len(step.plan.routed_rows())
             result.routed = join_layers([*self._routed, result.routed], rows)
-        if self._ranks.place.attention_rank == 0 and step.plan.items:
+        if self._ranks.place.attention_rank == 0 and step.plan.has_work:
             self._pipe.reply(encode(result))
         return FinishedStep(result)
 

@@ -81,14 +81,14 @@ class StepLoop:
         step = self.inflight[0]
         assert step.handle is not None, "the step has not started"
         result = step.handle.wait()
-        if self.group is not None and len(result.items) != len(step.items):
-            raise ValueError(f"{len(result.items)} results for {len(step.items)} requests")
+        if self.group is not None:
+            _check_counts(step, result)
         self.inflight.popleft()
         spans, tokens = self.runner.spans, step.plan.num_tokens
         # Steps that are in flight at once share the time.
         start = max(step.started_at, self._completed_at)
         spans.begin_step(step.number)
-        if self.group is not None and step.items:
+        if self.group is not None and step.has_requests:
             self.group.apply(step, result, (time.monotonic_ns() - start) / 1e9)
         self._completed_at = time.monotonic_ns()
         spans.add(SpanKind.STEP, start, tokens=tokens, end=self._completed_at)
@@ -98,9 +98,19 @@ class StepLoop:
 
     def _observe(self, step: InflightStep, seconds: float) -> None:
         self.stats.count_step(seconds)
-        if self.on_slow is None or not step.items:
+        if self.on_slow is None or not step.has_requests:
             return
         agreement = step.agreement
         usual = self._detector.observe(agreement.prefill, sum(agreement.counts), seconds)
         if usual is not None:
             self.on_slow(step, seconds, usual)
+
+
+def _check_counts(step: InflightStep, result: StepResult) -> None:
+    found = len(result.token_ids), len(result.items)
+    wanted = len(step.decoding.requests), len(step.items)
+    if found != wanted:
+        raise ValueError(
+            f"{found[0]} tokens for {wanted[0]} requests that decode, {found[1]} results for "
+            f"{wanted[1]} others"
+        )
