@@ -41,7 +41,7 @@ from moesaic.engine.frontend.inputs import (
     check_logprobs,
     check_token_ids,
 )
-from moesaic.engine.frontend.output_queue import DirectUpdates, OutputQueue, OutputSenders
+from moesaic.engine.frontend.output_queue import DirectDelivery, OutputQueue, OutputSenders
 from moesaic.engine.frontend.outputs import (
     CallOutputs,
     IndexedProgress,
@@ -200,7 +200,7 @@ class Engine:
         self,
         call: GenerateInput,
         admission: CallAdmission | None = None,
-        direct: DirectUpdates | None = None,
+        direct: DirectDelivery | None = None,
     ) -> AsyncGenerator[RequestUpdate, None]:
         """Yields the updates of a call's requests: increments as they come (larger ones for a slow
         reader), or without `call.stream` only the last of each. ValueError and QueueFull come

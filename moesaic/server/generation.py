@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from moesaic.engine.frontend.admission import CallAdmission
 from moesaic.engine.frontend.inputs import GenerateInput
-from moesaic.engine.frontend.output_queue import DirectUpdates
+from moesaic.engine.frontend.output_queue import DirectDelivery
 from moesaic.engine.frontend.outputs import RequestUpdate
 from moesaic.server.connections import network_of
 from moesaic.server.context import CLOSE_AND_RETRY, Context
@@ -24,7 +24,7 @@ from moesaic.server.routes import CLIENT
 class Updates(Protocol):
     """Closing it aborts what has not ended. `direct`: those that arrive while it waits."""
 
-    direct: DirectUpdates
+    direct: DirectDelivery
 
     def __aiter__(self) -> AsyncIterator[RequestUpdate]: ...
 
@@ -50,7 +50,7 @@ async def stream(
     """The updates of all answers, once the first has arrived: until then the engine may refuse or
     fail, and the status of the response can still say so. Errors are Refusals. `keep_failures`: a
     failed answer is one of the updates and does not end the others."""
-    direct = DirectUpdates()
+    direct = DirectDelivery()
     updates = _updates(context, call, True, client_of(request), direct)
     try:
         first = await while_connected(request, _first(updates))
@@ -87,7 +87,7 @@ async def _updates(
     call: GenerateInput,
     stream: bool,
     client: Hashable | None,
-    direct: DirectUpdates | None = None,
+    direct: DirectDelivery | None = None,
 ) -> AsyncGenerator[RequestUpdate, None]:
     if context.engine.fault:
         raise Refusal(503, context.engine.fault, headers=CLOSE_AND_RETRY)
@@ -118,7 +118,7 @@ class _WithFirst:
         self,
         first: RequestUpdate | None,
         rest: AsyncGenerator[RequestUpdate, None],
-        direct: DirectUpdates,
+        direct: DirectDelivery,
     ) -> None:
         self._first, self._rest, self.direct = first, rest, direct
 

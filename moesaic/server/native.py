@@ -45,7 +45,7 @@ async def generate(context: Context, request: Request) -> Response:
         stream = await generation.stream(
             context, request, outputs.call, keep_failures=not outputs.single
         )
-        events = _Events(stream, outputs)
+        events = GenerateEvents(stream, outputs)
         return EventStream(events.read(), on_start=events.write_to)
 
 
@@ -91,7 +91,7 @@ class _Outputs:
         return self._format.answer(update.request, update.progress)
 
 
-class _Events:
+class GenerateEvents:
     """The events of a stream."""
 
     def __init__(self, updates: generation.Updates, outputs: _Outputs) -> None:

@@ -159,7 +159,7 @@ def test_keys_leave_the_environment_before_there_is_an_engine(
         inherited.append(subprocess.run(["env"], capture_output=True, check=True).stdout)
         return SimpleNamespace(shutdown=lambda: None)
 
-    def make_server(_engine: object, _listener: object, keys: Keys) -> None:
+    def make_server(_engine: object, _listener: object, keys: Keys, _start: object) -> None:
         given.append(keys)
         raise InterruptedError
 

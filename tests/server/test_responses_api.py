@@ -22,7 +22,7 @@ from moesaic.server.errors import Refusal
 from moesaic.server.generation import Updates
 from moesaic.server.openai.request_types import FunctionName, SelectedTools
 from moesaic.server.openai.setup import OpenAISetup
-from moesaic.server.openai.streams import _Events
+from moesaic.server.openai.streams import AnswerEvents
 from moesaic.server.responses import ResponseWriter, named_event, prepared
 from moesaic.server.responses_api import writer as responses_writer
 from moesaic.server.responses_api.bodies import ResponsesBody
@@ -482,7 +482,7 @@ def test_large_events_are_made_beside_the_event_loop(
 
     async def streamed() -> bytes:
         answers = writer_of(running, scored=True)
-        events = _Events(running.context, cast(Updates, updates()), answers)
+        events = AnswerEvents(running.context, cast(Updates, updates()), answers)
         return b"".join([data async for data in events.read()])
 
     lines = asyncio.run(streamed()).splitlines()

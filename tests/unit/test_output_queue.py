@@ -8,7 +8,12 @@ import time
 
 import pytest
 
-from moesaic.engine.frontend.output_queue import MAX_PAUSE, OutputQueue, OutputSenders
+from moesaic.engine.frontend.output_queue import (
+    MAX_PAUSE,
+    DeliveryError,
+    OutputQueue,
+    OutputSenders,
+)
 from moesaic.engine.schedule.request_state import Progress
 
 FAR = 1000.0
@@ -156,7 +161,7 @@ class Reader:
 def test_a_reader_takes_what_arrives_while_the_task_waits() -> None:
     async def run() -> tuple[list[int], Progress]:
         output = await begun(OutputSenders())
-        output.reader = reader = Reader(FAR_TOKENS)
+        output.taker = reader = Reader(FAR_TOKENS)
         task = asyncio.create_task(output.get())
         for tokens in (2, 3):
             await asyncio.sleep(0.01)
@@ -172,7 +177,7 @@ def test_a_reader_takes_what_arrives_while_the_task_waits() -> None:
 def test_a_reader_does_not_overtake_the_task() -> None:
     async def run() -> tuple[list[int], Progress]:
         output = await begun(OutputSenders())
-        output.reader = reader = Reader(FAR_TOKENS)
+        output.taker = reader = Reader(FAR_TOKENS)
         output.put(0, progress(2))  # the task handles the token before
         await asyncio.sleep(0.01)
         return reader.taken, (await output.get())[1]
@@ -183,7 +188,7 @@ def test_a_reader_does_not_overtake_the_task() -> None:
 def test_what_a_reader_refuses_is_the_tasks() -> None:
     async def run() -> tuple[list[int], Progress]:
         output = await begun(OutputSenders())
-        output.reader = reader = Reader(most=2)
+        output.taker = reader = Reader(most=2)
         task = asyncio.create_task(output.get())
         for tokens in (2, 3):
             await asyncio.sleep(0.01)
@@ -199,12 +204,39 @@ def test_an_error_of_a_reader_is_raised_in_the_task() -> None:
 
     async def run() -> None:
         output = await begun(OutputSenders())
-        output.reader = fail
+        output.taker = fail
         output.put(0, progress(2))
         await output.get()
 
-    with pytest.raises(ZeroDivisionError):
+    # Not the error itself: a ValueError of a writer would look like one of the client's.
+    with pytest.raises(DeliveryError) as raised:
         asyncio.run(run())
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+def test_only_the_newest_progress_waits_for_a_loop_that_is_late() -> None:
+    async def run() -> list[tuple[int, Progress]]:
+        output = OutputSenders().new_queue()
+        for tokens in range(1, 101):
+            for number in (1, 0):
+                output.put(number, progress(tokens))
+        assert output.arrived == {1: progress(100), 0: progress(100)}
+        assert list(output._sender.ready) == [output]
+        return [await output.get() for _ in range(2)]
+
+    assert asyncio.run(run()) == [(1, progress(100)), (0, progress(100))]
+
+
+def test_a_request_that_begins_after_others_have_ended_is_urgent_once() -> None:
+    async def run() -> set[int]:
+        output = OutputSenders().new_queue()
+        for number in range(3):
+            output.put(number, progress(1))
+            output.put(number, progress(2, finished=True))
+            await output.get()
+        return output.begun
+
+    assert asyncio.run(run()) == {0, 1, 2}
 
 
 def test_nothing_is_kept_for_a_loop_that_is_closed() -> None:
@@ -214,7 +246,7 @@ def test_nothing_is_kept_for_a_loop_that_is_closed() -> None:
     output = asyncio.run(run())
     for tokens in range(2, 50):
         output.put(0, progress(tokens, finished=tokens == 49))
-    assert not output._sender.incoming
+    assert not output._sender.ready and not output.arrived
 
 
 def test_a_wake_up_whose_progress_was_delivered_meanwhile_loses_no_other() -> None:

@@ -19,7 +19,7 @@ from moesaic.server.context import Context
 from moesaic.server.generation import Updates
 from moesaic.server.openai.choices import ChatAnswer, ParseOptions
 from moesaic.server.openai.completions import CompletionAnswer, PreparedCompletion
-from moesaic.server.openai.streams import Answer, UpdateWriter, _Events
+from moesaic.server.openai.streams import Answer, AnswerEvents, UpdateWriter
 from moesaic.server.output_event import GrowingOutput
 from moesaic.server.parsers.formats import choose_format
 from moesaic.server.parsers.parts import Calls, Tool
@@ -107,12 +107,15 @@ def test_growing_outputs_are_those_of_the_format(index: int | None) -> None:
         assert growing.event(progress) == expected
 
 
-def test_events_that_an_answer_holds_back_are_written_with_the_token() -> None:
-    """Else all text behind a long block would wait for the end of the stream."""
-    held, written = [b"end of the reasoning, "], list[bytes]()
-    answers = SimpleNamespace(chunks=lambda update, size: b"token, ", held=1, held_chunks=held.pop)
+def test_what_an_answer_holds_back_is_left_to_the_task() -> None:
+    """The ends of large blocks take long to encode, and nothing may be written before them."""
+    written, held = list[bytes](), [0, 5]
+    answers = SimpleNamespace(chunks=lambda update, size: b"token, ", held=0)
     body = SimpleNamespace(accepts=lambda: True, write=written.append)
-    events = _Events(cast(Context, None), cast(Updates, None), cast(UpdateWriter, answers))
+    events = AnswerEvents(cast(Context, None), cast(Updates, None), cast(UpdateWriter, answers))
     request = Request("r", [1], SamplingParams(), 0, 9999, 0)
-    assert events._write(cast(BodyWriter, body), [request], 0, Progress("r", 3, "abc", False))
-    assert written == [b"token, end of the reasoning, "] and not held
+    taken = []
+    for answers.held in held:
+        found = events._write(cast(BodyWriter, body), [request], 0, Progress("r", 3, "a", False))
+        taken.append(found)
+    assert taken == [True, False] and written == [b"token, ", b"token, "]

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 from weakref import WeakKeyDictionary, ref
@@ -22,7 +21,11 @@ MAX_PAUSE: Final = 0.05
 
 # Takes progress of a request, by its number, while a task waits for it, which then need not run;
 # False if the task must. It gets no ends.
-ProgressReader = Callable[[int, Progress], bool]
+ProgressTaker = Callable[[int, Progress], bool]
+
+
+class DeliveryError(Exception):
+    """A ProgressTaker failed; its error is the cause."""
 
 
 class OutputSender:
@@ -31,12 +34,13 @@ class OutputSender:
     While the streams take the loop more than half of its time, it is woken less often, and each
     stream gets several tokens at once. The first token and the end of a request never wait.
 
-    There is no lock: other threads only append to `incoming` and then set a flag, which the loop
-    clears before it reads."""
+    There is no lock: other threads put progress into a queue, then the queue into `ready`, and then
+    set a flag. The loop clears the flags, then takes the queues, and then their progress."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = ref(loop)
-        self.incoming: deque[tuple[OutputQueue, int, Progress]] = deque()
+        self.ready: dict[OutputQueue, None] = {}
+        """Queues that have progress which the loop has not taken."""
         self.wakes_soon = False
         """The loop is woken without a pause."""
         self._wakes_later = False
@@ -59,7 +63,8 @@ class OutputSender:
                 return
         except RuntimeError:  # it is closed
             pass
-        self.incoming.clear()
+        while self.ready:
+            self.ready.popitem()[0].arrived.clear()
         self.wakes_soon = self._wakes_later = False
 
     def _deliver_later(self) -> None:
@@ -74,26 +79,16 @@ class OutputSender:
             self._timer.cancel()
             self._timer = None
         self.wakes_soon = self._wakes_later = False
-        for output in self._receive():
+        ready: dict[OutputQueue, None] = {}
+        while self.ready:
+            ready[self.ready.popitem()[0]] = None
+        for output in reversed(ready):
             try:
                 output.deliver()
             except Exception:  # the others get theirs all the same
-                logger.exception("the end of a request could not be noted")
+                logger.exception("progress could not be delivered")
         # Runs behind the tasks that were woken.
         asyncio.get_running_loop().call_soon(self._pause, start)
-
-    def _receive(self) -> dict[OutputQueue, None]:
-        """Moves what has arrived to its queues, which it returns."""
-        ready: dict[OutputQueue, None] = {}
-        incoming = self.incoming
-        while incoming:
-            output, number, progress = incoming.popleft()
-            output.newest[number] = progress
-            output.begun.add(number)
-            if progress.finished:
-                output.ended += 1
-            ready[output] = None
-        return ready
 
     def _pause(self, start: float) -> None:
         now = time.monotonic()
@@ -102,9 +97,12 @@ class OutputSender:
 
 
 class OutputQueue:
-    """The newest progress of each request of a call: a slow reader gets larger increments."""
+    """The newest progress of each request of a call, however many steps pass until it is read: then
+    increments are larger."""
 
     def __init__(self, sender: OutputSender) -> None:
+        self.arrived: dict[int, Progress] = {}
+        """What the event loop has not taken yet."""
         self.newest: dict[int, Progress] = {}
         """Only the event loop uses it."""
         self.begun: set[int] = set()
@@ -114,7 +112,7 @@ class OutputQueue:
         """Called in the event loop with the number of requests that have ended."""
         self.on_finished: Callable[[str], object] = lambda rid: None
         """Called in the thread that puts the end of a request."""
-        self.reader: ProgressReader | None = None
+        self.taker: ProgressTaker | None = None
         self._sender = sender
         self._waiter: asyncio.Future[None] | None = None
 
@@ -123,7 +121,8 @@ class OutputQueue:
         if progress.finished:
             self.on_finished(progress.rid)
         sender = self._sender
-        sender.incoming.append((self, number, progress))
+        self.arrived[number] = progress
+        sender.ready[self] = None
         if not sender.wakes_soon:
             sender.wake(progress.finished or number not in self.begun)
 
@@ -136,38 +135,51 @@ class OutputQueue:
         return number, self.newest.pop(number)
 
     def deliver(self) -> None:
-        """Hands the newest progress to the reader or to the task that waits for it."""
-        waiter, reader, newest = self._waiter, self.reader, self.newest
+        """Hands the newest progress to the taker or to the task that waits for it."""
+        self._take_arrived()
+        waiter, newest = self._waiter, self.newest
         if waiter is not None and not waiter.done():
             try:
-                if reader is not None and not self.ended:
+                if self.taker is not None and not self.ended:
                     for number, progress in list(newest.items()):
-                        if not reader(number, progress):
+                        if not self.taker(number, progress):
                             break
                         del newest[number]
                 if newest:
                     waiter.set_result(None)
             except Exception as error:
-                waiter.set_exception(error)
+                failure = DeliveryError("an update could not be written")
+                failure.__cause__ = error
+                waiter.set_exception(failure)
         if self.ended:
             ended, self.ended = self.ended, 0
             self.on_ended(ended)
 
+    def _take_arrived(self) -> None:
+        found: dict[int, Progress] = {}
+        while self.arrived:  # another thread may put newer progress meanwhile
+            number, progress = self.arrived.popitem()
+            found[number] = progress
+        for number, progress in reversed(found.items()):
+            self.newest[number] = progress
+            self.ended += progress.finished
+        self.begun.update(found)
 
-class DirectUpdates:
-    """The requests of a call that has begun, whose progress a reader may take."""
+
+class DirectDelivery:
+    """The requests of a call that has begun, whose progress a taker may have."""
 
     requests: Sequence[Request] = ()
     queue: OutputQueue | None = None
 
-    def connect(self, reader: ProgressReader) -> None:
+    def connect(self, taker: ProgressTaker) -> None:
         if self.queue is not None:
-            self.queue.reader = reader
+            self.queue.taker = taker
 
     def disconnect(self) -> None:
-        """The reader refers to this: else only the garbage collector would free both."""
+        """The taker refers to this: else only the garbage collector would free both."""
         if self.queue is not None:
-            self.queue.reader = None
+            self.queue.taker = None
 
 
 class OutputSenders:

@@ -49,8 +49,6 @@ class IncrementalDetokenizer:
             for token_id in token_ids:
                 if self._has_held or (piece := self._plain_texts.get(token_id)) is None:
                     piece = self._decoded(token_id)
-                else:
-                    self._bytes.context = token_id
                 self._stops.pieces.append(piece)
             return None
         for token_id in token_ids:

@@ -26,8 +26,7 @@ class TokenBytes:
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int], skip_special: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        self.context = _last_text(tokenizer, before, skip_special)
-        """The last token with text; whoever adds the text of one without `push` sets it."""
+        self._context = _last_text(tokenizer, before, skip_special)
         self._run: list[int | None] = []
         self._run_text: str | None = ""
         self._run_decoder = codecs.getincrementaldecoder("utf-8")()
@@ -51,7 +50,7 @@ class TokenBytes:
             return []
         found = self.flush()
         found.append(self._added([token_id]).encode() if form.raw is None else form.raw)
-        self.context = token_id
+        self._context = token_id
         return found
 
     def skip(self) -> list[bytes]:
@@ -68,14 +67,14 @@ class TokenBytes:
         ids = [token_id for token_id in self._run if token_id is not None]
         found = iter(self._split(ids))
         chunks = [b"" if token_id is None else next(found) for token_id in self._run]
-        self.context = ids[-1]
+        self._context = ids[-1]
         self._run, self._run_text = [], ""
         self._run_decoder.reset()
         return chunks
 
     def _extend_run(self, token_id: int, raw: bytes | None) -> None:
         assert raw is not None
-        begins = self.context is None and not self._run
+        begins = self._context is None and not self._run
         self._run.append(token_id)
         if self._run_text is None:
             return
@@ -101,9 +100,9 @@ class TokenBytes:
 
     def _added(self, ids: list[int]) -> str:
         """The text that tokens add after the context token."""
-        if self.context is None:
+        if self._context is None:
             return self._decode(ids)
-        text, context = self._decode([self.context, *ids]), self._tokenizer.form(self.context)
+        text, context = self._decode([self._context, *ids]), self._tokenizer.form(self._context)
         if text.startswith(context.text):
             return text[len(context.text) :]
         return self._decode(ids)

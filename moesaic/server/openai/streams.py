@@ -137,7 +137,7 @@ class AnswerWriter(Generic[AnswerT]):
         asked = options.include_usage if options else None
         self._ends_with_usage = setup.streams_end_with_usage if asked is None else asked
         self._usage_in_all = bool(options and options.continuous_usage_stats)
-        self._start = _encoder.encode(self._header)[:-1] + b',"choices":['
+        self._start = one_line(_encoder.encode(self._header))[:-1] + b',"choices":['
         self._end = b'],"usage":null}' if self._ends_with_usage else b"]}"
         self._text_event = b"data: %b%%b%b\n\n" % (_escaped(self._start), _escaped(self._end))
         """The event of a choice that is text alone."""
@@ -264,7 +264,7 @@ async def respond(
 ) -> Response:
     if stream:
         updates = await generation.stream(context, request, call)
-        events = _Events(context, updates, answers)
+        events = AnswerEvents(context, updates, answers)
         return EventStream(events.read(), answers.error, answers.end, events.write_to)
     found = await generation.collect(context, request, call)
     return json_response(await whole_response(context, found, answers))
@@ -279,7 +279,7 @@ async def whole_response(
     return await answers.response(updates, context.shared(ResponseWriter))
 
 
-class _Events:
+class AnswerEvents:
     """The events of a stream."""
 
     def __init__(
@@ -318,11 +318,9 @@ class _Events:
             return False
         self._num_sent[number] = progress.num_output
         data = self._answers.chunks(RequestUpdate(number, progress, requests[number]), 0)
-        if self._answers.held:  # text alone, however long, takes little time
-            data += self._answers.held_chunks()
         if data:
             body.write(data)
-        return True
+        return not self._answers.held  # what is large is written by the task
 
     def _size(self, update: RequestUpdate) -> int:
         number = update.progress.num_output
