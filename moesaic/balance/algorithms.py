@@ -28,6 +28,8 @@ class Algorithm:
     takes_dead_ranks: bool = False
     keeps_current: bool = False
     """Whether it starts from the current placement."""
+    takes_steps: bool = False
+    """Whether it looks at every step, and not at windows of many."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ for _algorithm in (
         "deepseek_vec_hierarchical",
         "the same, groups of experts to nodes first",
         deepseek.deepseek_vec_hierarchical,
+        takes_steps=True,
     ),
     Algorithm(
         "elasticity_aware",

@@ -32,6 +32,8 @@ KICK_SLACK: Final = 0.05
 ROOM_SHARE: Final = 0.6
 """An expert gets another replica if it takes this part of what small experts leave of a rank."""
 LEAST_GAIN: Final = 1e-4
+BOUND_SLACK: Final = 1.005
+"""How near to the least possible peak is near enough."""
 
 
 def _rows(load_LWE: Floats, count_LE: Ints) -> Floats:
@@ -198,13 +200,18 @@ class Search:
     def swap(self, among: Ints, target: float) -> None:
         """Passes over some layers until they are at the target or nothing is left to swap."""
         stuck_L = np.zeros(len(self.best_L), np.int64)
+        target_L = np.full(len(self.best_L), target, np.float32)
+        if self.price:
+            target_L = np.maximum(target_L, BOUND_SLACK * least_peak(self.state))
         for _ in range(MAX_PASSES):
-            goes_on = (self.state.peak()[among] > target) & (stuck_L[among] < 3)
-            layers = among[goes_on]
+            goes_on = (self.state.peak() > target_L) & (stuck_L < 3)
+            layers = among[goes_on[among]]
             if not len(layers):
                 break
             left_l = np.maximum(self.max_fetches - self.fetched_L[layers], 0)
-            rule = SwapRule(target, max(2 * self.price, LEAST_GAIN), stuck_L[layers], left_l // 2)
+            rule = SwapRule(
+                target_L[layers], max(2 * self.price, LEAST_GAIN), stuck_L[layers], left_l // 2
+            )
             swapped_l = swap_pairs(self.state, layers, rule)
             stuck_L[layers] = np.where(swapped_l, 0, stuck_L[layers] + 1)
             self.note()
@@ -313,11 +320,22 @@ def replace_hot(state: SearchState, target: float) -> None:
 
 def room_of_ranks(state: SearchState, target: float) -> Floats:
     """[L]: what one slot may cost beside the smallest others."""
-    mean_LP = state.slot_values(slice(None)).mean(1).reshape(len(state.slots_LDC), -1)
+    return target - smallest_others(state).mean(1)
+
+
+def least_peak(state: SearchState) -> Floats:
+    """[L]: no swap gets below the hottest expert beside the smallest others."""
+    return (state.value_LWE.max(2) + smallest_others(state)).mean(1)
+
+
+def smallest_others(state: SearchState) -> Floats:
+    """[L, W]: the sum of the smallest slots that fill a rank but for one."""
+    layers, windows, _ = state.value_LWE.shape
     others = state.slots_LDC.shape[2] - 1
     if not others:
-        return np.full(len(mean_LP), target, np.float32)
-    return target - np.partition(mean_LP, others - 1, 1)[:, :others].sum(1)
+        return np.zeros((layers, windows), np.float32)
+    value_LWP = state.slot_values(slice(None)).reshape(layers, windows, -1)
+    return np.asarray(np.partition(value_LWP, others - 1, 2)[..., :others].sum(2))
 
 
 def replace_replica(state: SearchState, layers: Ints, hot_l: Ints, given_l: Ints) -> Bools:
@@ -336,7 +354,7 @@ class SwapRule:
     """When a swap is made. `shift_l` pairs layers otherwise that have found nothing; `most_l` is
     how many swaps of a layer are left."""
 
-    target: float
+    target_l: Floats
     least_gain: float
     shift_l: Ints
     most_l: Ints
@@ -345,13 +363,13 @@ class SwapRule:
 def swap_pairs(state: SearchState, layers: Ints, rule: SwapRule) -> Bools:
     """Swaps one expert of each pair of a hot and a cold rank where that pays; [l]: where any."""
     cost_lWD = state.cost_LWD[layers]
-    hot_lK, cold_lK = pair_ranks(cost_lWD, rule.target, rule.shift_l)
+    hot_lK, cold_lK = pair_ranks(cost_lWD, rule.target_l, rule.shift_l)
     hot_lWK = np.take_along_axis(cost_lWD, hot_lK[:, None], 2)
     cold_lWK = np.take_along_axis(cost_lWD, cold_lK[:, None], 2)
     half_lWK = (hot_lWK - cold_lWK) * np.float32(0.5)
     place_lK, left_lK = best_swaps(state, layers, (hot_lK, cold_lK), half_lWK)
     pays_lK = np.abs(half_lWK).mean(1) - left_lK > rule.least_gain
-    pays_lK &= (hot_lWK > rule.target).any(1)
+    pays_lK &= (hot_lWK > rule.target_l[:, None, None]).any(1)
     pays_lK &= np.cumsum(pays_lK, 1) <= rule.most_l[:, None]
     row, pair = np.nonzero(pays_lK)
     i, j = np.divmod(place_lK[row, pair], state.slots_LDC.shape[2])
@@ -385,9 +403,9 @@ def best_swaps(
     return place_lK, np.take_along_axis(flat, place_lK[..., None], 2)[..., 0] / windows
 
 
-def pair_ranks(cost_lWD: Floats, target: float, shift_l: Ints) -> tuple[Ints, Ints]:
+def pair_ranks(cost_lWD: Floats, target_l: Floats, shift_l: Ints) -> tuple[Ints, Ints]:
     """(hot, cold) ranks [l, K], the hottest first, and beside it the coldest."""
-    over_lD = np.maximum(cost_lWD - target, 0).mean(1)
+    over_lD = np.maximum(cost_lWD - target_l[:, None, None], 0).mean(1)
     order_lD = np.argsort(cost_lWD.mean(1) + 4 * over_lD, axis=1)
     ranks = order_lD.shape[1]
     most = int((over_lD > 0).sum(1).max())
