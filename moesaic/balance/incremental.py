@@ -26,6 +26,8 @@ from moesaic.balance.problem import (
 )
 
 MAX_PASSES: Final = 24
+MOST_STUCK: Final = 8
+"""Passes without a swap, each with other pairs, after which a layer is left as it is."""
 MAX_KICKS: Final = 60
 KICK_ABOVE: Final = 1.02
 KICK_SLACK: Final = 0.05
@@ -204,7 +206,7 @@ class Search:
         if self.price:
             target_L = np.maximum(target_L, BOUND_SLACK * least_peak(self.state))
         for _ in range(MAX_PASSES):
-            goes_on = (self.state.peak() > target_L) & (stuck_L < 3)
+            goes_on = (self.state.peak() > target_L) & (stuck_L < MOST_STUCK)
             layers = among[goes_on[among]]
             if not len(layers):
                 break
@@ -410,5 +412,5 @@ def pair_ranks(cost_lWD: Floats, target_l: Floats, shift_l: Ints) -> tuple[Ints,
     ranks = order_lD.shape[1]
     most = int((over_lD > 0).sum(1).max())
     pairs = max(1, min(ranks // 2, most))
-    cold = (np.arange(pairs) + shift_l[:, None]) % max(ranks // 2, 1)
+    cold = (np.arange(pairs) + shift_l[:, None]) % max(ranks - pairs, 1)
     return order_lD[:, ::-1][:, :pairs], np.take_along_axis(order_lD, cold, 1)
