@@ -1,8 +1,9 @@
 """Files of recorded routing and of placements, in SGLang's formats.
 
-Loads: `logical_count` [steps, layers, experts] in JSON or .pt, a recorder's dump of passes, or
-top-k ids of tokens as `data` in .npz. Placements: `physical_to_logical_map` [layers, slots] in
-JSON or .pt, and nothing else, as SGLang's `--init-expert-location` reads them.
+Loads: `logical_count` [steps, layers, experts] or a recorder's dump of passes in JSON, or top-k ids
+of tokens as `data` in .npz. Placements: `physical_to_logical_map` [layers, slots] in JSON, and
+nothing else, as SGLang's `--init-expert-location` reads them. Files of torch (.pt) are pickles,
+which this package never opens: TO_JSON turns them into JSON.
 S steps · L layers · E experts · P slots · T tokens · K chosen experts.
 """
 
@@ -19,16 +20,15 @@ from moesaic.balance.problem import Floats, Ints
 
 PLACEMENT_KEY: Final = "physical_to_logical_map"
 LOAD_KEY: Final = "logical_count"
+TO_JSON: Final = (
+    "import json, sys, torch; json.dump(torch.load(sys.argv[1], weights_only=True), "
+    "open(sys.argv[2], 'w'), default=lambda tensor: tensor.tolist())"
+)
+"""A program for `python -c`, with the two files as arguments."""
 
 
 def _read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _read_pt(path: Path) -> Any:
-    import torch
-
-    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _read_npz(path: Path) -> Any:
@@ -38,18 +38,22 @@ def _read_npz(path: Path) -> Any:
 
 READERS: Final[dict[str, Callable[[Path], Any]]] = {
     ".json": _read_json,
-    ".pt": _read_pt,
     ".npz": _read_npz,
 }
 
 
 def read_file(path: Path) -> Mapping[str, Any]:
     """The values of a file by name; ValueError with what to do about one that cannot be read."""
+    if path.suffix == ".pt":
+        raise ValueError(
+            f"{path} is a pickle, which is not opened here: turn it into JSON with "
+            f'python -c "{TO_JSON}" {path} {path.with_suffix(".json")}'
+        )
     if path.suffix not in READERS:
         raise ValueError(f"{path}: give a file that ends in {', '.join(READERS)}")
     try:
         found = READERS[path.suffix](path)
-    except Exception as error:  # what torch and numpy raise has no common class
+    except Exception as error:  # zipfile and numpy raise many kinds
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{path} cannot be read: {reason}") from None
     if not isinstance(found, Mapping):
@@ -142,12 +146,5 @@ def read_placement(path: Path) -> Ints:
 
 
 def write_placement(path: Path, slots_LP: Ints) -> None:
-    """For SGLang's `--init-expert-location`; readable by json or torch alone."""
-    if path.suffix == ".json":
-        path.write_text(json.dumps({PLACEMENT_KEY: slots_LP.tolist()}) + "\n", encoding="utf-8")
-    elif path.suffix == ".pt":
-        import torch
-
-        torch.save({PLACEMENT_KEY: torch.from_numpy(slots_LP)}, path)
-    else:
-        raise ValueError(f"--out {path}: give a file that ends in .json or .pt")
+    """For SGLang's `--init-expert-location`; readable by json alone."""
+    path.write_text(json.dumps({PLACEMENT_KEY: slots_LP.tolist()}) + "\n", encoding="utf-8")

@@ -47,7 +47,13 @@ def _reads(load_LWE: Floats, count_LE: Ints) -> Floats:
     return -np.expm1(-_rows(load_LWE, count_LE))
 
 
-COSTS: Final[dict[str, Callable[[Floats, Ints], Floats]]] = {"tokens": _rows, "experts": _reads}
+@dataclass(frozen=True)
+class Objective:
+    """`cost`: of one replica of each expert to its rank. `change_replicas(state, target, most)`
+    replaces at most so many replicas of a layer before experts are swapped."""
+
+    cost: Callable[[Floats, Ints], Floats]
+    change_replicas: Callable[[SearchState, float, int], None]
 
 
 @dataclass
@@ -57,8 +63,9 @@ class SearchState:
 
     slots_LDC: Ints
     load_LWE: Floats
-    objective: str
-    unit_LW1: Floats = field(init=False)
+    objective: Objective
+    unit_LW1: Floats | None = None
+    """None: the mean over ranks of these placements."""
     count_LE: Ints = field(init=False)
     value_LWE: Floats = field(init=False)
     """Cost of one replica of each expert."""
@@ -70,9 +77,10 @@ class SearchState:
         slots_LP = self.slots_LDC.reshape(layers, -1)
         self.count_LE = counts_of(slots_LP, self.load_LWE.shape[2])
         self.held_LDE = experts_of_ranks(slots_LP, ranks, self.load_LWE.shape[2])
-        value_LWE = COSTS[self.objective](self.load_LWE, self.count_LE)
-        total_LW1 = (value_LWE * self.count_LE[:, None]).sum(2, keepdims=True) / ranks
-        self.unit_LW1 = np.where(total_LW1 > 0, total_LW1, 1).astype(np.float32)
+        value_LWE = self.objective.cost(self.load_LWE, self.count_LE)
+        if self.unit_LW1 is None:
+            total_LW1 = (value_LWE * self.count_LE[:, None]).sum(2, keepdims=True) / ranks
+            self.unit_LW1 = np.where(total_LW1 > 0, total_LW1, 1).astype(np.float32)
         self.value_LWE = value_LWE / self.unit_LW1
         self.cost_LWD = self.slot_values(slice(None)).sum(-1)
 
@@ -87,7 +95,8 @@ class SearchState:
 
     def revalue(self, layers: Ints) -> None:
         """After the numbers of replicas of these layers have changed."""
-        value_LWE = COSTS[self.objective](self.load_LWE[layers], self.count_LE[layers])
+        assert self.unit_LW1 is not None
+        value_LWE = self.objective.cost(self.load_LWE[layers], self.count_LE[layers])
         self.value_LWE[layers] = value_LWE / self.unit_LW1[layers]
         self.cost_LWD[layers] = self.slot_values(layers).sum(-1)
 
@@ -129,9 +138,9 @@ def incremental(problem: BalanceProblem) -> Ints:
         return _on_live_ranks(problem)
     fresh = problem.current_LP is None
     start_LP = deepseek(problem) if problem.current_LP is None else problem.current_LP
-    layers, ranks = problem.num_layers, problem.num_ranks
+    layers, ranks, objective = problem.num_layers, problem.num_ranks, SEARCHED[problem.objective]
     load_LWE = np.ascontiguousarray(problem.loads_SLE.swapaxes(0, 1))
-    state = SearchState(start_LP.reshape(layers, ranks, -1).copy(), load_LWE, problem.objective)
+    state = SearchState(start_LP.reshape(layers, ranks, -1).copy(), load_LWE, objective)
     search = Search(state, problem.max_fetches, 0.0 if fresh else problem.cost.price(ranks))
     search.run(1.0 if fresh else problem.target)
     if fresh:
@@ -192,10 +201,8 @@ class Search:
         changed = (self.best_LDC != self.state.slots_LDC).any((1, 2))
         self.best_L[changed] = np.inf
         self.note()
-        if self.state.objective == "tokens":
-            replace_hot(self.state, target)
-        else:
-            drop_replicas(self.state)
+        most = max(self.max_fetches - int(self.fetched_L.max()), 0)
+        self.state.objective.change_replicas(self.state, target, most)
         self.note()
         self.swap(np.arange(len(self.best_L)), target)
 
@@ -223,7 +230,8 @@ class Search:
         hardly worse. The hottest ranks count together, so that one after the other can cool."""
         at_LDC, at_L = self.best_LDC.copy(), np.full(len(self.best_L), np.inf, np.float32)
         for _ in range(MAX_KICKS):
-            self.state = SearchState(at_LDC.copy(), self.state.load_LWE, self.state.objective)
+            old = self.state
+            self.state = SearchState(at_LDC.copy(), old.load_LWE, old.objective, old.unit_LW1)
             layers = np.flatnonzero(self.state.cost_LWD.mean(1).max(1) > KICK_ABOVE)
             if not len(layers) or not kick_layers(self.state, layers, rng):
                 return
@@ -258,11 +266,11 @@ def spread_duplicates(state: SearchState) -> None:
             state.put(*at, np.array([value_E.argmax()]))
 
 
-def drop_replicas(state: SearchState) -> None:
+def drop_replicas(state: SearchState, target: float, most: int) -> None:
     """Replaces replicas on hot ranks by experts that are rarely asked for, which need not be read,
-    while the hottest rank gets less to read."""
-    layers = np.arange(len(state.slots_LDC))
-    for _ in range(state.slots_LDC[0].size):
+    while the hottest rank is above the target and gets less to read."""
+    layers = np.flatnonzero(state.peak() > target)
+    for _ in range(most):
         at_l, mean_lE = np.arange(len(layers)), state.value_LWE[layers].mean(1)
         rank_l = state.cost_LWD[layers].mean(1).argmax(1)
         slots_lC = state.slots_LDC[layers, rank_l]
@@ -299,11 +307,11 @@ def kick_layers(state: SearchState, layers: Ints, rng: np.random.Generator) -> b
     return bool(kicked)
 
 
-def replace_hot(state: SearchState, target: float) -> None:
+def replace_hot(state: SearchState, target: float, most: int) -> None:
     """Gives experts that are too hot for a rank the slots of replicas that are needed least."""
     limit_L = ROOM_SHARE * room_of_ranks(state, target)
     layers = np.arange(len(limit_L))
-    for _ in range(state.slots_LDC[0].size):
+    for _ in range(most):
         mean_LE = state.value_LWE[layers].mean(1)
         hot_L = mean_LE.argmax(1)
         at = np.arange(len(layers))
@@ -414,3 +422,9 @@ def pair_ranks(cost_lWD: Floats, target_l: Floats, shift_l: Ints) -> tuple[Ints,
     pairs = max(1, min(ranks // 2, most))
     cold = (np.arange(pairs) + shift_l[:, None]) % max(ranks - pairs, 1)
     return order_lD[:, ::-1][:, :pairs], np.take_along_axis(order_lD, cold, 1)
+
+
+SEARCHED: Final = {
+    "tokens": Objective(_rows, replace_hot),
+    "experts": Objective(_reads, drop_replicas),
+}

@@ -21,16 +21,17 @@ Compare placements of experts, without a model and without a server: how evenly 
 loaded, what would have to be fetched, and how long a step would take.
 
 LOADS is a file with recorded routing:
-  .json, .pt  logical_count [steps, layers, experts], or a dump of SGLang's expert recorder
-  .npz        data: the top-k ids [tokens, k] of one layer, or [layers, tokens, k]
+  .json  logical_count [steps, layers, experts], or the passes of SGLang's expert recorder
+  .npz   data: the top-k ids [tokens, k] of one layer, or [layers, tokens, k]
+Dumps of SGLang (.pt) are pickles and are not opened; the message has a line that converts them.
 The first half of its steps is planned from, the second half judges. Without LOADS routing is
 generated: experts follow Zipf's law in a random order; then popularity drifts, and every step adds
 noise. The current placement there is the one planned before the drift.
 
   moesaic balance --ep 32 --redundant 0 32
   moesaic balance trace.npz --ep 8 --redundant 16 --num-experts 128 --algorithms auto deepseek
-  moesaic balance counts.pt --ep 16 --redundant 32 --out placement.json --plot heat.png
-  moesaic balance counts.pt --ep 16 --redundant 32 --current placement.json
+  moesaic balance counts.json --ep 16 --redundant 32 --out placement.json --plot heat.png
+  moesaic balance counts.json --ep 16 --redundant 32 --current placement.json
 
 max/mean is the load of the fullest rank over the mean (1 is perfect), averaged over steps and
 layers; split: the same if every step split tokens between replicas to spare the fullest rank.
@@ -38,7 +39,6 @@ Fetched slots hold an expert that was not on their rank in the current placement
 of a step and of the move are predictions for the experts alone, by the figures under "Hardware"."""
 USAGE = "moesaic balance [LOADS] [flags]"
 ALGORITHMS = ("auto", "deepseek", "deepseek_vec")
-PLACEMENT_SUFFIXES = (".json", ".pt")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -65,8 +65,8 @@ def _check_targets(args: BalanceCommandArgs) -> None:
     """Before anything slow."""
     from moesaic.evals.data import check_target
 
-    if args.out is not None and Path(args.out).suffix not in PLACEMENT_SUFFIXES:
-        raise ValueError(f"--out {args.out}: give a file that ends in .json or .pt")
+    if args.out is not None and Path(args.out).suffix != ".json":
+        raise ValueError(f"--out {args.out}: give a file that ends in .json")
     for name, path in (("--out", args.out), ("--plot", args.plot), ("--json", args.json)):
         if path is not None:
             check_target(name, path)
@@ -125,13 +125,17 @@ def _compare(comparison: Comparison, args: BalanceCommandArgs) -> list[Row]:
 
 def _heading(loads: str | None, comparison: Comparison) -> str:
     steps, layers, experts = comparison.judge_SLE.shape
-    seen = len(comparison.plan_SLE)
+    seen = _several(len(comparison.plan_SLE), "step")
     same = comparison.plan_SLE is comparison.judge_SLE
-    how = "planned from and judged by" if same else f"planned from {seen} steps, judged by"
+    how = "planned from and judged by" if same else f"planned from {seen}, judged by"
     return (
-        f"{loads or 'generated routing'}: {layers} layers of {experts} experts on "
-        f"{comparison.ranks} ranks; {how} {steps} step{'s' * (steps > 1)}"
+        f"{loads or 'generated routing'}: {_several(layers, 'layer')} of {experts} experts on "
+        f"{_several(comparison.ranks, 'rank')}; {how} {_several(steps, 'step')}"
     )
+
+
+def _several(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _table(rows: Sequence[Row]) -> str:

@@ -88,7 +88,7 @@ class OutputArgs:
     out: str | None = flag(
         None,
         "Write the plan that takes the least time over --horizon, moves included, as SGLang's "
-        "--init-expert-location reads it: .json or .pt.",
+        "--init-expert-location reads it: .json.",
         metavar="FILE",
     )
     plot: str | None = flag(None, "Draw the load of ranks before and after: a PNG.", metavar="FILE")
