@@ -59,6 +59,8 @@ class BalanceProblem:
     """Slots of a layer that `incremental` may fetch; None: as many as pay."""
 
     def __post_init__(self) -> None:
+        # Whole numbers are welcome; results are exact in float32.
+        object.__setattr__(self, "loads_SLE", np.asarray(self.loads_SLE, np.float32))
         check_loads(self.loads_SLE)
         check_sizes(self)
         if self.current_LP is not None:
@@ -97,8 +99,13 @@ def check_loads(loads_SLE: Floats) -> None:
         raise ValueError(
             f"loads of shape {list(loads_SLE.shape)}: give steps × layers × experts, none of them 0"
         )
-    if not (np.isfinite(loads_SLE).all() and (loads_SLE >= 0).all()):
-        raise ValueError("loads must be finite and not negative: they are numbers of tokens")
+    right_SLE = np.isfinite(loads_SLE) & (loads_SLE >= 0)
+    if not right_SLE.all():
+        step, layer, expert = np.argwhere(~right_SLE)[0]
+        raise ValueError(
+            f"the load of expert {expert} in layer {layer} of step {step} is "
+            f"{loads_SLE[step, layer, expert]}: give numbers of tokens, finite and not negative"
+        )
 
 
 def check_sizes(problem: BalanceProblem) -> None:

@@ -48,7 +48,10 @@ class PlacementArgs:
     num_groups: int = flag(1, "Groups of experts that the router chooses by.", at_least=1)
     nnodes: int = flag(1, "Nodes of the ranks.", at_least=1)
     current: str | None = flag(
-        None, "File with the current placement; unset: slot i holds expert i.", metavar="FILE"
+        None,
+        "File with the current placement; unset: slot i holds expert i, or with generated routing "
+        "the plan before the drift.",
+        metavar="FILE",
     )
     windows: int = flag(
         1,

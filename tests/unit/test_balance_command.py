@@ -160,7 +160,10 @@ def test_wrong_files_are_named(tmp_path: Path):
         ({"active_D": np.array([True, False])}, "1 live ranks have 4 slots for 8 experts: at lea"),
         ({"active_D": np.array([True])}, "1 values for 2 ranks"),
         ({"objective": "rows"}, "'rows' is not known: choose one of tokens, experts"),
-        ({"loads_SLE": -np.ones((1, 1, 8), np.float32)}, "must be finite and not negative"),
+        (
+            {"loads_SLE": -np.ones((1, 1, 8), np.float32)},
+            "expert 0 in layer 0 of step 0 is -1.0: give numbers",
+        ),
         ({"loads_SLE": np.ones((1, 8), np.float32)}, "give steps × layers × experts"),
     ],
 )
