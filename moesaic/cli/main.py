@@ -17,6 +17,7 @@ COMMANDS = {
     "eval": "score a model, or a server, on problems with answers",
     "quantize": "write a checkpoint anew with fewer bits",
     "tune": "find the fastest kernel configurations on this GPU",
+    "balance": "compare placements of experts on recorded or generated routing",
     "doctor": "what this machine has, and how a model would be laid out",
 }
 EXAMPLES = """\
@@ -31,6 +32,9 @@ Score a model on problems with known answers; nothing is downloaded:
 
 See what every rank would hold, and whether it fits, without loading anything:
   moesaic doctor tiny:deepseek_v3 --tp 4 --dp 4 --enable-dp-attention --moe-a2a-backend deepep
+
+Compare placements of 256 experts on 32 ranks under a skewed load, without a model:
+  moesaic balance --ep 32 --redundant 0 32
 
 Every flag of the engine, with its default and what is built:
   moesaic generate --help

@@ -179,7 +179,7 @@ def test_launch_server_is_serve():
         (
             ["sreve"],
             "unknown command sreve: choose one of serve, generate, bench, eval, quantize, "
-            "tune, doctor; did you mean serve?",
+            "tune, balance, doctor; did you mean serve?",
         ),
         (
             ["serve"],
@@ -252,6 +252,9 @@ def test_help_does_not_import_torch(command: str):
         return
     if command == "bench":
         assert "moesaic bench latency MODEL" in done.stdout
+        return
+    if command == "balance":
+        assert "  moesaic balance --ep 32 --redundant 0 32\n" in done.stdout
         return
     if command == "tune":
         assert "usage: moesaic tune SHAPE [SHAPE …] [flags]\n" in done.stdout

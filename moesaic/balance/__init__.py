@@ -1,0 +1,1 @@
+"""Expert load balancing: placements computed from loads."""
