@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import math
 import statistics
 import time
@@ -27,7 +28,15 @@ import psutil
 import torch
 from tqdm import tqdm
 
-from bench.common import Range, machine, mixed_workload, positive, print_table, write_json
+from bench.common import (
+    RESULTS,
+    Range,
+    machine,
+    mixed_workload,
+    positive,
+    print_table,
+    write_json,
+)
 from bench.growth_rank import MIXED_PROMPT, Load, RankLoop, StepCost
 from bench.http import VOCAB, by_http
 from bench.http_server import Server, started
@@ -369,12 +378,20 @@ def main() -> None:
     growths = run(args)
     header = ["", "sizes", "CPU ms", "exponent", "µs", "at most", "met"]
     print_table(header, table(growths))
+    about = {"machine": machine(1), "repeats": args.repeats}
     rows: list[dict[str, Any]] = [
-        {**asdict(growth), "target": growth.target, "met": growth.met} for growth in growths
+        {**asdict(growth), "target": growth.target, "met": growth.met, **about}
+        for growth in growths
     ]
-    write_json(
-        f"growth-{args.size}", {"machine": machine(1), "repeats": args.repeats, "axes": rows}
-    )
+    name = f"growth-{args.size}"
+    write_json(name, merged(RESULTS / f"{name}.json", rows))
+
+
+def merged(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of this run, and those of axes that it has not measured, in the axes' order."""
+    before = json.loads(path.read_text()) if path.exists() else []
+    by_axis = {row["axis"]: row for row in [*before, *rows]}
+    return [by_axis[axis] for axis in make_axes() if axis in by_axis]
 
 
 if __name__ == "__main__":

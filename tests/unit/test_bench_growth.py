@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
 from bench import growth
-from bench.growth import Growth, Point, exponent, parse_args, run, table
+from bench.growth import Growth, Point, exponent, merged, parse_args, run, table
 from bench.growth_rank import Load, RankLoop
 
 QUICK = ["--size", "quick", "--repeats", "1", "--axes"]
@@ -73,3 +74,11 @@ def test_the_loop_decodes_a_token_of_every_request(load: Load) -> None:
     assert request.num_output >= load.emitted + 1 + 6
     different = len(set(request.output_ids))
     assert different == (request.num_output if load.penalised else 1)
+
+
+def test_axes_that_were_not_measured_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "growth.json"
+    assert merged(path, [{"axis": "rows", "ms": 1}]) == [{"axis": "rows", "ms": 1}]
+    path.write_text(json.dumps([{"axis": "rows", "ms": 1}, {"axis": "ranks", "ms": 2}]))
+    found = merged(path, [{"axis": "rows", "ms": 3}, {"axis": "running", "ms": 4}])
+    assert found == [{"axis": n, "ms": ms} for n, ms in (("running", 4), ("rows", 3), ("ranks", 2))]
