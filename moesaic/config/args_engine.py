@@ -35,6 +35,11 @@ ATTENTION_BACKENDS = tuple(
     "intel_amx intel_xpu ascend llada2_cfg_flashinfer minicpm_flashattn "
     "minicpm_flashinfer".split()
 )
+# Kernels for the attention of any model; the others are for other devices, or change the results.
+ATTENTION_KERNELS = tuple(
+    "torch_native triton flashinfer fa3 fa4 flashmla cutlass_mla trtllm_mla trtllm_mha "
+    "cutedsl_mla tokenspeed_mla flex_attention hpc_ops aiter wave intel_amx".split()
+)
 POLICIES = tuple(
     "fcfs lpm random dfs-weight lof priority routing-key hrrn shortest-prefill-first".split()
 )
@@ -316,8 +321,10 @@ class ScheduleArgs:
     page_size: int = flag(16, "Tokens in one page of the KV cache.", at_least=1)
     schedule_policy: str = flag(
         "fcfs",
-        "Order of waiting requests: first come, or longest cached prefix first.",
+        "Order of waiting requests: first come. Orders that only reuse more of the cache are "
+        "accepted.",
         choices=POLICIES,
+        idle=("lpm", "dfs-weight"),
         built=("fcfs",),
         why="requests start in the order in which they come",
     )
@@ -363,16 +370,18 @@ class RuntimeArgs:
     )
     attention_backend: str = flag(
         "auto",
-        "Attention kernels: torch_native (torch's own) on CPU, triton on CUDA.",
+        "Attention kernels: torch_native (torch's own) on CPU, triton on CUDA, whichever is named.",
         choices=ATTENTION_BACKENDS,
-        built=("auto", "torch_native", "triton"),
+        idle=ATTENTION_KERNELS,
+        built=("auto",),
         why="attention has kernels of its own, which the device decides",
     )
     sampling_backend: str = flag(
         "auto",
-        "Sampling kernels: pytorch on CPU, triton on CUDA.",
+        "Sampling kernels: pytorch on CPU, triton on CUDA, whichever is named.",
         choices=("auto", "pytorch", "triton", "flashinfer", "ascend", "intel_xpu"),
-        built=("auto", "pytorch", "triton"),
+        idle=("pytorch", "triton", "flashinfer"),
+        built=("auto",),
         why="sampling has kernels of its own, which the device decides",
     )
     enable_deterministic_inference: bool = flag(
@@ -425,11 +434,6 @@ class RuntimeArgs:
         "Most tokens of such a graph; unset: 4096, or the largest step if that is less.",
         aliases=("--piecewise-cuda-graph-max-tokens",),
         at_least=1,
-    )
-    enable_torch_compile: bool = not_built(
-        False,
-        "Compile the model with torch.compile.",
-        why="layers run kernels of their own, on a GPU in CUDA graphs",
     )
     watchdog_timeout: float = flag(
         300.0, "Seconds without progress after which a step of several ranks is aborted.", above=0

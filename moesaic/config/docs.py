@@ -64,7 +64,7 @@ def _cells(spec: FlagSpec) -> list[str]:
 
 def _built(spec: FlagSpec) -> str:
     if isinstance(spec.flag.built, tuple):
-        return ", ".join(f"`{value}`" for value in spec.flag.built)
+        return ", ".join(f"`{value}`" for value in (*spec.flag.built, *spec.flag.idle))
     return "yes" if spec.flag.built is ALL else "no"
 
 

@@ -47,6 +47,7 @@ class Flag:
     refused: Mapping[str, str] = dataclasses.field(
         default_factory=dict
     )  # why not, and what to do instead
+    idle: tuple[str, ...] = ()  # values that only choose how SGLang computes; `why` says the rest
     open: bool = False  # packages may register more values than the choices
     built: Built | tuple[str | int, ...] = ALL
     why: str = ""  # why it is not wholly built; unset: the reason of its group
@@ -123,6 +124,8 @@ class FlagSpec:
     def accepts(self, value: Any) -> bool:
         """Whether the value works in this version."""
         if value == self.default or self.flag.built is ALL or self.means(value) is not None:
+            return True
+        if value in self.flag.idle:
             return True
         return isinstance(self.flag.built, tuple) and value in self.flag.built
 

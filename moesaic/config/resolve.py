@@ -67,6 +67,8 @@ def resolve(args: ServerArgs) -> ServerArgs:
         logger.info("--trust-remote-code changes nothing: code from a checkpoint is never run")
     for change in _logged(args):
         logger.info("%s: %s", _shown(change), change.reason)
+    for note in _idle_values(args):
+        logger.info("%s", note)
     if device_of(args) == "cuda" and (crowd := crowding_warning(gpus_of(args))):
         logger.warning("%s", crowd)
     return replace(args, **{change.field: change.value for change in flag_changes(args)})
@@ -85,6 +87,14 @@ def flag_changes(args: ServerArgs) -> list[FlagChange]:
     """The changes that `resolve` makes to arguments that it accepts."""
     changes = [*_logged(args), *_defaults(args)]
     return [change for change in changes if getattr(args, change.field) != change.value]
+
+
+def _idle_values(args: ServerArgs) -> Iterator[str]:
+    """What to log about values that only choose how SGLang computes."""
+    changed = {change.field for change in flag_changes(args)}
+    for spec in specs(ServerArgs).values():
+        if spec.field in changed and getattr(args, spec.field) in spec.flag.idle:
+            yield f"{show(spec, getattr(args, spec.field))} needs nothing here: {spec.flag.why}"
 
 
 def _shown(change: FlagChange) -> str:
@@ -137,6 +147,10 @@ def _defaults(args: ServerArgs) -> Iterator[FlagChange]:
         yield FlagChange("device", device, device_reason(args))
     yield FlagChange("attention_backend", ATTENTION[device], f"the only one on {device}")
     yield FlagChange("sampling_backend", SAMPLING[device], f"the only one on {device}")
+    if args.schedule_policy in specs(ServerArgs)["schedule_policy"].flag.idle:
+        yield FlagChange("schedule_policy", "fcfs", "the only order")
+    if args.trust_remote_code:
+        yield FlagChange("trust_remote_code", False, "code from a checkpoint is never run")
     chunk, why = args.chunked_prefill_size or CHUNKS[device], f"the default on {device}"
     if args.max_prefill_tokens is not None and not 0 < chunk <= args.max_prefill_tokens:
         chunk, why = args.max_prefill_tokens, "--max-prefill-tokens"
@@ -210,13 +224,6 @@ def _device(args: ServerArgs) -> Iterator[str]:
         yield f"{source} cannot work here: {missing}; give --device cpu"
     elif device == "cuda" and (beyond := unsupported_on_cuda(args)):
         yield f"{source} cannot do this: {beyond}; leave it out or give --device cpu"
-    for name, asked, known in (
-        ("--attention-backend", args.attention_backend, ATTENTION),
-        ("--sampling-backend", args.sampling_backend, SAMPLING),
-    ):
-        others = [kind for kind, value in known.items() if value == asked and kind != device]
-        if others:
-            yield f"{name} {asked} works on {others[0]}, not on {device}: give {known[device]}"
 
 
 def _sizes(args: ServerArgs) -> Iterator[str]:

@@ -63,7 +63,7 @@ from moesaic.engine.text.tokenizer import load_tokenizer
 from moesaic.engine.worker.local_core import LocalCore
 from moesaic.engine.worker.rank_info import log_ranks
 from moesaic.models.checkpoint import check_folder
-from moesaic.models.locate import model_folder, own_folder, tokenizer_folder
+from moesaic.models.locate import changed_folder, own_folder, tokenizer_folder
 from moesaic.observe.requests import RequestStats, RequestWatch
 from moesaic.observe.spans import SpanKind
 
@@ -83,8 +83,9 @@ class Engine:
     def __init__(self, *, apart: bool = False, **kwargs: Any) -> None:
         started = time.monotonic()
         given = resolve(ServerArgs.from_kwargs(**kwargs))
-        self.args = _with_local_model(given)
-        self.server_args = _with_own_folder(self.args, given)
+        own = own_folder(given)
+        self.args = _with_local_model(given, changed_folder(given, own))
+        self.server_args = _with_own_folder(self.args, given, own)
         """The resolved flags to show: the model's own folder, not one with a changed config."""
         logging.getLogger("moesaic").setLevel(self.args.log_level.upper())
         check_folder(self.args.model_path, has_tensors=self.args.load_format != "dummy")
@@ -433,8 +434,7 @@ def _preferred_params(args: ServerArgs) -> dict[str, Any]:
     return found
 
 
-def _with_local_model(args: ServerArgs) -> ServerArgs:
-    folder = model_folder(args)
+def _with_local_model(args: ServerArgs, folder: str) -> ServerArgs:
     return replace(
         args,
         model_path=folder,
@@ -443,8 +443,7 @@ def _with_local_model(args: ServerArgs) -> ServerArgs:
     )
 
 
-def _with_own_folder(args: ServerArgs, given: ServerArgs) -> ServerArgs:
-    folder = own_folder(given)
+def _with_own_folder(args: ServerArgs, given: ServerArgs, folder: str) -> ServerArgs:
     if folder == args.model_path:
         return args
     return replace(args, model_path=folder, tokenizer_path=tokenizer_folder(given, folder))

@@ -15,7 +15,7 @@ from moesaic.models.folder import TensorIndex, brief, read_as
 from moesaic.models.tensor_file import TensorEntry, TensorFile
 
 INDEX = "model.safetensors.index.json"
-_LAYER = re.compile(r"^model\.layers\.(\d{1,9})\.")
+LAYER = re.compile(r"^model\.layers\.(\d{1,9})\.")
 EXPERT = re.compile(r"\.experts\.(\d{1,9})\.")
 FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -128,7 +128,7 @@ def check_folder(path: str, has_tensors: bool) -> None:
         return
     names = _tensor_names(folder)
     for field, asked, numbered in (
-        ("num_hidden_layers", layers, _LAYER),
+        ("num_hidden_layers", layers, LAYER),
         (next(filter(raw.has, EXPERT_COUNTS), ""), experts, EXPERT),
     ):
         numbers = [int(found[1]) for name in names if (found := numbered.search(name))]

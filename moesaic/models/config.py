@@ -26,6 +26,8 @@ Item = TypeVar("Item")
 EXPERT_COUNTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 INNER_SIZES: Final = ("intermediate_size", "moe_intermediate_size")
 HEAD_SIZES: Final = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+# Added if --json-model-override-args changes num_hidden_layers: what config.json itself says.
+CHECKPOINT_LAYERS: Final = "num_checkpoint_layers"
 # Upper limits: a larger value is an error, or an attempt to exhaust memory. Published models have
 # up to 126 layers, 512 experts, a vocabulary of 262,208 and 10,485,760 positions; float32, in which
 # positions are rotated, is exact up to 2^24.

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from moesaic.config import ServerArgs
 from moesaic.config.flags import json_object
+from moesaic.models.config import CHECKPOINT_LAYERS
 from moesaic.models.folder import read_object
 from moesaic.models.generated import cached_folder
 from moesaic.models.tiny import materialise
@@ -21,7 +22,11 @@ HUB_ID: Final = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 def model_folder(args: ServerArgs) -> str:
     """The folder of --model-path; ValueError if the Hub's cache has no such model or revision."""
-    folder = own_folder(args)
+    return changed_folder(args, own_folder(args))
+
+
+def changed_folder(args: ServerArgs, folder: str) -> str:
+    """The model's own folder, or one with the changes of --json-model-override-args."""
     if changes := json_object(args, "json_model_override_args"):
         return _with_changes(Path(folder), changes)
     return folder
@@ -79,7 +84,10 @@ class _Hub:
 
 def _with_changes(folder: Path, changes: dict[str, Any]) -> str:
     """A folder of links to the files of another, with changes in config.json."""
-    config = read_object(folder / "config.json") | changes
+    given = read_object(folder / "config.json")
+    config = given | changes
+    if "num_hidden_layers" in changes and "num_hidden_layers" in given:
+        config[CHECKPOINT_LAYERS] = given["num_hidden_layers"]
     text = json.dumps(config, indent=2)
     files = {path.name: path.absolute() for path in sorted(folder.iterdir())}
     stamps = [(str(path), path.stat().st_mtime_ns) for path in files.values()]

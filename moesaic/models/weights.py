@@ -17,8 +17,8 @@ from tqdm import tqdm
 
 from moesaic.layers.module import MatrixSlot, Module, TensorSlot
 from moesaic.models.blocks import CausalLM
-from moesaic.models.checkpoint import EXPERT, Checkpoint, TensorSpec, float_spec
-from moesaic.models.config import BuildContext, RawConfig
+from moesaic.models.checkpoint import EXPERT, LAYER, Checkpoint, TensorSpec, float_spec
+from moesaic.models.config import CHECKPOINT_LAYERS, BuildContext, RawConfig
 from moesaic.models.pinned_copy import PinnedCopy
 from moesaic.models.registry import build_model
 from moesaic.models.schemes import Matrix, MatrixReader, Scheme, detect_scheme
@@ -162,6 +162,8 @@ def _check_tensors(
         name for name in others if not model.is_optional(name) and not scheme.is_optional(name)
     }
     if others:
+        others -= _names_of_left_out_layers(others, RawConfig.read(checkpoint.folder))
+    if others:
         others -= _all_names(loader, whole)
     extra = sorted(name for name in others if not checkpoint.is_empty(name))
     if missing or extra:
@@ -193,6 +195,14 @@ def _names_of_other_experts(names: Iterable[str], known: Iterable[str], experts:
         and found[1] in numbers
         and name[: found.start()] + name[found.end() :] in forms
     }
+
+
+def _names_of_left_out_layers(names: Iterable[str], raw: RawConfig) -> set[str]:
+    """Those of `names` in layers that --json-model-override-args left out."""
+    layers = raw.integer("num_hidden_layers")
+    if layers >= raw.integer(CHECKPOINT_LAYERS, layers):
+        return set()
+    return {name for name in names if (found := LAYER.search(name)) and int(found[1]) >= layers}
 
 
 def _all_names(loader: Loader, whole: Callable[[RawConfig], Loadable]) -> set[str]:

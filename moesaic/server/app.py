@@ -111,12 +111,19 @@ async def _http(
     headers, path = error.headers or {}, request.scope["path"]
     match error.status_code:
         case 404:
-            return unknown_path(path, map(plain_path, routes)).response()
+            refusal = unknown_path(path, map(plain_path, routes))
+            above = [found for name, found in routes.items() if path.startswith(f"{name}/")]
+            return _shaped(refusal, above[0] if above else {})
         case 405:
             refusal = wrong_method(headers.get("Allow", "").split(", "))
-            shapes = [route.error_body(refusal) for route in routes.get(path, {}).values()]
-            return refusal.response(shapes[0] if shapes else None)
+            return _shaped(refusal, routes.get(path, {}))
     return Refusal(error.status_code, error.detail, headers=headers).response()
+
+
+def _shaped(refusal: Refusal, routes: Mapping[str, Route]) -> Response:
+    """The refusal in the shape of the API that these routes belong to."""
+    shapes = [route.error_body(refusal) for route in routes.values()]
+    return refusal.response(shapes[0] if shapes else None)
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

@@ -19,6 +19,7 @@ from moesaic.core.foreign_fields import Unsupported, drop_foreign
 from moesaic.core.redact import LONGEST_WORD, shown
 from moesaic.engine.engine import LONG_PROMPT
 from moesaic.engine.frontend.inputs import GenerateInput
+from moesaic.server.allowed_values import allowed_values
 from moesaic.server.errors import Refusal
 
 MAX_BODY: Final = 4 << 20
@@ -204,9 +205,9 @@ def _refused_errors(data: bytes, kind: type[Body]) -> Iterator[None]:
 
 
 def _hint(message: str, kind: type[Body]) -> str:
-    """The field that a client may have meant by an unknown one."""
+    """The field that a client may have meant by an unknown one, or the values that one allows."""
     if not (unknown := _UNKNOWN.search(message)):
-        return ""
+        return allowed_values(message, kind)
     near = get_close_matches(unknown[1][:LONGEST_WORD], kind.__struct_fields__, n=1)
     return f": did you mean {near[0]!r}?" if near else ""
 

@@ -46,7 +46,10 @@ NOT_OFFERED: Final = tuple(
         ("/images /audio /videos /realtime", TEXT_ONLY),
         ("/files /uploads /containers /vector_stores", NO_STORE),
         ("/fine_tuning /fine-tunes", FIXED_WEIGHTS),
-        ("/batches", "send the requests at once: the server runs them in batches by itself"),
+        (
+            "/batches /messages/batches",
+            "send the requests at once: the server runs them in batches by itself",
+        ),
         ("/assistants /threads /conversations", CHAT_INSTEAD),
         ("/edits", "ask for the change in a message to /v1/chat/completions"),
         ("/engines", "GET /v1/models has the model that is served"),

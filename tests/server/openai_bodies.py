@@ -12,11 +12,26 @@ WRONG_CHATS: dict[str, tuple[Json, str | None, str]] = {
     "no messages": ({}, "messages", "missing required field"),
     "empty messages": ({"messages": []}, "messages", "between 1 and 2048"),
     "too many messages": ({"messages": MANY}, "messages", "between 1 and 2048"),
-    "a role": ({"messages": [{"role": "king", "content": "x"}]}, "messages", "enum"),
+    "a role": (
+        {"messages": [{"role": "king", "content": "x"}]},
+        "messages",
+        "developer, system, tool or user",
+    ),
     "an image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "messages",
-        "parts of type text",
+        "parts of type text: a part is of type 'image_url'",
+    ),
+    "a tool choice": ({"messages": USER, "tool_choice": "any"}, "tool_choice", "none or required"),
+    "an effort": (
+        {"messages": USER, "reasoning_effort": "banana"},
+        "reasoning_effort",
+        "give high, low, max, medium, minimal, none or xhigh",
+    ),
+    "a tool's type": (
+        {"messages": USER, "tools": [{"type": "x", "function": {"name": "f"}}]},
+        "tools",
+        "give function",
     ),
     "unknown field": ({"messages": USER, "temprature": 1}, "temprature", "unknown field"),
     "temperature": ({"messages": USER, "temperature": -1}, "temperature", "greedy"),
@@ -61,7 +76,7 @@ WRONG_CHATS: dict[str, tuple[Json, str | None, str]] = {
     "structural_tag": (
         {"messages": USER, "response_format": {"type": "structural_tag"}},
         "response_format",
-        "enum",
+        "give json_object, json_schema or text",
     ),
     "schema": (
         {"messages": USER, "response_format": {"type": "json_schema"}},

@@ -319,7 +319,12 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "a role": (
         {"messages": [{"role": "tool", "content": ""}], "max_tokens": 1},
         "messages",
-        "enum",
+        "give assistant, system or user",
+    ),
+    "thinking": (
+        {"messages": HELLO, "max_tokens": 1, "thinking": {"type": "x"}},
+        "thinking",
+        "adaptive",
     ),
     "an image": ({"messages": [{"role": "user", "content": IMAGE}]}, "messages", "'image'"),
     "system": ({"messages": HELLO, "system": IMAGE}, "system", "'image'"),

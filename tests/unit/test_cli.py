@@ -143,11 +143,6 @@ def test_commands_of_the_guide_are_understood(
     assert shown == {flag.removeprefix("--") for flag in refused.split("|")}
 
 
-def test_a_backend_of_another_device_is_refused():
-    found = list(problems(parse(f"{FP4} --attention-backend triton")))
-    assert found == ["--attention-backend triton works on cuda, not on cpu: give torch_native"]
-
-
 def test_nodes_of_the_guide_must_know_where_to_meet(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

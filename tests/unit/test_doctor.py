@@ -231,7 +231,7 @@ def test_redundant_slots(folders: dict[str, Path], capsys: pytest.CaptureFixture
         ("qwen3_moe", "--moe-runner-backend flashinfer_mxfp4", "fp32 weights"),
         ("qwen3_moe", "--context-length 9999", "is longer than the model's max_position"),
         ("qwen3_moe", "--max-total-tokens 999999999999", "needs"),
-        ("qwen3_moe", "--enable-torch-compile", "not built yet: --enable-torch-compile"),
+        ("qwen3_moe", "--gpu-id-step 2", "not built yet: --gpu-id-step 2"),
         ("qwen3_moe", "--quantization awq", "the checkpoint is not quantised"),
     ],
 )

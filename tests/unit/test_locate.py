@@ -1,10 +1,12 @@
 """Models in the Hub's cache, in the layout that huggingface_hub documents."""
 
+import logging
 from pathlib import Path
 
 import pytest
 
 from moesaic.config.args import ServerArgs
+from moesaic.engine.engine import Engine
 from moesaic.models.locate import model_folder, tokenizer_folder
 
 COMMITS = {"main": "a" * 40, "v1": "b" * 40}
@@ -64,3 +66,23 @@ def test_where_the_cache_is(hub: Path, monkeypatch: pytest.MonkeyPatch, variable
     assert tokenizer_folder(same, "changed") == "changed"
     other = ServerArgs(model_path="m", tokenizer_path=args.model_path)
     assert tokenizer_folder(other, "m") == folder
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3,num_nextn_predict_layers=1"])
+def test_fewer_layers_than_the_checkpoint_has(family: str, caplog: pytest.LogCaptureFixture):
+    """The tensors of the other layers are not read; random weights are reported once."""
+    params = {"max_new_tokens": 2, "temperature": 0.0}
+    flags = {"model_path": f"tiny:{family}", "device": "cpu", "num_threads": 1}
+    changes = {"num_hidden_layers": 1}
+    with (
+        caplog.at_level(logging.INFO, "moesaic"),
+        Engine(**flags, json_model_override_args=changes) as engine,
+    ):
+        made = engine.generate(input_ids=[1, 2, 3], sampling_params=params)
+    assert made["meta_info"]["completion_tokens"] == 2
+    assert caplog.text.count("has random weights") == 1
+
+
+def test_names_of_sglangs_templates_are_not_known():
+    with pytest.raises(ValueError, match="--chat-template chatml is not a file: give one with"):
+        Engine(model_path="tiny:qwen3_moe", device="cpu", chat_template="chatml")

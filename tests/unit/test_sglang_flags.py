@@ -125,7 +125,7 @@ def test_every_choice_works_or_is_refused_with_a_reason():
         )
         assert told is not None, found
         assert len((told[2] or told[4]).split()) > 3, found
-    assert (works, refused) == (96, 228)
+    assert (works, refused) == (112, 212)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,6 @@ def test_refusals_say_what_to_do():
 @pytest.mark.parametrize(
     "words",
     [
-        "--weight-loader-disable-mmap",
         "--weight-loader-drop-cache-after-load",
         "--numa-node 0 1",
         "--nccl-port 5000",
@@ -194,6 +193,35 @@ def test_refusals_say_what_to_do():
 )
 def test_what_is_not_done_is_refused(words: str):
     assert refusal(words.split()).startswith(f"not supported: {words.split()[0]} (")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(f"--attention-backend {name}" for name in ("fa3", "flashinfer", "trtllm_mha", "triton")),
+        "--sampling-backend flashinfer",
+        "--schedule-policy lpm",
+    ],
+)
+def test_values_that_only_choose_how_sglang_computes(words: str, caplog: pytest.LogCaptureFixture):
+    plain = resolve(ServerArgs(model_path="m", device="cpu"))
+    args = parse(["--model-path", "m", "--device", "cpu", *words.split()]).args
+    with caplog.at_level(logging.INFO, "moesaic"):
+        assert resolve(resolve(args)) == plain
+    assert [line.partition(": ")[0] for line in caplog.messages] == [f"{words} needs nothing here"]
+
+
+def test_kernels_and_loading_of_sglang_are_accepted():
+    words = (
+        "--enable-torch-compile --torch-compile-max-bs 8 --weight-loader-disable-mmap "
+        "--decode-attention-backend flashmla --prefill-attention-backend fa3"
+    )
+    assert len(parse(words.split()).log) == 5
+
+
+@pytest.mark.parametrize("words", ["--attention-backend nsa", "--schedule-policy priority"])
+def test_values_that_change_results_are_refused(words: str):
+    assert "not built yet" in "".join(problems(parse(["--model-path", "m", *words.split()]).args))
 
 
 def test_finite_numbers_are_always_checked():

@@ -224,10 +224,19 @@ def load_tokenizer(folder: str | None, chat_template: str | None) -> Tokenizer |
     """Loads the tokenizer and checks its chat template, which may be another file."""
     if folder is None:
         return None
-    template = None if chat_template is None else read_text(Path(chat_template))
+    template = None if chat_template is None else _read_template(Path(chat_template))
     tokenizer = Tokenizer.from_folder(folder, chat_template=template)
     tokenizer.chat.check()
     return tokenizer
+
+
+def _read_template(file: Path) -> str:
+    if not file.is_file():
+        raise ValueError(
+            f"--chat-template {file} is not a file: give one with a Jinja template (SGLang's names "
+            "of templates are not known), or leave it out for the model's own"
+        )
+    return read_text(file)
 
 
 def _load_backend(folder: Path) -> tokenizers.Tokenizer:

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
+from moesaic.core.redact import quoted
 from moesaic.core.sampling import MAX_GRAMMAR_BYTES
 from moesaic.engine.frontend.inputs import EngineLimits, PromptTooLong
 from moesaic.engine.text.chat_roles import CallArguments
@@ -214,7 +215,8 @@ def _text(message: MessageBody) -> str | None:
     for part in message.content:
         if part.type != "text" or part.text is None:
             text = "content must be a text or a list of parts of type text"
-            raise Refusal(400, text, "messages")
+            given = "without text" if part.type == "text" else f"of type {quoted(part.type)}"
+            raise Refusal(400, f"{text}: a part is {given}", "messages")
     return "\n".join(part.text or "" for part in message.content)
 
 

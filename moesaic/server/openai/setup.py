@@ -72,9 +72,10 @@ class OpenAISetup:
         return self._vocabulary
 
     def check_model(self, name: str | None) -> None:
-        if name not in (None, *self.names, ANY_MODEL):
+        """An empty name counts as left out."""
+        if name and name not in (*self.names, ANY_MODEL):
             served = ", ".join(map(quoted, self.names))
-            text = f"the model {quoted(name or '')} does not exist; served: {served}"
+            text = f"the model {quoted(name)} does not exist; served: {served}"
             raise Refusal(404, text, "model", "model_not_found")
 
 

@@ -158,9 +158,12 @@ export class Path {
   }
 
   name(token) {
-    const text = this.pieces.find((piece) => piece.upTo > token)?.text;
+    const index = this.pieces.findIndex((piece) => piece.upTo > token);
+    const { text, upTo } = this.pieces[index] ?? {};
+    const begin = this.pieces[index - 1]?.upTo ?? 0;
+    const together = text && upTo - begin > 1 ? `tokens ${count(begin + 1)} to ${count(upTo)}: ` : "";
     byId("token-number").textContent = `${count(token + 1)} of ${count(this.routing.tokens)}`;
-    byId("token-text").textContent = text ? text.replaceAll("\n", "⏎").replaceAll(" ", "␣") : "end of the answer";
+    byId("token-text").textContent = text ? together + text.replaceAll("\n", "⏎").replaceAll(" ", "␣") : "end of the answer";
     byId("token-text").className = text ? "" : "none";
   }
 

@@ -10,9 +10,9 @@ export class Turn {
     this.question = question;
     this.failed = false;
     this.ended = "";
-    this.times = { sent: performance.now(), first: null, last: null };
+    this.times = { sent: performance.now(), first: null };
     this.tokens = { prompt: 0, answer: 0 };
-    this.pieces = []; // {upTo, text}: the text of the answer's tokens before upTo
+    this.pieces = []; // {upTo, text, at}: the text of the tokens before upTo, and when it came
     this.build();
   }
 
@@ -56,8 +56,7 @@ export class Turn {
   }
 
   grow(thought, content) {
-    this.times.last = performance.now();
-    this.times.first ??= this.times.last;
+    this.times.first ??= performance.now();
     this.nodes.assistant.classList.remove("waiting");
     if (thought) { this.thinking.hidden = false; this.thought.append(thought); }
     if (content) this.answer.append(content);
@@ -66,7 +65,7 @@ export class Turn {
   measure(usage, text) {
     this.tokens = { prompt: usage.prompt_tokens, answer: usage.completion_tokens };
     const told = this.pieces.at(-1)?.upTo ?? 0;
-    if (usage.completion_tokens > told) this.pieces.push({ upTo: usage.completion_tokens, text });
+    if (usage.completion_tokens > told) this.pieces.push({ upTo: usage.completion_tokens, text, at: performance.now() });
     this.tell();
   }
 
@@ -76,10 +75,16 @@ export class Turn {
     this.after.replaceChildren(...parts.flatMap((part, index) => (index ? [" · ", part] : [part])));
   }
 
+  // Of the tokens after the first piece, which may have several itself.
+  get speed() {
+    const [first, last] = [this.pieces[0], this.pieces.at(-1)];
+    return first && last.at > first.at ? (last.upTo - first.upTo) / ((last.at - first.at) / 1000) : null;
+  }
+
   summary() {
-    const { sent, first, last } = this.times;
+    const { sent, first } = this.times;
     const { answer } = this.tokens;
-    const speed = answer > 1 && last > first ? `${rate((answer - 1) / ((last - first) / 1000))} tokens/s` : "";
+    const speed = this.speed === null ? "" : `${rate(this.speed)} tokens/s`;
     const begun = first === null ? "" : `first token after ${seconds((first - sent) / 1000)}`;
     return [answer ? `${count(answer)} tokens` : "", speed, begun, this.ended].filter(Boolean);
   }

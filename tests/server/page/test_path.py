@@ -33,12 +33,17 @@ TOKENS = [[[0, 0], [5, 2], [7, 6]], [[0, 0], [3, 1], [0, 4]]]
 
 
 def routed(
-    page: Any, text: str = "a b", earlier: Sequence[Answer] = (), later: Sequence[Answer] = ()
+    page: Any,
+    text: str = "a b",
+    earlier: Sequence[Answer] = (),
+    later: Sequence[Answer] = (),
+    counts: tuple[int, int] = (1, 2),
 ) -> MadeUpAnswers:
-    """A server of these sizes, one of whose answers has two tokens with this text."""
+    """A server of these sizes, one of whose answers has two tokens with this text; `counts`: how
+    many each piece counts."""
     flat = [expert for token in TOKENS for layer in token for expert in layer]
     ids = base64.b64encode(struct.pack(f"<{len(flat)}i", *flat)).decode()
-    usage = [{"usage": {"prompt_tokens": 3, "completion_tokens": number}} for number in (1, 2)]
+    usage = [{"usage": {"prompt_tokens": 3, "completion_tokens": number}} for number in counts]
     pieces = [{**chunk({"content": text}), **usage[0]}, {**chunk({}, "stop"), **usage[1]}]
     change(page, "**/dashboard/chat", lambda facts: facts.update(mesh=MESH))
     group = {"running": 1, "waiting": 0, "pages_used": 0, "pages_total": 1}
@@ -87,6 +92,38 @@ def test_the_path_of_each_token(server: tuple[Engine, str], page: Any) -> None:
     assert page.text_content("#path-cell") == "layer 2 · expert 6 (choice 2) · rank 3"
     homes = "all => all.map(one => one.classList.contains('home'))"
     assert page.eval_on_selector_all(".lane", homes) == [False, False, True, True]
+
+
+SPEED = """async () => {
+    const { Turn } = await import("/page/turn.js");
+    const turn = new Turn(document.createElement("div"), "x");
+    let now = 0;
+    performance.now = () => now;
+    for (const [at, tokens] of [[1000, 40], [1100, 50], [1200, 60]]) {
+        now = at;
+        const usage = { prompt_tokens: 1, completion_tokens: tokens };
+        turn.take({ choices: [{ delta: { content: "a b" } }], usage });
+    }
+    return turn.summary();
+}"""
+
+
+def test_the_tokens_of_the_first_piece_took_no_time_after_it(
+    server: tuple[Engine, str], page: Any
+) -> None:
+    page.goto(server[1])
+    assert page.evaluate(SPEED)[:2] == ["60 tokens", "100 tokens/s"]
+
+
+def test_tokens_that_came_together_are_named_together(
+    server: tuple[Engine, str], page: Any
+) -> None:
+    routed(page, counts=(2, 2))
+    page.goto(server[1])
+    page.wait_for_selector("#path-hint:has-text('Ask something')")
+    ask(page, "where to?")
+    page.wait_for_selector(".lanes .dot")
+    assert page.text_content("#token-text") == "tokens 1 to 2: a␣b"
 
 
 def test_a_tapped_dot_stays_chosen(server: tuple[Engine, str], browser: Any) -> None:
