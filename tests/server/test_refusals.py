@@ -1,0 +1,94 @@
+"""Messages of refusals: each names the route's own field, the value, and what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from moesaic.engine.engine import Engine
+from tests.server.serving import served
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+USER = [{"role": "user", "content": "Hello"}]
+ARGUMENTS = {"properties": {"a": {"type": "integer", "maximum": 9, "minimum": 0}}}
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.fixture(scope="module")
+def http() -> Iterator[httpx.Client]:
+    flags: Any = {"served_model_name": "mosaic", "num_threads": 1, "log_level": "warning"}
+    with (
+        Engine(model_path="tiny:qwen3_moe", **flags) as engine,
+        served(engine) as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+        yield client
+
+
+def refusal(http: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    answer = http.post(path, json=body)
+    assert answer.status_code == 400, answer.text
+    return dict(answer.json()["error"])
+
+
+def forced(path: str, schema: Any) -> dict[str, Any]:
+    """A request that must call the tool f, whose arguments have this schema."""
+    if path == MESSAGES:
+        tool: Any = {"name": "f", "input_schema": schema}
+        choice: Any = {"type": "tool", "name": "f"}
+        return {"messages": USER, "max_tokens": 90, "tools": [tool], "tool_choice": choice}
+    if path == RESPONSES:
+        tool, choice = {"type": "function", "name": "f"}, {"type": "function", "name": "f"}
+        return {"input": "Hello", "tools": [{**tool, "parameters": schema}], "tool_choice": choice}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    return {"messages": USER, "max_tokens": 90, "tools": [tool], "tool_choice": NAMED}
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "maxLength": 3},
+        {"type": "integer"},
+        {"type": "array", "items": {}},
+        {"type": "null"},
+        {"type": ["string", "null"]},
+        {"type": 5},
+        {"enum": [1, "a"]},
+        {"const": None},
+        {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        {"allOf": [{"type": "object"}, {"type": "string"}]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"type": "string"}}},
+    ],
+)
+def test_parameters_that_no_object_fits(http: httpx.Client, path: str, schema: Any) -> None:
+    error = refusal(http, path, forced(path, schema))
+    name = "input_schema" if path == MESSAGES else "parameters"
+    assert f"tool 'f': {name} must describe an object" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": ["object", "null"], **ARGUMENTS},
+        {"anyOf": [{"type": "string"}, {"type": "object", **ARGUMENTS}]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"type": ["null", "object"], **ARGUMENTS}}},
+    ],
+)
+def test_parameters_that_more_than_objects_fit(http: httpx.Client, schema: Any) -> None:
+    """A forced call writes the object."""
+    body = {**forced(CHAT, schema), "chat_template_kwargs": {"enable_thinking": False}}
+    [choice] = http.post(CHAT, json=body).json()["choices"]
+    [call] = choice["message"]["tool_calls"]
+    assert isinstance(json.loads(call["function"]["arguments"]), dict)
+    assert choice["message"]["content"] is None
+
+
+def test_parameters_with_a_long_chain_of_references(http: httpx.Client) -> None:
+    chain = {f"a{n}": {"$ref": f"#/$defs/a{n + 1}"} for n in range(3000)}
+    error = refusal(http, CHAT, forced(CHAT, {"$ref": "#/$defs/a0", "$defs": chain}))
+    assert "tool 'f'" in error["message"] or "tools" in error["message"]
