@@ -92,3 +92,28 @@ def test_parameters_with_a_long_chain_of_references(http: httpx.Client) -> None:
     chain = {f"a{n}": {"$ref": f"#/$defs/a{n + 1}"} for n in range(3000)}
     error = refusal(http, CHAT, forced(CHAT, {"$ref": "#/$defs/a0", "$defs": chain}))
     assert "tool 'f'" in error["message"] or "tools" in error["message"]
+
+
+NO_TEXT = {"max_tokens": 4, "messages": USER}
+ADVICE: dict[str, tuple[str, dict[str, Any], str]] = {
+    "text": ("/tokenize", {"text": "Hi"}, "give it as prompt to /tokenize"),
+    "strs": ("/tokenize", {"prompt": "Hi", "return_token_strs": True}, "/detokenize"),
+    "item": (RESPONSES, {"input": [{}]}, "an item in input needs a type or a role"),
+    "empty": (RESPONSES, {"input": ""}, "input is empty"),
+    "no items": (RESPONSES, {"input": []}, "input is empty"),
+    "least": (
+        CHAT,
+        {"messages": USER, "min_tokens": 9999, "max_tokens": 2},
+        "min_tokens=9999 is not possible: give at most max_tokens=2, or raise that",
+    ),
+    "stop": (MESSAGES, {**NO_TEXT, "stop_sequences": [""]}, "stop_sequences='' is not possible"),
+    "negative": (CHAT, {"messages": USER, "max_tokens": -1}, "max_tokens=-1"),
+}
+
+
+@pytest.mark.parametrize("case", ADVICE)
+def test_advice_holds_on_the_route(http: httpx.Client, case: str) -> None:
+    path, body, said = ADVICE[case]
+    message = refusal(http, path, body)["message"]
+    assert said in message
+    assert "None" not in message and "new_tokens" not in message

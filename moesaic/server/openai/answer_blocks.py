@@ -204,8 +204,9 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except Refusal as refusal:
         if (name := names.get(refusal.param or "")) is not None:
-            if "_" in (old := refusal.param or ""):
-                refusal.message = refusal.message.replace(old, name)
+            old = refusal.param or ""
+            text = refusal.message.replace(f"{old}=", f"{name}=")
+            refusal.message = text.replace(old, name) if "_" in old else text
             refusal.param = name
         raise
 
