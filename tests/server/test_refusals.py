@@ -117,3 +117,25 @@ def test_advice_holds_on_the_route(http: httpx.Client, case: str) -> None:
     message = refusal(http, path, body)["message"]
     assert said in message
     assert "None" not in message and "new_tokens" not in message
+
+
+def test_a_short_grammar_does_not_hide_letters_of_the_message(http: httpx.Client) -> None:
+    body = {"text": "Hi", "sampling_params": {"ebnf": "x"}}
+    assert "Expected ::= at line 1" in refusal(http, "/generate", body)["message"]
+
+
+def test_blanks_around_an_unknown_field_are_shown(http: httpx.Client) -> None:
+    message = refusal(http, CHAT, {"messages": USER, "temperature ": 1})["message"]
+    assert "'temperature '" in message and "did you mean 'temperature'?" in message
+
+
+def test_warnings_name_the_field_of_the_route(http: httpx.Client) -> None:
+    schema = {"type": "array", "items": {"type": "boolean"}, "maxItems": 2, "uniqueItems": True}
+    form = {"type": "json_schema", "schema": schema}
+    sent = {
+        RESPONSES: {"input": "Hi", "text": {"format": {"name": "a", **form}}},
+        MESSAGES: {**NO_TEXT, "output_config": {"format": form}},
+    }
+    for path, name in ((RESPONSES, "text.format"), (MESSAGES, "output_config.format")):
+        answer = http.post(path, json=sent[path])
+        assert answer.headers["x-moesaic-warning"].startswith(f"{name}: ignored uniqueItems")

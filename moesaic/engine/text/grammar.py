@@ -186,7 +186,10 @@ def _unquoted(word: str, text: str) -> str:
 
 def shown(message: str, grammar: Grammar) -> str:
     """A message of llguidance without the grammar's text and without its drawings."""
-    lines = message.replace(grammar.text, "…").replace("<non-verbose/>", "").splitlines()
+    text = re.escape(grammar.text)
+    if grammar.text.isalnum():  # a short one may be a part of any word
+        text = rf"\b{text}\b"
+    lines = re.sub(text, "…", message).replace("<non-verbose/>", "").splitlines()
     text = " ".join(line.strip() for line in lines if line.strip(" ^") and " | " not in line)
     text = text.replace(COERCE, ": use anyOf")
     text = text.rpartition("… error: ")[2]  # the regex crate shows the regex before it

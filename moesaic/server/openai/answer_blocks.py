@@ -7,7 +7,7 @@ a BlockWriter of theirs writes what the chat's parser finds in the answer.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -209,6 +209,12 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
             refusal.message = text.replace(old, name) if "_" in old else text
             refusal.param = name
         raise
+
+
+def renamed_warnings(warnings: Iterable[str], names: Mapping[str, str]) -> list[str]:
+    """Warnings of the chat, which begin with a field, with the fields of another API."""
+    parts = (warning.partition(":") for warning in warnings)
+    return [names.get(field, field) + colon + text for field, colon, text in parts]
 
 
 def _kind(part: Part) -> BlockKind:
