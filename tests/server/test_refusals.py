@@ -139,3 +139,22 @@ def test_warnings_name_the_field_of_the_route(http: httpx.Client) -> None:
     for path, name in ((RESPONSES, "text.format"), (MESSAGES, "output_config.format")):
         answer = http.post(path, json=sent[path])
         assert answer.headers["x-moesaic-warning"].startswith(f"{name}: ignored uniqueItems")
+
+
+@pytest.mark.parametrize("reference", ["#/nope", "http://x/y"])
+def test_a_reference_that_leads_nowhere_is_shown(http: httpx.Client, reference: str) -> None:
+    body = {"text": "Hi", "sampling_params": {"json_schema": json.dumps({"$ref": reference})}}
+    message = refusal(http, "/generate", body)["message"]
+    assert f"$ref '{reference}' leads nowhere" in message
+    assert "references go to the schema itself only" in message
+
+
+def test_a_tool_that_cannot_be_forced_is_named(http: httpx.Client) -> None:
+    bad = {"type": "object", "properties": {"a": {"type": "string", "not": {"const": "x"}}}}
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
+        for name, schema in (("good", {"type": "object", **ARGUMENTS}), ("bad", bad))
+    ]
+    error = refusal(http, CHAT, {"messages": USER, "tools": tools})
+    assert error["param"] == "tools"
+    assert error["message"].startswith("tool 'bad' is not possible: Unimplemented keys:")
