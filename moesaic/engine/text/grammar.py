@@ -189,7 +189,8 @@ def _unquoted(word: str, text: str) -> str:
 def shown(message: str, grammar: Grammar) -> str:
     """A message of llguidance without the grammar's text and without its drawings."""
     if grammar.kind == "json_schema" and (found := NO_TARGET.search(message)):
-        reference = quoted(("" if found[1] == "Resource" else "#") + found[2], LONGEST_WORD)
+        is_address = found[1] == "Resource"  # which may hold a secret
+        reference = "to another document" if is_address else quoted(f"#{found[2]}", LONGEST_WORD)
         return f"$ref {reference} leads nowhere: references go to the schema itself only"
     text = re.escape(grammar.text)
     if grammar.text.isalnum():  # a short one may be a part of any word
