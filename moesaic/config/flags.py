@@ -164,6 +164,12 @@ def _collect(cls: type) -> dict[str, FlagSpec]:
         kind, optional, many = _unpack_annotation(field.type)
         group, described = _group_of(cls, field.name), field.metadata["flag"]
         why = described.why or group.get("WHY", "")
+        if (
+            described.built is ONLY_DEFAULT and why and not described.why
+        ):  # nothing of the group is built
+            described = dataclasses.replace(
+                described, instead=described.instead or f"{why}: leave it out"
+            )
         found[field.name] = FlagSpec(
             field.name,
             kind,

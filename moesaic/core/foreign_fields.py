@@ -54,7 +54,10 @@ _FORMAT: Final = (
 # Each of these is built, but not on every route.
 ROUTE_FIELDS: Final[dict[str, ForeignField]] = {
     # Prompts.
-    **_refused("send text to /generate, or prompt to /v1/completions", "text"),
+    **_refused(
+        "give it as prompt to /tokenize or /v1/completions, as text to /generate, or in messages",
+        "text",
+    ),
     **_refused(
         "give messages, or instructions and input, or send a text to /v1/completions: no templates "
         "are kept",
@@ -196,7 +199,11 @@ FOREIGN_FIELDS: Final[dict[str, ForeignField]] = {
     ),
     **_refused("give token_ids_logprob to /generate", "logprob_token_ids"),
     **_refused("give echo and logprobs to /v1/completions", "prompt_logprobs"),
-    **_refused("give return_token_ids", "return_tokens_as_token_ids return_token_strs"),
+    **_refused(
+        "give return_token_ids to /v1/chat/completions or /v1/completions",
+        "return_tokens_as_token_ids",
+    ),
+    **_refused("send single ids to /detokenize", "return_token_strs"),
     **_refused("give return_token_ids", "return_input_ids_in_sglext return_output_ids_in_sglext"),
     **_refused("/generate returns meta_info", "return_meta_info"),
     **_refused("drafts of single requests are not counted", "return_spec_tokens_details"),

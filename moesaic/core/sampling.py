@@ -58,7 +58,9 @@ _PENALTY: Final = Limit(float, lambda x: -2 <= x <= 2, "give a number in [-2, 2]
 LIMITS: Final = {
     "min_new_tokens": Limit(int, lambda n: n >= 0, "give 0 or more"),
     "n": Limit(int, lambda n: n >= 1, "give 1 or more"),
-    "max_new_tokens": Limit(int, lambda n: n >= 0, "give 0 or more, or None for no limit"),
+    "max_new_tokens": Limit(
+        int, lambda n: n >= 0, "give 0 or more, or null (in Python None) for no limit"
+    ),
     "temperature": Limit(float, lambda x: x >= 0, "give 0 (greedy) or more"),
     "top_p": Limit(float, lambda x: 0 < x <= 1, "give a number in (0, 1]; 1 keeps every token"),
     "min_p": Limit(float, lambda x: 0 <= x <= 1, "give a number in [0, 1]; 0 keeps every token"),

@@ -46,7 +46,7 @@ LONE_SURROGATE: Final = "the body has a lone surrogate: \\ud800 to \\udfff must 
 ONLY_NULLS: Final = re.compile(rb"\[[\s\[\],]*null[\s\[\],nul]*\]")
 # The field at fault in msgspec's messages.
 _FIELD: Final = re.compile(r"`\$\.(\w+)|field `(\w+)`$")
-_UNKNOWN: Final = re.compile(r"unknown field `(\w+)`$")
+_UNKNOWN: Final = re.compile(r"unknown field `(\w+|' *\w+ *')`$")
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 Result = TypeVar("Result")
@@ -208,7 +208,7 @@ def _hint(message: str, kind: type[Body]) -> str:
     """The field that a client may have meant by an unknown one, or the values that one allows."""
     if not (unknown := _UNKNOWN.search(message)):
         return allowed_values(message, kind)
-    near = get_close_matches(unknown[1][:LONGEST_WORD], kind.__struct_fields__, n=1)
+    near = get_close_matches(unknown[1].strip("' ")[:LONGEST_WORD], kind.__struct_fields__, n=1)
     return f": did you mean {near[0]!r}?" if near else ""
 
 
@@ -267,7 +267,12 @@ def _has_lone_surrogate(data: bytes, message: str) -> bool:
 
 
 def _shorten(found: re.Match[str]) -> str:
-    """Quotes a client's name only if it is plain and short."""
+    """Quotes a client's name only if it is plain and short; blanks around it are shown."""
+    if (
+        shown(name := found[1].strip(" ")) == repr(name) != repr(found[1])
+        and len(found[1]) <= LONGEST_WORD
+    ):
+        return repr(found[1])
     return found[1] if shown(found[1]) == repr(found[1]) else shown(found[1])
 
 

@@ -178,7 +178,7 @@ ODD = {"json_schema": json.dumps({"properties": {"a": {}}, "allOf": None})}
             "/tokenize",
             {"return_token_strs": True},
             "return_token_strs",
-            "return_token_ids",
+            "/detokenize",
             "unsupported_parameter",
         ),
     ],

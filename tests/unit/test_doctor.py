@@ -223,7 +223,7 @@ def test_redundant_slots(folders: dict[str, Path], capsys: pytest.CaptureFixture
     ("family", "flags", "reason"),
     [
         ("qwen3_moe", "--pp 3", "--pp-size 3 is more than the model's 2 layers"),
-        ("qwen3_moe", "--tp 3", "cannot be cut in 3 (tp 3 / ep 1)"),
+        ("qwen3_moe", "--tp 3", "cannot be split over 3 ranks"),
         ("qwen3_moe", "--tp 8 --ep 8", "4 ranks of attention|4 with num_key_value_heads 2"),
         ("deepseek_v3", "--tp 8 --ep 8", "num_attention_heads 4 cannot be split over 8 ranks"),
         ("qwen3_moe", "--tp 2 --ep 3", "raise --tp-size to 3 or lower --ep-size"),

@@ -64,7 +64,7 @@ def test_accepted(given, name, value):
         ({"top_k": 5.0}, "top_k=5.0 .* integer, not float"),
         ({"min_p": -0.1}, "min_p=-0.1"),
         ({"min_p": 1.1}, "min_p=1.1"),
-        ({"max_new_tokens": -1}, "max_new_tokens=-1 .* None for no limit"),
+        ({"max_new_tokens": -1}, "max_new_tokens=-1 .* null .in Python None. for no limit"),
         ({"max_new_tokens": True}, "max_new_tokens=True .* not bool"),
         ({"min_new_tokens": -1}, "min_new_tokens=-1"),
         ({"min_new_tokens": 5, "max_new_tokens": 4}, "min_new_tokens=5 .* max_new_tokens=4"),

@@ -17,7 +17,7 @@ import yaml
 
 from moesaic.cli.main import main
 from moesaic.config.args import ServerArgs
-from moesaic.config.flags import ALL, has_key, read_size, specs
+from moesaic.config.flags import ALL, has_key, read_size, specs, unbuilt
 from moesaic.config.parser import FlagParser, merge, read_config, sglang_values
 from moesaic.config.resolve import problems, resolve
 from moesaic.config.sglang import notes, sglang_flags
@@ -525,3 +525,13 @@ def test_json_flags(value: str, message: str):
     assert refusal(["--preferred-sampling-params", value]).startswith(message)
     args = ServerArgs.from_kwargs(preferred_sampling_params={"top_k": 3})
     assert args.preferred_sampling_params == '{"top_k": 3}'
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"disaggregation_transfer_backend": "nixl"}, {"eplb_rebalance_num_iterations": 400}],
+)
+def test_flags_of_what_is_not_built(given: dict[str, Any]) -> None:
+    """Nothing of their groups is built, not even at the default."""
+    [message] = unbuilt(ServerArgs(model_path="m", **given))
+    assert message.endswith(": leave it out)") and "default" not in message

@@ -39,7 +39,7 @@ from moesaic.engine.setup.moe_setup import (
     weight_format,
 )
 from moesaic.engine.setup.rank_context import DEVICE_BYTES, RankContext, neighbours
-from moesaic.layers.attention import Attention, LatentAttention
+from moesaic.layers.attention import Attention, Heads, LatentAttention
 from moesaic.layers.parallel import Parallel
 from moesaic.models.blocks import CausalLM
 from moesaic.models.config import DTYPES, BuildContext, RawConfig, checkpoint_dtype
@@ -208,6 +208,7 @@ class ResolvedModel:
         scheme = detect_scheme(raw, folder)
         weights = weight_format(args.quantization, scheme.method, scheme.expert_format)
         whole = shape_only_model(raw, dtype, weights)
+        _check_heads(raw, whole, ranks.mesh.attention_tp)
         moe = moe_context(args, dtype, weights, limits, whole, ranks)
         dense = dense_weights(scheme, folder, moe)
         return cls(raw, scheme, limits, moe, length, cache_dtype(args, dtype), dense)
@@ -248,6 +249,17 @@ class ResolvedModel:
             ),
             step=StepBytes.of(model, self.limits, self.context_length),
         )
+
+
+def _check_heads(raw: RawConfig, model: CausalLM, size: int) -> None:
+    """ValueError if attention cannot be split over so many ranks: no flag of the experts that
+    `moe_context` may suggest helps then."""
+    layers = (layer for layer in model.modules() if isinstance(layer, Attention))
+    if (first := next(layers, None)) is not None:
+        try:
+            Heads.of(first.config, 0, size)
+        except ValueError as error:
+            raise ValueError(f"{raw.source}: {error}") from None
 
 
 def collective_bytes(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import tokenizers
 
-from moesaic.core.redact import LONGEST_WORD
+from moesaic.core.redact import LONGEST_WORD, quoted
 from moesaic.core.sampling import Grammar
 from moesaic.engine.text.json_schema import prepare
 from moesaic.engine.text.tokenizer import Tokenizer
@@ -33,6 +33,8 @@ WITHOUT_STRICT: Final = " (leave it out, or drop strict: then it is not enforced
 # What llguidance says about an option that clients do not set here, and what they can do.
 COERCE: Final = ". Enable 'coerce_one_of' option to approximate oneOf with anyOf"
 QUOTES: Final = "\"'`,.:;()[]{}"
+# How llguidance says that a reference leads nowhere: with a pointer, an anchor or an address.
+NO_TARGET: Final = re.compile(r"(Pointer|Anchor|Resource) '(.*)' (?:does not exist|is not present)")
 VOID: Final = "<|moesaic:no-end|>"
 
 
@@ -186,7 +188,14 @@ def _unquoted(word: str, text: str) -> str:
 
 def shown(message: str, grammar: Grammar) -> str:
     """A message of llguidance without the grammar's text and without its drawings."""
-    lines = message.replace(grammar.text, "…").replace("<non-verbose/>", "").splitlines()
+    if grammar.kind == "json_schema" and (found := NO_TARGET.search(message)):
+        is_address = found[1] == "Resource"  # which may hold a secret
+        reference = "to another document" if is_address else quoted(f"#{found[2]}", LONGEST_WORD)
+        return f"$ref {reference} leads nowhere: references go to the schema itself only"
+    text = re.escape(grammar.text)
+    if grammar.text.isalnum():  # a short one may be a part of any word
+        text = rf"\b{text}\b"
+    lines = re.sub(text, "…", message).replace("<non-verbose/>", "").splitlines()
     text = " ".join(line.strip() for line in lines if line.strip(" ^") and " | " not in line)
     text = text.replace(COERCE, ": use anyOf")
     text = text.rpartition("… error: ")[2]  # the regex crate shows the regex before it

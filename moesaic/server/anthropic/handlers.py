@@ -14,7 +14,7 @@ from moesaic.server.bodies import in_thread_if_large, read_sized
 from moesaic.server.client_warnings import warn
 from moesaic.server.context import Context
 from moesaic.server.generation import client_of, open_call
-from moesaic.server.openai.answer_blocks import renamed_fields
+from moesaic.server.openai.answer_blocks import renamed_fields, renamed_warnings
 from moesaic.server.openai.chat import PreparedChat, prepare_chat
 from moesaic.server.openai.setup import OpenAISetup
 from moesaic.server.openai.streams import prompt_field, respond
@@ -31,7 +31,7 @@ async def create_message(context: Context, request: Request) -> Response:
 
     with open_call(context), renamed_fields(NAMES), prompt_field("messages"):
         prepared = await while_connected(request, prepare())
-        warn(request, prepared.warnings)
+        warn(request, renamed_warnings(prepared.warnings, NAMES))
         writer = MessagesWriter(setup, prepared)
         return await respond(context, request, prepared.call, writer, bool(body.stream))
 

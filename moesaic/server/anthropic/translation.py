@@ -30,6 +30,7 @@ from moesaic.server.openai.request_types import (
     SelectedTools,
     ToolBody,
 )
+from moesaic.server.parsers.tool_schema import check_tool_schema
 
 # The chat's fields that have another name here, for errors.
 NAMES: Final = {
@@ -153,6 +154,7 @@ def _tool(tool: ClientTool) -> ToolBody:
     if tool.type not in (None, "custom"):
         text = f"tools of type {shown(tool.type)} are not offered: this server has no tools of its"
         raise Refusal(400, f"{text} own, give name and input_schema", "tools")
+    check_tool_schema(tool.name, tool.input_schema, "input_schema")
     return ToolBody(
         "function", FunctionBody(tool.name, tool.description, tool.input_schema, tool.strict)
     )

@@ -7,7 +7,7 @@ a BlockWriter of theirs writes what the chat's parser finds in the answer.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -204,10 +204,17 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except Refusal as refusal:
         if (name := names.get(refusal.param or "")) is not None:
-            if "_" in (old := refusal.param or ""):
-                refusal.message = refusal.message.replace(old, name)
+            old = refusal.param or ""
+            text = refusal.message.replace(f"{old}=", f"{name}=")
+            refusal.message = text.replace(old, name) if "_" in old else text
             refusal.param = name
         raise
+
+
+def renamed_warnings(warnings: Iterable[str], names: Mapping[str, str]) -> list[str]:
+    """Warnings of the chat, which begin with a field, with the fields of another API."""
+    parts = (warning.partition(":") for warning in warnings)
+    return [names.get(field, field) + colon + text for field, colon, text in parts]
 
 
 def _kind(part: Part) -> BlockKind:

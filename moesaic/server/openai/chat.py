@@ -16,6 +16,7 @@ from moesaic.core.sampling import Grammar
 from moesaic.engine.engine import LONG_PROMPT
 from moesaic.engine.frontend.inputs import GenerateInput
 from moesaic.engine.frontend.outputs import RequestUpdate
+from moesaic.engine.text.json_schema import strict
 from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.server.bodies import in_thread_if_large, read_sized
 from moesaic.server.client_warnings import warn
@@ -56,7 +57,11 @@ from moesaic.server.openai.structured_output import (
     requested_grammar,
 )
 from moesaic.server.parsers.parts import Tool, ToolChoice
+from moesaic.server.parsers.tool_schema import object_form
 from moesaic.server.responses import ResponseWriter, while_connected
+
+# What llguidance says about a schema within a grammar, without its place or reason.
+BAD_SCHEMA = "failed to compile JSON schema"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +164,26 @@ async def prepare_chat(
     if grammar and (checked.grammar is None or grammar != checked.grammar.params):
         ((kind, text),) = grammar.items()
         combined = OutputGrammar(_grammar_field(checked), Grammar(kind, text))
-        await check_grammar(context, combined, client)
+        try:
+            await check_grammar(context, combined, client)
+        except Refusal as refusal:
+            if BAD_SCHEMA in refusal.message:
+                await _check_tools(context, checked.tools, client)
+            raise
     return _prepared(setup, body, checked, prompt, inside, grammar)
+
+
+async def _check_tools(context: Context, tools: list[Tool], client: Hashable) -> None:
+    """Refusal that names the tool whose schema by itself is at fault."""
+    for tool in tools:
+        schema = object_form(tool.parameters)
+        text = msgspec.json.encode(strict(schema) if tool.strict else schema).decode()
+        grammar = OutputGrammar(f"tool {tool.name!r}", Grammar("json_schema", text))
+        try:
+            await check_grammar(context, grammar, client)
+        except Refusal as refusal:
+            refusal.param = None if refusal.param is None else "tools"
+            raise
 
 
 def _check(setup: OpenAISetup, body: ChatBody) -> _CheckedChat:

@@ -27,6 +27,7 @@ from moesaic.server.openai.request_types import (
     SelectedTools,
 )
 from moesaic.server.parsers.parts import NamedTool, Tool, ToolChoice
+from moesaic.server.parsers.tool_schema import check_tool_schema
 
 MAX_MESSAGES: Final = 2048
 MAX_TOOLS: Final = 128
@@ -185,6 +186,7 @@ def _tool(function: Any) -> Tool:
     if not TOOL_NAME.fullmatch(function.name):
         text = f"the name of a tool must match {TOOL_NAME.pattern}"
         raise Refusal(400, text, "tools")
+    check_tool_schema(function.name, function.parameters or {})
     return Tool(
         function.name,
         function.description or "",

@@ -30,6 +30,9 @@ OPTIONS: Final = (
 )
 RENAMED: Final = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 
+# What the engine advises about max_new_tokens; here the routes differ in what null means.
+NO_LIMIT: Final = ", or null (in Python None) for no limit"
+
 
 def sampling_params(
     body: CommonBody, setup: OpenAISetup, max_tokens: int | None, extra: dict[str, Any]
@@ -47,8 +50,10 @@ def sampling_params(
     try:
         return SamplingParams.from_dict(params)
     except BadParameter as error:
-        name = RENAMED.get(error.name, error.name)
-        raise Refusal(400, str(error).replace(error.name, name, 1), name) from None
+        text = str(error).replace(NO_LIMIT, "")
+        for old, new in RENAMED.items():
+            text = text.replace(old, new)
+        raise Refusal(400, text, RENAMED.get(error.name, error.name)) from None
     except (ValueError, OverflowError) as error:
         raise Refusal(400, str(error)) from None
 

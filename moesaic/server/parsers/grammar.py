@@ -28,6 +28,7 @@ from moesaic.server.parsers.syntax import (
     ThinkSyntax,
     all_markers,
 )
+from moesaic.server.parsers.tool_schema import object_form
 from moesaic.server.parsers.values import fixed_values, is_text
 
 # The templates' JSON; with free whitespace a model might never end.
@@ -122,7 +123,7 @@ class GrammarWriter:
         if syntax.xml:
             arguments = self._xml(tool, number)
         else:
-            arguments = self._json({"type": "object", **tool.parameters}, tool.strict)
+            arguments = self._json(object_form(tool.parameters), tool.strict)
         self.lines.append(f"args_{number}: {arguments}")
         self.lines.append(
             f"call_{number}: {' NUMBER '.join(parts)} args_{number} {self._literal(after)}"

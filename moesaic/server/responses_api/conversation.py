@@ -114,6 +114,8 @@ def _reasoning(found: Messages, item: InputItem) -> None:
 
 
 def _refuse(_: Messages, item: InputItem) -> None:
+    if item.type is None and item.id is None:
+        raise Refusal(400, "an item in input needs a type or a role", "input")
     kinds = ", ".join(_READERS)
     text = f"input items of type {shown(_type_of(item))} are not supported: give {kinds}"
     raise Refusal(400, text, "input")

@@ -21,7 +21,7 @@ from moesaic.server.client_warnings import warn
 from moesaic.server.context import Context
 from moesaic.server.errors import INTERNAL, Refusal
 from moesaic.server.generation import client_of, open_call
-from moesaic.server.openai.answer_blocks import renamed_fields
+from moesaic.server.openai.answer_blocks import renamed_fields, renamed_warnings
 from moesaic.server.openai.chat import PreparedChat, prepare_chat
 from moesaic.server.openai.request_types import MessageBody
 from moesaic.server.openai.setup import OpenAISetup
@@ -97,7 +97,7 @@ async def _prepare(
     conversation = await _conversation(body, before, size)
     chat = chat_body(body, conversation, f"resp_{uuid4().hex}")
     prepared = await PREPARE[body.truncation](context, chat, size, client)
-    warn(request, prepared.warnings)
+    warn(request, renamed_warnings(prepared.warnings, NAMES))
     draft = new_response(body, prepared, setup.model)
     stored = await in_thread_if_large(size, lambda: _new_stored(body, draft, conversation, request))
     keep = partial(_keep, context, stored) if draft.store else _drop

@@ -51,6 +51,8 @@ def new_messages(body: InputTokensBody) -> list[MessageBody]:
     if body.input is None and not body.previous_response_id:
         text = "missing required field `input`: give it, or previous_response_id"
         raise Refusal(400, text, "input")
+    if not (body.input or body.previous_response_id or body.instructions):
+        raise Refusal(400, "input is empty: give a text or a list of items", "input")
     return messages_of(body.input or [])
 
 
