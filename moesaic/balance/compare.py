@@ -44,13 +44,13 @@ class StepModel:
     horizon_steps: int = 1000
 
     def seconds(self, rows_SLD: Floats, reads_SLD: Floats) -> float:
-        """Of the experts of all layers, averaged over steps."""
+        """The time that the experts of all layers take in a step, averaged over steps."""
         arithmetic = rows_SLD * (self.row_flops / self.flops)
         memory = reads_SLD * (self.expert_bytes / self.memory_bytes_s)
         return float(np.maximum(arithmetic, memory).max(2).sum(1).mean())
 
     def cost(self, loads_SLE: Floats, ranks: int) -> MoveCost:
-        """Of moves, against steps of these loads under perfect balance."""
+        """What a move costs, relative to steps of these loads under perfect balance."""
         rows = float(loads_SLE.sum(2).mean()) / ranks
         reads = float((loads_SLE > 0).sum(2).mean()) / ranks
         layer = max(

@@ -169,7 +169,7 @@ def deepseek_vec_hierarchical(problem: BalanceProblem) -> Ints:
 
 
 def elasticity_aware(problem: BalanceProblem) -> Ints:
-    """DeepSeek's over the live ranks; slots of dead ranks hold expert 0, which nobody asks for."""
+    """DeepSeek's over the live ranks; slots of dead ranks hold expert 0 and get no tokens."""
     return _on_live_ranks(problem, 1, 1)
 
 

@@ -49,8 +49,8 @@ def _reads(load_LWE: Floats, count_LE: Ints) -> Floats:
 
 @dataclass(frozen=True)
 class Objective:
-    """`cost`: of one replica of each expert to its rank. `change_replicas(state, target, most)`
-    replaces at most so many replicas of a layer before experts are swapped."""
+    """`cost` says what one replica of each expert costs its rank. `change_replicas(state, target,
+    most)` replaces up to `most` replicas of a layer before experts are swapped."""
 
     cost: Callable[[Floats, Ints], Floats]
     change_replicas: Callable[[SearchState, float, int], None]
@@ -149,7 +149,7 @@ def incremental(problem: BalanceProblem) -> Ints:
 
 
 def _on_live_ranks(problem: BalanceProblem) -> Ints:
-    """Slots of dead ranks hold expert 0, which nobody asks for."""
+    """Slots of dead ranks hold expert 0 and get no tokens."""
     live_P = live_slots(problem)
     current_LP = None
     if problem.current_LP is not None:
@@ -252,8 +252,8 @@ class Search:
 
 
 def spread_duplicates(state: SearchState) -> None:
-    """A second replica on a rank relieves nobody: the hottest expert that the rank does not have
-    takes its slot."""
+    """Replaces the second replica of an expert on a rank, which does not lower the rank's load, by
+    the hottest expert that the rank does not have."""
     held = np.sort(state.slots_LDC, axis=2)
     for layer, rank in np.argwhere((held[..., 1:] == held[..., :-1]).any(2)):
         slots_C = state.slots_LDC[layer, rank]

@@ -27,11 +27,11 @@ class MoveCost:
     slot_seconds: float = 44e6 / 50e9
     """To fetch one expert; the default is one of DeepSeek-V3 in fp8 over 50 GB/s."""
     layer_seconds: float = 200e-6
-    """Of the experts of one layer in one step under perfect balance."""
+    """The time of one layer's experts in a step under perfect balance."""
     horizon_steps: int = 1000
 
     def price(self, ranks: int) -> float:
-        """Of one fetched slot, in units of a layer's max/mean; ranks fetch at the same time."""
+        """The cost of one fetched slot in units of a layer's max/mean; ranks fetch in parallel."""
         return self.slot_seconds / (self.layer_seconds * self.horizon_steps * ranks)
 
 

@@ -23,7 +23,7 @@ class RoutingModel:
     experts: int = 256
     top_k: int = 8
     tokens: int = 4096
-    """Of one step."""
+    """Tokens of one step."""
     zipf: float = 0.7
     drift: float = 0.3
     noise: float = 0.4

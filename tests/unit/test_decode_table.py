@@ -24,6 +24,7 @@ from moesaic.engine.schedule.plan import (
     StepResult,
 )
 from moesaic.engine.schedule.plan_codec import PlanReceiver, PlanSender
+from moesaic.engine.worker.local_core import LocalCore
 from moesaic.layers.paged_cache import PageUpdate
 from tests.unit.test_inflight_steps import make_core
 from tests.unit.test_page_rows import RequestState
@@ -95,13 +96,19 @@ def test_only_what_the_ranks_know_is_left_out_of_plans(extra, is_plain):
     assert len(request.output_ids) == 6
 
 
-def test_a_row_without_a_token_fails_alone():
+def decoding(count: int) -> tuple[LocalCore, list[Request]]:
+    """Requests that have their first tokens."""
     core = make_core()
-    requests = [Request(str(n), [n + 1, 2, 3], GREEDY, n, 6, n) for n in range(3)]
+    requests = [Request(str(n), [n + 1, 2, 3], GREEDY, n, 6, n) for n in range(count)]
     for request in requests:
         core.add(RequestState(request, None, lambda progress: None))
     step = core.planner.plan()
     core.planner.apply(step, core.runner.begin(step.plan).wait())
+    return core, requests
+
+
+def test_a_row_without_a_token_fails_alone():
+    core, requests = decoding(3)
     step = core.planner.plan()
     assert step.decoding.requests == requests
     core.planner.apply(step, StepResult([], token_ids=[5, 6, 7], broken=[1]))
@@ -133,12 +140,7 @@ def test_an_end_that_fails_harms_nobody_else():
 
 
 def test_a_rollback_restores_the_decoding_requests():
-    core = make_core()
-    requests = [Request(str(n), [n + 1, 2, 3], GREEDY, n, 6, n) for n in range(2)]
-    for request in requests:
-        core.add(RequestState(request, None, lambda progress: None))
-    step = core.planner.plan()
-    core.planner.apply(step, core.runner.begin(step.plan).wait())
+    core, requests = decoding(2)
     before = [(request.num_computed, request.pending, [*request.token_ids]) for request in requests]
     step = core.planner.plan()
     assert [request.pending for request in requests] == [1, 1]

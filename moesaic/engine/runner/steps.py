@@ -108,7 +108,7 @@ class DeviceStep:
         return self._result
 
     def host_row(self, n: int) -> SampledRow:
-        """Of a row that the host samples."""
+        """The item and the sampling of row `n`, which the host samples."""
         return self.rows[n - len(self.plan.decodes)]
 
     def host_item(self, n: int) -> PlanItem:

@@ -71,7 +71,7 @@ class DecodeRows:
     first: Ints
     token_ids: Ints
     pages: list[PageUpdate] = field(default_factory=list)
-    """Of the rows that have new pages."""
+    """The new pages of the rows that have some."""
 
     def __len__(self) -> int:
         return len(self.rows)
