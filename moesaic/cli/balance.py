@@ -21,9 +21,9 @@ Compare placements of experts, without a model and without a server: how evenly 
 loaded, what would have to be fetched, and how long a step would take.
 
 LOADS is a file with recorded routing:
-  .json  logical_count [steps, layers, experts], or the passes of SGLang's expert recorder
+  .pt    a dump of the expert distribution recorder, of this server or of SGLang
+  .json  the same: logical_count [steps, layers, experts], or the records of passes
   .npz   data: the top-k ids [tokens, k] of one layer, or [layers, tokens, k]
-Dumps of SGLang (.pt) are pickles and are not opened; the message has a line that converts them.
 The first half of its steps is planned from, the second half judges. Without LOADS routing is
 generated: experts follow Zipf's law in a random order; then popularity drifts, and every step adds
 noise. The current placement there is the one planned before the drift.

@@ -32,6 +32,7 @@ from moesaic.engine.frontend.admission import CallAdmission
 from moesaic.engine.frontend.core_client import start_ranks
 from moesaic.engine.frontend.crash_dump import CrashDump
 from moesaic.engine.frontend.engine_thread import Core, EngineThread
+from moesaic.engine.frontend.expert_records import ExpertRecords
 from moesaic.engine.frontend.inflight import InflightRequests
 from moesaic.engine.frontend.inputs import (
     EngineLimits,
@@ -115,6 +116,8 @@ class Engine:
         if dump is not None:
             self._core.on_failure = lambda reason: dump.write(reason, self._inflight.requests())
         self._profiler = Profiler(self._thread.query, self.mesh, self.spans, self.args.profile_dir)
+        num_layers = self._core.facts.num_layers
+        self._records = ExpertRecords(self._thread.query, self.args, self.mesh, num_layers)
         atexit.register(self.shutdown)
 
     def _make_core(self, apart: bool) -> Core:
@@ -310,6 +313,20 @@ class Engine:
     def profiled_steps(self) -> int:
         """Steps in the last trace, of all replicas together."""
         return self._profiler.steps
+
+    def start_expert_distribution_record(self) -> None:
+        """Records which experts take the tokens of each forward pass, from now on. ValueError
+        without `expert_distribution_recorder_mode`."""
+        self._records.start()
+
+    def stop_expert_distribution_record(self) -> None:
+        """Ends the recording; what was recorded waits for a dump."""
+        self._records.stop()
+
+    def dump_expert_distribution_record(self) -> dict[str, Any]:
+        """Writes what was recorded since the start or the last dump; returns `files` and how many
+        `passes` they have."""
+        return self._records.dump().as_dict()
 
     @property
     def context_length(self) -> int:

@@ -17,6 +17,7 @@ from moesaic.core.process import keep_freed_memory
 from moesaic.core.rank_state import RankState
 from moesaic.core.step import Step
 from moesaic.engine.runner.attention import BACKENDS
+from moesaic.engine.runner.expert_recorder import ExpertRecorder
 from moesaic.engine.runner.loading import rank_memory
 from moesaic.engine.runner.matchers import Matchers
 from moesaic.engine.runner.peer_watchdog import PeerWatchdog
@@ -83,6 +84,8 @@ class ModelRunner:
             self.matchers.begin_compiler()
         weight_bytes = self._load_model(args, resolved)
         self.watchdog = PeerWatchdog.of(self.moe, ranks)
+        # Before the KV cache takes the memory that is left.
+        self.recorder = ExpertRecorder.of(args, self)
         asynchronous = self.kind == "cuda" if asynchronous is None else asynchronous
         sizes = graph_sizes(args, self.max_running) if asynchronous else ()
         steps = self._warm_steps(sizes)
@@ -261,6 +264,8 @@ class ModelRunner:
         # First, as the device may wait for another rank.
         self.watchdog.lifecycle.abort(reason)
         self.steps.drop()
+        if self.recorder is not None:
+            self.recorder.restart()
 
     def group_counts(self, agreement: StepAgreement) -> tuple[int, ...]:
         """Tokens of each attention group, if there are several."""

@@ -183,6 +183,8 @@ class AsynchronousSteps:
             runner.matchers.begin(plan)
         rows = sampled_rows(plan) if runner.samples else []
         step = self._sample(plan, rows, slots, self._compute(plan, agreement, x_TH, slots))
+        if runner.recorder is not None:
+            runner.recorder.record(agreement.number, agreement.prefill)
         if needs_host:
             step.masks = runner.matchers.pending()
         step.event.record()
@@ -430,6 +432,8 @@ class SynchronousSteps:
         counts = runner.group_counts(agreement)
         step = Step(prefill=agreement.prefill, counts=counts, routed=slots)
         output, routed = self._batch.run(plan, step, x_TH), b""
+        if runner.recorder is not None:
+            runner.recorder.record(agreement.number, agreement.prefill)
         if slots is not None:
             routed = self._routed_experts.read(plan, slots, plan.num_tokens).experts()
         if not runner.ranks.is_last:
