@@ -62,10 +62,24 @@ def read_file(path: Path) -> Mapping[str, Any]:
     return found
 
 
+def read_folder(path: Path) -> Mapping[str, Any]:
+    """The passes that several ranks have recorded, as one dump."""
+    files = [read_file(file) for file in sorted(path.glob("*.pt"))]
+    wrong = [found for found in files if "records" not in found]
+    if not files or wrong:
+        raise ValueError(
+            f"{path} has {len(files)} .pt files, {len(wrong)} without records: a folder must have "
+            "the files of one dump in mode per_pass or per_token, and nothing else"
+        )
+    records = [record for found in files for record in found["records"]]
+    return {**files[0], "records": records, "rank": [found.get("rank") for found in files]}
+
+
 def read_loads(path: Path, experts: int | None = None, step_tokens: int = 16) -> Floats:
-    """[S, L, E]. `experts`: of the model, where a trace may not have met the last ones;
-    `step_tokens`: tokens of a trace that make a step."""
-    found = read_file(path)
+    """[S, L, E] of a file, or of a folder with the files of all ranks. `experts`: of the model,
+    where a trace may not have met the last ones; `step_tokens`: tokens of a trace that make a
+    step."""
+    found = read_folder(path) if path.is_dir() else read_file(path)
     if LOAD_KEY in found:
         loads = _array(found[LOAD_KEY], path, LOAD_KEY)
         loads = loads[None] if loads.ndim == 2 else loads
@@ -98,10 +112,13 @@ def _array(value: Any, path: Path, name: str) -> Any:
 
 
 def _loads_of_passes(found: Mapping[str, Any], path: Path) -> Any:
-    """Counts of slots become counts of experts by the placement that the dump ends with."""
+    """Counts of slots become counts of experts by the placement of the pass, which is the one that
+    the dump ends with unless the pass has its own."""
     if "last_physical_to_logical_map" not in found or not found["records"]:
         raise ValueError(f"{path} has no passes, or no last_physical_to_logical_map: record again")
     slots_LP = _array(found["last_physical_to_logical_map"], path, "last_physical_to_logical_map")
+    _check_ranks(found, path)
+    layers, experts = len(slots_LP), int(slots_LP.max()) + 1
     by_pass: dict[int, Any] = {}
     for record in found["records"]:
         counts_LP = _array(record["global_physical_count"], path, "global_physical_count")
@@ -111,12 +128,22 @@ def _loads_of_passes(found: Mapping[str, Any], path: Path) -> Any:
                 f"{list(slots_LP.shape)} (layers × slots)"
             )
         key = int(record["forward_pass_id"])
-        by_pass[key] = by_pass.get(key, 0) + counts_LP
-    layers, experts = len(slots_LP), int(slots_LP.max()) + 1
-    loads = np.zeros((len(by_pass), layers, experts))
-    for step, counts_LP in zip(loads, by_pass.values(), strict=True):
-        np.add.at(step, (np.arange(layers)[:, None], slots_LP), counts_LP)
-    return loads
+        step = by_pass.setdefault(key, np.zeros((layers, experts)))
+        own_LP = _array(record.get(PLACEMENT_KEY, slots_LP), path, PLACEMENT_KEY)
+        np.add.at(step, (np.arange(layers)[:, None], own_LP), counts_LP)
+    return np.stack([by_pass[key] for key in sorted(by_pass)])
+
+
+def _check_ranks(found: Mapping[str, Any], path: Path) -> None:
+    """Refuses the records of some ranks alone, where the dump says which belong together."""
+    own = found.get("rank")
+    missing = set(found.get("ranks", ())) - set(own if isinstance(own, list) else [own])
+    if missing:
+        ranks = ", ".join(map(str, sorted(missing)))
+        raise ValueError(
+            f"{path} lacks the passes of ranks {ranks}: give the folder with the files of all "
+            "ranks of the dump"
+        )
 
 
 def loads_of_trace(ids: Ints, experts: int | None, step_tokens: int) -> Floats:

@@ -232,8 +232,6 @@ class BalanceArgs:
         "stat_approx is the same, as all counts are exact), or a file for each rank with the "
         "counts of each pass (per_pass) and the experts of each token (per_token).",
         choices=("stat", "stat_approx", "per_pass", "per_token"),
-        built=("stat", "stat_approx"),
-        why="stat has the counts",
     )
     expert_distribution_recorder_buffer_size: int | None = flag(
         None,

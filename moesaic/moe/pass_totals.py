@@ -25,26 +25,54 @@ EVENTS: Final = 8
 Totals = npt.NDArray[np.int32]
 
 
+class SideStream:
+    """Copies tensors of a device to the host beside the steps. Copies of what the device has still
+    to compute are garbage: `RowEvents` says what it has computed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def to_host(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        if self._stream is None:
+            return [part.clone() for part in parts]
+        with torch.cuda.stream(self._stream):
+            found = [_pinned(part).copy_(part, non_blocking=True) for part in parts]
+        self._stream.synchronize()
+        return found
+
+
+class RowEvents:
+    """Which of the rows that were launched in turn the device has written."""
+
+    def __init__(self, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self._events = [torch.cuda.Event() for _ in range(EVENTS)] if is_cuda else []
+        self._num_rows = 0
+
+    def record(self) -> None:
+        if self._events:
+            self._events[self._num_rows % EVENTS].record()
+        self._num_rows += 1
+
+    def num_written(self) -> int:
+        """It does not wait for the others."""
+        rows, oldest = self._num_rows, max(0, self._num_rows - EVENTS)
+        while self._events and rows > oldest and not self._events[(rows - 1) % EVENTS].query():
+            rows -= 1
+        return rows
+
+
 class PassTotals:
     """A ring of `rows` rows. Counters wrap at 32 bits, and so do differences of them."""
 
-    def __init__(self, loads: Sequence[SlotLoad], rows: int) -> None:
-        self.loads, self.rows = list(loads), rows
+    nbytes = 0
 
     def write(self, row: int) -> None:
         """Keeps the present totals in a row of the ring."""
         raise NotImplementedError
 
-    def num_written(self, rows: int) -> int:
-        """How many of the first `rows` writes the device has done; it does not wait for them."""
-        return rows
-
     def read(self, first: int, count: int) -> Totals:
         """Rows [count, L, e] of the ring, without those behind its end."""
-        raise NotImplementedError
-
-    @property
-    def nbytes(self) -> int:
         raise NotImplementedError
 
 
@@ -52,35 +80,27 @@ class HostTotals(PassTotals):
     """Of counters on the host."""
 
     def __init__(self, loads: Sequence[SlotLoad], rows: int) -> None:
-        super().__init__(loads, rows)
-        slots = len(loads[0].tokens) if loads else 0
+        self._loads, slots = loads, len(loads[0].tokens) if loads else 0
         self._ring_SLe = np.zeros((rows, len(loads), slots), np.int32)
+        self.nbytes = self._ring_SLe.nbytes
 
     def write(self, row: int) -> None:
-        self._ring_SLe[row] = [load.tokens for load in self.loads]
+        self._ring_SLe[row] = [load.tokens for load in self._loads]
 
     def read(self, first: int, count: int) -> Totals:
         return self._ring_SLe[first : first + count].copy()
-
-    @property
-    def nbytes(self) -> int:
-        return self._ring_SLe.nbytes
 
 
 class DeviceTotals(PassTotals):
     """Of counters on a device: a ring for each counter table."""
 
     def __init__(self, loads: Sequence[SlotLoad], rows: int) -> None:
-        super().__init__(loads, rows)
         tables = [load.row[0] for load in loads if load.row is not None]
         self._tables: list[CounterTable] = list(dict.fromkeys(tables))
         self._rings = [_ring_of(table, rows) for table in self._tables]
         self._places = [self._place(load) for load in loads]
-        self._stream: torch.cuda.Stream | None = None
-        if self._rings and self._rings[0].is_cuda:
-            self._stream = torch.cuda.Stream(self._rings[0].device)
-            self._events = [torch.cuda.Event() for _ in range(EVENTS)]
-        self._num_writes = 0
+        self._stream = SideStream(self._rings[0].device)
+        self.nbytes = sum(ring_SLe.nbytes for ring_SLe in self._rings)
 
     def _place(self, load: SlotLoad) -> int:
         """The layer's row among those of all tables."""
@@ -92,33 +112,11 @@ class DeviceTotals(PassTotals):
     def write(self, row: int) -> None:
         for table, ring_SLe in zip(self._tables, self._rings, strict=True):
             ring_SLe[row].copy_(table.counts_Le[: table.num_layers])
-        if self._stream is not None:
-            self._events[self._num_writes % EVENTS].record()
-        self._num_writes += 1
-
-    def num_written(self, rows: int) -> int:
-        if self._stream is None:
-            return rows
-        while rows > max(0, self._num_writes - EVENTS) and not self._is_done(rows - 1):
-            rows -= 1
-        return rows
-
-    def _is_done(self, write: int) -> bool:
-        done: bool = self._events[write % EVENTS].query()
-        return done
 
     def read(self, first: int, count: int) -> Totals:
-        parts = [ring_SLe[first : first + count] for ring_SLe in self._rings]
-        if self._stream is not None:
-            with torch.cuda.stream(self._stream):
-                parts = [_pinned(part).copy_(part, non_blocking=True) for part in parts]
-            self._stream.synchronize()
+        parts = self._stream.to_host([ring[first : first + count] for ring in self._rings])
         found: Totals = torch.cat(parts, 1).numpy()
         return found[:, self._places]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(ring_SLe.nbytes for ring_SLe in self._rings)
 
 
 def make_totals(loads: Sequence[SlotLoad], rows: int) -> PassTotals:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from moesaic.balance.recording import RankPasses, merge
+from moesaic.balance.recording import RankPasses, common_passes, merged_counts, utilization
 from moesaic.engine.runner import expert_recorder
 from moesaic.engine.runner.expert_recorder import ExpertRecorder
+from moesaic.engine.schedule.plan import StepAgreement, StepPlan
 from moesaic.moe.expert_load import TABLE_LAYERS, DeviceCounters, SlotLoad
 from moesaic.moe.placement import EpLayout, Placement
 from moesaic.observe.spans import Spans
@@ -22,6 +25,7 @@ class Layers:
     """MoE layers of a rank that holds the last three of six slots."""
 
     def __init__(self, number: int, on_device: bool) -> None:
+        self.device = torch.device("cpu")
         self.layout = EpLayout(EXPERTS, ep_size=2, rank=1)
         counters = DeviceCounters() if on_device else None
         self.moe_layers = [
@@ -29,7 +33,7 @@ class Layers:
                 load=SlotLoad(3 + n, self.layout, Spans(), counters),
                 layout=self.layout,
                 placement=Placement.trivial(EXPERTS),
-                config=SimpleNamespace(num_experts=EXPERTS),
+                config=SimpleNamespace(num_experts=EXPERTS, top_k=2),
             )
             for n in range(number)
         ]
@@ -56,7 +60,7 @@ def passes_of(recorder: ExpertRecorder, rank: int = 0, replica: int = 0) -> Rank
     while first < state.end:
         pieces.append(recorder.read(first, state.end))
         first = pieces[-1].next
-    numbers = [number for rows in pieces for number in rows.numbers]
+    numbers = [one.number for rows in pieces for one in rows.passes]
     versions, counts = (
         np.frombuffer(b"".join(getattr(rows, name) for rows in pieces), np.int32)
         for name in ("versions", "counts")
@@ -66,6 +70,7 @@ def passes_of(recorder: ExpertRecorder, rank: int = 0, replica: int = 0) -> Rank
         rank,
         replica,
         state.layers,
+        state.counts,
         state.first_slot,
         {(found.layer, found.version): found.slots for found in state.placements},
         numbers,
@@ -77,7 +82,7 @@ def passes_of(recorder: ExpertRecorder, rank: int = 0, replica: int = 0) -> Rank
 def run(layers: Layers, recorder: ExpertRecorder, first: int, end: int) -> None:
     for number in range(first, end):
         layers.count([number, 0, 2 * number])
-        recorder.record(number, number % 2 == 0)
+        recorder.record(StepPlan(), StepAgreement(number, (1,)))
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -111,9 +116,8 @@ def test_a_dump_frees_what_it_has_read_and_no_more() -> None:
     recorder = ExpertRecorder(layers, passes=4)
     recorder.start()
     run(layers, recorder, 1, 4)
-    end = recorder.state().end
     run(layers, recorder, 4, 6)  # while files are written
-    recorder.answer("expert_record_discard", {"ends": {0: end}}, 0)
+    recorder.answer("expert_record_discard", {"ends": {0: 3}}, 0)
     found = passes_of(recorder)
     assert found.numbers == [4, 5] and found.counts_nMe[0, 0].tolist() == [4, 0, 8]
     assert recorder.state().lost == 0
@@ -139,7 +143,7 @@ def test_counters_may_wrap() -> None:
     recorder = ExpertRecorder(layers, passes=3)
     recorder.start()
     layers.count([3, 4, 5])
-    recorder.record(1, False)
+    recorder.record(StepPlan(), StepAgreement(1, (1,)))
     assert passes_of(recorder).counts_nMe.tolist() == [[[3, 4, 5]]]
 
 
@@ -154,14 +158,14 @@ def test_experts_that_move_between_passes(on_device: bool) -> None:
     run(layers, recorder, 3, 5)
     found = passes_of(recorder)
     assert found.versions_nM.tolist() == [[0, 0], [0, 0], [0, 1], [0, 1]]
-    logical = merge([found], 6, EXPERTS).logical_SLE
+    logical = merged_counts([found], 6, EXPERTS)
     assert logical[:, 3, 3:].tolist() == [[n, 0, 2 * n] for n in range(1, 5)]
     assert logical[:2, 4].tolist() == [[0, 0, 0, n + 1, 1, 2 * n + 1] for n in (1, 2)]
     assert logical[2:, 4].tolist() == [[2 * n + 1, 1, n + 1, 0, 0, 0] for n in (3, 4)]
-    recorder.answer("expert_record_discard", {"ends": {0: recorder.state().end}}, 0)
+    recorder.answer("expert_record_discard", {"ends": {0: 4}}, 0)
     assert {(s.layer, s.version) for s in recorder.state().placements} == {(0, 0), (1, 1)}
     run(layers, recorder, 5, 6)
-    assert merge([passes_of(recorder)], 6, EXPERTS).logical_SLE[0, 4, 0] == 11
+    assert merged_counts([passes_of(recorder)], 6, EXPERTS)[0, 4, 0] == 11
 
 
 def test_no_limit_means_what_a_rank_may_keep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,6 +181,7 @@ def rank_passes(rank: int, numbers: list[int], counts: list[int], replica: int =
         rank,
         replica,
         [1],
+        True,
         2 * (rank % 2),
         {(0, 0): [0, 1, 2, 3]},
         numbers,
@@ -185,23 +190,27 @@ def rank_passes(rank: int, numbers: list[int], counts: list[int], replica: int =
     )
 
 
+def test_only_passes_of_all_ranks_are_kept() -> None:
+    """One that a rank has still to record waits for the next dump."""
+    found = common_passes([(0, [7, 8, 9]), (0, [8, 9, 10, 12]), (1, [3]), (1, [3, 4]), (2, [])])
+    assert found.numbers == {0: {8, 9}, 1: {3}, 2: set()} and found.last == {0: 9, 1: 3, 2: -1}
+    assert found.incomplete == 1
+    assert common_passes([(0, [5]), (0, [])]).last == {0: -1}
+
+
 def test_ranks_and_replicas_are_summed_by_pass() -> None:
-    others = RankPasses(9, 0, [], 0, {}, [], *(np.zeros((0,) * n, np.int32) for n in (2, 3)))
-    found = merge(
-        [
-            rank_passes(0, [7, 8, 9], [3, 1]),
-            rank_passes(1, [8, 9, 10], [0, 2]),
-            rank_passes(2, [8], [0, 0], replica=1),
-            rank_passes(3, [8], [0, 0], replica=1),
-            others,
-        ],
-        3,
-        4,
-    )
-    assert found.keys == [(0, 8), (0, 9), (1, 8)] and found.num_incomplete == 2
-    assert found.logical_SLE[:, 1].tolist() == [[3, 1, 0, 2], [3, 1, 0, 2], [0, 0, 0, 0]]
-    assert not found.logical_SLE[:, [0, 2]].any()
-    assert found.utilization == pytest.approx(3 / 4), "a pass without tokens has no balance"
-    nothing = merge([rank_passes(0, [], [0, 0]), others], 3, 4)
-    assert nothing.keys == [] and nothing.utilization is None
-    assert nothing.logical_SLE.shape == (0, 3, 4)
+    """A rank that holds slices of experts leaves counting to another."""
+    slices = replace(rank_passes(1, [8, 9], [5, 5]), counts=False)
+    ranks = [
+        rank_passes(0, [8, 9], [3, 1]),
+        rank_passes(1, [9, 8], [0, 2]),
+        slices,
+        rank_passes(2, [8], [0, 0], replica=1),
+        rank_passes(3, [8], [0, 0], replica=1),
+    ]
+    logical = merged_counts(ranks, 3, 4)
+    assert logical[:, 1].tolist() == [[3, 1, 0, 2], [3, 1, 0, 2], [0, 0, 0, 0]]
+    assert not logical[:, [0, 2]].any()
+    assert utilization(ranks) == pytest.approx(3 / 4), "a pass without tokens has no balance"
+    assert utilization([slices]) is None and utilization(ranks[3:]) is None
+    assert merged_counts([slices], 3, 4).shape == (0, 3, 4)

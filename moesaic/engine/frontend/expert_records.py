@@ -16,14 +16,21 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
-import numpy as np
 
 from moesaic.balance.files import write_dump
-from moesaic.balance.recording import RankPasses, merge, stat_content
+from moesaic.balance.recording import (
+    RankPasses,
+    common_passes,
+    last_placement,
+    pass_content,
+    stat_content,
+)
 from moesaic.comm.mesh import Mesh
 from moesaic.config import ServerArgs
 from moesaic.engine.frontend.queries import ANSWER_SECONDS, QueryTimeout
+from moesaic.engine.frontend.recorded_details import RankRead, TokenBuffer, token_details
 from moesaic.engine.runner.expert_recorder import RecordedRows, RecorderState
+from moesaic.engine.runner.recorded_tokens import RecordedTokens
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +38,8 @@ logger = logging.getLogger(__name__)
 FOLDER_VARIABLE: Final = "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"
 DEFAULT_FOLDER: Final = "/tmp"
 POLL_SECONDS: Final = 0.02
+STAT: Final = ("stat", "stat_approx")
+PER_TOKEN: Final = "per_token"
 NO_RECORDER: Final = (
     "there is no expert distribution recorder: start the server with "
     "--expert-distribution-recorder-mode stat, per_pass or per_token"
@@ -53,12 +62,14 @@ class RecordNotWritten(RuntimeError):
 @dataclass(frozen=True)
 class RecordDump:
     """The files of a dump. `lost`: passes that the buffer had no room for, on the rank that lost
-    most; `incomplete`: passes that only some ranks have recorded, which are left out."""
+    most; `incomplete`: passes that only some ranks have recorded, which are left out;
+    `tokens_dropped`: tokens whose experts are missing in mode `per_token`."""
 
     files: list[str]
     passes: int
     lost: int
-    incomplete: int
+    incomplete: int = 0
+    tokens_dropped: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -66,6 +77,7 @@ class RecordDump:
             "passes": self.passes,
             "passes_lost": self.lost,
             "passes_incomplete": self.incomplete,
+            "tokens_dropped": self.tokens_dropped,
         }
 
 
@@ -94,12 +106,16 @@ class ExpertRecords:
             self._query("expert_record_stop", RecorderState)
 
     def dump(self) -> RecordDump:
-        """Writes what was recorded since the start or the last dump. A recording goes on."""
+        """Writes what was recorded since the start or the last dump. A recording goes on; a pass
+        that only some ranks have recorded yet is in the next dump."""
         with self._lock:
-            states = self._settled_states()
-            ranks = self._read(states)
-            dump = self._write(ranks, states)
-            ends = {rank: state.end for rank, state in states.items()}
+            reads = self._read(self._settled_states())
+            common = common_passes([(one.replica, one.numbers) for one in reads])
+            reads = [one.only(common.numbers[one.replica]) for one in reads]
+            if self._mode == PER_TOKEN:
+                self._read_tokens({one.rank: one for one in reads})
+            dump = self._write(reads, common.incomplete)
+            ends = {one.rank: common.last[one.replica] for one in reads}
             self._query("expert_record_discard", RecorderState, {"ends": ends})
         logger.info("wrote %d recorded passes to %s", dump.passes, ", ".join(dump.files))
         return dump
@@ -119,7 +135,7 @@ class ExpertRecords:
                 raise QueryTimeout(f"{self._names(late)} did not finish the recorded passes")
             time.sleep(POLL_SECONDS)
 
-    def _read(self, states: Mapping[int, RecorderState]) -> list[RankPasses]:
+    def _read(self, states: Mapping[int, RecorderState]) -> list[RankRead]:
         pieces: dict[int, list[RecordedRows]] = {rank: [] for rank in states}
         firsts = {rank: state.first for rank, state in states.items()}
         ends = {rank: state.end for rank, state in states.items()}
@@ -128,34 +144,46 @@ class ExpertRecords:
             for rank, rows in self._query("expert_record_read", RecordedRows, options).items():
                 firsts[rank] = rows.next
                 pieces[rank].append(rows)
-        return [self._joined(rank, states[rank], found) for rank, found in pieces.items()]
+        return [
+            RankRead.of(self._mesh.place(rank), states[rank], pieces[rank])
+            for rank in sorted(states)
+        ]
 
-    def _joined(self, rank: int, state: RecorderState, pieces: list[RecordedRows]) -> RankPasses:
-        layers = len(state.layers)
-        versions, counts = (
-            np.frombuffer(b"".join(data), np.int32)
-            for data in ([rows.versions for rows in pieces], [rows.counts for rows in pieces])
-        )
-        numbers = [number for rows in pieces for number in rows.numbers]
-        return RankPasses(
-            rank=rank,
-            replica=self._mesh.place(rank).replica,
-            layers=state.layers,
-            first_slot=state.first_slot,
-            slots={(found.layer, found.version): found.slots for found in state.placements},
-            numbers=numbers,
-            versions_nM=versions.reshape(len(numbers), layers),
-            counts_nMe=counts.reshape(len(numbers), layers, state.num_local),
-            prefills=[prefill for rows in pieces for prefill in rows.prefills],
-        )
+    def _read_tokens(self, reads: Mapping[int, RankRead]) -> None:
+        buffers = {rank: TokenBuffer(read.passes, read.state) for rank, read in reads.items()}
+        firsts = {rank: buffer.first for rank, buffer in buffers.items()}
+        ends = {rank: buffer.end for rank, buffer in buffers.items()}
+        while any(firsts[rank] < ends[rank] for rank in buffers):
+            options = {"firsts": firsts, "ends": ends}
+            for rank, found in self._query("expert_record_tokens", RecordedTokens, options).items():
+                firsts[rank] = found.next
+                buffers[rank].add(found)
+        for rank, read in reads.items():
+            read.details = token_details(read, buffers[rank], self._num_layers)
 
-    def _write(self, ranks: list[RankPasses], states: Mapping[int, RecorderState]) -> RecordDump:
-        num_experts = max(state.num_experts for state in states.values())
-        merged = merge(ranks, self._num_layers, num_experts)
-        path = _new_folder() / f"expert_distribution_recorder_{time.time()}.pt"
-        _write_file(path, stat_content(merged))
-        lost = max(state.lost for state in states.values())
-        return RecordDump([str(path)], len(merged.keys), lost, merged.num_incomplete)
+    def _write(self, reads: list[RankRead], incomplete: int) -> RecordDump:
+        num_experts = max(read.state.num_experts for read in reads)
+        lost = max(read.state.lost for read in reads)
+        stem = str(_new_folder() / f"expert_distribution_recorder_{time.time()}")
+        ranks = [read.rank_passes() for read in reads]
+        passes = len({(rank.replica, number) for rank in ranks for number in rank.numbers})
+        if self._mode in STAT:
+            content = stat_content(ranks, self._num_layers, num_experts)
+            _write_file(Path(f"{stem}.pt"), content)
+            return RecordDump([f"{stem}.pt"], passes, lost, incomplete)
+        files = [self._write_rank(stem, rank, ranks, num_experts) for rank in ranks]
+        dropped = sum(one["tokens_dropped"] for rank in ranks for one in rank.details)
+        return RecordDump(files, passes, lost, incomplete, dropped)
+
+    def _write_rank(
+        self, stem: str, rank: RankPasses, ranks: list[RankPasses], num_experts: int
+    ) -> str:
+        peers = [other for other in ranks if other.replica == rank.replica]
+        last_LP = last_placement(peers, self._num_layers, num_experts)
+        numbers = [other.rank for other in ranks]
+        path = f"{stem}_{rank.rank}.pt"
+        _write_file(Path(path), pass_content(rank, last_LP, numbers, self._mesh.replicas))
+        return path
 
     def _query(
         self, what: str, kind: type[Reply], options: Mapping[str, Any] | None = None

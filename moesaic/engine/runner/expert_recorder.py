@@ -1,8 +1,8 @@
 """Records which experts the forward passes of this rank have used.
 
 After each pass one row of counts goes into a ring, with the pass's number and the versions of the
-placements that it followed. Nothing waits for the device: a row is read when the device has written
-it, between two later steps.
+placements that it followed; in mode `per_token` another ring gets the experts of each token.
+Nothing waits for the device: a row is read when the device has written it, between later steps.
 
 S rows of the ring · L MoE layers of this rank · e local slots · P slots of a layer.
 """
@@ -18,7 +18,17 @@ import numpy as np
 import numpy.typing as npt
 
 from moesaic.config import ServerArgs
-from moesaic.moe.pass_totals import Totals, make_totals
+from moesaic.engine.runner.recorded_tokens import (
+    INPUT_BYTES,
+    SLOT_BYTES,
+    RecordedTokens,
+    StepTokens,
+    TokenRing,
+    TokenSpan,
+)
+from moesaic.engine.schedule.plan import StepAgreement, StepPlan
+from moesaic.models.blocks import takes_all_rows
+from moesaic.moe.pass_totals import RowEvents, Totals, make_totals
 
 if TYPE_CHECKING:
     from moesaic.engine.runner.model_runner import ModelRunner
@@ -28,9 +38,11 @@ logger = logging.getLogger(__name__)
 MIB: Final = 1 << 20
 # Counts that a rank may keep where --expert-distribution-recorder-buffer-size is -1.
 MOST_BYTES: Final = 256 * MIB
+# Tokens that a rank keeps in mode per_token, with their experts in all layers.
+TOKEN_RING_BYTES: Final = 64 * MIB
 # Bytes in one reply, so that tokens do not wait behind it.
 CHUNK_BYTES: Final = 256 << 10
-# A row that begins a recording, and no pass.
+# The number of a row that is no pass: the totals from which the next pass is counted.
 NO_PASS: Final = -1
 
 
@@ -45,8 +57,8 @@ class RecordedSlots(msgspec.Struct, array_like=True):
 
 class RecorderState(msgspec.Struct, array_like=True):
     """Rows from `first` up to `end` can be read; `pending` more are still being computed. `lost`:
-    passes that newer ones have overwritten. `layers`: the numbers of the MoE layers whose experts
-    this rank counts; none where another rank counts for it."""
+    passes that newer ones have overwritten. `layers`: the rank's MoE layers; `counts`: whether it
+    counts their rows, as the first of the ranks that share experts by slices does."""
 
     on: bool = False
     first: int = 0
@@ -54,10 +66,23 @@ class RecorderState(msgspec.Struct, array_like=True):
     pending: int = 0
     lost: int = 0
     layers: list[int] = []
+    counts: bool = False
     first_slot: int = 0
     num_local: int = 0
     num_experts: int = 0
+    top_k: int = 0
     placements: list[RecordedSlots] = []
+
+
+class RecordedPass(msgspec.Struct, array_like=True):
+    """`lengths`: the new tokens of each sequence of the rank's attention group; `prefill`: whether
+    any group prefilled."""
+
+    number: int
+    prefill: bool
+    lengths: list[int] = []
+    tokens: TokenSpan | None = None
+    """None unless the mode is `per_token`."""
 
 
 class RecordedRows(msgspec.Struct, array_like=True):
@@ -65,50 +90,71 @@ class RecordedRows(msgspec.Struct, array_like=True):
     int32 [passes, L]; `counts`: int32 [passes, L, e]."""
 
     next: int
-    numbers: list[int]
-    prefills: list[bool]
+    passes: list[RecordedPass]
     versions: bytes
     counts: bytes
 
 
 class ExpertRecorder:
-    def __init__(self, runner: ModelRunner, passes: int) -> None:
+    def __init__(self, runner: ModelRunner, passes: int, keeps_tokens: bool = False) -> None:
         """`passes`: the most that are kept; -1 for as many as MOST_BYTES hold."""
-        layers = [layer for layer in runner.moe_layers if layer.load.counts]
-        self._layers, self._loads = layers, [layer.load for layer in layers]
-        row_bytes = 4 * sum(layer.layout.slots_per_rank for layer in layers)
+        self._runner, self._layers = runner, runner.moe_layers
+        self._loads = [layer.load for layer in self._layers]
+        row_bytes = 4 * sum(layer.layout.slots_per_rank for layer in self._layers)
         self.passes = passes if passes > 0 else max(1, MOST_BYTES // max(1, row_bytes))
         # The rows of a pass are the difference to the row before it.
         self._size = self.passes + 1
         self._totals = make_totals(self._loads, self._size)
-        self._numbers = np.full(self._size, NO_PASS, np.int64)
-        self._prefills = np.zeros(self._size, bool)
-        self._versions_SL = np.zeros((self._size, len(layers)), np.int32)
+        self._events = RowEvents(runner.device)
+        self._passes = [RecordedPass(NO_PASS, False)] * self._size
+        self._versions_SL = np.zeros((self._size, len(self._layers)), np.int32)
         self._slots: dict[tuple[int, int], list[int]] = {}
         """By layer and version of its placement."""
         self._newest: list[int] | None = None
         """The version of each layer's placement in the last row."""
         self._on, self._first, self._next, self._lost = False, 0, 0, 0
+        self._tokens = self._make_token_ring() if keeps_tokens else None
+
+    def _make_token_ring(self) -> TokenRing | None:
+        """Ranks of an attention group that route the same rows leave them to the first."""
+        runner, layers = self._runner, len(self._layers)
+        if not layers or (self._takes_all_rows and runner.parallel.attention.rank > 0):
+            return None
+        capacity = TOKEN_RING_BYTES // (layers * runner.top_k * SLOT_BYTES + INPUT_BYTES)
+        return TokenRing(capacity, layers, runner.top_k, runner.device)
+
+    @property
+    def _takes_all_rows(self) -> bool:
+        return takes_all_rows(self._runner.parallel, self._runner.moe)
 
     @classmethod
     def of(cls, args: ServerArgs, runner: ModelRunner) -> ExpertRecorder | None:
         """None where the flags ask for no recorder."""
-        if args.expert_distribution_recorder_mode is None:
+        mode = args.expert_distribution_recorder_mode
+        if mode is None:
             return None
         passes = args.expert_distribution_recorder_buffer_size or args.eplb_rebalance_num_iterations
-        recorder = cls(runner, passes)
+        recorder = cls(runner, passes, keeps_tokens=mode == "per_token")
+        tokens = recorder._tokens
         logger.info(
-            "the expert distribution recorder (mode %s) keeps the last %d passes: %.1f MiB on "
+            "the expert distribution recorder (mode %s) keeps the last %d passes%s: %.1f MiB on "
             "each rank",
-            args.expert_distribution_recorder_mode,
+            mode,
             recorder.passes,
+            "" if tokens is None else f" and the last {tokens.capacity} tokens",
             recorder.nbytes / MIB,
         )
         return recorder
 
     @property
     def nbytes(self) -> int:
-        return self._totals.nbytes + self._versions_SL.nbytes
+        tokens = 0 if self._tokens is None else self._tokens.nbytes
+        return self._totals.nbytes + self._versions_SL.nbytes + tokens
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the next pass is recorded with the experts of its tokens."""
+        return self._on and self._tokens is not None
 
     def answer(self, what: str, options: Mapping[str, Any], rank: int) -> Any:
         """Carries out a query of the frontend."""
@@ -118,41 +164,59 @@ class ExpertRecorder:
             case "expert_record_stop":
                 self._on = False
             case "expert_record_state":
-                pass
+                return self.state()
             case "expert_record_discard":
                 self._discard(options["ends"][rank])
             case "expert_record_read":
                 return self.read(options["firsts"][rank], options["ends"][rank])
+            case "expert_record_tokens":
+                return self._read_tokens(options["firsts"][rank], options["ends"][rank])
             case _:
                 raise ValueError(f"unknown query {what!r}")
-        return self.state(has_placements=what == "expert_record_state")
+        return self.state(has_placements=False)
 
     def start(self) -> None:
         """Forgets what was recorded before."""
-        self._on, self._lost = True, 0
+        self._on, self._lost, self._newest = True, 0, None
         self._slots.clear()
-        self._newest = None
-        self._write(NO_PASS, False)
+        self._write(RecordedPass(NO_PASS, False))
         self._first = self._next
 
-    def record(self, number: int, prefill: bool) -> None:
-        """Keeps the counts of the pass that has just been launched."""
-        if self._on:
-            self._write(number, prefill)
+    def record(
+        self, plan: StepPlan, agreement: StepAgreement, tokens: StepTokens | None = None
+    ) -> None:
+        """Keeps the counts of the pass that has just been launched; `tokens`: its rows, if
+        `needs_tokens`."""
+        if not self._on:
+            return
+        made = RecordedPass(agreement.number, agreement.prefill)
+        if self._tokens is not None:
+            made.lengths, made.tokens = plan.lengths.tolist(), TokenSpan(self._tokens.end)
+            if tokens is not None:
+                made.tokens = self._keep_tokens(self._tokens, tokens)
+        self._write(made)
+
+    def _keep_tokens(self, ring: TokenRing, tokens: StepTokens) -> TokenSpan:
+        """Keeps those that this rank takes to the experts."""
+        first, count = 0, tokens.count
+        if not self._takes_all_rows:
+            parallel, rows = self._runner.parallel, len(tokens.ids_R)
+            first, count = parallel.own_rows(rows).start, parallel.own_tokens(count, rows)
+        return ring.write(tokens, first, count) if count else TokenSpan(ring.end)
 
     def restart(self) -> None:
         """Separates what a failed pass has counted from the next pass."""
         if self._on:
-            self._write(NO_PASS, False)
+            self._write(RecordedPass(NO_PASS, False))
 
-    def _write(self, number: int, prefill: bool) -> None:
+    def _write(self, made: RecordedPass) -> None:
         place = self._next % self._size
-        if self._next - self._first > self.passes - 1:
-            oldest = self._first % self._size
-            self._lost += int(self._numbers[oldest] != NO_PASS)
+        if self._next - self._first == self.passes:
+            self._lost += int(self._passes[self._first % self._size].number != NO_PASS)
             self._first += 1
         self._totals.write(place)
-        self._numbers[place], self._prefills[place] = number, prefill
+        self._events.record()
+        self._passes[place] = made
         versions = [load.placement_version for load in self._loads]
         if versions != self._newest:
             self._keep_placements(versions)
@@ -165,38 +229,38 @@ class ExpertRecorder:
             self._slots.setdefault(key, list(layer.placement.slots))
 
     def state(self, has_placements: bool = True) -> RecorderState:
-        slots = self._slots if has_placements else {}
-        end = max(self._first, self._totals.num_written(self._next))
-        layer = self._layers[0] if self._layers else None
-        return RecorderState(
-            on=self._on,
-            first=self._first,
-            end=end,
-            pending=self._next - end,
-            lost=self._lost,
-            layers=[load.layer for load in self._loads],
-            first_slot=0 if layer is None else layer.layout.first_slot,
-            num_local=0 if layer is None else layer.layout.slots_per_rank,
-            num_experts=0 if layer is None else layer.config.num_experts,
-            placements=[RecordedSlots(*key, found) for key, found in slots.items()],
-        )
+        end = max(self._first, self._events.num_written())
+        state = RecorderState(self._on, self._first, end, self._next - end, self._lost)
+        if self._layers:
+            layer = self._layers[0]
+            state.layers = [load.layer for load in self._loads]
+            state.counts, state.first_slot = layer.load.counts, layer.layout.first_slot
+            state.num_local = layer.layout.slots_per_rank
+            state.num_experts, state.top_k = layer.config.num_experts, layer.config.top_k
+        if has_placements:
+            found = self._slots.items()
+            state.placements = [RecordedSlots(*key, slots) for key, slots in found]
+        return state
 
     def read(self, first: int, end: int) -> RecordedRows:
         """Some of the rows in front of `end`: as many as fit into a reply, at least one."""
         first = max(first, self._first)
         row_bytes = max(1, self._totals.nbytes // self._size)
-        end = min(end, first + max(1, CHUNK_BYTES // row_bytes))
-        rows = self._places(first, end)
-        numbers = self._numbers[rows]
-        passes = np.flatnonzero(numbers != NO_PASS)
-        counts_nLe = self._counts(first, end)[passes]
+        end = max(first, min(end, first + max(1, CHUNK_BYTES // row_bytes)))
+        passes = [self._passes[place] for place in self._places(first, end)]
+        kept = [n for n, one in enumerate(passes) if one.number != NO_PASS]
         return RecordedRows(
-            max(first, end),
-            numbers[passes].tolist(),
-            self._prefills[rows][passes].tolist(),
-            self._versions_SL[rows][passes].tobytes(),
-            counts_nLe.tobytes(),
+            end,
+            [passes[n] for n in kept],
+            self._versions_SL[self._places(first, end)][kept].tobytes(),
+            self._counts(first, end)[kept].tobytes(),
         )
+
+    def _read_tokens(self, first: int, end: int) -> RecordedTokens:
+        if self._tokens is None:
+            return RecordedTokens(end, end)
+        each = max(1, self._tokens.nbytes // self._tokens.capacity)
+        return self._tokens.read(first, end, max(1, CHUNK_BYTES // each))
 
     def _counts(self, first: int, end: int) -> Totals:
         """What each row has more than the one before it, or than zero if the layer's counters
@@ -204,10 +268,9 @@ class ExpertRecorder:
         if first >= end:
             return np.zeros((0, len(self._loads), 0), np.int32)
         totals = np.concatenate([self._read(first - 1, first), self._read(first, end)])
-        rows = self._places(first - 1, end)
-        moved_nL = np.diff(self._versions_SL[rows], axis=0) != 0
-        before_nLe = np.where(moved_nL[:, :, None], 0, totals[:-1])
-        return totals[1:] - before_nLe.astype(np.int32)
+        moved_nL = np.diff(self._versions_SL[self._places(first - 1, end)], axis=0) != 0
+        before_nLe = np.where(moved_nL[:, :, None], np.int32(0), totals[:-1])
+        return totals[1:] - before_nLe
 
     def _read(self, first: int, end: int) -> Totals:
         """Rows of the ring, whose end may be between them."""
@@ -220,9 +283,11 @@ class ExpertRecorder:
     def _places(self, first: int, end: int) -> npt.NDArray[np.int64]:
         return np.arange(first, end) % self._size
 
-    def _discard(self, end: int) -> None:
-        """Frees the rows in front of `end`, which have been written to a file."""
-        self._first, self._lost = max(self._first, min(end, self._next)), 0
+    def _discard(self, last: int) -> None:
+        """Frees the passes up to number `last`, which have been written to a file."""
+        while self._first < self._next and self._passes[self._first % self._size].number <= last:
+            self._first += 1
+        self._lost = 0
         rows = self._places(max(0, self._first - 1), self._next)
         oldest = self._versions_SL[rows].min(0, initial=np.iinfo(np.int32).max)
         self._slots = {key: slots for key, slots in self._slots.items() if key[1] >= oldest[key[0]]}

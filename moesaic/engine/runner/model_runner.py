@@ -232,6 +232,11 @@ class ModelRunner:
         return [module for module in self.model.modules() if isinstance(module, FusedMoE)]
 
     @property
+    def records_tokens(self) -> bool:
+        """Whether the next step's slots are recorded for each of its tokens."""
+        return self.recorder is not None and self.recorder.needs_tokens
+
+    @property
     def num_experts(self) -> int:
         """Logical experts of a layer; 0 in a stage without any."""
         return next((layer.config.num_experts for layer in self.moe_layers), 0)
