@@ -243,9 +243,10 @@ class BalanceArgs:
     enable_expert_distribution_metrics: bool = flag(
         False, "Accepted for compatibility; /metrics always has the load of the experts."
     )
-    expert_balancedness_report_mode: str = not_built(
+    expert_balancedness_report_mode: str = flag(
         "off",
-        "Where the mean/max load of the ranks is reported.",
+        "Where mean/max of the ranks' rows in recent passes is reported, every 5 seconds: in the "
+        "log, in /metrics, or both.",
         choices=("off", "server_log", "prometheus", "both"),
     )
 

@@ -29,6 +29,7 @@ from moesaic.core.stats import EngineStats
 from moesaic.engine.errors import QueueFull as QueueFull
 from moesaic.engine.frontend import routed_experts
 from moesaic.engine.frontend.admission import CallAdmission
+from moesaic.engine.frontend.balancedness import BalancednessReport
 from moesaic.engine.frontend.core_client import start_ranks
 from moesaic.engine.frontend.crash_dump import CrashDump
 from moesaic.engine.frontend.engine_thread import Core, EngineThread
@@ -118,6 +119,8 @@ class Engine:
         self._profiler = Profiler(self._thread.query, self.mesh, self.spans, self.args.profile_dir)
         num_layers = self._core.facts.num_layers
         self._records = ExpertRecords(self._thread.query, self.args, self.mesh, num_layers)
+        mode = self.args.expert_balancedness_report_mode
+        self.balancedness = BalancednessReport(self._thread.query, self.mesh, mode)
         atexit.register(self.shutdown)
 
     def _make_core(self, apart: bool) -> Core:
@@ -345,6 +348,7 @@ class Engine:
     def shutdown(self) -> None:
         """Fails running requests and stops the engine's thread. Repeated calls do nothing."""
         self._profiler.close()
+        self.balancedness.close()
         atexit.unregister(self.shutdown)
         self._thread.close()
         self.limits.grammars.close()

@@ -10,6 +10,7 @@ S rows of the ring · L layers · e local slots.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -85,7 +86,9 @@ class HostTotals(PassTotals):
         self.nbytes = self._ring_SLe.nbytes
 
     def write(self, row: int) -> None:
-        self._ring_SLe[row] = [load.tokens for load in self._loads]
+        tokens = chain.from_iterable(load.tokens for load in self._loads)
+        totals = np.fromiter(tokens, np.int64, self._ring_SLe[row].size)
+        self._ring_SLe[row] = totals.reshape(self._ring_SLe.shape[1:])  # wraps
 
     def read(self, first: int, count: int) -> Totals:
         return self._ring_SLe[first : first + count].copy()

@@ -1,6 +1,7 @@
 """What an engine on four ranks tells of itself: statistics that add up, and traces on one clock."""
 
 import asyncio
+import logging
 import re
 import threading
 from collections.abc import Iterator
@@ -9,9 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from moesaic import Engine
 from moesaic.core.stats import EngineStats
+from moesaic.engine.frontend import balancedness
 from moesaic.engine.frontend.expert_records import FOLDER_VARIABLE
 from moesaic.engine.frontend.profiler import trace_folder
 from moesaic.server.app import make_app
@@ -20,6 +23,7 @@ from moesaic.server.profile import folder_for
 from tests import trace_format
 from tests.e2e import recorded
 from tests.e2e.grid import model_path
+from tests.server.metric_values import parsed
 from tests.trace_format import Event
 
 MODEL = model_path("deepseek_v3")
@@ -31,8 +35,11 @@ GREEDY = {"temperature": 0, "ignore_eos": True}
 def engine() -> Iterator[Engine]:
     flags = {"tp_size": 4, "ep_size": 4, "dp_size": 2, "enable_dp_attention": True}
     flags["expert_distribution_recorder_mode"] = "per_token"
-    with Engine(model_path=MODEL, moe_a2a_backend="deepep", **flags) as made:
-        yield made
+    flags["expert_balancedness_report_mode"] = "both"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(balancedness, "REPORT_SECONDS", 3600.0)  # tests ask for reports themselves
+        with Engine(model_path=MODEL, moe_a2a_backend="deepep", **flags) as made:
+            yield made
 
 
 @pytest.fixture(scope="module")
@@ -327,6 +334,37 @@ def test_experts_are_recorded_over_http(
     asyncio.run(talk())
 
 
+def test_the_balance_of_passes_is_reported(
+    engine: Engine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    engine.balancedness.report()
+    recorded.record(engine, prompts(3, 230), 4)
+    found = engine.dump_expert_distribution_record()
+    with caplog.at_level(logging.INFO, "moesaic"):
+        engine.balancedness.report()
+    told = engine.balancedness.exported
+    assert told is not None and str(told) in caplog.text
+    contents = [torch.load(path, weights_only=True)["records"] for path in found["files"]]
+    for layer, value in told.layers.items():
+        loads = [[int(one["global_physical_count"][layer].sum()) for one in c] for c in contents]
+        shares = [sum(ranks) / 4 / max(ranks) for ranks in zip(*loads, strict=True)]
+        assert value == pytest.approx(sum(shares) / len(shares)) and value < 1
+    assert sorted(told.layers) == engine.get_stats().ranks[0].layers
+
+    async def scrape() -> str:
+        transport = httpx.ASGITransport(app=make_app(engine))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return (await client.get("/metrics")).text
+
+    values = parsed(asyncio.run(scrape()))
+    assert values["moesaic_ep_pass_balancedness"] == {(): pytest.approx(told.mean)}
+    assert len(values["moesaic_ep_layer_pass_balancedness"]) == len(told.layers)
+
+
 def test_a_dump_while_requests_run(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,15 +375,15 @@ def test_a_dump_while_requests_run(
     engine.start_expert_distribution_record()
     for output in engine.generate(
         input_ids=[2, 4, 6],
-        sampling_params={**GREEDY, "max_new_tokens": 30},
+        sampling_params={**GREEDY, "max_new_tokens": 16},
         stream=True,
     ):
         ids = output["output_ids"]
-        if len(dumps) < 3:
+        if len(dumps) < 2:
             dumps.append(engine.dump_expert_distribution_record())
     engine.stop_expert_distribution_record()
     dumps.append(engine.dump_expert_distribution_record())
-    assert sum(dump["passes"] for dump in dumps) == len(ids) == 30
+    assert sum(dump["passes"] for dump in dumps) == len(ids) == 16
     recorded.check_counts_of(dumps, recorded.oracle_of(MODEL), [[2, 4, 6, *ids]])
 
 

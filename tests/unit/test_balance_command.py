@@ -129,6 +129,49 @@ def test_a_dump_is_written_whole_or_not_at_all(tmp_path: Path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_layers_without_experts_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """They are in the placement, so that its rows are the model's layers."""
+    counts = np.zeros((4, 3, 8), int)
+    counts[:, 1:] = np.arange(8) ** 2
+    dump, out = tmp_path / "stat.pt", tmp_path / "placement.json"
+    write_dump(dump, {"logical_count": counts})
+    words = ["balance", str(dump), "--ep", "2", "--redundant", "2", "--algorithms", "deepseek"]
+    assert main([*words, "--out", str(out)]) == 0
+    told = capsys.readouterr().out
+    assert "2 layers of 8 experts on 2 ranks" in told
+    slots = read_placement(out)
+    assert slots.shape == (3, 10) and slots[0].tolist() == [*range(8), 0, 1]
+    assert slots[1].tolist() == slots[2].tolist() != slots[0].tolist()
+    assert main([*words, "--current", str(out)]) == 0
+    assert "0.0%" in capsys.readouterr().out.splitlines()[3]
+    write_dump(dump, {"logical_count": 0 * counts})
+    assert main(words) == 2
+    assert "has no rows of any expert: record while" in capsys.readouterr().err
+
+
+def test_records_of_ranks_are_summed(tmp_path: Path):
+    """Also where experts moved between two passes."""
+    slots, other = np.array([[0, 1, 2, 0]]), np.array([[2, 1, 0, 0]])
+    for rank, counts in enumerate(([5, 1, 0, 0], [0, 0, 7, 2])):
+        records = [
+            {"forward_pass_id": 4, "global_physical_count": np.array([counts])},
+            {
+                "forward_pass_id": 3,
+                "global_physical_count": np.array([counts]),
+                "physical_to_logical_map": other,
+            },
+        ]
+        content = {"records": records, "last_physical_to_logical_map": slots}
+        write_dump(tmp_path / f"{rank}.pt", {**content, "rank": rank, "ranks": [0, 1]})
+    assert read_loads(tmp_path).tolist() == [[[9, 1, 5]], [[7, 1, 7]]]
+    (tmp_path / "1.pt").unlink()
+    with pytest.raises(ValueError, match="lacks the passes of ranks 1: give the folder"):
+        read_loads(tmp_path)
+    write_dump(tmp_path / "stat.pt", {"logical_count": np.ones((1, 1, 1))})
+    with pytest.raises(ValueError, match=r"has 2 \.pt files, 1 without records"):
+        read_loads(tmp_path)
+
+
 def test_placements_keep_their_form(tmp_path: Path):
     slots = trivial_placement(2, 3, 4)
     write_placement(tmp_path / "placement.json", slots)

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from moesaic.balance.recording import RankPasses, common_passes, merged_counts, utilization
+from moesaic.engine.frontend.balancedness import pass_balance
 from moesaic.engine.runner import expert_recorder
-from moesaic.engine.runner.expert_recorder import ExpertRecorder
+from moesaic.engine.runner.expert_recorder import ExpertRecorder, PassSums
 from moesaic.engine.schedule.plan import StepAgreement, StepPlan
 from moesaic.moe.expert_load import TABLE_LAYERS, DeviceCounters, SlotLoad
 from moesaic.moe.placement import EpLayout, Placement
@@ -137,8 +138,9 @@ def test_a_failed_pass_is_left_out() -> None:
     assert found.numbers == [1, 2] and found.counts_nMe[1, 0].tolist() == [2, 0, 4]
 
 
-def test_counters_may_wrap() -> None:
-    layers: Any = Layers(1, True)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_counters_may_wrap(on_device: bool) -> None:
+    layers: Any = Layers(1, on_device)
     layers.count([2**32 - 1, 2**31 - 1, 0])
     recorder = ExpertRecorder(layers, passes=3)
     recorder.start()
@@ -172,6 +174,8 @@ def test_no_limit_means_what_a_rank_may_keep(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(expert_recorder, "MOST_BYTES", 4 * 3 * 2 * 7)
     layers: Any = Layers(2, False)
     assert ExpertRecorder(layers, passes=-1).passes == 7
+    with pytest.raises(ValueError, match=r"buffer-size 300000000 .* 6\.7 GiB .* at most 178956970"):
+        ExpertRecorder(layers, passes=3 * 10**8)
 
 
 def rank_passes(rank: int, numbers: list[int], counts: list[int], replica: int = 0) -> RankPasses:
@@ -214,3 +218,38 @@ def test_ranks_and_replicas_are_summed_by_pass() -> None:
     assert utilization(ranks) == pytest.approx(3 / 4), "a pass without tokens has no balance"
     assert utilization([slices]) is None and utilization(ranks[3:]) is None
     assert merged_counts([slices], 3, 4).shape == (0, 3, 4)
+
+
+def pass_sums(numbers: list[int], layers: list[int], *sums: list[int]) -> PassSums:
+    return PassSums(0, numbers, layers, np.array(sums, np.int64).tobytes())
+
+
+def test_the_balance_of_passes() -> None:
+    """Means over passes of mean/max, not mean/max of sums: two opposite passes are not balanced."""
+    ranks = [
+        pass_sums([1, 2, 3], [4, 5], [8, 1], [0, 1], [0, 0]),
+        pass_sums([2, 3, 4], [4, 5], [8, 3], [0, 0], [9, 9]),
+        pass_sums([2, 3], []),
+    ]
+    found = pass_balance({0: ranks, 1: [pass_sums([2], [4, 5], [8, 8])]})
+    assert found is not None and found.passes == 3
+    assert found.layers == {4: (0.5 + 1) / 2, 5: pytest.approx((2 / 3 + 1) / 2)}
+    assert str(found) == (
+        "Expert balancedness, #pass: 3, mean/max of ranks: 0.79, lowest: 0.75 (layer 4)"
+    )
+    assert pass_balance({0: [pass_sums([3], [4], [0])]}) is None
+    assert pass_balance({0: [pass_sums([], [4])]}) is None
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_sums_of_passes_are_read_once(on_device: bool) -> None:
+    layers: Any = Layers(2, on_device)
+    recorder = ExpertRecorder(layers, passes=4)
+    recorder.start()
+    run(layers, recorder, 1, 3)
+    first = recorder.sums(0)
+    assert first.numbers == [1, 2] and first.layers == [3, 4]
+    assert np.frombuffer(first.sums, np.int64).reshape(2, 2).tolist() == [[3, 6], [6, 9]]
+    assert recorder.sums(first.next).numbers == []
+    run(layers, recorder, 3, 9)
+    assert recorder.sums(first.next).numbers == [5, 6, 7, 8]

@@ -36,12 +36,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MIB: Final = 1 << 20
+GIB: Final = 1 << 30
+LARGEST_BYTES: Final = 4 * GIB
 # Counts that a rank may keep where --expert-distribution-recorder-buffer-size is -1.
 MOST_BYTES: Final = 256 * MIB
 # Tokens that a rank keeps in mode per_token, with their experts in all layers.
 TOKEN_RING_BYTES: Final = 64 * MIB
 # Bytes in one reply, so that tokens do not wait behind it.
 CHUNK_BYTES: Final = 256 << 10
+# Passes that a rank keeps for the report of balancedness.
+REPORT_PASSES: Final = 256
 # The number of a row that is no pass: the totals from which the next pass is counted.
 NO_PASS: Final = -1
 
@@ -95,6 +99,16 @@ class RecordedRows(msgspec.Struct, array_like=True):
     counts: bytes
 
 
+class PassSums(msgspec.Struct, array_like=True):
+    """The rows that this rank has computed in each pass: `sums` are int64 [passes, L]. `layers` is
+    empty where another rank counts."""
+
+    next: int
+    numbers: list[int]
+    layers: list[int]
+    sums: bytes
+
+
 class ExpertRecorder:
     def __init__(self, runner: ModelRunner, passes: int, keeps_tokens: bool = False) -> None:
         """`passes`: the most that are kept; -1 for as many as MOST_BYTES hold."""
@@ -102,6 +116,12 @@ class ExpertRecorder:
         self._loads = [layer.load for layer in self._layers]
         row_bytes = 4 * sum(layer.layout.slots_per_rank for layer in self._layers)
         self.passes = passes if passes > 0 else max(1, MOST_BYTES // max(1, row_bytes))
+        if self.passes * row_bytes > LARGEST_BYTES:
+            raise ValueError(
+                f"--expert-distribution-recorder-buffer-size {passes} would take "
+                f"{passes * row_bytes / GIB:.1f} GiB on each rank: give at most "
+                f"{LARGEST_BYTES // row_bytes}"
+            )
         # The rows of a pass are the difference to the row before it.
         self._size = self.passes + 1
         self._totals = make_totals(self._loads, self._size)
@@ -144,6 +164,15 @@ class ExpertRecorder:
             "" if tokens is None else f" and the last {tokens.capacity} tokens",
             recorder.nbytes / MIB,
         )
+        return recorder
+
+    @classmethod
+    def for_report(cls, args: ServerArgs, runner: ModelRunner) -> ExpertRecorder | None:
+        """The recorder of the last passes for the report of balancedness, if there is one."""
+        if args.expert_balancedness_report_mode == "off":
+            return None
+        recorder = cls(runner, REPORT_PASSES)
+        recorder.start()
         return recorder
 
     @property
@@ -254,6 +283,20 @@ class ExpertRecorder:
             [passes[n] for n in kept],
             self._versions_SL[self._places(first, end)][kept].tobytes(),
             self._counts(first, end)[kept].tobytes(),
+        )
+
+    def sums(self, first: int) -> PassSums:
+        """The passes from row `first` on, as far as they are there."""
+        first, end = max(first, self._first), self.state(has_placements=False).end
+        passes = [self._passes[place].number for place in self._places(first, end)]
+        kept = [n for n, number in enumerate(passes) if number != NO_PASS]
+        loads = [load for load in self._loads if load.counts]
+        sums_nL = self._counts(first, end)[kept].sum(2, dtype=np.int64)
+        return PassSums(
+            end,
+            [passes[n] for n in kept],
+            [load.layer for load in loads],
+            sums_nL[:, : len(loads)].tobytes(),
         )
 
     def _read_tokens(self, first: int, end: int) -> RecordedTokens:

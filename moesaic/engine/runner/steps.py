@@ -185,8 +185,7 @@ class AsynchronousSteps:
             runner.matchers.begin(plan)
         rows = sampled_rows(plan) if runner.samples else []
         output = self._compute(plan, agreement, x_TH, slots)
-        if runner.recorder is not None:
-            runner.recorder.record(plan, agreement, output.tokens)
+        runner.record_pass(plan, agreement, output.tokens)
         step = self._sample(plan, rows, slots, output)
         if needs_host:
             step.masks = runner.matchers.pending()
@@ -439,8 +438,7 @@ class SynchronousSteps:
         counts = runner.group_counts(agreement)
         step = Step(prefill=agreement.prefill, counts=counts, routed=slots)
         output, routed = self._batch.run(plan, step, x_TH), b""
-        if runner.recorder is not None:
-            runner.recorder.record(plan, agreement, output.tokens)
+        runner.record_pass(plan, agreement, output.tokens)
         if slots is not None and plan.is_routed:
             routed = self._routed_experts.read(plan, slots, plan.num_tokens).experts()
         if not runner.ranks.is_last:
