@@ -48,11 +48,13 @@ class RowEvents:
     def __init__(self, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
         self._events = [torch.cuda.Event() for _ in range(EVENTS)] if is_cuda else []
-        self._num_rows = 0
+        self._device, self._num_rows = device, 0
 
     def record(self) -> None:
+        """Marks the next row as launched, on the stream of the steps."""
         if self._events:
-            self._events[self._num_rows % EVENTS].record()
+            event = self._events[self._num_rows % EVENTS]
+            event.record(torch.cuda.current_stream(self._device))
         self._num_rows += 1
 
     def num_written(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,16 @@ from moesaic.comm.mesh import Mesh
 from moesaic.config import ServerArgs, resolve
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
+from moesaic.engine.frontend import expert_records
 from moesaic.engine.frontend.expert_records import FOLDER_VARIABLE, ExpertRecords, RecordNotWritten
+from moesaic.engine.frontend.queries import QueryTimeout, RankAnswers, RankReply
 from moesaic.engine.runner import expert_recorder
+from moesaic.engine.runner.expert_recorder import RecorderState
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.worker.local_core import LocalCore
 from moesaic.models.tiny import materialise
-from tests.e2e.grid import model_path
+from tests.e2e.grid import arguments, model_path
 from tests.e2e.recorded import (
     check_counts,
     check_tokens,
@@ -113,6 +116,50 @@ def test_without_the_flag() -> None:
     for call in (records.start, records.stop, records.dump):
         with pytest.raises(ValueError, match="with --expert-distribution-recorder-mode stat"):
             call()
+
+
+def test_a_rank_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    replies: dict[int, RankReply] = {0: RankReply(RecorderState(), 0, 0)}
+    args = ServerArgs(expert_distribution_recorder_mode="stat")
+    records = ExpertRecords(lambda *_: RankAnswers(replies), args, Mesh(tp=2, ep=2), 1)
+    with pytest.raises(QueryTimeout, match=r"rank 1 \(tp 1, ep 1\) did not answer within 60 s"):
+        records.start()
+    replies[1] = RankReply(RecorderState(pending=1), 0, 0)
+    monkeypatch.setattr(expert_records, "ANSWER_SECONDS", 0.05)
+    with pytest.raises(QueryTimeout, match=r"rank 1 \(.*\) did not finish the recorded passes"):
+        records.dump()
+
+
+LINES = (
+    "--tp 2 --ep 2",
+    "--tp 2 --ep 2 --ep-num-redundant-experts 2",
+    "--tp 2 --dp 2",
+    "--tp 2 --moe-a2a-backend deepep --deepep-mode normal",
+    "--tp 2 --moe-a2a-backend deepep --deepep-mode low_latency",
+    "--tp 3 --enable-dp-attention --dp 3 --moe-a2a-backend deepep --ep-num-redundant-experts 1",
+    "--tp 4 --ep 2 --moe-a2a-backend deepep",
+    "--tp 2 --moe-a2a-backend mori",
+    "--tp 2 --moe-a2a-backend mooncake",
+    "--tp 2 --enable-dp-attention --dp 2 --moe-a2a-backend flashinfer",
+    "--tp 2 --enable-dp-attention --dp 2 --moe-a2a-backend ascend_fuseep",
+    "--pp 2 --enable-deterministic-inference",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["stat", "per_token"])
+@pytest.mark.parametrize("line", LINES)
+def test_every_backend_records_the_same(line: str, mode: str, folder: Path) -> None:
+    args = arguments(f"deepseek_v3 {line} --expert-distribution-recorder-mode {mode}")
+    given = {
+        key: value for key, value in asdict(args).items() if value != getattr(ServerArgs(), key)
+    }
+    with Engine(**given) as engine:
+        sequences = record(engine, PROMPTS, 4)
+        found = engine.dump_expert_distribution_record()
+    check_counts(found, oracle_of(MODEL), sequences, folder)
+    if mode == "per_token":
+        check_tokens(found, oracle_of(MODEL), sequences)
 
 
 def graph_core(**flags: Any) -> LocalCore:

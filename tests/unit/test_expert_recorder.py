@@ -16,6 +16,7 @@ from moesaic.engine.runner import expert_recorder
 from moesaic.engine.runner.expert_recorder import ExpertRecorder, PassSums
 from moesaic.engine.schedule.plan import StepAgreement, StepPlan
 from moesaic.moe.expert_load import TABLE_LAYERS, DeviceCounters, SlotLoad
+from moesaic.moe.pass_totals import EVENTS
 from moesaic.moe.placement import EpLayout, Placement
 from moesaic.observe.spans import Spans
 
@@ -253,3 +254,36 @@ def test_sums_of_passes_are_read_once(on_device: bool) -> None:
     assert recorder.sums(first.next).numbers == []
     run(layers, recorder, 3, 9)
     assert recorder.sums(first.next).numbers == [5, 6, 7, 8]
+
+
+def test_rows_that_the_device_has_not_written_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With events of a device that has done the first rows alone."""
+    done = 0
+
+    class Event:
+        row = -1
+
+        def record(self, stream: object) -> None:
+            self.row = next(rows)
+
+        def query(self) -> bool:
+            return self.row < done
+
+    rows = iter(range(1000))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    layers: Any = Layers(1, True)
+    recorder = ExpertRecorder(layers, passes=6)
+    events: Any = [Event() for _ in range(EVENTS)]
+    recorder._events._events = events
+    recorder.start()
+    run(layers, recorder, 1, 4)
+    state = recorder.state()
+    assert (state.first, state.end, state.pending) == (1, 1, 3)
+    assert passes_of(recorder).numbers == [] == recorder.sums(0).numbers
+    done = 3
+    assert passes_of(recorder).numbers == [1, 2] and recorder.state().pending == 1
+    done = 100
+    run(layers, recorder, 4, 24)
+    assert passes_of(recorder).numbers == [18, 19, 20, 21, 22, 23]
+    done = 22  # of 24 rows
+    assert passes_of(recorder).numbers == [18, 19, 20, 21]
