@@ -404,4 +404,5 @@ def test_which_routes_change_something_by_get() -> None:
     """Those that do the same as a POST."""
     posts = {route.handler for route in ROUTES if route.method == "POST"}
     shared = [route.path for route in ROUTES if route.method == "GET" and route.handler in posts]
-    assert shared == CHANGING == ["/flush_cache", "/start_profile", "/stop_profile"]
+    records = [f"/{word}_expert_distribution_record" for word in ("start", "stop", "dump")]
+    assert shared == CHANGING == ["/flush_cache", "/start_profile", "/stop_profile", *records]
