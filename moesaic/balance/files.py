@@ -1,15 +1,18 @@
 """Files of recorded routing and of placements, in SGLang's formats.
 
-Loads: `logical_count` [steps, layers, experts] or a recorder's dump of passes in JSON, or top-k ids
-of tokens as `data` in .npz. Placements: `physical_to_logical_map` [layers, slots] in JSON, and
-nothing else, as SGLang's `--init-expert-location` reads them. Files of torch (.pt) are pickles,
-which this package never opens: TO_JSON turns them into JSON.
+Loads: `logical_count` [steps, layers, experts] or a recorder's dump of passes, as torch saves them
+(.pt) or in JSON, or top-k ids of tokens as `data` in .npz. Placements: `physical_to_logical_map`
+[layers, slots] in JSON, and nothing else, as SGLang's `--init-expert-location` reads them.
+
+A .pt file is a pickle. Only this module opens any, with a reader that makes tensors and plain
+containers of it and refuses all else, so that no code in it is run.
 S steps · L layers · E experts · P slots · T tokens · K chosen experts.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -20,11 +23,7 @@ from moesaic.balance.problem import Floats, Ints
 
 PLACEMENT_KEY: Final = "physical_to_logical_map"
 LOAD_KEY: Final = "logical_count"
-TO_JSON: Final = (
-    "import json, sys, torch; json.dump(torch.load(sys.argv[1], weights_only=True), "
-    "open(sys.argv[2], 'w'), default=lambda tensor: tensor.tolist())"
-)
-"""A program for `python -c`, with the two files as arguments."""
+PRIVATE: Final = 0o600
 
 
 def _read_json(path: Path) -> Any:
@@ -36,24 +35,26 @@ def _read_npz(path: Path) -> Any:
         return {name: arrays[name] for name in arrays.files}
 
 
+def _read_torch(path: Path) -> Any:
+    import torch
+
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=False)
+
+
 READERS: Final[dict[str, Callable[[Path], Any]]] = {
     ".json": _read_json,
     ".npz": _read_npz,
+    ".pt": _read_torch,
 }
 
 
 def read_file(path: Path) -> Mapping[str, Any]:
     """The values of a file by name; ValueError with what to do about one that cannot be read."""
-    if path.suffix == ".pt":
-        raise ValueError(
-            f"{path} is a pickle, which is not opened here: turn it into JSON with "
-            f'python -c "{TO_JSON}" {path} {path.with_suffix(".json")}'
-        )
     if path.suffix not in READERS:
         raise ValueError(f"{path}: give a file that ends in {', '.join(READERS)}")
     try:
         found = READERS[path.suffix](path)
-    except Exception as error:  # zipfile and numpy raise many kinds
+    except Exception as error:  # zipfile, numpy and torch raise many kinds
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{path} cannot be read: {reason}") from None
     if not isinstance(found, Mapping):
@@ -61,10 +62,24 @@ def read_file(path: Path) -> Mapping[str, Any]:
     return found
 
 
+def read_folder(path: Path) -> Mapping[str, Any]:
+    """The passes that several ranks have recorded, as one dump."""
+    files = [read_file(file) for file in sorted(path.glob("*.pt"))]
+    wrong = [found for found in files if "records" not in found]
+    if not files or wrong:
+        raise ValueError(
+            f"{path} has {len(files)} .pt files, {len(wrong)} without records: a folder must have "
+            "the files of one dump in mode per_pass or per_token, and nothing else"
+        )
+    records = [record for found in files for record in found["records"]]
+    return {**files[0], "records": records, "rank": [found.get("rank") for found in files]}
+
+
 def read_loads(path: Path, experts: int | None = None, step_tokens: int = 16) -> Floats:
-    """[S, L, E]. `experts`: of the model, where a trace may not have met the last ones;
-    `step_tokens`: tokens of a trace that make a step."""
-    found = read_file(path)
+    """[S, L, E] of a file, or of a folder with the files of all ranks. `experts`: of the model,
+    where a trace may not have met the last ones; `step_tokens`: tokens of a trace that make a
+    step."""
+    found = read_folder(path) if path.is_dir() else read_file(path)
     if LOAD_KEY in found:
         loads = _array(found[LOAD_KEY], path, LOAD_KEY)
         loads = loads[None] if loads.ndim == 2 else loads
@@ -97,10 +112,13 @@ def _array(value: Any, path: Path, name: str) -> Any:
 
 
 def _loads_of_passes(found: Mapping[str, Any], path: Path) -> Any:
-    """Counts of slots become counts of experts by the placement that the dump ends with."""
+    """Counts of slots become counts of experts by the placement of the pass, which is the one that
+    the dump ends with unless the pass has its own."""
     if "last_physical_to_logical_map" not in found or not found["records"]:
         raise ValueError(f"{path} has no passes, or no last_physical_to_logical_map: record again")
     slots_LP = _array(found["last_physical_to_logical_map"], path, "last_physical_to_logical_map")
+    _check_ranks(found, path)
+    layers, experts = len(slots_LP), int(slots_LP.max()) + 1
     by_pass: dict[int, Any] = {}
     for record in found["records"]:
         counts_LP = _array(record["global_physical_count"], path, "global_physical_count")
@@ -110,12 +128,22 @@ def _loads_of_passes(found: Mapping[str, Any], path: Path) -> Any:
                 f"{list(slots_LP.shape)} (layers × slots)"
             )
         key = int(record["forward_pass_id"])
-        by_pass[key] = by_pass.get(key, 0) + counts_LP
-    layers, experts = len(slots_LP), int(slots_LP.max()) + 1
-    loads = np.zeros((len(by_pass), layers, experts))
-    for step, counts_LP in zip(loads, by_pass.values(), strict=True):
-        np.add.at(step, (np.arange(layers)[:, None], slots_LP), counts_LP)
-    return loads
+        step = by_pass.setdefault(key, np.zeros((layers, experts)))
+        own_LP = _array(record.get(PLACEMENT_KEY, slots_LP), path, PLACEMENT_KEY)
+        np.add.at(step, (np.arange(layers)[:, None], own_LP), counts_LP)
+    return np.stack([by_pass[key] for key in sorted(by_pass)])
+
+
+def _check_ranks(found: Mapping[str, Any], path: Path) -> None:
+    """Refuses the records of some ranks alone, where the dump says which belong together."""
+    own = found.get("rank")
+    missing = set(found.get("ranks", ())) - set(own if isinstance(own, list) else [own])
+    if missing:
+        ranks = ", ".join(map(str, sorted(missing)))
+        raise ValueError(
+            f"{path} lacks the passes of ranks {ranks}: give the folder with the files of all "
+            "ranks of the dump"
+        )
 
 
 def loads_of_trace(ids: Ints, experts: int | None, step_tokens: int) -> Floats:
@@ -148,3 +176,28 @@ def read_placement(path: Path) -> Ints:
 def write_placement(path: Path, slots_LP: Ints) -> None:
     """For SGLang's `--init-expert-location`; readable by json alone."""
     path.write_text(json.dumps({PLACEMENT_KEY: slots_LP.tolist()}) + "\n", encoding="utf-8")
+
+
+def write_dump(path: Path, content: Mapping[str, Any]) -> None:
+    """Saves values by name for torch.load, whole or not at all, for its owner alone. Arrays of
+    numpy become tensors."""
+    import torch
+
+    partial = path.with_name(f".{path.name}.part")
+    file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE)
+    try:
+        with open(file, "wb") as stream:
+            torch.save(_with_tensors(content), stream)
+        partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _with_tensors(value: Any) -> Any:
+    import torch
+
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    if isinstance(value, Mapping):
+        return {key: _with_tensors(one) for key, one in value.items()}
+    return [_with_tensors(one) for one in value] if isinstance(value, list) else value

@@ -14,16 +14,22 @@ from moesaic.config.flags import specs
 from moesaic.config.parser import FlagParser, merge, read_config
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from moesaic.balance.compare import Comparison, Row
+    from moesaic.balance.problem import Floats, Ints
+
+    Bools = npt.NDArray[np.bool_]
 
 DESCRIPTION = """\
 Compare placements of experts, without a model and without a server: how evenly ranks would be
 loaded, what would have to be fetched, and how long a step would take.
 
 LOADS is a file with recorded routing:
-  .json  logical_count [steps, layers, experts], or the passes of SGLang's expert recorder
+  .pt    a dump of the expert distribution recorder, of this server or of SGLang
+  .json  the same: logical_count [steps, layers, experts], or the records of passes
   .npz   data: the top-k ids [tokens, k] of one layer, or [layers, tokens, k]
-Dumps of SGLang (.pt) are pickles and are not opened; the message has a line that converts them.
 The first half of its steps is planned from, the second half judges. Without LOADS routing is
 generated: experts follow Zipf's law in a random order; then popularity drifts, and every step adds
 noise. The current placement there is the one planned before the drift.
@@ -51,13 +57,14 @@ def run(argv: Sequence[str]) -> int:
     _check_targets(args)
     if given["loads"] is not None:
         _refuse_generator_flags({**file, **given})
-    comparison = _comparison(given["loads"], args)
+    steps, used = _recorded(given["loads"], args)
+    comparison = _comparison(steps, used, args)
     rows = _compare(comparison, args)
     print(_heading(given["loads"], comparison))
     print(_table(rows))
     for line in _reasons(rows):
         print(line)
-    _write(rows, comparison, args)
+    _write(rows, comparison, used, args)
     return 0
 
 
@@ -81,13 +88,29 @@ def _refuse_generator_flags(given: dict[str, Any]) -> None:
         raise ValueError(f"{', '.join(unused)}: for generated routing, and LOADS is given")
 
 
-def _comparison(loads: str | None, args: BalanceCommandArgs) -> Comparison:
+def _recorded(loads: str | None, args: BalanceCommandArgs) -> tuple[Floats | None, Bools | None]:
+    """The recorded steps, without layers that have no rows in any (those without experts), and
+    which layers have some."""
+    import numpy as np
+
+    from moesaic.balance.files import read_loads
+
+    if loads is None:
+        return None, None
+    steps = read_loads(Path(loads), args.num_experts, args.step_tokens)
+    used: Bools = np.asarray(steps.any((0, 2)))
+    if not used.any():
+        raise ValueError(f"{loads} has no rows of any expert: record while requests run")
+    return steps[:, used], used
+
+
+def _comparison(steps: Floats | None, used: Bools | None, args: BalanceCommandArgs) -> Comparison:
     from moesaic.balance.compare import Comparison, StepModel
-    from moesaic.balance.files import read_loads, read_placement
+    from moesaic.balance.files import read_placement
     from moesaic.balance.routing import RoutingModel
 
     before = current = None
-    if loads is None:
+    if steps is None:
         model = RoutingModel(
             args.num_layers, args.num_experts or 256, args.top_k, args.tokens, args.zipf,
             args.drift, args.noise, args.domain_switch, args.seed,
@@ -95,11 +118,12 @@ def _comparison(loads: str | None, args: BalanceCommandArgs) -> Comparison:
         before, after = model.phases(2)
         plan, judge = model.steps(after, args.steps, 1), model.steps(after, args.steps, 2)
     else:
-        steps = read_loads(Path(loads), args.num_experts, args.step_tokens)
         half = len(steps) // 2
         plan, judge = (steps[:half], steps[half:]) if half else (steps, steps)
     if args.current is not None:
         before, current = None, read_placement(Path(args.current))
+        if used is not None and len(current) == len(used):
+            current = current[used]
     size = 3 * args.hidden_size * args.intermediate_size
     step = StepModel(
         size * args.weight_bytes, 2 * size, args.tflops * 1e12, args.memory_gb_s * 1e9,
@@ -174,7 +198,20 @@ def _reasons(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _write(rows: Sequence[Row], comparison: Comparison, args: BalanceCommandArgs) -> None:
+def _all_layers(slots_LP: Ints, used: Bools | None, experts: int) -> Ints:
+    """A placement of all layers of the model: trivial in those that have no experts."""
+    from moesaic.balance.problem import trivial_placement
+
+    if used is None:
+        return slots_LP
+    whole_LP = trivial_placement(len(used), experts, slots_LP.shape[1])
+    whole_LP[used] = slots_LP
+    return whole_LP
+
+
+def _write(
+    rows: Sequence[Row], comparison: Comparison, used: Bools | None, args: BalanceCommandArgs
+) -> None:
     from moesaic.balance.compare import best_of
     from moesaic.balance.files import write_placement
     from moesaic.evals.data import write_whole
@@ -187,7 +224,8 @@ def _write(rows: Sequence[Row], comparison: Comparison, args: BalanceCommandArgs
         write_whole(Path(args.json), json.dumps(table, indent=1).encode() + b"\n")
         print(f"wrote {args.json}")
     if args.out is not None:
-        write_placement(Path(args.out), best.slots_LP)
+        experts = comparison.judge_SLE.shape[2]
+        write_placement(Path(args.out), _all_layers(best.slots_LP, used, experts))
         print(f"wrote {args.out}: {best.algorithm} with {best.redundant} redundant slots")
     if args.plot is not None:
         from moesaic.cli.balance_picture import draw

@@ -226,20 +226,27 @@ class BalanceArgs:
     init_expert_location: str = not_built(
         "trivial", "First placement: trivial, or JSON or a recorder's dump to plan from."
     )
-    expert_distribution_recorder_mode: str | None = not_built(
+    expert_distribution_recorder_mode: str | None = flag(
         None,
-        "What is recorded about the routing.",
+        "What /start_expert_distribution_record records: the counts of all ranks (stat; "
+        "stat_approx is the same, as all counts are exact), or a file for each rank with the "
+        "counts of each pass (per_pass) and the experts of each token (per_token).",
         choices=("stat", "stat_approx", "per_pass", "per_token"),
     )
-    expert_distribution_recorder_buffer_size: int | None = not_built(
-        None, "Passes kept; -1: all; unset: the rebalancing period.", at_least=1, also=(-1,)
+    expert_distribution_recorder_buffer_size: int | None = flag(
+        None,
+        "Forward passes that the recorder keeps; -1: as many as 256 MiB of a rank hold; unset: "
+        "the value of --eplb-rebalance-num-iterations.",
+        at_least=1,
+        also=(-1,),
     )
     enable_expert_distribution_metrics: bool = flag(
         False, "Accepted for compatibility; /metrics always has the load of the experts."
     )
-    expert_balancedness_report_mode: str = not_built(
+    expert_balancedness_report_mode: str = flag(
         "off",
-        "Where the mean/max load of the ranks is reported.",
+        "Where mean/max of the ranks' rows in recent passes is reported, every 5 seconds: in the "
+        "log, in /metrics, or both.",
         choices=("off", "server_log", "prometheus", "both"),
     )
 

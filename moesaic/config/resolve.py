@@ -383,6 +383,9 @@ def _balance(args: ServerArgs) -> Iterator[str]:
             "--eplb-rebalance-num-iterations and --eplb-rebalance-num-requests both give the "
             "rebalancing period: keep one"
         )
+    if not (args.enable_eplb or args.expert_distribution_recorder_mode):
+        for given in _given(args, "expert_distribution_recorder_buffer_size"):
+            yield f"{given} needs --expert-distribution-recorder-mode stat, per_pass or per_token"
     kept = args.expert_distribution_recorder_buffer_size or 0
     if args.enable_eplb and kept > args.eplb_rebalance_num_iterations:
         yield (

@@ -29,9 +29,11 @@ from moesaic.core.stats import EngineStats
 from moesaic.engine.errors import QueueFull as QueueFull
 from moesaic.engine.frontend import routed_experts
 from moesaic.engine.frontend.admission import CallAdmission
+from moesaic.engine.frontend.balancedness import BalancednessReport
 from moesaic.engine.frontend.core_client import start_ranks
 from moesaic.engine.frontend.crash_dump import CrashDump
 from moesaic.engine.frontend.engine_thread import Core, EngineThread
+from moesaic.engine.frontend.expert_records import ExpertRecords
 from moesaic.engine.frontend.inflight import InflightRequests
 from moesaic.engine.frontend.inputs import (
     EngineLimits,
@@ -115,6 +117,10 @@ class Engine:
         if dump is not None:
             self._core.on_failure = lambda reason: dump.write(reason, self._inflight.requests())
         self._profiler = Profiler(self._thread.query, self.mesh, self.spans, self.args.profile_dir)
+        num_layers = self._core.facts.num_layers
+        self._records = ExpertRecords(self._thread.query, self.args, self.mesh, num_layers)
+        mode = self.args.expert_balancedness_report_mode
+        self.balancedness = BalancednessReport(self._thread.query, self.mesh, mode)
         atexit.register(self.shutdown)
 
     def _make_core(self, apart: bool) -> Core:
@@ -311,6 +317,20 @@ class Engine:
         """Steps in the last trace, of all replicas together."""
         return self._profiler.steps
 
+    def start_expert_distribution_record(self) -> None:
+        """Records which experts take the tokens of each forward pass, from now on. ValueError
+        without `expert_distribution_recorder_mode`."""
+        self._records.start()
+
+    def stop_expert_distribution_record(self) -> None:
+        """Ends the recording; what was recorded waits for a dump."""
+        self._records.stop()
+
+    def dump_expert_distribution_record(self) -> dict[str, Any]:
+        """Writes what was recorded since the start or the last dump; returns `files` and how many
+        `passes` they have."""
+        return self._records.dump().as_dict()
+
     @property
     def context_length(self) -> int:
         """The most tokens of a sequence, prompt and output."""
@@ -328,6 +348,7 @@ class Engine:
     def shutdown(self) -> None:
         """Fails running requests and stops the engine's thread. Repeated calls do nothing."""
         self._profiler.close()
+        self.balancedness.close()
         atexit.unregister(self.shutdown)
         self._thread.close()
         self.limits.grammars.close()

@@ -17,7 +17,6 @@ FIXED_WEIGHTS: Final = "weights are read once, at the start: make a new Engine"
 NO_ADAPTERS: Final = "no adapters are served"
 NO_SESSIONS: Final = "no session is kept: send the whole prompt, whose prefix is cached"
 KEPT_MEMORY: Final = "memory is held until shutdown()"
-RECORDED: Final = "expert loads are always counted: get_stats() has them"
 # Methods of SGLang's Engine that are not offered.
 MISSING_METHODS: Final[dict[str, str]] = {
     **dict.fromkeys(("encode", "async_encode", "rerank", "score", "async_score"), NO_EMBEDDINGS),
@@ -33,9 +32,6 @@ MISSING_METHODS: Final[dict[str, str]] = {
         ("get_weights_by_name", "save_remote_model", "save_sharded_model"), FIXED_WEIGHTS
     ),
     **dict.fromkeys(("release_memory_occupation", "resume_memory_occupation"), KEPT_MEMORY),
-    "start_expert_distribution_record": RECORDED,
-    "stop_expert_distribution_record": RECORDED,
-    "dump_expert_distribution_record": RECORDED,
 }
 # Options of transformers' tokenizers that are not offered; None and False are as good as left out.
 MISSING_OPTIONS: Final = frozenset(

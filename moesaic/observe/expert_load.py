@@ -17,6 +17,26 @@ class LayerLoad(msgspec.Struct, frozen=True):
     """Mean over ranks / maximum over ranks: 1 is perfect balance. None before any token."""
 
 
+class PassBalance(msgspec.Struct, frozen=True):
+    """How evenly the ranks shared the rows of some forward passes: by layer, the mean over the
+    passes of mean/max of the ranks."""
+
+    passes: int
+    layers: dict[int, float]
+
+    @property
+    def mean(self) -> float:
+        return sum(self.layers.values()) / len(self.layers)
+
+    def __str__(self) -> str:
+        """The line of the log."""
+        lowest = min(self.layers, key=lambda layer: self.layers[layer])
+        return (
+            f"Expert balancedness, #pass: {self.passes}, mean/max of ranks: {self.mean:.2f}, "
+            f"lowest: {self.layers[lowest]:.2f} (layer {lowest})"
+        )
+
+
 def expert_loads(stats: EngineStats, ranks_per_expert: int = 1) -> list[LayerLoad]:
     """`ranks_per_expert`: ranks that compute parts of one expert and all count its tokens."""
     experts: dict[int, list[int]] = {}

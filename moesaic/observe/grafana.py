@@ -73,6 +73,8 @@ ROWS: Final = {
         Panel(
             "Balancedness, since the start", "percentunit", "ep_balancedness", 12, kind="bargauge"
         ),
+        Panel("Balancedness of passes", "percentunit", "ep_pass_balancedness", 12),
+        Panel("Balancedness of passes, by layer", "percentunit", "ep_layer_pass_balancedness", 12),
     ),
     "Server": (
         Panel("Errors", "ops", "preemptions_total failed_steps_total http_refused_total"),

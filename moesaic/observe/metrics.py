@@ -9,7 +9,7 @@ from functools import partial
 from typing import Final
 
 from moesaic.core.stats import EngineStats, GroupStats, RankStats
-from moesaic.observe.expert_load import LayerLoad
+from moesaic.observe.expert_load import LayerLoad, PassBalance
 from moesaic.observe.requests import GAP_BOUNDS, LATENCY_BOUNDS, Distribution, RequestStats
 
 PREFIX: Final = "moesaic_"
@@ -51,6 +51,8 @@ class Snapshot:
     """Recent mean of tokens generated per step."""
     throughputs: Mapping[int, float] = field(default_factory=dict)
     """By group: tokens generated per second, between the last two readings."""
+    balance: PassBalance | None = None
+    """Of recent passes, if --expert-balancedness-report-mode asks for it."""
 
 
 Labels = tuple[str, ...]
@@ -179,6 +181,17 @@ def _balancedness(snapshot: Snapshot) -> Iterator[Sample]:
     for load in snapshot.experts:
         if load.balancedness is not None:
             yield (str(load.layer),), load.balancedness
+
+
+def _layer_balance(snapshot: Snapshot) -> Iterator[Sample]:
+    if snapshot.balance is not None:
+        for layer, share in snapshot.balance.layers.items():
+            yield (str(layer),), share
+
+
+def _pass_balance(snapshot: Snapshot) -> Iterator[Sample]:
+    if snapshot.balance is not None:
+        yield (), snapshot.balance.mean
 
 
 def _throughputs(snapshot: Snapshot) -> Iterator[Sample]:
@@ -392,6 +405,17 @@ METRICS: Final[tuple[Metric, ...]] = (
         "ep_balancedness",
         "Tokens of a layer's experts since the start: mean over ranks / maximum over ranks.",
         Series(MetricSource.RANKS, _balancedness, ("layer",)),
+    ),
+    _gauge(
+        "ep_pass_balancedness",
+        "Rows of the ranks in a forward pass: mean / maximum, averaged over the passes of the last "
+        "report and all layers; with --expert-balancedness-report-mode prometheus or both.",
+        Series(MetricSource.RANKS, _pass_balance),
+    ),
+    _gauge(
+        "ep_layer_pass_balancedness",
+        "The same for each layer.",
+        Series(MetricSource.RANKS, _layer_balance, ("layer",)),
     ),
     _gauge(
         "requests_queued",

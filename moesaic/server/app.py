@@ -16,6 +16,7 @@ from moesaic.server import (
     admin,
     anthropic,
     dashboard,
+    expert_records,
     loads,
     native,
     openai,
@@ -43,6 +44,7 @@ ROUTES = (
     *anthropic.ROUTES,
     *tokens.ROUTES,
     *profile.ROUTES,
+    *expert_records.ROUTES,
     *loads.ROUTES,
 )
 

@@ -11,6 +11,7 @@ from moesaic.config import ServerArgs
 from moesaic.core.foreign_fields import BadParameter, Unsupported
 from moesaic.core.request import Request
 from moesaic.engine.engine import Engine, QueueFull
+from moesaic.engine.frontend.expert_records import RecordNotWritten
 from moesaic.engine.frontend.inputs import PromptTooLong
 from moesaic.engine.frontend.profiler import ProfileRunning
 from moesaic.engine.frontend.queries import QueryTimeout
@@ -73,6 +74,8 @@ class Context:
                 return Refusal(503, reason, headers=CLOSE_AND_RETRY)
             case ProfileRunning():
                 return Refusal(409, str(error))
+            case RecordNotWritten():
+                return Refusal(500, str(error))
             case PromptTooLong():
                 return Refusal(400, str(error), code="context_length_exceeded")
             case Unsupported():

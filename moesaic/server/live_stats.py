@@ -233,6 +233,7 @@ class LiveStats:
             server=server,
             batch=self.poll.batch,
             throughputs=self.poll.throughputs,
+            balance=self._engine.balancedness.exported,
         )
 
 

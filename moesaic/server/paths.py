@@ -81,10 +81,6 @@ NOT_OFFERED: Final = tuple(
             "/pause_generation /continue_generation /slow_down",
             "generation is not paused: end requests with POST /abort_request",
         ),
-        (
-            "/*_expert_distribution_record",
-            "the load of experts is always counted: GET /metrics and GET /dashboard/data have it",
-        ),
         ("/set_internal_state /configure_logging /set_trace_level", AT_START),
         ("/freeze_gc /dumper", "this is for developers of SGLang"),
         ("/hicache /get_hicache_*", "the prefix cache is only in the memory of the ranks"),

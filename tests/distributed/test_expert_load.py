@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from moesaic.core.step import Step
 from moesaic.moe.context import MoeContext
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE
+from moesaic.moe.pass_totals import make_totals
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from moesaic.moe.registry import MoeProblem
 from tests.moe_oracle import Experts, config_of, random_topk
@@ -45,11 +47,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Found:
-    """Of one rank: whether it counts, its experts, what it counted, and the ids that it sent."""
+    """Of one rank: whether it counts, its experts, what it counted in all and in each pass, and the
+    ids that it sent."""
 
     counts: bool
     experts: tuple[int, ...]
     tokens: list[int]
+    passes: list[list[int]]
     first_slot: int
     slots: list[list[int]]
     routed: list[list[int]]
@@ -94,15 +98,18 @@ def serve(group: RankGroup, settings: list[Setting]) -> list[Found]:
         experts.fill(layer)
         x_TH, topk = tokens_of(group.rank, setting.replicated)
         slots_TK = layer.slot_map(topk.ids_TK)
+        totals = make_totals([layer.load], STEPS + 1)
         for number in range(STEPS):
             sent = TopKOutput(slots_TK, topk.weights_TK)
             layer(x_TH, sent, Step(prefill=number == 0, lane=number % 2))
+            totals.write(number + 1)
         moved = context.comm.traffic.values()
         found.append(
             Found(
                 layer.load.counts,
                 layer.local_experts,
                 layer.load.tokens,
+                np.diff(totals.read(0, STEPS + 1), axis=0)[:, 0].tolist(),
                 layer.layout.first_slot,
                 slots_TK.tolist(),
                 topk.ids_TK.tolist(),
@@ -126,6 +133,8 @@ def check(pool: LocalRanks, settings: list[Setting]) -> None:
             if not one.counts:
                 assert sum(one.tokens) == 0, setting
                 continue
+            own = [by_slot[one.first_slot + place] for place in range(len(one.tokens))]
+            assert one.passes == [own] * STEPS, setting
             for place, (expert, tokens) in enumerate(zip(one.experts, one.tokens, strict=True)):
                 assert tokens == STEPS * by_slot[one.first_slot + place], (setting, place)
                 counted[expert] += tokens

@@ -1,6 +1,7 @@
 """What an engine on four ranks tells of itself: statistics that add up, and traces on one clock."""
 
 import asyncio
+import logging
 import re
 import threading
 from collections.abc import Iterator
@@ -9,15 +10,20 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from moesaic import Engine
 from moesaic.core.stats import EngineStats
+from moesaic.engine.frontend import balancedness
+from moesaic.engine.frontend.expert_records import FOLDER_VARIABLE
 from moesaic.engine.frontend.profiler import trace_folder
 from moesaic.server.app import make_app
 from moesaic.server.errors import Refusal
 from moesaic.server.profile import folder_for
 from tests import trace_format
+from tests.e2e import recorded
 from tests.e2e.grid import model_path
+from tests.server.metric_values import parsed
 from tests.trace_format import Event
 
 MODEL = model_path("deepseek_v3")
@@ -28,8 +34,12 @@ GREEDY = {"temperature": 0, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     flags = {"tp_size": 4, "ep_size": 4, "dp_size": 2, "enable_dp_attention": True}
-    with Engine(model_path=MODEL, moe_a2a_backend="deepep", **flags) as made:
-        yield made
+    flags["expert_distribution_recorder_mode"] = "per_token"
+    flags["expert_balancedness_report_mode"] = "both"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(balancedness, "REPORT_SECONDS", 3600.0)  # tests ask for reports themselves
+        with Engine(model_path=MODEL, moe_a2a_backend="deepep", **flags) as made:
+            yield made
 
 
 @pytest.fixture(scope="module")
@@ -292,6 +302,89 @@ async def converse(client: httpx.AsyncClient, root: Path) -> None:
     assert (await client.get("/start_profile")).json()["output_dir"] == str(root)
     assert (await client.get("/stop_profile")).json()["steps"] == 0
     assert (await client.get("/start_profile", headers={"Origin": "x"})).status_code == 403
+
+
+def test_experts_are_recorded_over_http(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With prompts of odd lengths, and steps in which a group has no tokens."""
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    asked, oracle = [[3], [201, 5, 9], *prompts(2, 210)], recorded.oracle_of(MODEL)
+
+    async def talk() -> None:
+        transport = httpx.ASGITransport(app=make_app(engine))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            engine.flush_cache()
+            started = await client.get("/start_expert_distribution_record")
+            assert started.json() == {"message": "Start recording the expert distribution."}
+            sent = {"input_ids": asked, "sampling_params": {**GREEDY, "max_new_tokens": 5}}
+            answers = (await client.post("/generate", json=sent)).json()
+            stopped = await client.post("/stop_expert_distribution_record")
+            assert stopped.json() == {"message": "Stop recording the expert distribution."}
+            found = (await client.post("/dump_expert_distribution_record")).json()
+            assert found["message"] == "Dump expert distribution record."
+            sequences = [p + a["output_ids"] for p, a in zip(asked, answers, strict=True)]
+            recorded.check_tokens(found, oracle, sequences)
+            recorded.check_counts(found, oracle, sequences, tmp_path)
+            again = (await client.get("/dump_expert_distribution_record")).json()
+            assert again["passes"] == 0 and again["warning"].startswith("no pass was recorded")
+            path = "/start_expert_distribution_record"
+            assert (await client.get(path, headers={"Origin": "x"})).status_code == 403
+
+    asyncio.run(talk())
+
+
+def test_the_balance_of_passes_is_reported(
+    engine: Engine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    engine.balancedness.report()
+    recorded.record(engine, prompts(3, 230), 4)
+    found = engine.dump_expert_distribution_record()
+    with caplog.at_level(logging.INFO, "moesaic"):
+        engine.balancedness.report()
+    told = engine.balancedness.exported
+    assert told is not None and str(told) in caplog.text
+    contents = [torch.load(path, weights_only=True)["records"] for path in found["files"]]
+    for layer, value in told.layers.items():
+        loads = [[int(one["global_physical_count"][layer].sum()) for one in c] for c in contents]
+        shares = [sum(ranks) / 4 / max(ranks) for ranks in zip(*loads, strict=True)]
+        assert value == pytest.approx(sum(shares) / len(shares)) and value < 1
+    assert sorted(told.layers) == engine.get_stats().ranks[0].layers
+
+    async def scrape() -> str:
+        transport = httpx.ASGITransport(app=make_app(engine))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return (await client.get("/metrics")).text
+
+    values = parsed(asyncio.run(scrape()))
+    assert values["moesaic_ep_pass_balancedness"] == {(): pytest.approx(told.mean)}
+    assert len(values["moesaic_ep_layer_pass_balancedness"]) == len(told.layers)
+
+
+def test_a_dump_while_requests_run(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dumps one after the other have every pass once, and steps go on meanwhile."""
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    ids: list[int] = []
+    dumps = []
+    engine.start_expert_distribution_record()
+    for output in engine.generate(
+        input_ids=[2, 4, 6],
+        sampling_params={**GREEDY, "max_new_tokens": 16},
+        stream=True,
+    ):
+        ids = output["output_ids"]
+        if len(dumps) < 2:
+            dumps.append(engine.dump_expert_distribution_record())
+    engine.stop_expert_distribution_record()
+    dumps.append(engine.dump_expert_distribution_record())
+    assert sum(dump["passes"] for dump in dumps) == len(ids) == 16
+    recorded.check_counts_of(dumps, recorded.oracle_of(MODEL), [[2, 4, 6, *ids]])
 
 
 def test_traces_are_private(

@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 
 from moesaic import Engine, SamplingParams
+from moesaic.balance.files import read_loads
 from moesaic.core.request import Request
+from moesaic.engine.frontend.expert_records import FOLDER_VARIABLE
 from moesaic.engine.frontend.inflight import _add
 from moesaic.engine.schedule.request_state import RequestState
 from tests import trace_format
+from tests.e2e import recorded
 from tests.e2e.grid import model_path, prompts
 from tests.e2e.names import check_that_a_name_is_free
 from tests.server.serving import wait_until
@@ -29,7 +32,8 @@ FAMILY = model_path("qwen3_moe")
 
 @pytest.fixture(scope="module", params=MESHES)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with Engine(model_path=FAMILY, page_size=4, **MESHES[request.param]) as made:
+    flags = {**MESHES[request.param], "expert_distribution_recorder_mode": "per_token"}
+    with Engine(model_path=FAMILY, page_size=4, **flags) as made:
         yield made
 
 
@@ -341,6 +345,20 @@ def test_every_rank_tells_what_it_did(engine: Engine, tmp_path: Path) -> None:
         for layer, was, now in zip(new.layers, old.expert_tokens, new.expert_tokens, strict=True):
             routed[layer] = routed.get(layer, 0) + sum(now) - sum(was)
     assert routed == dict.fromkeys(range(4), 2 * (prompted + generated - 6))
+
+
+def test_all_ranks_record_their_tokens(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slices of experts count once; stages have records of their own layers."""
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    sequences = recorded.record(engine, prompts()[:5], 3)
+    found = engine.dump_expert_distribution_record()
+    assert len(found["files"]) == engine.mesh.world
+    recorded.check_tokens(found, recorded.oracle_of(FAMILY), sequences)
+    recorded.check_counts(found, recorded.oracle_of(FAMILY), sequences, tmp_path)
+    with pytest.raises(ValueError, match=r"lacks the passes of ranks .*: give the folder"):
+        read_loads(Path(found["files"][0]))
 
 
 def test_a_name_is_free_when_its_request_is_over(engine: Engine) -> None:

@@ -49,6 +49,7 @@ def engine_with(**flags: Any) -> Iterator[tuple[Engine, httpx.Client]]:
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[Engine, httpx.Client]]:
     flags = {"max_running_requests": 2, "max_queued_requests": 1, "metric_names": "sglang"}
+    flags["expert_balancedness_report_mode"] = "prometheus"
     with engine_with(num_threads=1, **flags) as found:
         yield found
 
@@ -75,6 +76,7 @@ def fresh(client: httpx.Client, engine: Engine) -> Values:
 def test_all_of_the_table_and_nothing_else(server: tuple[Engine, httpx.Client]) -> None:
     engine, client = server
     engine.generate("hello", {"max_new_tokens": 4})
+    engine.balancedness.report()
     fresh(client, engine)
     text = client.get("/metrics").text
     families = [f for f in text_string_to_metric_families(text) if not f.name.startswith("sglang:")]

@@ -131,6 +131,13 @@ def test_the_table_explains_nothing_that_is_served() -> None:
     assert len(set(patterns)) == len(patterns)
 
 
+@pytest.mark.parametrize("name", ["start", "stop", "dump"])
+def test_a_recorder_needs_its_flag(client: httpx.Client, name: str) -> None:
+    for send in (client.get, client.post):
+        told = message(send(f"/{name}_expert_distribution_record"), 400)
+        assert told.endswith("--expert-distribution-recorder-mode stat, per_pass or per_token")
+
+
 def test_the_openai_client_shows_the_reason(running: Running) -> None:
     client = OpenAI(base_url=f"http://127.0.0.1:{running.port}/v1", api_key="-", max_retries=0)
     with client, pytest.raises(NotFoundError, match="gives no embeddings: run a server for an"):

@@ -291,6 +291,10 @@ def test_missing_file_is_named(tmp_path: Path):
             "--tp 2 --ep 2 --enable-eplb --expert-distribution-recorder-buffer-size 2000",
             "it would not be full after --eplb-rebalance-num-iterations 1000; lower it",
         ),
+        (
+            "--expert-distribution-recorder-buffer-size -1",
+            "recorder-buffer-size -1 needs --expert-distribution-recorder-mode stat, per_pass or",
+        ),
         ("--max-ep-size 8", "--max-ep-size 8 needs --elastic-ep-backend mooncake"),
         ("--elastic-ep-backend mooncake --pp 2", "--pp-size is 2, give 1"),
         (

@@ -18,6 +18,7 @@ from moesaic.core.step import Step
 from moesaic.engine.runner.future_tokens import FutureTokens, TokenSlots
 from moesaic.engine.runner.graphs import GraphCache, GraphKey
 from moesaic.engine.runner.pinned import Ints, PinnedRing
+from moesaic.engine.runner.recorded_tokens import StepTokens
 from moesaic.engine.schedule.plan import StepPlan
 from moesaic.kernels.sampling import greedy_rows
 from moesaic.layers.paged_cache import PageTable, Sequences
@@ -69,6 +70,8 @@ class EagerOutput:
     """Rows whose logits are needed, as StepPlan.logit_rows."""
     slots_R: Tensor
     """Future token slots of the sampled ones."""
+    tokens: StepTokens | None = None
+    """With the slots that routers chose, if the step keeps them."""
 
 
 class EagerBatch:
@@ -92,7 +95,10 @@ class EagerBatch:
             ids_T = self._future_tokens.resolve(ids_T, slots_T)
         attention = runner.attention.attend(sequences_of(plan, runner.page_table))
         hidden_TH = runner.model(ids_T, positions_T, attention, step, x_TH)
-        return EagerOutput(hidden_TH, rows_R, slots_R)
+        tokens = None
+        if step.routed is not None:
+            tokens = StepTokens(ids_T, positions_T, step.routed, plan.num_tokens)
+        return EagerOutput(hidden_TH, rows_R, slots_R, tokens)
 
 
 class IdleBatch:
@@ -141,6 +147,8 @@ class GraphBatch:
         self.routed: dict[GraphKey, list[Tensor]] = {}
         """The slots that each graph's routers choose, by layer: held, so that they keep their
         memory, and overwritten by every replay."""
+        self._ids: dict[GraphKey, Tensor] = {}
+        """The token ids that each graph computes, held like the slots."""
         self._x_BH = None if ranks.is_first else runner.hidden_buffer(most)
         self._hidden_BH = None if ranks.is_last else runner.hidden_buffer(most)
 
@@ -170,13 +178,19 @@ class GraphBatch:
         self.graphs.run(key)
         return None if self._hidden_BH is None else self._hidden_BH[:count].clone()
 
+    def tokens(self, key: GraphKey, count: int) -> StepTokens:
+        """The rows of the step that has run last, in static buffers."""
+        positions_B = self.packed[POSITIONS, : key.rows]
+        return StepTokens(self._ids[key], positions_B, self.routed[key], count)
+
     def _compute(self, key: GraphKey) -> None:
         """The body of a graph, from static buffers to static buffers. All rows are sampled
         greedily, which is cheaper than to select those that should be."""
         runner, packed = self._runner, self.packed[:, : key.rows]
         self.routed[key] = []
+        self._ids[key] = self._future_tokens.resolve(packed[IDS], packed[SLOTS])
         hidden_BH = runner.model(
-            self._future_tokens.resolve(packed[IDS], packed[SLOTS]),
+            self._ids[key],
             packed[POSITIONS],
             self.attention[key].attention,
             Step(

@@ -17,9 +17,11 @@ from moesaic.core.process import keep_freed_memory
 from moesaic.core.rank_state import RankState
 from moesaic.core.step import Step
 from moesaic.engine.runner.attention import BACKENDS
+from moesaic.engine.runner.expert_recorder import ExpertRecorder
 from moesaic.engine.runner.loading import rank_memory
 from moesaic.engine.runner.matchers import Matchers
 from moesaic.engine.runner.peer_watchdog import PeerWatchdog
+from moesaic.engine.runner.recorded_tokens import StepTokens
 from moesaic.engine.runner.steps import AsynchronousSteps, SynchronousSteps
 from moesaic.engine.runner.warm_up import sorted_parts, warm_steps, warm_up
 from moesaic.engine.schedule.plan import StepAgreement, StepHandle, StepPlan
@@ -83,6 +85,9 @@ class ModelRunner:
             self.matchers.begin_compiler()
         weight_bytes = self._load_model(args, resolved)
         self.watchdog = PeerWatchdog.of(self.moe, ranks)
+        # Before the KV cache takes the memory that is left.
+        self.recorder = ExpertRecorder.of(args, self)
+        self.balance_recorder = ExpertRecorder.for_report(args, self)
         asynchronous = self.kind == "cuda" if asynchronous is None else asynchronous
         sizes = graph_sizes(args, self.max_running) if asynchronous else ()
         steps = self._warm_steps(sizes)
@@ -228,6 +233,21 @@ class ModelRunner:
     def moe_layers(self) -> list[FusedMoE]:
         return [module for module in self.model.modules() if isinstance(module, FusedMoE)]
 
+    def record_pass(
+        self, plan: StepPlan, agreement: StepAgreement, tokens: StepTokens | None
+    ) -> None:
+        """Keeps the experts of the step that has just been launched, if anything records them.
+        `tokens`: its rows, if `records_tokens`."""
+        if self.recorder is not None:
+            self.recorder.record(plan, agreement, tokens)
+        if self.balance_recorder is not None:
+            self.balance_recorder.record(plan, agreement)
+
+    @property
+    def records_tokens(self) -> bool:
+        """Whether the next step's slots are recorded for each of its tokens."""
+        return self.recorder is not None and self.recorder.needs_tokens
+
     @property
     def num_experts(self) -> int:
         """Logical experts of a layer; 0 in a stage without any."""
@@ -261,6 +281,9 @@ class ModelRunner:
         # First, as the device may wait for another rank.
         self.watchdog.lifecycle.abort(reason)
         self.steps.drop()
+        for recorder in (self.recorder, self.balance_recorder):
+            if recorder is not None:
+                recorder.restart()
 
     def group_counts(self, agreement: StepAgreement) -> tuple[int, ...]:
         """Tokens of each attention group, if there are several."""

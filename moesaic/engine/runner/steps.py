@@ -31,6 +31,7 @@ from moesaic.engine.runner.graphs import GraphKey
 from moesaic.engine.runner.matchers import GrammarMask
 from moesaic.engine.runner.mixed_batch import MixedBatch
 from moesaic.engine.runner.pinned import DeviceEvent, PinnedRing
+from moesaic.engine.runner.recorded_tokens import StepTokens
 from moesaic.engine.runner.routed_experts import RoutedExperts, RoutedSlots
 from moesaic.engine.runner.row_results import (
     LOGIT_ROWS,
@@ -79,6 +80,7 @@ class BatchOutput:
     hidden_TH: Tensor | None = None
     scored: EagerOutput | None = None
     routed: RoutedSlots | None = None
+    tokens: StepTokens | None = None
 
 
 @dataclass(slots=True)
@@ -182,7 +184,9 @@ class AsynchronousSteps:
         if needs_host or plan.ended:
             runner.matchers.begin(plan)
         rows = sampled_rows(plan) if runner.samples else []
-        step = self._sample(plan, rows, slots, self._compute(plan, agreement, x_TH, slots))
+        output = self._compute(plan, agreement, x_TH, slots)
+        runner.record_pass(plan, agreement, output.tokens)
+        step = self._sample(plan, rows, slots, output)
         if needs_host:
             step.masks = runner.matchers.pending()
         step.event.record()
@@ -207,22 +211,26 @@ class AsynchronousSteps:
             hidden_TH = self.graph_batch.run(plan, key, x_TH, slots)
             rows = plan.num_sequences * key.queries if self._runner.samples else 0
             output = self._output(hidden_TH, rows)
+            if self._runner.records_tokens:
+                output.tokens = self.graph_batch.tokens(key, plan.num_tokens)
             if plan.is_routed:
                 output.routed = self._routed_experts.read(
                     plan, self.graph_batch.routed[key], key.rows
                 )
             return output
         bucket = self._mixed_bucket(agreement)
-        if bucket is not None and self.mixed_batch.can_run(plan):
+        records_tokens = self._runner.records_tokens  # which a mixed graph does not keep
+        if bucket is not None and not records_tokens and self.mixed_batch.can_run(plan):
             return self._eager_output(plan, self.mixed_batch.run(plan, bucket, x_TH, slots))
         if not plan.has_work:
             return self._run_idle(agreement)
         step = self._step(agreement)
-        if plan.is_routed:
+        if plan.is_routed or records_tokens:
             step = replace(step, routed=[])
         eager = self._eager.run(plan, step, x_TH, slots)
         output = self._eager_output(plan, eager)
-        if step.routed is not None:
+        output.tokens = eager.tokens
+        if step.routed is not None and plan.is_routed:
             output.routed = self._routed_experts.read(plan, step.routed, plan.num_tokens)
         return output
 
@@ -426,11 +434,12 @@ class SynchronousSteps:
             runner.matchers.begin(plan)
         self._known_rows.learn(plan.items)
         runner.attention.clear(plan.clear)
-        slots: list[Tensor] | None = [] if plan.is_routed else None
+        slots: list[Tensor] | None = [] if plan.is_routed or runner.records_tokens else None
         counts = runner.group_counts(agreement)
         step = Step(prefill=agreement.prefill, counts=counts, routed=slots)
         output, routed = self._batch.run(plan, step, x_TH), b""
-        if slots is not None:
+        runner.record_pass(plan, agreement, output.tokens)
+        if slots is not None and plan.is_routed:
             routed = self._routed_experts.read(plan, slots, plan.num_tokens).experts()
         if not runner.ranks.is_last:
             return FinishedStep(StepResult([], routed), output.hidden_TH)

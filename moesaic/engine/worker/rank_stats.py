@@ -55,7 +55,11 @@ class RankStatsReporter:
         self.busy += seconds
 
     def answer(self, what: str, options: dict[str, Any]) -> Any:
-        spans = self._spans
+        spans, recorder = self._spans, self._runner.recorder
+        if recorder is not None and what.startswith("expert_record"):
+            return recorder.answer(what, options, self._rank)
+        if what == "balancedness" and self._runner.balance_recorder is not None:
+            return self._runner.balance_recorder.sums(options["firsts"][self._rank])
         match what:
             case "stats":
                 return RankStatsReply(self.stats(), self._group and self._group())
