@@ -220,8 +220,13 @@ class BalanceArgs:
         1.0, "Rebalance only while mean/max load is below this.", at_least=0, at_most=1
     )
     ep_num_redundant_experts: int = flag(0, "Extra slots for replicas of experts.", at_least=0)
-    ep_dispatch_algorithm: str | None = not_built(
-        None, "How a token chooses among replicas.", choices=("static", "dynamic", "fake", "lp")
+    ep_dispatch_algorithm: str | None = flag(
+        None,
+        "How a token chooses among the replicas of its expert: the nearest (static), or evenly by "
+        "row (dynamic; unset: this); fake chooses experts at random, for benchmarks.",
+        choices=("static", "dynamic", "fake", "lp"),
+        built=("static", "dynamic", "fake"),
+        why="rows are split between replicas without counting those of all ranks",
     )
     init_expert_location: str = not_built(
         "trivial", "First placement: trivial, or JSON or a recorder's dump to plan from."

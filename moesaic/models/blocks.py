@@ -88,6 +88,8 @@ class SparseBlock(Module):
     ) -> None:
         super().__init__()
         topk.config.check(experts.config.num_experts)
+        if experts.context.fakes_routing:
+            topk = TopK(replace(topk.config, fake=True))
         self.gate, self.topk, self.experts = gate, topk, experts
         self.shared_experts, self.shared_expert_gate = shared_experts, shared_expert_gate
         self.parallel = parallel or Parallel()

@@ -14,10 +14,11 @@ from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfi
 from moesaic.moe.dispatch.device.exchange import DeviceExchange
 from moesaic.moe.dispatch.host.exchange import LANES
 from moesaic.moe.expert_load import DeviceCounters
-from moesaic.moe.placement import EpLayout, Placement
+from moesaic.moe.placement import EpLayout, Placement, SlotMap
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
 from moesaic.moe.registry import A2A_REGISTRY, BufferSpec, MoeProblem, Provider, modes_of, resolve
+from moesaic.moe.replicas import DYNAMIC, FAKE, SourceRank, replica_choice
 from moesaic.moe.runner.base import Workspace
 from moesaic.moe.shape_only import ShapeOnlyDispatcher, ShapeOnlyGroup
 
@@ -56,6 +57,8 @@ class MoeContext:
     """By layer, where it is not the default one."""
     max_replicas: int = 0
     """Slots that an expert may get when the placement changes; 0: it never changes."""
+    dispatch_algorithm: str = DYNAMIC
+    """How tokens choose among replicas (moe/replicas.py)."""
     copies: int = 1
     """Copies of each block of experts, on adjacent ranks, instead of slices of it."""
     deterministic: bool = False
@@ -75,7 +78,7 @@ class MoeContext:
         dtype: torch.dtype,
         group: Peers | None = None,
         timeout: float = 60.0,
-        **options: bool | int,
+        **options: bool | int | str,
     ) -> MoeContext:
         """Resolves `auto`; ValueError with advice if nothing works."""
         load_backends()
@@ -109,6 +112,15 @@ class MoeContext:
 
     def layout(self, num_slots: int) -> EpLayout:
         return EpLayout(num_slots, self.resolved.ep, self.resolved.moe_tp, self.comm.group.rank)
+
+    def slot_map(self, placement: Placement, layout: EpLayout) -> SlotMap:
+        source = SourceRank(layout, tuple(self.comm.group.nodes))
+        choice = replica_choice(self.dispatch_algorithm, source, self.replicated)
+        return SlotMap(placement, self.max_replicas, choice)
+
+    @property
+    def fakes_routing(self) -> bool:
+        return self.dispatch_algorithm == FAKE
 
     def dispatch_config(
         self, layout: EpLayout, top_k: int, hidden_size: int, layer: int

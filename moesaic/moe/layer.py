@@ -19,7 +19,7 @@ from moesaic.moe.context import MoeContext
 from moesaic.moe.expert_load import SlotLoad
 from moesaic.moe.expert_store import INWARD, OUTWARD, ExpertShape, ExpertStore
 from moesaic.moe.formats import CombineInput, DispatchOutput, TopKOutput
-from moesaic.moe.placement import Placement, SlotMap
+from moesaic.moe.placement import Placement
 from moesaic.moe.quant.weights import Planes
 from moesaic.moe.runner.base import ExpertWeights, MoeRunner, MoeRunnerConfig
 from moesaic.moe.runner.host.layouts import kernel_fits
@@ -54,8 +54,8 @@ class FusedMoE(Module):
         super().__init__()
         self.config, self.context = config, context
         self.placement = placement or context.placement(config.num_experts, layer)
-        self.slot_map = SlotMap(self.placement, context.max_replicas)
         self.layout = context.layout(len(self.placement.slots))
+        self.slot_map = context.slot_map(self.placement, self.layout)
         self.inner = config.intermediate_size // self.layout.moe_tp_size
         self.store = ExpertStore(context.weight_format, self._expert_shape())
         self.b13, self.b2 = self.store.weights.b13_eJ, self.store.weights.b2_eH

@@ -26,7 +26,8 @@ DPA = "--enable-dp-attention --dp"
 # The ones that are always run cover every axis: families, tp 1 to 8, ep < tp, dp, pp, all backends.
 ALWAYS = (
     "mixtral --tp 4 --ep 2",
-    f"deepseek_v3 --tp 4 {DPA} 4 --moe-a2a-backend deepep",
+    f"deepseek_v3 --tp 4 {DPA} 4 --moe-a2a-backend deepep --ep-num-redundant-experts 4 "
+    "--ep-dispatch-algorithm static",
     "qwen2_moe --tp 2 --pp 2 --moe-a2a-backend mori",
     "gpt_oss --pp 4 --chunked-prefill-size 16",
     f"deepseek_v3 --tp 8 {DPA} 8 --moe-a2a-backend flashinfer",

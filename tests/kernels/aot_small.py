@@ -6,6 +6,7 @@ A program: `python -m tests.kernels.aot_small [all]` compiles, prints and assert
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 from moesaic.kernels.routing import TopKConfig
@@ -102,6 +103,14 @@ def check_deepseek_route() -> None:
     assert usage.count("redux.sync") >= 3 * 8 and usage.registers <= 128
 
 
+def check_fake_route() -> None:
+    """Experts of a hash, and a slot table."""
+    spec = replace(QWEN, fake=True)
+    fixed = {"P": routing.constants(128, spec, biased=False, replicas=4)}
+    usage = use(routing._route_kernel, {}, ROWS=1, num_warps=1, bias_ptr=None, **fixed)
+    assert usage.count("redux.sync") == 3 * QWEN.top_k and usage.registers <= 64
+
+
 def check_router(rows: int, norm: bool = False) -> None:
     experts, channels = routing.ROUTER_TILE
     sizes = {"H": 2048, "SPLITS": 2048 // channels}
@@ -183,6 +192,7 @@ def main() -> None:
     check_norm(2048, add=True, fp8=True)
     check_norm(128, add=False, fp8=False)
     check_deepseek_route()
+    check_fake_route()
     for rows in (1, 2, 4, 8):
         check_router(rows)
         check_router(rows, norm=True)

@@ -79,10 +79,10 @@ def test_table_of_replicas() -> None:
     assert count_E.tolist() == [2, 1, 3]
 
 
-def test_replicas_are_taken_in_turn_by_row() -> None:
+def test_the_row_decides_the_replica() -> None:
     slot_map = SlotMap(Placement(3, (1, 0, 2, 2, 0, 2)))
-    ids = torch.tensor([[0, 2], [0, 2], [2, -1], [-1, -1], [1, 0]])
-    assert slot_map(ids).tolist() == [[1, 2], [4, 3], [5, -1], [-1, -1], [0, 1]]
+    ids = torch.tensor([[0, 2], [0, 2], [2, -1], [-1, 2], [1, 0]])
+    assert slot_map(ids).tolist() == [[1, 2], [4, 3], [2, -1], [-1, 5], [0, 1]]
 
 
 def test_identity_changes_nothing() -> None:

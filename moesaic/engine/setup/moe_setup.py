@@ -26,6 +26,7 @@ from moesaic.moe.registry import (
     modes_of,
     provider_name,
 )
+from moesaic.moe.replicas import DYNAMIC
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +140,7 @@ def moe_context(
         max_tokens=-(-limits.tokens // sharers),
         max_decode_tokens=-(-limits.decode_tokens // sharers),
         redundant_experts=args.ep_num_redundant_experts,
+        dispatch_algorithm=args.ep_dispatch_algorithm or DYNAMIC,
         copies=copies,
         deterministic=deterministic,
         replicated=replicated,
