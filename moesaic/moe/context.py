@@ -14,7 +14,7 @@ from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfi
 from moesaic.moe.dispatch.device.exchange import DeviceExchange
 from moesaic.moe.dispatch.host.exchange import LANES
 from moesaic.moe.expert_load import DeviceCounters
-from moesaic.moe.placement import EpLayout, Placement, SlotMap
+from moesaic.moe.placement import EpLayout, Placement, SlotMap, redundant_slots
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
 from moesaic.moe.registry import A2A_REGISTRY, BufferSpec, MoeProblem, Provider, modes_of, resolve
@@ -53,6 +53,7 @@ class MoeContext:
     max_decode_tokens: int = 128
     """The most of a rank in a step without prefill."""
     redundant_experts: int = 0
+    """Redundant slots, to which those are added that an even distribution needs."""
     placements: Mapping[int, Placement] = field(default_factory=dict)
     """By layer, where it is not the default one."""
     max_replicas: int = 0
@@ -103,12 +104,10 @@ class MoeContext:
     def placement(self, num_experts: int, layer: int = 0) -> Placement:
         if layer in self.placements:
             return self.placements[layer]
-        placement = Placement.trivial(num_experts, self.redundant_experts)
-        if self.copies == 1:
-            return placement
         groups = self.resolved.ep // self.copies
-        EpLayout(len(placement.slots), groups)  # refuses an uneven distribution
-        return placement.copied(groups, self.copies)
+        redundant = redundant_slots(num_experts, self.redundant_experts, groups)
+        placement = Placement.trivial(num_experts, redundant)
+        return placement if self.copies == 1 else placement.copied(groups, self.copies)
 
     def layout(self, num_slots: int) -> EpLayout:
         return EpLayout(num_slots, self.resolved.ep, self.resolved.moe_tp, self.comm.group.rank)

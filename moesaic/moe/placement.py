@@ -67,6 +67,12 @@ class EpLayout:
         return torch.div(ids, self.slots_per_rank, rounding_mode="floor")
 
 
+def redundant_slots(experts: int, asked: int, ep_size: int) -> int:
+    """The redundant slots for `asked` ones: as many more as an even distribution needs. 8 experts
+    on 3 ranks have 1 for 0 or 1, and 4 for 2."""
+    return asked + -(experts + asked) % ep_size
+
+
 @dataclass(frozen=True)
 class Placement:
     """Which logical expert each slot holds. An expert may have several slots (replicas)."""

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moesaic.moe.placement import EpLayout, Placement, SlotMap
+from moesaic.moe.placement import EpLayout, Placement, SlotMap, redundant_slots
 
 
 def test_ranks_of_a_hybrid_layout() -> None:
@@ -63,6 +63,12 @@ def test_every_slot_is_local_to_exactly_one_group(ep: int, each: int, width: int
 def test_what_cannot_be_laid_out_is_refused(make, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_redundant_slots_are_rounded_up() -> None:
+    assert [redundant_slots(8, asked, 3) for asked in range(5)] == [1, 1, 4, 4, 4]
+    assert redundant_slots(256, 0, 32) == 0 and redundant_slots(256, 33, 32) == 64
+    assert redundant_slots(8, 0, 16) == 8
 
 
 def test_trivial_placement() -> None:
