@@ -227,11 +227,10 @@ class BalanceArgs:
     )
     ep_dispatch_algorithm: str | None = flag(
         None,
-        "How a token chooses among the replicas of its expert: the nearest (static), or evenly by "
-        "row (dynamic; unset: this); fake chooses experts at random, for benchmarks.",
+        "How a token chooses among the replicas of its expert: the nearest (static), evenly by "
+        "row (dynamic; unset: this), or in steps with prompts so as to spare the fullest rank "
+        "(lp); fake chooses experts at random, for benchmarks.",
         choices=("static", "dynamic", "fake", "lp"),
-        built=("static", "dynamic", "fake"),
-        why="rows are split between replicas without counting those of all ranks",
     )
     init_expert_location: str = not_built(
         "trivial", "First placement: trivial, or JSON or a recorder's dump to plan from."

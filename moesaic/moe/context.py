@@ -8,6 +8,8 @@ from functools import partial
 
 import torch
 
+from moesaic.comm.collectives.collective import SingleRank
+from moesaic.comm.collectives.device_collective import DeviceCollective
 from moesaic.comm.collectives.group import Peers, RankGroup
 from moesaic.moe.backends import load_backends
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
@@ -18,9 +20,10 @@ from moesaic.moe.placement import EpLayout, Placement, SlotMap, redundant_slots
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
 from moesaic.moe.registry import A2A_REGISTRY, BufferSpec, MoeProblem, Provider, modes_of, resolve
-from moesaic.moe.replicas import DYNAMIC, FAKE, SourceRank, replica_choice
+from moesaic.moe.replicas import DYNAMIC, FAKE, LP, SourceRank, replica_choice
 from moesaic.moe.runner.base import Workspace
 from moesaic.moe.shape_only import ShapeOnlyDispatcher, ShapeOnlyGroup
+from moesaic.moe.step_split import CountsSpec, StepSplit
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -117,6 +120,22 @@ class MoeContext:
         choice = replica_choice(self.dispatch_algorithm, source, self.replicated)
         return SlotMap(placement, self.max_replicas, choice)
 
+    def step_split(self, placement: Placement, layout: EpLayout, layer: int) -> StepSplit | None:
+        """For `lp` with redundant slots; ranks with the same tokens have nothing to exchange."""
+        if self.dispatch_algorithm != LP or len(placement.slots) == placement.num_experts:
+            return None
+        spec = self._counts_spec(layout)
+        if spec is None or isinstance(self.comm.group, ShapeOnlyGroup):
+            return StepSplit(placement, layout, SingleRank(), layer)
+        ranks = self.comm.shared(spec, lambda: spec.make(self.comm))
+        return StepSplit(placement, layout, ranks, layer)
+
+    def _counts_spec(self, layout: EpLayout) -> CountsSpec | None:
+        """Of the collective in which ranks exchange counts, if they do."""
+        if self.dispatch_algorithm != LP or self.replicated or layout.size == 1:
+            return None
+        return CountsSpec(layout.num_slots, self.resolved.device)
+
     @property
     def fakes_routing(self) -> bool:
         return self.dispatch_algorithm == FAKE
@@ -162,7 +181,7 @@ class MoeContext:
         """Raises the errors of kernels whose waits have failed; the kernels themselves go on. Call
         it when their results have arrived; it does not wait for the device."""
         for exchange in self.comm.buffers.values():
-            if isinstance(exchange, DeviceExchange):
+            if isinstance(exchange, DeviceExchange | DeviceCollective):
                 exchange.check()
 
     def buffers(self, configs: Iterable[DispatchConfig]) -> BufferReport:
@@ -171,7 +190,9 @@ class MoeContext:
         specs: dict[BufferSpec, int] = {}
         layers = {}
         for config in configs:
-            found = buffers(config)
+            found = [*buffers(config)]
+            if (counts := self._counts_spec(config.layout)) is not None:
+                found.append(counts)
             specs |= {spec: spec.nbytes(size) for spec in found}
             layers[config.layer] = LayerBuffers(
                 config.payload.name,

@@ -27,7 +27,7 @@ from moesaic.moe.registry import (
     modes_of,
     provider_name,
 )
-from moesaic.moe.replicas import DYNAMIC
+from moesaic.moe.replicas import DYNAMIC, FAKE, LP
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +129,9 @@ def moe_context(
         logger.info("moe: deterministic: experts are not sharded, %d ranks hold each", copies)
     problem = moe_problem(args, dtype, weights, model, mesh)
     _log_slots(problem, args.ep_num_redundant_experts)
+    algorithm = args.ep_dispatch_algorithm or DYNAMIC
+    if args.ep_dispatch_algorithm is not None:
+        _log_algorithm(algorithm, problem.redundant > 0 or copies > 1)
     if copies > 1:  # placement() places the copies
         problem = replace(problem, ep=mesh.tp, experts=0, redundant=0)
     a2a = A2A_REGISTRY.get(problem.a2a)  # MoeContext.make refuses an unknown name
@@ -143,7 +146,7 @@ def moe_context(
         max_tokens=-(-limits.tokens // sharers),
         max_decode_tokens=-(-limits.decode_tokens // sharers),
         redundant_experts=args.ep_num_redundant_experts,
-        dispatch_algorithm=args.ep_dispatch_algorithm or DYNAMIC,
+        dispatch_algorithm=algorithm,
         copies=copies,
         deterministic=deterministic,
         replicated=replicated,
@@ -166,6 +169,15 @@ def _log_slots(problem: MoeProblem, asked: int) -> None:
             added,
             (problem.experts + problem.redundant) // problem.ep,
         )
+
+
+def _log_algorithm(algorithm: str, has_replicas: bool) -> None:
+    if algorithm == FAKE:
+        logger.warning("moe: fake routing: tokens go to random experts, answers are wrong")
+    elif not has_replicas:
+        logger.info("moe: %s has nothing to choose: no expert has a replica", algorithm)
+    elif algorithm == LP:
+        logger.info("moe: lp splits steps with prompts by the counts of all ranks, others evenly")
 
 
 def _programs(args: ServerArgs) -> dict[str, int]:
