@@ -65,29 +65,29 @@ def fill_replicas(counts_PE: Tensor, table: ReplicaTable, rank: int) -> Tensor:
     Expert 0 on rank 0, expert 1 on ranks 0 and 1, 4 and 6 pairs of one source: the ends of expert 1
     are [1, 6], and both ranks have 5 pairs. If rank 1 of two sources has 2 of the 6: [-3, 2].
     """
-    total_E = counts_PE.sum(0).tolist()
-    before_E = counts_PE[:rank].sum(0).tolist()
-    single_E, slots_ED = table.single_E.tolist(), table.slots_ED.tolist()
+    totals_E = counts_PE.sum(0)
+    before_E = counts_PE[:rank].sum(0)
+    several_R = table.several_R[table.several_R >= 0].long()
+    amounts = dict(zip(several_R.tolist(), totals_E[several_R].tolist(), strict=True))
     ranks_of = {
-        e: [d for d, slot in enumerate(slots_ED[e]) if slot >= 0]
-        for e in table.several_R.tolist()
-        if e >= 0
+        e: [d for d, slot in enumerate(slots) if slot >= 0]
+        for e, slots in zip(amounts, table.slots_ED[several_R].tolist(), strict=True)
     }
-    levels = [0] * len(slots_ED[0])
-    for expert, slot in enumerate(single_E):
-        if slot >= 0:
-            levels[slots_ED[expert].index(slot)] += total_E[expert]
+    fixed_ED = (table.slots_ED >= 0) & (table.single_E >= 0)[:, None]
+    levels = (fixed_ED * totals_E[:, None]).sum(0).tolist()
     shares = {e: [0] * len(ranks) for e, ranks in ranks_of.items()}
     for _ in range(SWEEPS):
         for e, ranks in ranks_of.items():
             rest = [levels[d] - share for d, share in zip(ranks, shares[e], strict=True)]
-            shares[e] = fill(rest, total_E[e])
+            shares[e] = fill(rest, amounts[e])
             for d, level, share in zip(ranks, rest, shares[e], strict=True):
                 levels[d] = level + share
-    quota_ED = torch.zeros(table.slots_ED.shape, dtype=torch.int64)
-    for e, ranks in ranks_of.items():
-        quota_ED[e, ranks] = torch.tensor(shares[e])
-    return (quota_ED.cumsum(1) - torch.tensor(before_E)[:, None]).int()
+    quotas = [dict(zip(ranks, shares[e], strict=True)) for e, ranks in ranks_of.items()]
+    quota_RD = torch.tensor([[quota.get(d, 0) for d in range(len(levels))] for quota in quotas])
+    ends_ED = torch.zeros_like(table.slots_ED)
+    if quotas:
+        ends_ED[several_R] = (quota_RD.cumsum(1) - before_E[several_R, None]).int()
+    return ends_ED
 
 
 def fill(levels: Sequence[int], amount: int) -> list[int]:
@@ -116,15 +116,12 @@ def take_replicas(
     ends [1, 3] of expert 1: [[1], [2], [0], [2]].
     """
     flat_N = ids_TK.flatten().long()
-    known_N = flat_N.clamp(min=0)
-    order_N = flat_N.argsort(stable=True)
-    missing = (flat_N < 0).sum()
-    first_E = counts.count_E.long().cumsum(0) - counts.count_E + missing
-    place_N = torch.empty_like(order_N)
-    place_N[order_N] = torch.arange(len(flat_N), device=flat_N.device)
-    number_N = place_N - first_E[known_N]
-    rank_N = (ends_ED[known_N] <= number_N[:, None]).sum(1)
-    rank_N = rank_N.clamp(max=ends_ED.shape[1] - 1)  # of experts on one rank
-    single_N = table.single_E[known_N]
-    slots_N = torch.where(single_N >= 0, single_N, table.slots_ED[known_N, rank_N])
-    return torch.where(flat_N < 0, -1, slots_N).view_as(ids_TK).to(ids_TK.dtype)
+    order_N = flat_N.argsort(stable=True)[int((flat_N < 0).sum()) :]
+    count_E1 = counts.count_E[:, None]
+    end_ED = torch.minimum(ends_ED.clamp(min=0), count_E1)
+    taken_ED = end_ED.diff(dim=1, prepend=torch.zeros_like(count_E1))
+    fixed_ED = (table.single_E >= 0)[:, None]
+    taken_ED = torch.where(fixed_ED, (table.slots_ED >= 0) * count_E1, taken_ED)
+    slots_N = torch.full_like(flat_N, -1)
+    slots_N[order_N] = torch.repeat_interleave(table.slots_ED.flatten(), taken_ED.flatten()).long()
+    return slots_N.view_as(ids_TK).to(ids_TK.dtype)

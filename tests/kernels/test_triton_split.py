@@ -140,6 +140,16 @@ def test_the_fullest_rank_is_spared() -> None:
     assert int(loads.sum()) == 900
 
 
+def test_counts_of_a_failed_exchange_address_nothing() -> None:
+    """They are zeros; what comes of them is discarded."""
+    table = table_of(Placement(3, (0, 1, 2, 2)), 2)
+    ids = torch.tensor([[2, 0], [-1, 2]], dtype=torch.int32, device=DEVICE)
+    counts = kernels.count_pairs(ids, 3)
+    ends = kernels.fill_replicas(torch.zeros_like(counts.count_E)[None], table, 0)
+    slots = kernels.take_replicas(ids, counts, ends, table)
+    assert int(slots.min()) >= -1 and int(slots.max()) < 4
+
+
 def test_ids_of_64_bits() -> None:
     table = table_of(Placement(3, (0, 1, 2, 1)), 2)
     ids = torch.tensor([[1, 0], [-1, 1]], device=DEVICE)

@@ -205,6 +205,8 @@ def _take_kernel(
         mask = several_I[:, None] & (rank_B < D)[None, :]
         end_IB = tl.load(ends + key_I[:, None] * D + rank_B[None, :], mask, NO_END)
         taken_I += tl.sum((end_IB <= number_I[:, None]).to(tl.int32), 1)
+    # After a failed exchange counts are zeros, and no rank takes these pairs.
+    taken_I = tl.minimum(taken_I, D - 1)
     slot_I = tl.load(slots + key_I * D + taken_I, several_I, -1)
     slot_I = tl.where(several_I, slot_I, single_I)
     pair_I = pid * CHUNK + place_I
