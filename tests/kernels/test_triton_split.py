@@ -97,7 +97,6 @@ def test_an_amount_is_poured_over_the_lowest() -> None:
 
 
 SHAPES = {
-    "small": (6, 2, 4, (5, 0, 3), 2),
     "one expert": (1, 3, 1, (9, 4, 0), 1),
     "odd": (13, 5, 4, (31, 1, 0, 17), 3),
     "nobody has tokens": (8, 4, 3, (0, 0), 2),

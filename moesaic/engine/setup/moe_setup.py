@@ -161,8 +161,8 @@ def _log_slots(problem: MoeProblem, asked: int) -> None:
     added = problem.redundant - asked
     if problem.experts and added:
         logger.info(
-            "moe: %d experts and %d redundant slots do not divide evenly over ep %d: %d more were "
-            "added, %d slots a rank",
+            "moe: %d experts and %d redundant slots do not divide evenly over ep %d: slots added: "
+            "%d, a rank has %d",
             problem.experts,
             asked,
             problem.ep,
