@@ -219,9 +219,18 @@ class BalanceArgs:
     eplb_min_rebalancing_utilization_threshold: float = not_built(
         1.0, "Rebalance only while mean/max load is below this.", at_least=0, at_most=1
     )
-    ep_num_redundant_experts: int = flag(0, "Extra slots for replicas of experts.", at_least=0)
-    ep_dispatch_algorithm: str | None = not_built(
-        None, "How a token chooses among replicas.", choices=("static", "dynamic", "fake", "lp")
+    ep_num_redundant_experts: int = flag(
+        0,
+        "Extra slots for replicas of experts; more are added where slots would not divide evenly "
+        "by --ep-size.",
+        at_least=0,
+    )
+    ep_dispatch_algorithm: str | None = flag(
+        None,
+        "How a token chooses among the replicas of its expert: the nearest (static), evenly by "
+        "row (dynamic; unset: this), or in steps with prompts so as to spare the fullest rank "
+        "(lp); fake chooses experts at random, for benchmarks.",
+        choices=("static", "dynamic", "fake", "lp"),
     )
     init_expert_location: str = not_built(
         "trivial", "First placement: trivial, or JSON or a recorder's dump to plan from."

@@ -304,10 +304,6 @@ def test_how_prompts_are_scheduled_changes_no_answer() -> None:
         ({"tp_size": 4, "ep_size": 3}, "--ep-size is 3: give a divisor of --tp-size 4"),
         ({"tp_size": 3}, "num_attention_heads 8 .* cannot be split over 3 .*: 2 and 4 can be"),
         (
-            {"tp_size": 3, "ep_size": 3, "dp_size": 3, "enable_dp_attention": True},
-            "8 expert slots .* over ep 3; use --ep-num-redundant-experts 1",
-        ),
-        (
             {"tp_size": 16, "ep_size": 8},
             "num_attention_heads 8 .* cannot be split over 16 ranks of attention: 8 can be",
         ),
