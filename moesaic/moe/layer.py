@@ -64,7 +64,8 @@ class FusedMoE(Module):
         self.dispatcher = context.make_dispatcher(dispatch)
         resolved = context.resolved
         counters = None if resolved.device == "cpu" else context.counters
-        self.load = SlotLoad(layer, self.layout, context.comm.spans, counters)
+        movable = config.num_experts if context.max_replicas else 0
+        self.load = SlotLoad(layer, self.layout, context.comm.spans, counters, movable)
         runner_config = self._runner_config()
         self.runner = MoeRunner(resolved.a2a, resolved.runner, runner_config, resolved.device)
 
@@ -94,8 +95,8 @@ class FusedMoE(Module):
         """Routes by another placement from now on, and counts rows in a new window. Moving the
         experts' tensors (`store`) is the caller's part; captured graphs see the new placement."""
         self.slot_map.update(placement)
+        self.load.start_window(self.local_experts)
         self.placement = placement
-        self.load.start_window()
 
     def _expert_shape(self) -> ExpertShape:
         """The first rank that shares an expert adds the bias of the down projection."""
@@ -128,6 +129,12 @@ class FusedMoE(Module):
         """The logical expert of each local slot."""
         first = self.layout.first_slot
         return self.placement.slots[first : first + self.layout.slots_per_rank]
+
+    @property
+    def counted_experts(self) -> tuple[int, ...]:
+        """The logical expert of each number in `load.tokens`."""
+        movable = self.config.num_experts if self.context.max_replicas else 0
+        return *self.local_experts, *range(movable)
 
     @property
     def share(self) -> slice:

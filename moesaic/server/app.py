@@ -21,6 +21,7 @@ from moesaic.server import (
     openai,
     openapi,
     profile,
+    rebalance,
     responses_api,
     tokens,
 )
@@ -43,6 +44,7 @@ ROUTES = (
     *anthropic.ROUTES,
     *tokens.ROUTES,
     *profile.ROUTES,
+    *rebalance.ROUTES,
     *loads.ROUTES,
 )
 

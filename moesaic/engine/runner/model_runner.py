@@ -16,6 +16,7 @@ from moesaic.config import ServerArgs
 from moesaic.core.process import keep_freed_memory
 from moesaic.core.rank_state import RankState
 from moesaic.core.step import Step
+from moesaic.engine.rebalance.rebalancer import Rebalancer
 from moesaic.engine.runner.attention import BACKENDS
 from moesaic.engine.runner.loading import rank_memory
 from moesaic.engine.runner.matchers import Matchers
@@ -82,6 +83,9 @@ class ModelRunner:
         if self.samples and _serves_grammars(args):
             self.matchers.begin_compiler()
         weight_bytes = self._load_model(args, resolved)
+        self.rebalancer = self._make_rebalancer(args, resolved)
+        if self.rebalancer is not None:
+            weight_bytes += self.rebalancer.nbytes
         self.watchdog = PeerWatchdog.of(self.moe, ranks)
         asynchronous = self.kind == "cuda" if asynchronous is None else asynchronous
         sizes = graph_sizes(args, self.max_running) if asynchronous else ()
@@ -120,6 +124,13 @@ class ModelRunner:
             load_weights(self.model, folder, resolved.scheme)
             sync_input_scales(self.model, folder)
         return weight_bytes
+
+    def _make_rebalancer(self, args: ServerArgs, resolved: ResolvedModel) -> Rebalancer | None:
+        """Before the KV cache is sized, as it takes memory."""
+        if not (args.enable_eplb and self.moe_layers):
+            return None
+        groups = resolved.raw.integer("n_group", 1)
+        return Rebalancer(args, self.moe_layers, self.ranks, self.device, groups)
 
     def _warm_steps(self, sizes: tuple[int, ...]) -> list[tuple[int, bool]]:
         mesh, same = self.ranks.mesh, self.moe.replicated
@@ -167,7 +178,7 @@ class ModelRunner:
             self.max_running * self.context_length,
             weight_bytes,
             self.step_bytes,
-            self.watchdog.nbytes,
+            self.watchdog.nbytes + (0 if self.rebalancer is None else self.rebalancer.window_bytes),
         )
         tokens = self._memory.cache_tokens(args, request)
         self.num_pages = self.ranks.least(tokens // args.page_size, "size the KV cache")
