@@ -61,8 +61,7 @@ class RankStats(msgspec.Struct, array_like=True):
     """From the control page, at the time of the query."""
     state_age: float = 0.0
     pid: int = 0
-    moves: MoveStats | None = None
-    """None where experts keep their placement."""
+    moves: MoveStats = msgspec.field(default_factory=MoveStats)
 
 
 class GroupStats(msgspec.Struct, array_like=True):

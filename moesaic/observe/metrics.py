@@ -8,7 +8,7 @@ from enum import Enum
 from functools import partial
 from typing import Final
 
-from moesaic.core.stats import EngineStats, GroupStats, MoveStats, RankStats
+from moesaic.core.stats import EngineStats, GroupStats, RankStats
 from moesaic.observe.expert_load import LayerLoad
 from moesaic.observe.requests import GAP_BOUNDS, LATENCY_BOUNDS, Distribution, RequestStats
 
@@ -139,15 +139,6 @@ def _ranks(value: Callable[[RankStats], float]) -> Series:
     def read(snapshot: Snapshot) -> Iterator[Sample]:
         for rank in snapshot.engine.ranks:
             yield (str(rank.rank),), value(rank)
-
-    return Series(MetricSource.RANKS, read, ("rank",))
-
-
-def _moves(value: Callable[[MoveStats], float]) -> Series:
-    def read(snapshot: Snapshot) -> Iterator[Sample]:
-        for rank in snapshot.engine.ranks:
-            if rank.moves is not None:
-                yield (str(rank.rank),), value(rank.moves)
 
     return Series(MetricSource.RANKS, read, ("rank",))
 
@@ -404,23 +395,23 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     _counter(
         "eplb_rebalances_total",
-        "Rebalances after which experts had moved. Absent without --enable-eplb, as are the next.",
-        _moves(lambda moves: moves.rebalances),
+        "Rebalances (--enable-eplb) that have moved experts.",
+        _ranks(lambda r: r.moves.rebalances),
     ),
     _counter(
         "eplb_aborted_total",
         "Rebalances that were dropped: the layers that had not moved kept their placement.",
-        _moves(lambda moves: moves.aborted),
+        _ranks(lambda r: r.moves.aborted),
     ),
     _counter(
         "eplb_moved_bytes_total",
         "Bytes of experts that a rank has received from others.",
-        _moves(lambda moves: moves.bytes),
+        _ranks(lambda r: r.moves.bytes),
     ),
     _counter(
         "eplb_move_seconds_total",
         "Seconds from the beginning of rebalances to their end, while steps go on.",
-        _moves(lambda moves: moves.seconds),
+        _ranks(lambda r: r.moves.seconds),
     ),
     _gauge(
         "requests_queued",

@@ -1,5 +1,6 @@
 """Experts that move while an engine answers: no token changes, and operators see what happens."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from moesaic import Engine
 from moesaic.observe.expert_load import expert_loads
 from tests.e2e.grid import model_path, prompts
-from tests.server.serving import wait_until
+from tests.server.serving import Running, wait_until
 
 FAMILY = model_path("qwen3_moe")
 MESHES: dict[str, dict[str, Any]] = {
@@ -70,7 +71,7 @@ def expected(mesh: str) -> Iterator[list[tuple[list[int], list[float]]]]:
 def moved_layers(engine: Engine) -> int:
     """Rebalances after which experts had moved, as the first rank counts them."""
     moves = engine.get_stats().ranks[0].moves
-    assert moves is not None and moves.aborted == 0
+    assert moves.aborted == 0
     return moves.rebalances
 
 
@@ -89,7 +90,7 @@ def test_no_token_changes(
         rounds += 1
         assert rounds < 100, engine.rebalance_state()
     stats = engine.get_stats()
-    assert sum(rank.moves.bytes for rank in stats.ranks if rank.moves is not None) > 0
+    assert sum(rank.moves.bytes for rank in stats.ranks) > 0
     # All pairs of token and expert are counted, whatever slot their expert had: layers have equally
     # many, and experts that moved keep theirs.
     totals = {sum(load.experts) for load in expert_loads(stats)}
@@ -109,4 +110,12 @@ def test_an_idle_engine_moves_when_it_is_asked_to(engine: Engine) -> None:
     assert state["running"] is None and not state["last"]["dry_run"]
     assert state["last"]["outcome"] in ("moved", "nothing to move")
     assert state["last"]["balancedness"] == pytest.approx(last["balancedness"]), "same loads"
-    assert engine.rebalance_state()[0]["last"] == state["last"]
+    with Running(engine).serve() as running, running.client() as client:
+        found = client.get("/rebalance").json()["replicas"]
+        assert found[0]["last"] == engine.rebalance_state()[0]["last"] == state["last"]
+        (again,) = client.post("/rebalance", json={"dry_run": True}).json()["replicas"]
+        assert again["last"]["outcome"] == "dry run" and again["last"]["number"] == again["asked"]
+        refused = client.post("/rebalance", json={"timeout": -1})
+        assert refused.status_code == 400 and "between 0 and 600" in refused.text
+        text = client.get("/metrics").text
+        assert re.search(r'moesaic_eplb_moved_bytes_total{rank="0"} [1-9]', text)

@@ -205,10 +205,10 @@ class Rebalancer:
 
     def report(self, finished: int) -> RankReport:
         """`finished`: requests that have ended in this rank's group."""
+        is_due = bool(self._asked) or self._trigger.is_due(self._finished)
         wanted = 0
-        if self.is_leader and not self._phases:
-            if self._asked or self._trigger.is_due(self._finished):
-                wanted = (self._order // 4 + 1) * 4 + self._asked
+        if is_due and self.is_leader and not self._phases:
+            wanted = (self._order // 4 + 1) * 4 + self._asked
         ended = self._num_ended, self._num_aborts
         return RankReport(*ended, self._failed, self._order, wanted, finished)
 

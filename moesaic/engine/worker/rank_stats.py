@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from moesaic.core.stats import GroupStats, RankStats
+from moesaic.core.stats import GroupStats, MoveStats, RankStats
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.moe.expert_load import tokens_of
 
@@ -99,7 +99,7 @@ class RankStatsReporter:
             experts=[list(layer.counted_experts) for layer in layers],
             expert_tokens=tokens_of([layer.load for layer in layers]),
             pid=os.getpid(),
-            moves=None if runner.rebalancer is None else runner.rebalancer.totals,
+            moves=MoveStats() if runner.rebalancer is None else runner.rebalancer.totals,
         )
 
     def _read(self, first: int) -> RecordingState:
