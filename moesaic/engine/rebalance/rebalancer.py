@@ -35,14 +35,9 @@ from moesaic.comm.windows.window import PlaneSpec
 from moesaic.config import ServerArgs
 from moesaic.core.stats import MoveStats
 from moesaic.engine.rebalance.copy_phases import ComparePhase, ReadPhase, WritePhase
-from moesaic.engine.rebalance.expert_copies import (
-    BufferSizes,
-    ChunkCopy,
-    CopyBuffers,
-    ExpertImage,
-    WrongExpert,
-)
+from moesaic.engine.rebalance.expert_copies import ChunkCopy, CopyBuffers, WrongExpert
 from moesaic.engine.rebalance.planner_child import PlannerProcess, PlanReply, PlanRequest
+from moesaic.engine.setup.expert_buffers import ExpertImage, buffer_sizes
 from moesaic.engine.setup.rank_context import RankContext
 from moesaic.moe.expert_load import tokens_of
 from moesaic.moe.layer import FusedMoE
@@ -55,9 +50,6 @@ LOADS, PLAN = "loads", "plan"
 LEADER: Final = 0
 # A phase that waits for another rank is tried again this much later if there is nothing to compute.
 IDLE_SECONDS: Final = 0.001
-# Bytes that a rank copies in one step, unless --eplb-max-bytes-per-step says otherwise: about a
-# millisecond of a CPU core, and 30 microseconds of a GPU's memory.
-STEP_BYTES: Final = {"cpu": 4 << 20, "cuda": 64 << 20}
 # For predictions of what a fetch costs: bytes per second.
 COPY_RATE: Final = {"cpu": 4e9, "cuda": 200e9}
 # The share of a step that its experts take, for the same predictions.
@@ -161,9 +153,8 @@ class Rebalancer:
         self._args, self._layers, self._ranks = args, layers, ranks
         self._layout, self._num_groups = layers[0].layout, num_groups
         self._spans: Spans = layers[0].context.comm.spans
-        kind = layers[0].context.resolved.device
-        self._rate = COPY_RATE[kind]
-        sizes = buffer_sizes(args, layers, kind)
+        self._rate = COPY_RATE[layers[0].context.resolved.device]
+        sizes = buffer_sizes(args, layers)
         self.nbytes = sizes.nbytes(ranks.mesh.tp, device)
         """Of this rank's buffers."""
         self.window_bytes = sizes.window_bytes(ranks.mesh.tp, device)
@@ -444,11 +435,6 @@ class Rebalancer:
     def close(self) -> None:
         self._planner.close()
         self._thread.shutdown(wait=False)
-
-
-def buffer_sizes(args: ServerArgs, layers: Sequence[FusedMoE], kind: str) -> BufferSizes:
-    outbox = args.eplb_max_bytes_per_step or STEP_BYTES[kind]
-    return BufferSizes.of(layers, outbox, args.eplb_rebalance_layers_per_chunk or 1)
 
 
 def _log_end(result: RebalanceResult) -> None:

@@ -27,6 +27,7 @@ from moesaic.engine.schedule.plan import StepAgreement, StepHandle, StepPlan
 from moesaic.engine.setup.device_memory import (
     GIB,
     CacheRequest,
+    Replicas,
     StepBytes,
     compute_device,
     gpu_sharers,
@@ -114,7 +115,9 @@ class ModelRunner:
         part = resolved.shape_only_part(self.parallel)
         weight_bytes = part.nbytes + report_buffers(self.moe, part)
         tables = part.rope.nbytes * self.context_length  # the part has one position
-        self._memory.check_weights(str(folder), weight_bytes + tables, smaller_weights(self.moe))
+        experts = [module for module in part.modules() if isinstance(module, FusedMoE)]
+        replicas, smaller = Replicas.of(self.moe, experts), smaller_weights(self.moe)
+        self._memory.check_weights(str(folder), weight_bytes + tables, smaller, replicas)
         with self.device:
             context = BuildContext(self.context_length, self.moe, self.parallel, resolved.dense)
             self.model = build_model(resolved.raw, context)
