@@ -19,6 +19,7 @@ from moesaic.comm.launch.local_ranks import LocalRanks
 from moesaic.comm.mesh import Mesh
 from moesaic.config import ServerArgs
 from moesaic.core.step import Step
+from moesaic.engine.rebalance.planner_child import PlannerProcess
 from moesaic.engine.rebalance.rebalancer import RankReport, Rebalancer
 from moesaic.engine.setup.rank_context import RankContext
 from moesaic.moe.context import MoeContext
@@ -40,6 +41,8 @@ A2A = (
     ("flashinfer", "auto"),
     ("ascend_fuseep", "auto"),
 )
+# In each rank: a process takes longer to start than to plan.
+PLANNERS: dict[str, PlannerProcess] = {}
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,7 @@ class Bench:
             eplb_rebalance_num_iterations=2,
         )
         self.mover = Rebalancer(args, self.layers, ranks, torch.device("cpu"))
+        self.mover._planner = PLANNERS.setdefault("shared", self.mover._planner)
         self.all_sums = self._gather_sums()
         self.steps, self.worst, self.routed = 0, 0.0, [0] * EXPERTS
 
@@ -189,7 +193,6 @@ class Bench:
         counted = [0] * EXPERTS
         for expert, tokens in zip(layer.counted_experts, layer.load.tokens, strict=True):
             counted[expert] += tokens
-        self.mover.close()
         return Found(
             self.worst,
             self.wrong_slots(),

@@ -274,7 +274,7 @@ class Rebalancer:
             return
         running.result.outcome = outcome
         running.result.seconds = time.monotonic() - running.began
-        self.totals.seconds += running.result.seconds
+        self.totals.seconds += 0.0 if running.result.dry_run else running.result.seconds
         self.last = running.result
         if self.is_leader:
             _log_end(running.result)
