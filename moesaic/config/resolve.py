@@ -383,6 +383,18 @@ def _backend_names(args: ServerArgs) -> Iterator[str]:
 def _balance(args: ServerArgs) -> Iterator[str]:
     if args.enable_eplb and expert_ranks(args) == 1:
         yield "--enable-eplb has nothing to balance on one rank: give --ep-size 2 or more"
+    if args.enable_eplb and args.pp_size > 1:
+        yield (
+            f"--enable-eplb with --pp-size {args.pp_size}: experts move without a pipeline only; "
+            "give --pp-size 1, or place them once with --init-expert-location"
+        )
+    whole = args.enable_deterministic_inference and expert_ranks(args) != args.tp_size
+    if whole and (args.enable_eplb or args.init_expert_location != "trivial"):
+        yield (
+            "--enable-deterministic-inference does not shard experts, and with --ep-size below "
+            f"--tp-size {args.tp_size} copies of them have fixed places: leave out --enable-eplb "
+            f"and --init-expert-location, or give --ep-size {args.tp_size}"
+        )
     passes = specs(ServerArgs)["eplb_rebalance_num_iterations"].default
     if args.eplb_rebalance_num_requests and args.eplb_rebalance_num_iterations != passes:
         yield (

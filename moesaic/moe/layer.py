@@ -66,7 +66,8 @@ class FusedMoE(Module):
         self.dispatcher = context.make_dispatcher(dispatch)
         resolved = context.resolved
         counters = None if resolved.device == "cpu" else context.counters
-        self.load = SlotLoad(layer, self.layout, context.comm.spans, counters)
+        movable = config.num_experts if context.max_replicas else 0
+        self.load = SlotLoad(layer, self.layout, context.comm.spans, counters, movable)
         runner_config = self._runner_config()
         self.runner = MoeRunner(resolved.a2a, resolved.runner, runner_config, resolved.device)
 
@@ -103,8 +104,8 @@ class FusedMoE(Module):
         self.slot_map.update(placement)
         if self.step_split is not None:
             self.step_split.update(placement)
+        self.load.start_window(self.local_experts)
         self.placement = placement
-        self.load.start_window()
 
     def _expert_shape(self) -> ExpertShape:
         """The first rank that shares an expert adds the bias of the down projection."""
@@ -137,6 +138,12 @@ class FusedMoE(Module):
         """The logical expert of each local slot."""
         first = self.layout.first_slot
         return self.placement.slots[first : first + self.layout.slots_per_rank]
+
+    @property
+    def counted_experts(self) -> tuple[int, ...]:
+        """The logical expert of each number in `load.tokens`."""
+        movable = self.config.num_experts if self.context.max_replicas else 0
+        return *self.local_experts, *range(movable)
 
     @property
     def share(self) -> slice:

@@ -292,6 +292,11 @@ def test_missing_file_is_named(tmp_path: Path):
             "--ep-dispatch-algorithm static needs --moe-a2a-backend deepep or another one",
         ),
         ("--enable-eplb", "--enable-eplb has nothing to balance on one rank"),
+        ("--tp 2 --ep 2 --enable-eplb --pp 2", "experts move without a pipeline only"),
+        (
+            "--tp 4 --ep 2 --enable-eplb --enable-deterministic-inference",
+            "copies of them have fixed places: leave out --enable-eplb",
+        ),
         (
             "--eplb-rebalance-num-iterations 5 --eplb-rebalance-num-requests 5",
             "both give the rebalancing period: keep one",
@@ -482,10 +487,10 @@ def test_every_flag_that_is_not_built_is_refused_by_name():
             "the device decides: give auto)",
         ),
         (
-            "--disable-radix-cache --enable-mixed-chunk --kv-cache-dtype fp8_e5m2 --enable-eplb",
+            "--disable-radix-cache --tp 2 --ep 2 --kv-cache-dtype fp8_e5m2 --enable-waterfill",
             "not built yet: --kv-cache-dtype fp8_e5m2 (attention does not read this type: give "
-            "auto, bfloat16, bf16, fp8_e4m3); --enable-eplb (experts keep their first "
-            "placement, and /metrics counts their load: leave it out)",
+            "auto, bfloat16, bf16, fp8_e4m3); --enable-waterfill (the shared expert's rows stay on "
+            "their rank: leave it out)",
         ),
         (
             "--fuseep-mode 3",

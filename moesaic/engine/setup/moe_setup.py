@@ -11,13 +11,14 @@ import torch
 from moesaic.comm.mesh import Mesh
 from moesaic.config import ServerArgs
 from moesaic.config.deepep import read_deepep_config
+from moesaic.engine.setup.first_placement import first_placements
 from moesaic.engine.setup.rank_context import RankContext
 from moesaic.models.blocks import CausalLM
 from moesaic.moe.backends import load_backends
 from moesaic.moe.context import DTYPE_NAMES, MoeContext
 from moesaic.moe.dispatch.long_sequences import MIB, summarise
 from moesaic.moe.layer import FusedMoE
-from moesaic.moe.placement import redundant_slots
+from moesaic.moe.placement import Placement, redundant_slots
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
 from moesaic.moe.registry import (
     A2A_REGISTRY,
@@ -147,6 +148,8 @@ def moe_context(
         max_decode_tokens=-(-limits.decode_tokens // sharers),
         redundant_experts=args.ep_num_redundant_experts,
         dispatch_algorithm=algorithm,
+        # All redundant slots may go to one expert.
+        max_replicas=problem.redundant + 1 if args.enable_eplb else 0,
         copies=copies,
         deterministic=deterministic,
         replicated=replicated,
@@ -154,7 +157,18 @@ def moe_context(
         **_programs(args),
     )
     _log_choice(context)
-    return context
+    return replace(context, placements=_placements(args, model, context))
+
+
+def _placements(args: ServerArgs, model: CausalLM, context: MoeContext) -> dict[int, Placement]:
+    """Where it is not the default one."""
+    layers = [module for module in model.modules() if isinstance(module, FusedMoE)]
+    if not layers:
+        return {}
+    experts = layers[0].config.num_experts
+    slots = len(context.placement(experts).slots)
+    numbers = [layer.dispatcher.config.layer for layer in layers]
+    return first_placements(args, numbers, len(model.model.layers), experts, slots)
 
 
 def _log_slots(problem: MoeProblem, asked: int) -> None:
