@@ -49,6 +49,12 @@ PLANNED = ("incremental", "deepseek", "deepseek_vec")
 # Chosen so that the trivial placement and DeepSeek's greedy come out at TensorRT-LLM's published
 # (max - mean) / mean of ranks, 1.564 and 0.109: DeepSeek-R1, EP32, 288 slots.
 PUBLISHED = RoutingModel(zipf=0.624, noise=0.113, tokens=4096)
+# With redundant slots and ranks.
+STEP_MODELS = (
+    ("published point, 256+32/32", PUBLISHED, 32, 32),
+    ("noise 0.4, 256+32/32", RoutingModel(), 32, 32),
+    ("noise 0.4, 128+16/8", RoutingModel(experts=128, tokens=1024), 16, 8),
+)
 
 
 @dataclass(frozen=True)
@@ -126,12 +132,7 @@ def moves(case: Case) -> Iterator[dict[str, Any]]:
 
 def steps(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Single steps of a steady load: even split between replicas, and a split for every step."""
-    models = (
-        ("published point, 256+32/32", PUBLISHED, 32, 32),
-        ("noise 0.4, 256+32/32", RoutingModel(), 32, 32),
-        ("noise 0.4, 128+16/8", RoutingModel(experts=128, tokens=1024), 16, 8),
-    )
-    for name, model, redundant, ranks in models:
+    for name, model, redundant, ranks in STEP_MODELS:
         model = RoutingModel(**{**vars(model), "layers": args.step_layers})
         (load,) = model.phases(1)
         seen, judged = model.steps(load, 32, 1), model.steps(load, args.steps, 2)

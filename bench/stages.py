@@ -33,7 +33,8 @@ KERNELS: Final = {
     "norms": ("_norm_kernel",),
     "routing": (
         *("_route_kernel", "_router_kernel"),
-        *("_sort_few", "_count_chunks", "_place_chunks", "_blocks"),
+        *("_sort_few", "count_chunks", "_place_chunks", "_blocks"),
+        *("_fill_kernel", "_take_kernel"),
     ),
     "dispatch": ("_send_kernel",),
     "experts": (

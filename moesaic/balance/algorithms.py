@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from moesaic.balance import deepseek
 from moesaic.balance.incremental import incremental
 from moesaic.balance.problem import BalanceProblem, Ints, check_placement, replica_table
 from moesaic.config.flags import nearest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 AUTO = "auto"
 
@@ -157,6 +158,8 @@ def rebalance_experts(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """DeepSeek's function: (phy2log [L, P], log2phy [L, E, X] padded by -1, logcnt [L, E]) of loads
     [L, E]. By groups and nodes where groups can be laid evenly over nodes, else over all GPUs."""
+    import torch  # not above: a process that only plans need not load it
+
     load_LE = weight.detach().to("cpu", torch.float32).numpy()
     grouped = num_groups % num_nodes == 0
     groups, nodes = (num_groups, num_nodes) if grouped else (1, 1)

@@ -80,6 +80,13 @@ def read_loads(path: Path, experts: int | None = None, step_tokens: int = 16) ->
     where a trace may not have met the last ones; `step_tokens`: tokens of a trace that make a
     step."""
     found = read_folder(path) if path.is_dir() else read_file(path)
+    return loads_in(found, path, experts, step_tokens)
+
+
+def loads_in(
+    found: Mapping[str, Any], path: Path, experts: int | None = None, step_tokens: int = 16
+) -> Floats:
+    """What `read_loads` gives, of values that have been read. `path` names their source."""
     if LOAD_KEY in found:
         loads = _array(found[LOAD_KEY], path, LOAD_KEY)
         loads = loads[None] if loads.ndim == 2 else loads
@@ -164,7 +171,11 @@ def loads_of_trace(ids: Ints, experts: int | None, step_tokens: int) -> Floats:
 
 def read_placement(path: Path) -> Ints:
     """[L, P]: the expert of each slot."""
-    found = read_file(path)
+    return placement_in(read_file(path), path)
+
+
+def placement_in(found: Mapping[str, Any], path: Path) -> Ints:
+    """What `read_placement` gives, of values that have been read. `path` names their source."""
     if PLACEMENT_KEY not in found:
         raise ValueError(f"{path} has no {PLACEMENT_KEY}: write one with moesaic balance --out")
     slots_LP = _array(found[PLACEMENT_KEY], path, PLACEMENT_KEY)

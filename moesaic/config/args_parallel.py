@@ -19,8 +19,11 @@ LOAD_BALANCE_METHODS = (
 )
 EPLB_ALGORITHMS = (
     "auto",
+    "incremental",
     "deepseek",
     "deepseek_hierarchical",
+    "deepseek_vec",
+    "deepseek_vec_hierarchical",
     "elasticity_aware",
     "elasticity_aware_hierarchical",
 )
@@ -203,28 +206,51 @@ class MoeArgs:
 @dataclass(frozen=True)
 class BalanceArgs:
     GROUP: ClassVar[str] = "Expert load balancing"
-    WHY: ClassVar[str] = "experts keep their first placement, and /metrics counts their load"
+    WHY: ClassVar[str] = "/metrics counts the load of experts"
 
-    enable_eplb: bool = not_built(False, "Move and replicate experts while serving.")
-    eplb_algorithm: str = not_built("auto", "How a placement is computed.", choices=EPLB_ALGORITHMS)
-    eplb_rebalance_num_iterations: int = not_built(
+    enable_eplb: bool = flag(False, "Move and replicate experts while serving.")
+    eplb_algorithm: str = flag(
+        "auto",
+        "How a placement is computed; auto keeps most experts where they are.",
+        choices=EPLB_ALGORITHMS,
+    )
+    eplb_rebalance_num_iterations: int = flag(
         1000, "Forward passes between two rebalances.", at_least=1
     )
-    eplb_rebalance_num_requests: int | None = not_built(
-        None, "Finished requests between two rebalances.", at_least=1
+    eplb_rebalance_num_requests: int | None = flag(
+        None, "Finished requests between two rebalances, instead of passes.", at_least=1
     )
-    eplb_rebalance_layers_per_chunk: int | None = not_built(
-        None, "Layers moved in one pass; unset: all.", at_least=1
+    eplb_rebalance_layers_per_chunk: int | None = flag(
+        None,
+        "Layers whose placement changes at once; each takes memory to stage its experts. Unset: 1.",
+        at_least=1,
     )
-    eplb_min_rebalancing_utilization_threshold: float = not_built(
+    eplb_min_rebalancing_utilization_threshold: float = flag(
         1.0, "Rebalance only while mean/max load is below this.", at_least=0, at_most=1
     )
-    ep_num_redundant_experts: int = flag(0, "Extra slots for replicas of experts.", at_least=0)
-    ep_dispatch_algorithm: str | None = not_built(
-        None, "How a token chooses among replicas.", choices=("static", "dynamic", "fake", "lp")
+    eplb_max_bytes_per_step: int | None = flag(
+        None,
+        "Bytes of experts that a rank copies in one pass while they move. Unset: 4 MiB on CPU, 64 "
+        "MiB on CUDA.",
+        at_least=1024,
     )
-    init_expert_location: str = not_built(
-        "trivial", "First placement: trivial, or JSON or a recorder's dump to plan from."
+    ep_num_redundant_experts: int = flag(
+        0,
+        "Extra slots for replicas of experts; more are added where slots would not divide evenly "
+        "by --ep-size.",
+        at_least=0,
+    )
+    ep_dispatch_algorithm: str | None = flag(
+        None,
+        "How a token chooses among the replicas of its expert: the nearest (static), evenly by "
+        "row (dynamic; unset: this), or in steps with prompts so as to spare the fullest rank "
+        "(lp); fake chooses experts at random, for benchmarks.",
+        choices=("static", "dynamic", "fake", "lp"),
+    )
+    init_expert_location: str = flag(
+        "trivial",
+        "First placement: trivial, or a file or JSON with physical_to_logical_map, or with "
+        "logical_count to plan from.",
     )
     expert_distribution_recorder_mode: str | None = flag(
         None,

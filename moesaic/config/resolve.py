@@ -67,6 +67,11 @@ def resolve(args: ServerArgs) -> ServerArgs:
         logger.info("--trust-remote-code changes nothing: code from a checkpoint is never run")
     for change in _logged(args):
         logger.info("%s: %s", _shown(change), change.reason)
+    if args.ep_dispatch_algorithm == "fake":
+        logger.warning(
+            "--ep-dispatch-algorithm fake: ALL ANSWERS ARE WRONG, tokens go to random experts; "
+            "this is for benchmarks only"
+        )
     for note in _idle_values(args):
         logger.info("%s", note)
     if device_of(args) == "cuda" and (crowd := crowding_warning(gpus_of(args))):
@@ -170,6 +175,7 @@ def contradictions(args: ServerArgs) -> Iterator[str]:
     yield from _dp_attention(args)
     yield from _moe(args)
     yield from _balance(args)
+    yield from _replicas(args)
     yield from _elastic(args)
     yield from _graphs(args)
     yield from _roles(args)
@@ -377,6 +383,18 @@ def _backend_names(args: ServerArgs) -> Iterator[str]:
 def _balance(args: ServerArgs) -> Iterator[str]:
     if args.enable_eplb and expert_ranks(args) == 1:
         yield "--enable-eplb has nothing to balance on one rank: give --ep-size 2 or more"
+    if args.enable_eplb and args.pp_size > 1:
+        yield (
+            f"--enable-eplb with --pp-size {args.pp_size}: experts move without a pipeline only; "
+            "give --pp-size 1, or place them once with --init-expert-location"
+        )
+    whole = args.enable_deterministic_inference and expert_ranks(args) != args.tp_size
+    if whole and (args.enable_eplb or args.init_expert_location != "trivial"):
+        yield (
+            "--enable-deterministic-inference does not shard experts, and with --ep-size below "
+            f"--tp-size {args.tp_size} copies of them have fixed places: leave out --enable-eplb "
+            f"and --init-expert-location, or give --ep-size {args.tp_size}"
+        )
     passes = specs(ServerArgs)["eplb_rebalance_num_iterations"].default
     if args.eplb_rebalance_num_requests and args.eplb_rebalance_num_iterations != passes:
         yield (
@@ -391,6 +409,24 @@ def _balance(args: ServerArgs) -> Iterator[str]:
         yield (
             f"--expert-distribution-recorder-buffer-size is {kept}: it would not be full after "
             f"--eplb-rebalance-num-iterations {args.eplb_rebalance_num_iterations}; lower it"
+        )
+
+
+def _replicas(args: ServerArgs) -> Iterator[str]:
+    algorithm = args.ep_dispatch_algorithm
+    if algorithm not in ("static", "lp"):
+        return
+    if expert_ranks(args) == 1:
+        yield (
+            f"--ep-dispatch-algorithm {algorithm} needs --ep-size 2 or more: it chooses between "
+            "ranks, and one has all experts; leave it out"
+        )
+    groups = args.dp_size if args.enable_dp_attention else 1
+    if algorithm == "static" and args.moe_a2a_backend == "none" and groups == 1:
+        yield (
+            "--ep-dispatch-algorithm static needs --moe-a2a-backend deepep or another one: with "
+            "none and one attention group all ranks have all tokens, and no replica is nearer to "
+            "them than others; give dynamic"
         )
 
 

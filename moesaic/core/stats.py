@@ -26,6 +26,17 @@ class TrafficStats(msgspec.Struct, array_like=True):
             setattr(self, field.name, field.default)
 
 
+class MoveStats(msgspec.Struct, array_like=True):
+    """Experts that a rank has received while serving."""
+
+    rebalances: int = 0
+    aborted: int = 0
+    """Rebalances that were dropped, with some layers or none moved."""
+    bytes: int = 0
+    seconds: float = 0.0
+    """From the beginning of each rebalance to its end; steps go on meanwhile."""
+
+
 class RankStats(msgspec.Struct, array_like=True):
     """A rank that does not answer in time has only its state, steps and seconds."""
 
@@ -42,13 +53,15 @@ class RankStats(msgspec.Struct, array_like=True):
     """The rank's MoE layers. If ranks share experts by slices, only the first has this and the two
     fields below, so that sums over ranks count each pair of token and expert once."""
     experts: list[list[int]] = []
-    """For each layer, the logical expert in each slot."""
+    """For each layer, the logical expert in each slot; where experts move, then all experts, for
+    the tokens of earlier slots."""
     expert_tokens: list[list[int]] = []
     """For each layer, the tokens that each slot has computed."""
     state: str = "computing"
     """From the control page, at the time of the query."""
     state_age: float = 0.0
     pid: int = 0
+    moves: MoveStats = msgspec.field(default_factory=MoveStats)
 
 
 class GroupStats(msgspec.Struct, array_like=True):

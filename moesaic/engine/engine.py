@@ -52,6 +52,7 @@ from moesaic.engine.frontend.outputs import (
 )
 from moesaic.engine.frontend.profiler import Profiler
 from moesaic.engine.frontend.queries import engine_stats
+from moesaic.engine.frontend.rebalance import REBALANCE_SECONDS, rebalance, rebalance_states
 from moesaic.engine.schedule.request_state import Progress, RequestState
 from moesaic.engine.sglang_engine import (
     MISSING_METHODS,
@@ -299,6 +300,18 @@ class Engine:
     def get_stats(self) -> EngineStats:
         """Counters since the start; for a rank that is late, the supervisor's view of it."""
         return engine_stats(self._thread.query("stats"), self._core.facts.num_experts)
+
+    def rebalance(
+        self, dry_run: bool = False, timeout: float = REBALANCE_SECONDS
+    ) -> list[dict[str, Any]]:
+        """Moves experts between ranks by the tokens since the last time, as `enable_eplb` does from
+        time to time, and waits for it. A dry run shows the predicted gain and cost. One state for
+        each copy of the model; ValueError without `enable_eplb`."""
+        return rebalance(self._thread.query, dry_run, timeout)
+
+    def rebalance_state(self) -> list[dict[str, Any]]:
+        """What was moved last, and what moves now, for each copy of the model."""
+        return rebalance_states(self._thread.query)
 
     def start_profile(
         self, output_dir: str | Path | None = None, num_steps: int | None = None

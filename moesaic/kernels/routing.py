@@ -17,6 +17,14 @@ from moesaic.kernels.native import native
 from moesaic.kernels.norm import SumToNorm, add_rms_norm
 
 ROUTING = "moesaic.kernels.triton.routing"
+GOLDEN = 0x9E3779B1
+"""2**32 over the golden ratio: multiples of it, modulo 2**32, are spread evenly."""
+MIX = (0x85EBCA6B, 0xC2B2AE35)
+"""Factors of a hash (murmur3's last step)."""
+LOW_32 = 0xFFFFFFFF
+FAKE_LEAST = 5
+"""Fake logits are from this to twice this, in steps that float32 has exactly."""
+FAKE_BITS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +42,8 @@ class TopKConfig:
     group_score: Literal["max", "top2"] = "max"
     custom: Callable[[Tensor, int], tuple[Tensor, Tensor]] | None = None
     """Replaces all of the above but scaling: maps logits and K to ids and weights [T, K]."""
+    fake: bool = False
+    """Chooses experts at random instead, as `fake_logits` says: for benchmarks."""
 
     def check(self, num_experts: int) -> None:
         allowed = num_experts // self.num_groups * self.topk_groups
@@ -62,7 +72,8 @@ class TopKConfig:
 
 @dataclass(frozen=True, slots=True)
 class SlotTable:
-    """Slots of each expert (int32) and their number; rows use them in turn, as in SlotMap."""
+    """Slots of each expert (int32) and their number; `replica_of_row` tells which one a row
+    takes."""
 
     slots_EX: Tensor
     count_E: Tensor
@@ -90,6 +101,29 @@ class TopKInputs:
     slots: SlotTable | None = None
 
 
+def replica_of_row(row: Tensor, count: Tensor) -> Tensor:
+    """The replica that a row takes, of `count`: floor(count * frac(row / golden ratio)).
+
+    Replicas get even shares of all rows, and also of every second or every k-th one, which often
+    are alike (drafts, batches of one prompt). Rows 0..6 of 2 take 0, 1, 0, 1, 0, 0, 1."""
+    mixed = (row * GOLDEN) & LOW_32
+    return ((mixed >> 16) * count) >> 16
+
+
+def fake_logits(logits_TE: Tensor) -> Tensor:
+    """Uniform in [5, 10), as SGLang's fake dispatch has them, but repeatable: a hash of the row,
+    the expert and the bits of the logit. So they differ from step to step without a state, and
+    ranks with the same tokens agree."""
+    bits_TE = logits_TE.float().view(torch.int32).long() & LOW_32
+    row_T1 = torch.arange(len(logits_TE), device=logits_TE.device).unsqueeze(1)
+    expert_E = torch.arange(logits_TE.shape[1], device=logits_TE.device)
+    mixed_TE = bits_TE ^ (row_T1 * GOLDEN & LOW_32) ^ (expert_E * MIX[0] & LOW_32)
+    for shift, factor in zip((16, 13), MIX, strict=True):
+        mixed_TE = ((mixed_TE ^ (mixed_TE >> shift)) * factor) & LOW_32
+    mixed_TE = (mixed_TE ^ (mixed_TE >> 16)) >> (32 - FAKE_BITS)
+    return (FAKE_LEAST * (mixed_TE + (1 << FAKE_BITS))).float() / (1 << FAKE_BITS)
+
+
 @native(ROUTING)
 def route(logits_TE: Tensor, given: TopKInputs) -> tuple[Tensor, Tensor]:
     """Slots [T, K] (int32), best first, and weights (float32). Among equal experts the lowest id
@@ -98,6 +132,8 @@ def route(logits_TE: Tensor, given: TopKInputs) -> tuple[Tensor, Tensor]:
     Logits [[0, ln 3, 0]], top 2, softmax, renormalised: slots [[1, 0]], weights [[0.75, 0.25]].
     """
     logits_TE, spec, bias_E = logits_TE.float(), given.spec, given.bias_E
+    if spec.fake:
+        logits_TE, bias_E = fake_logits(logits_TE), None
     scores_TE = logits_TE.sigmoid() if spec.scoring == "sigmoid" else logits_TE.softmax(-1)
     choice_TE = logits_TE if spec.by_logits(bias_E is not None) else scores_TE
     if bias_E is not None:
@@ -163,7 +199,7 @@ def _finish(ids_TK: Tensor, weights_TK: Tensor, given: TopKInputs) -> tuple[Tens
     slots, num_tokens_1 = given.slots, given.num_tokens_1
     row_T1 = torch.arange(len(ids_TK), device=ids_TK.device).unsqueeze(1)
     if slots is not None:
-        ids_TK = slots.slots_EX[ids_TK, row_T1 % slots.count_E[ids_TK]]
+        ids_TK = slots.slots_EX[ids_TK, replica_of_row(row_T1, slots.count_E[ids_TK])]
     if num_tokens_1 is not None:
         ids_TK = ids_TK.masked_fill(row_T1 >= num_tokens_1, -1)
         weights_TK = weights_TK.masked_fill(row_T1 >= num_tokens_1, 0.0)

@@ -35,6 +35,7 @@ from moesaic.moe.context import MoeContext
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE, MoeConfig
 from moesaic.moe.operations import YIELD, LayerState, Operation
+from moesaic.moe.placement import SlotMap
 from moesaic.moe.topk import TopK
 from moesaic.observe.spans import SpanKind
 
@@ -88,6 +89,8 @@ class SparseBlock(Module):
     ) -> None:
         super().__init__()
         topk.config.check(experts.config.num_experts)
+        if experts.context.fakes_routing:
+            topk = TopK(replace(topk.config, fake=True))
         self.gate, self.topk, self.experts = gate, topk, experts
         self.shared_experts, self.shared_expert_gate = shared_experts, shared_expert_gate
         self.parallel = parallel or Parallel()
@@ -128,7 +131,7 @@ class SparseBlock(Module):
         if not self._takes_all_rows:
             state.own_x_TH, state.own_step = self._own_part(state.x_TH, state.step)
         if state.chosen is None:
-            state.chosen = self.route(state.own_x_TH, state.own_step.num_tokens_1)
+            state.chosen = self.route(state.own_x_TH, state.own_step)
         if state.step.routed is not None:
             state.step.routed.append(state.chosen.ids_TK)
 
@@ -166,20 +169,27 @@ class SparseBlock(Module):
             y_TH = group.gather_rows(own_TH, counts, f"experts of layer {layer}")
         state.routed_TH = y_TH
 
-    def route(self, x_TH: Tensor, num_tokens_1: Tensor | None = None) -> TopKOutput:
+    def route(self, x_TH: Tensor, step: Step = PREFILL) -> TopKOutput:
         spans = self.experts.context.comm.spans
         begin = spans.clock()
-        chosen = self._choose(x_TH, num_tokens_1)
+        split = self.experts.split_of(step)
+        if split is None:
+            chosen = self._choose(x_TH, step.num_tokens_1, self.experts.slot_map)
+        else:
+            chosen = self._choose(x_TH, step.num_tokens_1, None)
+            chosen = TopKOutput(split(chosen.ids_TK), chosen.weights_TK)
         if begin:
             spans.add(SpanKind.ROUTER, begin, self.experts.dispatcher.config.layer, len(x_TH))
         return chosen
 
-    def _choose(self, x_TH: Tensor, num_tokens_1: Tensor | None) -> TopKOutput:
-        bias, slot_map = self.gate.e_score_correction_bias, self.experts.slot_map
+    def _choose(
+        self, x_TH: Tensor, num_tokens_1: Tensor | None, slot_map: SlotMap | None
+    ) -> TopKOutput:
+        bias = self.gate.e_score_correction_bias
         router, spec = self.gate.fused(x_TH), self.topk.spec
         if router is None or spec is None:
             return self.topk(self.gate(x_TH), bias, slot_map, num_tokens_1)
-        slots = slot_map.table_on(x_TH.device)
+        slots = None if slot_map is None else slot_map.table_on(x_TH.device)
         given = TopKInputs(spec, bias, num_tokens_1, slots)
         return TopKOutput(*route_rows(x_TH, router, given))
 
@@ -188,6 +198,7 @@ class SparseBlock(Module):
     ) -> tuple[Tensor, Tensor, TopKOutput | None]:
         """As `norm.add`; with the chosen experts if one fused kernel norms and routes."""
         few = len(x_TH) <= MAX_NORM_ROWS and self._takes_all_rows
+        few = few and self.experts.split_of(step) is None
         router, spec = self.gate.fused(x_TH) if few else None, self.topk.spec
         if router is None or spec is None:
             return *norm.add(x_TH, residual_TH), None

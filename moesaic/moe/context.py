@@ -8,18 +8,22 @@ from functools import partial
 
 import torch
 
+from moesaic.comm.collectives.collective import SingleRank
+from moesaic.comm.collectives.device_collective import DeviceCollective
 from moesaic.comm.collectives.group import Peers, RankGroup
 from moesaic.moe.backends import load_backends
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
 from moesaic.moe.dispatch.device.exchange import DeviceExchange
 from moesaic.moe.dispatch.host.exchange import LANES
 from moesaic.moe.expert_load import DeviceCounters
-from moesaic.moe.placement import EpLayout, Placement
+from moesaic.moe.placement import EpLayout, Placement, SlotMap, redundant_slots
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
 from moesaic.moe.registry import A2A_REGISTRY, BufferSpec, MoeProblem, Provider, modes_of, resolve
+from moesaic.moe.replicas import DYNAMIC, FAKE, LP, SourceRank, replica_choice
 from moesaic.moe.runner.base import Workspace
 from moesaic.moe.shape_only import ShapeOnlyDispatcher, ShapeOnlyGroup
+from moesaic.moe.step_split import CountsSpec, StepSplit
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -52,10 +56,13 @@ class MoeContext:
     max_decode_tokens: int = 128
     """The most of a rank in a step without prefill."""
     redundant_experts: int = 0
+    """Redundant slots, to which those are added that an even distribution needs."""
     placements: Mapping[int, Placement] = field(default_factory=dict)
     """By layer, where it is not the default one."""
     max_replicas: int = 0
     """Slots that an expert may get when the placement changes; 0: it never changes."""
+    dispatch_algorithm: str = DYNAMIC
+    """How tokens choose among replicas (moe/replicas.py)."""
     copies: int = 1
     """Copies of each block of experts, on adjacent ranks, instead of slices of it."""
     deterministic: bool = False
@@ -75,7 +82,7 @@ class MoeContext:
         dtype: torch.dtype,
         group: Peers | None = None,
         timeout: float = 60.0,
-        **options: bool | int,
+        **options: bool | int | str,
     ) -> MoeContext:
         """Resolves `auto`; ValueError with advice if nothing works."""
         load_backends()
@@ -100,15 +107,38 @@ class MoeContext:
     def placement(self, num_experts: int, layer: int = 0) -> Placement:
         if layer in self.placements:
             return self.placements[layer]
-        placement = Placement.trivial(num_experts, self.redundant_experts)
-        if self.copies == 1:
-            return placement
         groups = self.resolved.ep // self.copies
-        EpLayout(len(placement.slots), groups)  # refuses an uneven distribution
-        return placement.copied(groups, self.copies)
+        redundant = redundant_slots(num_experts, self.redundant_experts, groups)
+        placement = Placement.trivial(num_experts, redundant)
+        return placement if self.copies == 1 else placement.copied(groups, self.copies)
 
     def layout(self, num_slots: int) -> EpLayout:
         return EpLayout(num_slots, self.resolved.ep, self.resolved.moe_tp, self.comm.group.rank)
+
+    def slot_map(self, placement: Placement, layout: EpLayout) -> SlotMap:
+        source = SourceRank(layout, tuple(self.comm.group.nodes))
+        choice = replica_choice(self.dispatch_algorithm, source, self.replicated)
+        return SlotMap(placement, self.max_replicas, choice)
+
+    def step_split(self, placement: Placement, layout: EpLayout, layer: int) -> StepSplit | None:
+        """For `lp` with redundant slots; ranks with the same tokens have nothing to exchange."""
+        if self.dispatch_algorithm != LP or len(placement.slots) == placement.num_experts:
+            return None
+        spec = self._counts_spec(layout)
+        if spec is None or isinstance(self.comm.group, ShapeOnlyGroup):
+            return StepSplit(placement, layout, SingleRank(), layer)
+        ranks = self.comm.shared(spec, lambda: spec.make(self.comm))
+        return StepSplit(placement, layout, ranks, layer)
+
+    def _counts_spec(self, layout: EpLayout) -> CountsSpec | None:
+        """Of the collective in which ranks exchange counts, if they do."""
+        if self.dispatch_algorithm != LP or self.replicated or layout.size == 1:
+            return None
+        return CountsSpec(layout.num_slots, self.resolved.device)
+
+    @property
+    def fakes_routing(self) -> bool:
+        return self.dispatch_algorithm == FAKE
 
     def dispatch_config(
         self, layout: EpLayout, top_k: int, hidden_size: int, layer: int
@@ -151,7 +181,7 @@ class MoeContext:
         """Raises the errors of kernels whose waits have failed; the kernels themselves go on. Call
         it when their results have arrived; it does not wait for the device."""
         for exchange in self.comm.buffers.values():
-            if isinstance(exchange, DeviceExchange):
+            if isinstance(exchange, DeviceExchange | DeviceCollective):
                 exchange.check()
 
     def buffers(self, configs: Iterable[DispatchConfig]) -> BufferReport:
@@ -160,7 +190,9 @@ class MoeContext:
         specs: dict[BufferSpec, int] = {}
         layers = {}
         for config in configs:
-            found = buffers(config)
+            found = [*buffers(config)]
+            if (counts := self._counts_spec(config.layout)) is not None:
+                found.append(counts)
             specs |= {spec: spec.nbytes(size) for spec in found}
             layers[config.layer] = LayerBuffers(
                 config.payload.name,

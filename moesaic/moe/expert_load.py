@@ -17,10 +17,11 @@ TABLE_LAYERS: Final = 64
 
 
 class CounterTable:
-    """The counters of some layers on the device, so that one copy reads all of them."""
+    """The counters of some layers on the device, so that one copy reads all of them. A row has
+    those of the slots and, if experts may move, of each expert's earlier slots."""
 
-    def __init__(self, slots: int) -> None:
-        self.counts_Le = torch.zeros(TABLE_LAYERS, slots, dtype=torch.int64)
+    def __init__(self, width: int) -> None:
+        self.counts_Le = torch.zeros(TABLE_LAYERS, width, dtype=torch.int64)
         self.num_layers = 0
         self._stream: torch.cuda.Stream | None = None
         if self.counts_Le.is_cuda:
@@ -28,13 +29,14 @@ class CounterTable:
             self._host_Le = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=True)
             self._stream, self._cleared = torch.cuda.Stream(), torch.cuda.Event()
 
-    def clear(self, row: int) -> None:
-        self.counts_Le[row].zero_()
+    def clear(self, row: int, slots: int | None = None) -> None:
+        """`slots`: only the counters of so many slots; None: the whole row."""
+        self.counts_Le[row, :slots].zero_()
         if self._stream is not None:
             self._cleared.record()
 
     def read(self) -> list[list[int]]:
-        """Rows of each slot in each layer. Copies beside the steps on the device and does not wait
+        """The rows of all layers. Copies beside the steps on the device and does not wait
         for those that it has still to compute."""
         counts_Le = self.counts_Le
         if self._stream is not None:
@@ -52,12 +54,12 @@ class DeviceCounters:
     def __init__(self) -> None:
         self._tables: dict[tuple[torch.device, int], CounterTable] = {}
 
-    def add(self, slots: int) -> tuple[CounterTable, int]:
+    def add(self, width: int) -> tuple[CounterTable, int]:
         """A row for another layer, on the default device."""
-        key = torch.get_default_device(), slots
+        key = torch.get_default_device(), width
         table = self._tables.get(key)
         if table is None or table.num_layers == TABLE_LAYERS:
-            table = self._tables[key] = CounterTable(slots)
+            table = self._tables[key] = CounterTable(width)
         table.num_layers += 1
         return table, table.num_layers - 1
 
@@ -65,10 +67,16 @@ class DeviceCounters:
 class SlotLoad:
     """Rows that each local slot has computed, and the runner's time (on a GPU the launch time).
     Ranks that hold slices of the same experts compute the same rows: the first of them counts.
-    `counters`: those of the device, if it counts."""
+    `counters`: those of the device, if it counts. `movable`: the number of logical experts if they
+    may move: what a slot has computed with earlier placements counts for its expert."""
 
     def __init__(
-        self, layer: int, layout: EpLayout, spans: Spans, counters: DeviceCounters | None = None
+        self,
+        layer: int,
+        layout: EpLayout,
+        spans: Spans,
+        counters: DeviceCounters | None = None,
+        movable: int = 0,
     ) -> None:
         self.layer, self._spans = layer, spans
         self.placement_version = 0
@@ -76,35 +84,44 @@ class SlotLoad:
         self.counts = layout.moe_tp_rank == 0
         self.runner_ns = 0
         self._slots = layout.slots_per_rank
+        self._movable = movable
         # A list: on CPU a tensor this small costs ten times as much.
-        self._tokens = [0] * self._slots
+        self._tokens = [0] * (self._slots + movable)
         # Allocated here: the first use may be inside of a graph capture.
-        self.row = None if counters is None else counters.add(self._slots)
+        self.row = None if counters is None else counters.add(self._slots + movable)
         """The table and its row that has this layer's counts; None on the host."""
-        self._total_e: Tensor | None = None
-        if self.row is not None:
-            self._total_e = self.row[0].counts_Le[self.row[1]]
-
-    @property
-    def on_device(self) -> Tensor | None:
+        self._total: Tensor | None = None
+        self.on_device: Tensor | None = None
         """The counter that kernels add each slot's rows to, in graphs too; None on the host."""
-        return self._total_e if self.counts else None
+        if self.row is not None:
+            self._total = self.row[0].counts_Le[self.row[1]]
+            self.on_device = self._total[: self._slots] if self.counts else None
 
     @property
     def tokens(self) -> list[int]:
-        """Rows of each slot in this window. Waits for the device if it counts."""
-        if self._total_e is None:
+        """Rows of each slot, and if experts may move, of each expert with earlier placements. Waits
+        for the device if it counts."""
+        if self._total is None:
             return self._tokens
-        found: list[int] = self._total_e.tolist()
+        found: list[int] = self._total.tolist()
         return found
 
-    def start_window(self) -> None:
-        """Counts from zero, under the next placement."""
+    def start_window(self, experts: Sequence[int]) -> None:
+        """Counts from zero, under the next placement. `experts`: those that the slots have had."""
         self.placement_version += 1
-        self.clear()
+        slots = self._slots
+        if self.row is None or self._total is None:
+            for slot, expert in enumerate(experts):
+                self._tokens[slots + expert] += self._tokens[slot]
+            self._tokens[:slots] = [0] * slots
+            return
+        table, row = self.row
+        index = torch.tensor(experts).to(self._total.device, non_blocking=True)
+        self._total[slots:].index_add_(0, index, self._total[:slots])
+        table.clear(row, slots)
 
     def clear(self) -> None:
-        self.runner_ns, self._tokens = 0, [0] * self._slots
+        self.runner_ns, self._tokens = 0, [0] * len(self._tokens)
         if self.row is not None:
             table, row = self.row
             table.clear(row)
@@ -125,7 +142,8 @@ class SlotLoad:
         if found is None:
             return
         if self.counts:
-            self._tokens = [old + new for old, new in zip(self._tokens, found, strict=True)]
+            rest = self._tokens[self._slots :]
+            self._tokens = [a + b for a, b in zip(self._tokens, found, strict=False)] + rest
         if self._spans.on:
             self._spans.add(SpanKind.EXPERTS, begin, self.layer, sum(found), end=now)
 

@@ -19,10 +19,11 @@ from moesaic.moe.context import MoeContext
 from moesaic.moe.expert_load import SlotLoad
 from moesaic.moe.expert_store import INWARD, OUTWARD, ExpertShape, ExpertStore
 from moesaic.moe.formats import CombineInput, DispatchOutput, TopKOutput
-from moesaic.moe.placement import Placement, SlotMap
+from moesaic.moe.placement import Placement
 from moesaic.moe.quant.weights import Planes
 from moesaic.moe.runner.base import ExpertWeights, MoeRunner, MoeRunnerConfig
 from moesaic.moe.runner.host.layouts import kernel_fits
+from moesaic.moe.step_split import StepSplit
 
 # Maximum rows for which the next norm sums the expert pairs: one of its programs takes a whole row.
 MAX_DEFERRED_ROWS = 256
@@ -54,8 +55,9 @@ class FusedMoE(Module):
         super().__init__()
         self.config, self.context = config, context
         self.placement = placement or context.placement(config.num_experts, layer)
-        self.slot_map = SlotMap(self.placement, context.max_replicas)
         self.layout = context.layout(len(self.placement.slots))
+        self.slot_map = context.slot_map(self.placement, self.layout)
+        self.step_split = context.step_split(self.placement, self.layout, layer)
         self.inner = config.intermediate_size // self.layout.moe_tp_size
         self.store = ExpertStore(context.weight_format, self._expert_shape())
         self.b13, self.b2 = self.store.weights.b13_eJ, self.store.weights.b2_eH
@@ -64,7 +66,8 @@ class FusedMoE(Module):
         self.dispatcher = context.make_dispatcher(dispatch)
         resolved = context.resolved
         counters = None if resolved.device == "cpu" else context.counters
-        self.load = SlotLoad(layer, self.layout, context.comm.spans, counters)
+        movable = config.num_experts if context.max_replicas else 0
+        self.load = SlotLoad(layer, self.layout, context.comm.spans, counters, movable)
         runner_config = self._runner_config()
         self.runner = MoeRunner(resolved.a2a, resolved.runner, runner_config, resolved.device)
 
@@ -83,6 +86,11 @@ class FusedMoE(Module):
         self.load.record(rows, results, begin)
         return results
 
+    def split_of(self, step: Step) -> StepSplit | None:
+        """What turns experts into slots in place of `slot_map`: in steps with prompts. Decode steps
+        read weights most of the time, and even ranks would not repay the exchange."""
+        return self.step_split if step.prefill else None
+
     def defers_reduce(self, rows: int) -> bool:
         return rows <= MAX_DEFERRED_ROWS and self.dispatcher.defers_reduce
 
@@ -94,8 +102,10 @@ class FusedMoE(Module):
         """Routes by another placement from now on, and counts rows in a new window. Moving the
         experts' tensors (`store`) is the caller's part; captured graphs see the new placement."""
         self.slot_map.update(placement)
+        if self.step_split is not None:
+            self.step_split.update(placement)
+        self.load.start_window(self.local_experts)
         self.placement = placement
-        self.load.start_window()
 
     def _expert_shape(self) -> ExpertShape:
         """The first rank that shares an expert adds the bias of the down projection."""
@@ -128,6 +138,12 @@ class FusedMoE(Module):
         """The logical expert of each local slot."""
         first = self.layout.first_slot
         return self.placement.slots[first : first + self.layout.slots_per_rank]
+
+    @property
+    def counted_experts(self) -> tuple[int, ...]:
+        """The logical expert of each number in `load.tokens`."""
+        movable = self.config.num_experts if self.context.max_replicas else 0
+        return *self.local_experts, *range(movable)
 
     @property
     def share(self) -> slice:

@@ -5,13 +5,14 @@ E logical experts · S slots · N ids · K chosen · X replicas of an expert at 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from moesaic.kernels.routing import SlotTable
+from moesaic.kernels.routing import SlotTable, replica_of_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,12 @@ class EpLayout:
         return torch.div(ids, self.slots_per_rank, rounding_mode="floor")
 
 
+def redundant_slots(experts: int, asked: int, ep_size: int) -> int:
+    """The redundant slots for `asked` ones: as many more as an even distribution needs. 8 experts
+    on 3 ranks have 1 for 0 or 1, and 4 for 2."""
+    return asked + -(experts + asked) % ep_size
+
+
 @dataclass(frozen=True)
 class Placement:
     """Which logical expert each slot holds. An expert may have several slots (replicas)."""
@@ -111,20 +118,35 @@ class Placement:
 
     def table(self, width: int = 0) -> tuple[Tensor, Tensor]:
         """[E, X] slots of each expert, padded by the first, and how many it has."""
-        width = width or self.most_replicas
-        padded = [slots + slots[:1] * (width - len(slots)) for slots in self.replicas]
-        return torch.tensor(padded), torch.tensor([len(slots) for slots in self.replicas])
+        return slot_table(self.replicas, width or self.most_replicas)
+
+
+def slot_table(slots: Sequence[tuple[int, ...]], width: int) -> tuple[Tensor, Tensor]:
+    """[E, X] these slots of each expert, padded by the first, and how many there are."""
+    padded = [some + some[:1] * (width - len(some)) for some in slots]
+    return torch.tensor(padded), torch.tensor([len(some) for some in slots])
+
+
+ReplicaChoice = Callable[[Placement], Sequence[tuple[int, ...]]]
+"""The slots of each expert among which this rank's rows are split, in this order."""
+
+
+def all_replicas(placement: Placement) -> Sequence[tuple[int, ...]]:
+    return placement.replicas
 
 
 class SlotMap:
-    """Turns logical experts into slots. A token takes an expert's replicas in turn by its row, so
-    that ranks with the same tokens agree.
+    """Turns logical experts into slots: rows are split evenly between the slots that `choice` gives
+    each expert, by the number of the row (`replica_of_row`). Ranks with the same tokens need the
+    same choice.
 
     Tables have a fixed width of `max_replicas` and are updated in place: kernels in captured graphs
     read the new ones. With 0 the width is that of the placement, and an identity has no table."""
 
-    def __init__(self, placement: Placement, max_replicas: int = 0) -> None:
-        self.placement = placement
+    def __init__(
+        self, placement: Placement, max_replicas: int = 0, choice: ReplicaChoice = all_replicas
+    ) -> None:
+        self.placement, self.choice = placement, choice
         self.width = max_replicas or placement.most_replicas
         self._has_table = max_replicas > 0 or not placement.is_identity
         self._tables: dict[torch.device, SlotTable] = {}
@@ -138,7 +160,7 @@ class SlotMap:
                 "placement"
             )
         self._check(placement)
-        slots_EX, count_E = placement.table(self.width)
+        slots_EX, count_E = slot_table(self.choice(placement), self.width)
         for table in self._tables.values():
             table.slots_EX.copy_(slots_EX)
             table.count_E.copy_(count_E)
@@ -163,7 +185,7 @@ class SlotMap:
         if not self._has_table:
             return None
         if device not in self._tables:
-            slots_EX, count_E = self.placement.table(self.width)
+            slots_EX, count_E = slot_table(self.choice(self.placement), self.width)
             with torch.inference_mode(False):  # or updates outside of that mode would fail
                 self._tables[device] = SlotTable(
                     slots_EX.to(device, torch.int32), count_E.to(device, torch.int32)
@@ -177,5 +199,5 @@ class SlotMap:
             return ids_NK
         known_NK = ids_NK.clamp(min=0)
         row_N1 = torch.arange(len(ids_NK), device=ids_NK.device).unsqueeze(1)
-        slots_NK = table.slots_EX[known_NK, row_N1 % table.count_E[known_NK]]
+        slots_NK = table.slots_EX[known_NK, replica_of_row(row_N1, table.count_E[known_NK])]
         return torch.where(ids_NK < 0, -1, slots_NK.to(ids_NK.dtype))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moesaic.kernels.routing import TopKConfig as TopKConfig
-from moesaic.kernels.routing import TopKInputs, route
+from moesaic.kernels.routing import TopKInputs, fake_logits, route
 from moesaic.layers.invariant import sigmoid
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.placement import SlotMap
@@ -36,7 +36,10 @@ class TopK:
             )
             slots = None if slot_map is None else slot_map.table_on(logits_TE.device)
             return TopKOutput(*route(logits_TE, TopKInputs(self.spec, bias_E, num_tokens, slots)))
-        ids_TK, weights_TK = self._choose(logits_TE.float(), bias_E)
+        logits_TE = logits_TE.float()
+        if self.config.fake:
+            logits_TE, bias_E = fake_logits(logits_TE), None
+        ids_TK, weights_TK = self._choose(logits_TE, bias_E)
         weights_TK = weights_TK * self.config.routed_scaling_factor
         if num_tokens is not None:
             padding_T1 = (torch.arange(len(ids_TK), device=ids_TK.device) >= num_tokens)[:, None]

@@ -75,6 +75,9 @@ ROWS: Final = {
         ),
         Panel("Balancedness of passes", "percentunit", "ep_pass_balancedness", 12),
         Panel("Balancedness of passes, by layer", "percentunit", "ep_layer_pass_balancedness", 12),
+        Panel("Rebalances", "ops", "eplb_rebalances_total eplb_aborted_total"),
+        Panel("Experts moved", "Bps", "eplb_moved_bytes_total"),
+        Panel("Time in which experts move", "percentunit", "eplb_move_seconds_total"),
     ),
     "Server": (
         Panel("Errors", "ops", "preemptions_total failed_steps_total http_refused_total"),

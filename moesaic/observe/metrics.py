@@ -406,6 +406,26 @@ METRICS: Final[tuple[Metric, ...]] = (
         "Tokens of a layer's experts since the start: mean over ranks / maximum over ranks.",
         Series(MetricSource.RANKS, _balancedness, ("layer",)),
     ),
+    _counter(
+        "eplb_rebalances_total",
+        "Rebalances (--enable-eplb) that have moved experts.",
+        _ranks(lambda r: r.moves.rebalances),
+    ),
+    _counter(
+        "eplb_aborted_total",
+        "Rebalances that were dropped: the layers that had not moved kept their placement.",
+        _ranks(lambda r: r.moves.aborted),
+    ),
+    _counter(
+        "eplb_moved_bytes_total",
+        "Bytes of experts that a rank has received from others.",
+        _ranks(lambda r: r.moves.bytes),
+    ),
+    _counter(
+        "eplb_move_seconds_total",
+        "Seconds from the beginning of rebalances to their end, while steps go on.",
+        _ranks(lambda r: r.moves.seconds),
+    ),
     _gauge(
         "ep_pass_balancedness",
         "Rows of the ranks in a forward pass: mean / maximum, averaged over the passes of the last "

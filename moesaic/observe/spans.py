@@ -32,6 +32,8 @@ class SpanKind(IntEnum):
     TOKENISE = 10
     SUBMIT = 11
     DETOKENISE = 12
+    MOVE = 13
+    """Experts move between ranks."""
 
 
 class Span(NamedTuple):

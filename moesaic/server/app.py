@@ -22,6 +22,7 @@ from moesaic.server import (
     openai,
     openapi,
     profile,
+    rebalance,
     responses_api,
     tokens,
 )
@@ -45,6 +46,7 @@ ROUTES = (
     *tokens.ROUTES,
     *profile.ROUTES,
     *expert_records.ROUTES,
+    *rebalance.ROUTES,
     *loads.ROUTES,
 )
 

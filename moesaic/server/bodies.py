@@ -104,6 +104,11 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
     abort_all: bool = False
 
 
+def has_body(request: Request) -> bool:
+    headers = request.headers
+    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+
+
 async def read_body(request: Request, kind: type[Body]) -> Body:
     """The body, or a Refusal; msgspec's messages say what was expected and do not quote it."""
     return (await read_sized(request, kind))[0]

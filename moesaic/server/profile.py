@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moesaic.engine.frontend.profiler import trace_folder
-from moesaic.server.bodies import read_body
+from moesaic.server.bodies import has_body, read_body
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.responses import json_response
@@ -83,7 +83,7 @@ def _number(name: str, value: int | str | None) -> int:
 
 async def start_profile(context: Context, request: Request) -> Response:
     """merge_profiles needs no support: one file has the spans of all ranks."""
-    body = await read_body(request, StartProfileBody) if _has_body(request) else StartProfileBody()
+    body = await read_body(request, StartProfileBody) if has_body(request) else StartProfileBody()
     try:
         body.check()
         folder = folder_for(body.output_dir, trace_folder(context.args.profile_dir))
@@ -118,11 +118,6 @@ def folder_for(asked: str | None, root: Path) -> Path:
             "output_dir",
         )
     return folder
-
-
-def _has_body(request: Request) -> bool:
-    headers = request.headers
-    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
 
 
 ROUTES = (

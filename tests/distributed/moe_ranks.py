@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moesaic.comm.collectives.collective import Collective
 from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.launch.local_ranks import LocalRanks
 from moesaic.core.step import Step
@@ -187,6 +188,11 @@ def cases_for(tp: int, ep: int, replicated: bool = False) -> list[Case]:
     return [replace(case, counts=(max(case.counts),) * tp) for case in cases]
 
 
+def slots_of(layer: FusedMoE, ids_TK: Tensor, step: Step) -> Tensor:
+    """The slots of experts in this step, by the layer's choice among replicas."""
+    return (layer.split_of(step) or layer.slot_map)(ids_TK)
+
+
 def poison(context: MoeContext) -> None:
     """NaN in every buffer of this rank, also in what scales and weights travel in. Ids name real
     experts and counts are huge: what is stale and yet used shows."""
@@ -204,6 +210,8 @@ def poison(context: MoeContext) -> None:
 
 def _buffers(context: MoeContext) -> Iterator[tuple[str, Tensor]]:
     for buffer in context.comm.buffers.values():
+        if isinstance(buffer, Collective):
+            continue
         assert isinstance(buffer, Lanes | DeviceExchange)
         own = buffer.window._own if isinstance(buffer, Lanes) else buffer.window._specs
         for name in own:

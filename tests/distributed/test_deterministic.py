@@ -25,7 +25,7 @@ from moesaic.moe.placement import Placement
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from moesaic.moe.registry import MoeProblem
 from moesaic.moe.runner.base import Workspace
-from tests.distributed.moe_ranks import DTYPES
+from tests.distributed.moe_ranks import DTYPES, slots_of
 from tests.moe_oracle import Experts, config_of, random_topk
 
 EXPERTS, HIDDEN, INNER, TOP_K, TOKENS, MOST = 24, 128, 128, 4, 75, 160
@@ -45,7 +45,7 @@ RUNNERS = ("triton", "deep_gemm", "cutlass", "triton_kernel", "flashinfer_cutlas
 @dataclass(frozen=True)
 class Scenario:
     """`split`: how many of the tokens each rank brings, `extra`: how many others besides, in front
-    of and behind them. `copies`: redundant slots of each rank."""
+    of and behind them. `copies`: redundant slots of each rank, among which `algorithm` chooses."""
 
     a2a: str = "none"
     mode: str = "normal"
@@ -56,6 +56,7 @@ class Scenario:
     split: tuple[int, ...] = (TOKENS,)
     shuffled: bool = False
     copies: int = 0
+    algorithm: str = "dynamic"
     extra: int = 0
     deterministic: bool = True
     device: str = "cpu"
@@ -89,6 +90,7 @@ class Scenario:
             max_tokens=MOST,
             max_decode_tokens=MOST,
             deterministic=self.deterministic,
+            dispatch_algorithm=self.algorithm,
         )
         experts = experts_of_all()
         context = replace(context, workspace=Workspace())
@@ -129,7 +131,7 @@ def run_on(group: RankGroup, scenario: Scenario) -> Tensor:
         )
     )
     step = Step(scenario.ep % 2 == 0, 0, rows=MOST)
-    y = layer(x, TopKOutput(layer.slot_map(ids), weights), step)
+    y = layer(x, TopKOutput(slots_of(layer, ids, step), weights), step)
     return y[front : front + scenario.split[group.rank]]
 
 
@@ -181,6 +183,7 @@ def scenarios_for(ep: int, dtype: str) -> list[Scenario]:
                     split=split_of(ep, which),
                     shuffled=variant != 0,
                     copies=(0, 0, 2)[variant],
+                    algorithm=("lp", "static", "dynamic")[number % 3],
                     extra=(0, 37, 6)[variant],
                 )
             )

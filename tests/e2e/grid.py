@@ -25,14 +25,16 @@ MODELS = {
 DPA = "--enable-dp-attention --dp"
 # The ones that are always run cover every axis: families, tp 1 to 8, ep < tp, dp, pp, all backends.
 ALWAYS = (
-    "mixtral --tp 4 --ep 2",
-    f"deepseek_v3 --tp 4 {DPA} 4 --moe-a2a-backend deepep",
+    "mixtral --tp 4 --ep 2 --ep-num-redundant-experts 3 --ep-dispatch-algorithm lp",
+    f"deepseek_v3 --tp 4 {DPA} 4 --moe-a2a-backend deepep --ep-num-redundant-experts 4 "
+    "--ep-dispatch-algorithm static",
     "qwen2_moe --tp 2 --pp 2 --moe-a2a-backend mori",
     "gpt_oss --pp 4 --chunked-prefill-size 16",
-    f"deepseek_v3 --tp 8 {DPA} 8 --moe-a2a-backend flashinfer",
+    f"deepseek_v3 --tp 8 {DPA} 8 --moe-a2a-backend flashinfer --ep-num-redundant-experts 5 "
+    "--ep-dispatch-algorithm lp",
     "qwen3_moe --tp 4 --moe-a2a-backend mooncake",
     "gpt_oss --tp 2 --moe-a2a-backend ascend_fuseep",
-    "deepseek_v2 --tp 3 --ep 3 --ep-num-redundant-experts 1",
+    "deepseek_v2 --tp 3 --ep 3",
 )
 SLOW = (
     "qwen3_moe --tp 2",
@@ -60,7 +62,7 @@ SLOW = (
     "qwen2_moe --tp 2 --pp 3 --chunked-prefill-size 16",
     "qwen2_moe --dp 3",
     "deepseek_v2 --tp 2",
-    "deepseek_v2 --tp 5 --ep 5 --ep-num-redundant-experts 2",
+    "deepseek_v2 --tp 5 --ep 5 --ep-num-redundant-experts 3",
     "deepseek_v2 --tp 7 --ep 7 --ep-num-redundant-experts 6 --moe-a2a-backend mori",
     f"deepseek_v2 --tp 8 {DPA} 4 --moe-a2a-backend deepep --deepep-mode auto",
     f"deepseek_v2 --tp 6 --ep 3 --ep-num-redundant-experts 1 {DPA} 3 --moe-a2a-backend flashinfer",

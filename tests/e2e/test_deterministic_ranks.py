@@ -66,7 +66,8 @@ LINES = {
         f"--tp 8 {DPA} 4 --moe-dense-tp-size 1 --enable-dp-lm-head --moe-a2a-backend mori",
     ),
     "qwen3_moe": (
-        f"--tp 4 {DPA} 4 --ep-num-redundant-experts 4 --moe-a2a-backend mooncake",
+        f"--tp 4 {DPA} 4 --ep-num-redundant-experts 4 --moe-a2a-backend mooncake "
+        "--ep-dispatch-algorithm lp",
         "--dp 2 --disable-radix-cache --chunked-prefill-size 24",
         f"--tp 2 --pp 2 {DPA} 2 --page-size 4",
         "--tp 4 --ep 2",

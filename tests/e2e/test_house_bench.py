@@ -183,7 +183,6 @@ def test_what_was_measured_stays_where_nothing_can_be(
     [
         (1, "--ranks 1: give 2 to 62"),
         (63, "--ranks 63: give 2 to 62"),
-        (3, "8 expert slots cannot be laid evenly over ep 3"),
     ],
 )
 def test_ranks_that_cannot_be(ranks: int, told: str, tmp_path: Path):

@@ -6,10 +6,20 @@ A program: `python -m tests.kernels.aot_small [all]` compiles, prints and assert
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 from moesaic.kernels.routing import TopKConfig
-from moesaic.kernels.triton import norm, penalties, quantise, routing, sampling, sampling_narrow
+from moesaic.kernels.triton import (
+    norm,
+    penalties,
+    quantise,
+    routing,
+    sampling,
+    sampling_narrow,
+    sort,
+    split,
+)
 from tests.kernels.aot import Usage, build
 
 TYPES = {
@@ -102,6 +112,27 @@ def check_deepseek_route() -> None:
     assert usage.count("redux.sync") >= 3 * 8 and usage.registers <= 128
 
 
+def check_fake_route() -> None:
+    """Experts of a hash, and a slot table."""
+    spec = replace(QWEN, fake=True)
+    fixed = {"P": routing.constants(128, spec, biased=False, replicas=4)}
+    usage = use(routing._route_kernel, {}, ROWS=1, num_warps=1, bias_ptr=None, **fixed)
+    assert usage.count("redux.sync") == 3 * QWEN.top_k and usage.registers <= 64
+
+
+def check_split() -> None:
+    """256 experts in 288 slots of 32 ranks, as large as a target for its time."""
+    types = dict.fromkeys(("counts", "slots", "single", "several", "scratch", "ends"), "*i32")
+    sizes = {"D": 32, "DP": 32, "E": 256, "EP": 256, "BP": split.COUNTED_SOURCES}
+    sizes |= {"BE": split.COUNTED_EXPERTS, "SWEEPS": split.SWEEPS}
+    usage = use(split._fill_kernel, types, num_warps=1, **sizes)
+    assert usage.registers <= 255 and usage.shared <= 4096
+    types = dict.fromkeys(("ids", "hist", "before", "ends", "slots", "single", "out"), "*i32")
+    sizes = {"D": 32, "BD": 32, "EP": 256, "CHUNK": sort.CHUNK, "PARTS": sort.chunk_parts(256)}
+    sizes |= {"BC": sort.COUNTS // 256, "BJ": 32}
+    use(split._take_kernel, types, num_warps=sort.PLACE_WARPS, **sizes)
+
+
 def check_router(rows: int, norm: bool = False) -> None:
     experts, channels = routing.ROUTER_TILE
     sizes = {"H": 2048, "SPLITS": 2048 // channels}
@@ -183,6 +214,8 @@ def main() -> None:
     check_norm(2048, add=True, fp8=True)
     check_norm(128, add=False, fp8=False)
     check_deepseek_route()
+    check_fake_route()
+    check_split()
     for rows in (1, 2, 4, 8):
         check_router(rows)
         check_router(rows, norm=True)

@@ -98,6 +98,33 @@ def test_slots_and_padding() -> None:
     assert set(ids[5:].flatten().tolist()) == {-1} and weights[5:].abs().sum() == 0
 
 
+@pytest.mark.parametrize("name", SPECS)
+def test_fake_choices(name: str) -> None:
+    """Any logits give some experts, the same ones in kernels, twins and on CPU; biases take no
+    part. Another row, or other logits, gives others. The seed is fixed: sigmoid scores of such
+    logits are close to 1, and some pairs differ by less than its rounding."""
+    torch.manual_seed(1)
+    experts, spec, biased = SPECS[name]
+    spec = replace(spec, fake=True)
+    logits, bias = draw(5, experts), biases(experts, biased)
+    logits[1] = logits[0]
+    logits[3, 1:3] = torch.nan
+    given = TopKInputs(spec, bias)
+    ids, weights = kernels.route(logits, given)
+    assert_same((ids, weights), twins.route.twin(logits, given))
+    assert bool(weights.isfinite().all())
+    on_cpu = TopK(spec)(logits.cpu(), None)
+    assert on_cpu.ids_TK.tolist() == ids.tolist()
+    if spec.top_k < experts:
+        assert ids[0].tolist() != ids[1].tolist()
+    router = RouterWeights(draw(experts, 8), None, False, torch.zeros(1, device=DEVICE).int())
+    x = draw(2, 8)
+    x[1] = 0
+    ids, _ = kernels.route_rows(x, router, given)
+    zeros = logits.new_zeros(2, experts)
+    assert ids[1].tolist() == twins.route.twin(zeros, given)[0][1].tolist()
+
+
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_v3"])
 def test_what_is_no_number_still_has_slots(name: str) -> None:
     experts, spec, biased = SPECS[name]

@@ -39,9 +39,8 @@ from moesaic.server.openai.prompts import MAX_TOOL_BYTES
 from moesaic.server.tokens import MAX_IDS
 from tests.server.serving import wait_until
 
-# A bound on hanging and no more: tests share their machine with others.
+# Seconds of the process's own time: the machine may be busy with other things.
 LONGEST_GAP = 0.25
-TRIES = 4
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = '"messages": [{"role": "user", "content": "hi"}]'
 TOO_LONG = "context_length_exceeded"
@@ -164,7 +163,8 @@ HOSTILE: dict[str, tuple[str, str, int, str | None]] = {
 
 
 class Probe:
-    """A server in a thread, and the longest time for which its event loop did nothing else."""
+    """A server in a thread, and the most that the process computed while its event loop stood
+    still."""
 
     def __init__(self, engine: Engine) -> None:
         self.app = make_app(engine)
@@ -192,9 +192,9 @@ class Probe:
 
     async def _watch(self) -> None:
         while True:
-            before = time.monotonic()
+            before = time.process_time()
             await asyncio.sleep(0.005)
-            self.gap = max(self.gap, time.monotonic() - before)
+            self.gap = max(self.gap, time.process_time() - before)
 
     def send(self, path: str, body: bytes) -> tuple[httpx.Response, float]:
         time.sleep(0.02)
@@ -222,17 +222,12 @@ def probe(engine: Engine) -> Iterator[Probe]:
 @pytest.mark.parametrize("name", HOSTILE)
 def test_the_loop_is_not_held_up(probe: Probe, name: str) -> None:
     path, text, status, code = HOSTILE[name]
-    body, gaps = text.encode(), []
-    for _ in range(TRIES):
-        answer, gap = probe.send(path, body)
-        assert answer.status_code == status, answer.text
-        error = answer.json()["error"]
-        assert error["code"] == code, error
-        assert error["message"] != "the body is not UTF-8"
-        gaps.append(gap)
-        if gap < LONGEST_GAP:
-            break
-    assert min(gaps) < LONGEST_GAP
+    answer, gap = probe.send(path, text.encode())
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error["code"] == code, error
+    assert error["message"] != "the body is not UTF-8"
+    assert gap < LONGEST_GAP
 
 
 def test_the_limits_are_in_the_messages(probe: Probe) -> None:

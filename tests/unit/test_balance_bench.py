@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench import replica_split
 from bench.balance import main
 
 
@@ -31,3 +32,19 @@ def test_quick_run_writes_what_it_shows(tmp_path: Path, capsys: pytest.CaptureFi
     main(["--markdown", "--out", str(out)])
     assert "| drift 0.3, 256+32/16 | stale |" in capsys.readouterr().out
     assert f"wrote {out}" in text
+
+
+def test_choices_among_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "replica_split.json"
+    replica_split.main(["--quick", "--out", str(out)])
+    found = json.loads(out.read_text())
+    steps = {(row["case"], row["placement"]): row for row in found["single_steps"]}
+    for case, target in (("noise 0.4, 256+32/32", 1.25), ("noise 0.4, 128+16/8", 1.08)):
+        row = steps[case, "incremental"]
+        assert row["fractions"] - 0.005 <= row["lp"] <= target < row["dynamic"]
+    # Every fourth row, and the first row of every rank.
+    rows = {(row["ranks"], row["rows"], row["period"]): row for row in found["rows"]}
+    assert rows[1, 64, 4]["golden"] < 0.7 * rows[1, 64, 4]["turns"]
+    assert rows[8, 1, 1]["golden_and_rank"] < 0.6 * rows[8, 1, 1]["turns"]
+    replica_split.main(["--markdown", "--out", str(out)])
+    assert "| noise 0.4, 128+16/8 | incremental |" in capsys.readouterr().out

@@ -51,7 +51,7 @@ GUIDE = (
     ),
     (
         "--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep --enable-eplb",
-        "--enable-eplb",
+        "",
     ),
     ("--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep --moe-runner-backend auto", ""),
     (
@@ -92,13 +92,13 @@ GUIDE = (
     (
         "--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep --moe-runner-backend deep_gemm "
         "--deepep-mode auto --enable-two-batch-overlap --enable-eplb --mem-fraction-static 0.85",
-        "--enable-two-batch-overlap|--enable-eplb",
+        "--enable-two-batch-overlap",
     ),
     ("--model-path M --tp 8 --ep 8 --moe-runner-backend triton", ""),
     ("--model-path M --tp 8 --ep 4 --moe-a2a-backend none", ""),
     (
         "--model-path M --tp 8 --ep 8 --enable-eplb --max-running-requests 128",
-        "--enable-eplb",
+        "",
     ),
     (
         "--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep --deepep-mode auto "

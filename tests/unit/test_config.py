@@ -282,7 +282,21 @@ def test_missing_file_is_named(tmp_path: Path):
             "exclude each other: keep one",
         ),
         ("--enable-waterfill", "--enable-waterfill needs several expert ranks"),
+        (
+            "--tp 4 --ep-dispatch-algorithm lp",
+            "--ep-dispatch-algorithm lp needs --ep-size 2 or more: it chooses between ranks, and "
+            "one has all experts",
+        ),
+        (
+            "--tp 4 --ep 4 --ep-dispatch-algorithm static",
+            "--ep-dispatch-algorithm static needs --moe-a2a-backend deepep or another one",
+        ),
         ("--enable-eplb", "--enable-eplb has nothing to balance on one rank"),
+        ("--tp 2 --ep 2 --enable-eplb --pp 2", "experts move without a pipeline only"),
+        (
+            "--tp 4 --ep 2 --enable-eplb --enable-deterministic-inference",
+            "copies of them have fixed places: leave out --enable-eplb",
+        ),
         (
             "--eplb-rebalance-num-iterations 5 --eplb-rebalance-num-requests 5",
             "both give the rebalancing period: keep one",
@@ -404,6 +418,10 @@ ACCEPTED = (
     "--tp 8 --ep 4 --dp 4 --enable-dp-attention --enable-dp-lm-head --moe-dense-tp-size 1",
     "--tp 3 --pp 5 --dp 2 --moe-dense-tp-size 3 --dist-timeout 0.5",
     "--tp 62 --enable-deterministic-inference --ep-num-redundant-experts 31",
+    "--tp 4 --ep 4 --ep-num-redundant-experts 3 --ep-dispatch-algorithm lp",
+    "--tp 4 --ep 4 --dp 2 --enable-dp-attention --ep-dispatch-algorithm static",
+    "--tp 4 --moe-a2a-backend mori --ep-dispatch-algorithm static",
+    "--ep-dispatch-algorithm dynamic",
     "--tp 8 --pp 2 --nnodes 4 --node-rank 3 --dist-init-addr [::1]:29500 --moe-a2a-backend deepep",
     "--tp 2 --dp 1 --enable-dp-attention --enable-dp-lm-head --load-balance-method total_tokens",
     "--tp 128 --nnodes 4 --dist-init-addr 10.0.0.1:65535 --load-balance-method total_requests",
@@ -469,10 +487,10 @@ def test_every_flag_that_is_not_built_is_refused_by_name():
             "the device decides: give auto)",
         ),
         (
-            "--disable-radix-cache --enable-mixed-chunk --kv-cache-dtype fp8_e5m2 --enable-eplb",
+            "--disable-radix-cache --tp 2 --ep 2 --kv-cache-dtype fp8_e5m2 --enable-waterfill",
             "not built yet: --kv-cache-dtype fp8_e5m2 (attention does not read this type: give "
-            "auto, bfloat16, bf16, fp8_e4m3); --enable-eplb (experts keep their first "
-            "placement, and /metrics counts their load: leave it out)",
+            "auto, bfloat16, bf16, fp8_e4m3); --enable-waterfill (the shared expert's rows stay on "
+            "their rank: leave it out)",
         ),
         (
             "--fuseep-mode 3",
@@ -583,6 +601,12 @@ def test_dtype_names(dtype: str, name: str):
 
 def test_without_tokenizer_there_is_no_tokenizer_path():
     assert resolve(make(skip_tokenizer_init=True)).tokenizer_path is None
+
+
+def test_fake_routing_is_a_loud_warning(caplog: pytest.LogCaptureFixture):
+    resolve(parse("--model-path m --ep-dispatch-algorithm fake"))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "ALL ANSWERS ARE WRONG" in caplog.text
 
 
 def test_trust_remote_code_is_answered_in_the_log(caplog: pytest.LogCaptureFixture):

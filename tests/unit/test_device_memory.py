@@ -16,6 +16,7 @@ from moesaic.engine.setup.device_memory import (
     SAFETY,
     CacheRequest,
     DeviceRoom,
+    Replicas,
     StepBytes,
     cache_dtype,
     check_weights_fit,
@@ -89,6 +90,12 @@ def test_what_does_not_fit_is_refused_with_numbers():
     with pytest.raises(ValueError, match=r"the weights of m take 83.0 GiB; the GPU has 140.0 GiB"):
         check_weights_fit("m", 83 * GIB, H200, "a smaller model")
     check_weights_fit("m", 82 * GIB, H200, "a smaller model")
+    # 3 GiB too much, where each of 4 ranks has 8 redundant slots of 2 GiB: two of them must go.
+    replicas = Replicas(32, 2 * GIB, 4)
+    with pytest.raises(ValueError, match=r"use --ep-num-redundant-experts 24, a smaller model"):
+        check_weights_fit("m", 85 * GIB, H200, "a smaller model", replicas)
+    with pytest.raises(ValueError, match=r"free: use a smaller model"):
+        check_weights_fit("m", 99 * GIB, H200, "a smaller model", replicas)
     assert H200.after(2 * GIB) == DeviceRoom(140 * GIB, 80 * GIB, 59 * GIB)
 
 

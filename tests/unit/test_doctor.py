@@ -209,14 +209,12 @@ def test_deterministic_mode_cuts_no_sum(
 
 def test_redundant_slots(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]):
     line = f"{folders['qwen3_moe']} --tp 3 --dp 3 --enable-dp-attention --ep 3"
-    report = ask(capsys, line, 1)
-    assert report["layout"] is None
-    assert report["problems"] == [
-        "8 expert slots cannot be laid evenly over ep 3; use --ep-num-redundant-experts 1"
-    ]
-    found = ranks(ask(capsys, f"{line} --ep-num-redundant-experts 1"))
-    assert [rank["experts"] for rank in found] == [[0, 1, 2], [3, 4, 5], [6, 7, 0]]
-    assert [rank["first_slot"] for rank in found] == [0, 3, 6]
+    for asked in (0, 1):
+        found = ranks(ask(capsys, f"{line} --ep-num-redundant-experts {asked}"))
+        assert [rank["experts"] for rank in found] == [[0, 1, 2], [3, 4, 5], [6, 7, 0]]
+        assert [rank["first_slot"] for rank in found] == [0, 3, 6]
+    found = ranks(ask(capsys, f"{line} --ep-num-redundant-experts 2"))
+    assert [rank["experts"] for rank in found] == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,27 @@ def test_layers_share_a_table() -> None:
     assert len(tables) == 2
     assert tokens_of(loads) == [[load.layer, 0, 2] for load in loads]
     assert tokens_of(loads[-1:] + loads[:1]) == [[TABLE_LAYERS + 1, 0, 2], [0, 0, 2]]
-    loads[5].start_window()
+    loads[5].clear()
     count(loads[5], 0, 1, 0)
     expected = [[0, 1, 0] if load.layer == 5 else [load.layer, 0, 2] for load in loads]
     assert tokens_of(loads) == expected == [load.tokens for load in loads]
+
+
+def test_experts_keep_their_counts_when_they_move() -> None:
+    """Slots of experts 0, 1, 0 come first, then the four experts with all earlier slots."""
+    layout, counters = EpLayout(3), DeviceCounters()
+    for place in (counters, None):
+        load = SlotLoad(0, layout, Spans(), place, movable=4)
+        for experts in ((0, 1, 0), (3, 1, 0)):
+            if place is None:
+                load._tokens[:3] = [5, 6, 7]
+            else:
+                count(load, 5, 6, 7)
+            load.start_window(experts)
+        assert load.tokens == [0, 0, 0, 5 + 7 + 7, 6 + 6, 0, 5] == tokens_of([load])[0]
+        assert load.placement_version == 2
+        load.clear()
+        assert load.tokens == [0] * 7
 
 
 def test_layers_of_other_sizes_and_devices() -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moesaic.moe.placement import EpLayout, Placement, SlotMap
+from moesaic.moe.placement import EpLayout, Placement, SlotMap, redundant_slots
 
 
 def test_ranks_of_a_hybrid_layout() -> None:
@@ -65,6 +65,12 @@ def test_what_cannot_be_laid_out_is_refused(make, message: str) -> None:
         make()
 
 
+def test_redundant_slots_are_rounded_up() -> None:
+    assert [redundant_slots(8, asked, 3) for asked in range(5)] == [1, 1, 4, 4, 4]
+    assert redundant_slots(256, 0, 32) == 0 and redundant_slots(256, 33, 32) == 64
+    assert redundant_slots(8, 0, 16) == 8
+
+
 def test_trivial_placement() -> None:
     assert Placement.trivial(3).slots == (0, 1, 2)
     assert Placement.trivial(3).is_identity
@@ -79,10 +85,10 @@ def test_table_of_replicas() -> None:
     assert count_E.tolist() == [2, 1, 3]
 
 
-def test_replicas_are_taken_in_turn_by_row() -> None:
+def test_the_row_decides_the_replica() -> None:
     slot_map = SlotMap(Placement(3, (1, 0, 2, 2, 0, 2)))
-    ids = torch.tensor([[0, 2], [0, 2], [2, -1], [-1, -1], [1, 0]])
-    assert slot_map(ids).tolist() == [[1, 2], [4, 3], [5, -1], [-1, -1], [0, 1]]
+    ids = torch.tensor([[0, 2], [0, 2], [2, -1], [-1, 2], [1, 0]])
+    assert slot_map(ids).tolist() == [[1, 2], [4, 3], [2, -1], [-1, 5], [0, 1]]
 
 
 def test_identity_changes_nothing() -> None:

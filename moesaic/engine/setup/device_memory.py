@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -235,11 +235,35 @@ def smaller_weights(moe: MoeContext) -> str:
     return "a smaller model" + (f" or fewer bits ({', '.join(flags)})" if flags else "")
 
 
-def check_weights_fit(name: str, weight_bytes: int, room: DeviceRoom, smaller: str) -> None:
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """Redundant slots of experts, and the bytes of one slot in all layers of a rank."""
+
+    number: int = 0
+    slot_bytes: int = 0
+    ranks: int = 1
+
+    @classmethod
+    def of(cls, moe: MoeContext, layers: Sequence[FusedMoE]) -> Replicas:
+        nbytes = sum(tensor.nbytes for layer in layers for tensor in layer.store.tensors(0))
+        return cls(moe.redundant_experts, nbytes, moe.resolved.ep)
+
+    def fewer(self, excess: int) -> str:
+        """How to save so many bytes of a rank by fewer replicas; empty if that is not enough."""
+        slots = -(-excess // self.slot_bytes) * self.ranks if self.slot_bytes else 0
+        if not 0 < slots <= self.number:
+            return ""
+        return f"--ep-num-redundant-experts {self.number - slots}, "
+
+
+def check_weights_fit(
+    name: str, weight_bytes: int, room: DeviceRoom, smaller: str, replicas: Replicas = Replicas()
+) -> None:
     if weight_bytes > room.free:
+        fewer = replicas.fewer(weight_bytes - room.free)
         raise ValueError(
-            f"the weights of {name} take {weight_bytes / GIB:.1f} GiB; {room}: use {smaller}, or "
-            "stop other processes there"
+            f"the weights of {name} take {weight_bytes / GIB:.1f} GiB; {room}: use {fewer}"
+            f"{smaller}, or stop other processes there"
         )
 
 

@@ -30,6 +30,7 @@ from moesaic.engine.setup.device_memory import (
     tokens_in_pages,
     total_memory,
 )
+from moesaic.engine.setup.expert_buffers import buffer_sizes
 from moesaic.engine.setup.graph_sizes import mixed_graph_sizes
 from moesaic.engine.setup.moe_setup import (
     StepLimits,
@@ -79,11 +80,14 @@ class RankShare:
     """The dispatchers' buffers, used or not."""
     collective_bytes: int
     step: StepBytes
+    moving_bytes: int = 0
+    """Buffers of experts that move (--enable-eplb)."""
 
     @property
     def fixed_bytes(self) -> int:
         """Everything but the KV cache."""
-        return self.dense_bytes + self.expert_bytes + self.a2a_bytes + self.collective_bytes
+        buffers = self.a2a_bytes + self.collective_bytes + self.moving_bytes
+        return self.dense_bytes + self.expert_bytes + buffers
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,8 @@ def plan_memory(args: ServerArgs) -> MemoryPlan:
     """`args` are resolved and name a folder; ValueError if the model cannot be split this way."""
     mesh = mesh_of(args)
     model = ResolvedModel.of(args, _shape_only_rank(mesh, 0))
-    shares = [model.share(_shape_only_rank(mesh, rank)) for rank in range(mesh.pp * mesh.tp)]
+    places = (_shape_only_rank(mesh, rank) for rank in range(mesh.pp * mesh.tp))
+    shares = [model.share(args, place) for place in places]
     return MemoryPlan(
         mesh=mesh,
         dtype=model.moe.dtype,
@@ -223,7 +228,7 @@ class ResolvedModel:
         with torch.device("meta"):
             return build_model(self.raw, BuildContext(1, moe, parallel, self.dense))
 
-    def share(self, ranks: RankContext) -> RankShare:
+    def share(self, args: ServerArgs, ranks: RankContext) -> RankShare:
         moe, parallel = self.moe, self.parallel(ranks)
         model = self.shape_only_part(parallel)
         experts = [module for module in model.modules() if isinstance(module, FusedMoE)]
@@ -248,6 +253,11 @@ class ResolvedModel:
                 ranks.mesh, self.limits, model.config.hidden_size, moe.dtype, gpu
             ),
             step=StepBytes.of(model, self.limits, self.context_length),
+            moving_bytes=(
+                buffer_sizes(args, experts).nbytes(ranks.mesh.tp, gpu or torch.device("cpu"))
+                if args.enable_eplb and experts
+                else 0
+            ),
         )
 
 

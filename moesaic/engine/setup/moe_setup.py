@@ -11,12 +11,14 @@ import torch
 from moesaic.comm.mesh import Mesh
 from moesaic.config import ServerArgs
 from moesaic.config.deepep import read_deepep_config
+from moesaic.engine.setup.first_placement import first_placements
 from moesaic.engine.setup.rank_context import RankContext
 from moesaic.models.blocks import CausalLM
 from moesaic.moe.backends import load_backends
 from moesaic.moe.context import DTYPE_NAMES, MoeContext
 from moesaic.moe.dispatch.long_sequences import MIB, summarise
 from moesaic.moe.layer import FusedMoE
+from moesaic.moe.placement import Placement, redundant_slots
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
 from moesaic.moe.registry import (
     A2A_REGISTRY,
@@ -26,6 +28,7 @@ from moesaic.moe.registry import (
     modes_of,
     provider_name,
 )
+from moesaic.moe.replicas import DYNAMIC, FAKE, LP
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +94,7 @@ def moe_problem(
     name = DTYPE_NAMES[dtype]
     role = args.disaggregation_mode
     layers = [module.config for module in model.modules() if isinstance(module, FusedMoE)]
+    experts = layers[0].num_experts if layers else 0
     return MoeProblem(
         a2a=args.moe_a2a_backend,
         mode=args.deepep_mode,
@@ -104,8 +108,8 @@ def moe_problem(
         device=kind_of(args),
         hidden_size=layers[0].hidden_size if layers else 0,
         intermediate_size=layers[0].intermediate_size if layers else 0,
-        experts=layers[0].num_experts if layers else 0,
-        redundant=args.ep_num_redundant_experts,
+        experts=experts,
+        redundant=redundant_slots(experts, args.ep_num_redundant_experts, mesh.ep),
     )
 
 
@@ -125,6 +129,10 @@ def moe_context(
     if copies > 1:
         logger.info("moe: deterministic: experts are not sharded, %d ranks hold each", copies)
     problem = moe_problem(args, dtype, weights, model, mesh)
+    _log_slots(problem, args.ep_num_redundant_experts)
+    algorithm = args.ep_dispatch_algorithm or DYNAMIC
+    if args.ep_dispatch_algorithm is not None:
+        _log_algorithm(algorithm, problem.redundant > 0 or copies > 1)
     if copies > 1:  # placement() places the copies
         problem = replace(problem, ep=mesh.tp, experts=0, redundant=0)
     a2a = A2A_REGISTRY.get(problem.a2a)  # MoeContext.make refuses an unknown name
@@ -139,6 +147,9 @@ def moe_context(
         max_tokens=-(-limits.tokens // sharers),
         max_decode_tokens=-(-limits.decode_tokens // sharers),
         redundant_experts=args.ep_num_redundant_experts,
+        dispatch_algorithm=algorithm,
+        # All redundant slots may go to one expert.
+        max_replicas=problem.redundant + 1 if args.enable_eplb else 0,
         copies=copies,
         deterministic=deterministic,
         replicated=replicated,
@@ -146,7 +157,41 @@ def moe_context(
         **_programs(args),
     )
     _log_choice(context)
-    return context
+    return replace(context, placements=_placements(args, model, context))
+
+
+def _placements(args: ServerArgs, model: CausalLM, context: MoeContext) -> dict[int, Placement]:
+    """Where it is not the default one."""
+    layers = [module for module in model.modules() if isinstance(module, FusedMoE)]
+    if not layers:
+        return {}
+    experts = layers[0].config.num_experts
+    slots = len(context.placement(experts).slots)
+    numbers = [layer.dispatcher.config.layer for layer in layers]
+    return first_placements(args, numbers, len(model.model.layers), experts, slots)
+
+
+def _log_slots(problem: MoeProblem, asked: int) -> None:
+    added = problem.redundant - asked
+    if problem.experts and added:
+        logger.info(
+            "moe: %d experts and %d redundant slots do not divide evenly over ep %d: slots added: "
+            "%d, a rank has %d",
+            problem.experts,
+            asked,
+            problem.ep,
+            added,
+            (problem.experts + problem.redundant) // problem.ep,
+        )
+
+
+def _log_algorithm(algorithm: str, has_replicas: bool) -> None:
+    if algorithm == FAKE:
+        logger.warning("moe: fake routing: tokens go to random experts, answers are wrong")
+    elif not has_replicas:
+        logger.info("moe: %s has nothing to choose: no expert has a replica", algorithm)
+    elif algorithm == LP:
+        logger.info("moe: lp splits steps with prompts by the counts of all ranks, others evenly")
 
 
 def _programs(args: ServerArgs) -> dict[str, int]:

@@ -129,6 +129,8 @@ class Planner:
         self.num_steps = 0
         self._quarantine = Quarantine()
         self._ended: list[int] = []
+        self.num_finished = 0
+        """Requests that have ended, for whatever reason."""
         """Numbers of requests that ended since the last plan; the next one names them."""
 
     @property
@@ -361,6 +363,7 @@ class Planner:
 
     def _finish(self, state: RequestState, reason: FinishReason) -> None:
         del self.states[state.request.request_no]
+        self.num_finished += 1
         self._histories.pop(state.request.request_no, None)
         self._routed.discard(state.request.request_no)
         try:

@@ -11,6 +11,7 @@ from moesaic.comm.mesh import Mesh
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.setup.memory_plan import collective_bytes, expert_bytes
 from moesaic.engine.setup.moe_setup import describe_backends
+from moesaic.moe.placement import redundant_slots
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,9 @@ def service_info(
         "providers": first["providers"],
         "placement": {
             "num_experts": num_experts,
-            "redundant_experts": args["ep_num_redundant_experts"],
+            "redundant_experts": redundant_slots(
+                num_experts, args["ep_num_redundant_experts"], args["ep_size"]
+            ),
             "experts_of_rank": [rank["experts"] for rank in ranks],
         },
         "memory": {key: sum(rank[key] for rank in ranks) for key in MEMORY},

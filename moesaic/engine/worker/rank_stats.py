@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from moesaic.core.stats import GroupStats, RankStats
+from moesaic.core.stats import GroupStats, MoveStats, RankStats
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.moe.expert_load import tokens_of
 
@@ -73,9 +73,19 @@ class RankStatsReporter:
                 return self._read(options["first"])
             case "record_state":
                 pass
+            case "rebalance" | "rebalance_state":
+                return self._rebalance(options.get("dry_run"))
             case _:
                 raise ValueError(f"unknown query {what!r}")
         return self._state()
+
+    def _rebalance(self, dry_run: bool | None) -> dict[str, Any]:
+        """`dry_run` is None if only the state is asked for. Empty where nothing moves experts."""
+        rebalancer = self._runner.rebalancer
+        if rebalancer is None:
+            return {}
+        asked = 0 if dry_run is None else rebalancer.ask(dry_run)
+        return rebalancer.state() | {"asked": asked}
 
     def stats(self) -> RankStats:
         runner, ranks = self._runner, self._runner.ranks
@@ -90,9 +100,10 @@ class RankStatsReporter:
             runner_seconds=sum(layer.load.runner_ns for layer in self._layers) / 1e9,
             traffic={name: copy(moved) for name, moved in runner.moe.comm.traffic.items()},
             layers=[layer.load.layer for layer in layers],
-            experts=[list(layer.local_experts) for layer in layers],
+            experts=[list(layer.counted_experts) for layer in layers],
             expert_tokens=tokens_of([layer.load for layer in layers]),
             pid=os.getpid(),
+            moves=MoveStats() if runner.rebalancer is None else runner.rebalancer.totals,
         )
 
     def _read(self, first: int) -> RecordingState:

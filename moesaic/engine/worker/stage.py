@@ -18,6 +18,7 @@ from torch import Tensor
 from moesaic.comm.collectives.pipeline import Pipe
 from moesaic.comm.supervise.control_page import RankStatus
 from moesaic.core.rank_state import RankState
+from moesaic.engine.rebalance.rebalancer import RankReport, Rebalancer
 from moesaic.engine.runner.routed_experts import join_layers
 from moesaic.engine.schedule import plan_codec
 from moesaic.engine.schedule.inflight import InflightStep
@@ -57,6 +58,8 @@ class Stage:
     """Steps that a pipeline has in flight at once."""
     holds_prompts = False
     """A group has held prompts back from the last step, so that there is more to do."""
+    reports: Sequence[RankReport] = ()
+    """What the ranks of the stage have told of moving experts, if these move."""
 
     @property
     def is_trial(self) -> bool:
@@ -105,9 +108,15 @@ class FirstStage(Stage):
     """The first or only stage of a pipeline. `planner`: the serving group's, on its leader."""
 
     def __init__(
-        self, ranks: RankContext, status: RankStatus, planner: Planner | None, pipe: Pipe | None
+        self,
+        ranks: RankContext,
+        status: RankStatus,
+        planner: Planner | None,
+        pipe: Pipe | None,
+        rebalancer: Rebalancer | None = None,
     ) -> None:
         self._ranks, self._status, self._planner, self._pipe = ranks, status, planner, pipe
+        self._rebalancer = rebalancer
         self._mesh, self._place = ranks.mesh, ranks.place
         self.pipeline_depth = self._mesh.pp
         self.restart(0, [0] * self._mesh.dp)
@@ -137,9 +146,12 @@ class FirstStage(Stage):
         delayer = None if self._planner is None else self._planner.scheduler.delayer
         told = 0 if delayer is None else delayer.told
         facts = [plan.num_tokens, logits, int(plan.prefill), len(data), suspects, told]
-        own = torch.tensor([[*facts, *astuple(step.work)]])
+        report = self._report()
+        own = torch.tensor([[*report, *facts, *astuple(step.work)]])
         rows = self._ranks.stage.gather_rows(own, [1] * mesh.tp, operation)
-        table = rows[:: mesh.attention_tp].tolist()
+        if self._rebalancer is not None:
+            self.reports = [RankReport(*row) for row in rows[:, : len(report)].tolist()]
+        table = rows[:: mesh.attention_tp, len(report) :].tolist()
         counts, logit_rows, prefills, lengths, suspect_sets, told_by, *_ = zip(*table, strict=True)
         works = [StepWork(*row[len(facts) :]) for row in table]
         self._settle_prompts(works, told_by)
@@ -152,6 +164,11 @@ class FirstStage(Stage):
             step.agreement = StepAgreement(
                 self.number, counts, logit_rows, any(prefills), heaviest(works)
             )
+
+    def _report(self) -> RankReport | tuple[()]:
+        if self._rebalancer is None:
+            return ()
+        return self._rebalancer.report(0 if self._planner is None else self._planner.num_finished)
 
     def _settle_prompts(self, works: list[StepWork], told: Sequence[int]) -> None:
         """Tells the scheduler what the other groups do, which wait for its prompts."""

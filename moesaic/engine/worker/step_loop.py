@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from moesaic.engine.rebalance.rebalancer import IDLE_SECONDS
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.runner.step_time import SlowStepDetector
 from moesaic.engine.schedule.inflight import InflightStep
@@ -61,6 +62,7 @@ class StepLoop:
         self.inflight.append(step)  # before anything can fail: a rollback must find it
         x_TH = self.stage.agree(step)
         has_work = bool(step.agreement.counts)
+        self._rebalance(has_work)
         if has_work:
             spans.add(SpanKind.PLAN, step.started_at, tokens=step.plan.num_tokens)
             handle = self.runner.begin(step.plan, step.agreement, x_TH)
@@ -70,7 +72,18 @@ class StepLoop:
         if self.inflight and (not has_work or len(self.inflight) >= self.depth):
             self.complete_oldest()
             return True
-        return has_work or self.stage.is_trial or self.stage.holds_prompts
+        return has_work or self.stage.is_trial or self.stage.holds_prompts or self._moves_experts
+
+    @property
+    def _moves_experts(self) -> bool:
+        return self.runner.rebalancer is not None and self.runner.rebalancer.is_busy
+
+    def _rebalance(self, has_work: bool) -> None:
+        """Between two steps, the same ones on all ranks, experts may change their slots."""
+        if self.runner.rebalancer is not None:
+            self.runner.rebalancer.advance(self.stage.reports)
+            if not has_work and self._moves_experts:
+                time.sleep(IDLE_SECONDS)
 
     def _plan(self) -> InflightStep:
         if self.group is None or not self.stage.may_plan():
@@ -98,6 +111,8 @@ class StepLoop:
 
     def _observe(self, step: InflightStep, seconds: float) -> None:
         self.stats.count_step(seconds)
+        if self.runner.rebalancer is not None:
+            self.runner.rebalancer.count_step(seconds)
         if self.on_slow is None or not step.has_requests:
             return
         agreement = step.agreement

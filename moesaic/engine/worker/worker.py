@@ -101,7 +101,8 @@ class Worker:
             assert self.planner is not None
             return SingleStage(self.planner, status)
         if self.ranks.is_first:
-            return FirstStage(self.ranks, status, self.planner, self.pipe)
+            moves = self.runner.rebalancer
+            return FirstStage(self.ranks, status, self.planner, self.pipe, moves)
         assert self.pipe is not None
         return LaterStage(self.ranks, status, self.pipe)
 

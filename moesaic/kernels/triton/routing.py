@@ -17,12 +17,27 @@ from torch import Tensor
 
 from moesaic.kernels.experts import summed
 from moesaic.kernels.norm import SumToNorm
-from moesaic.kernels.routing import MAX_ROWS, RouterWeights, TopKConfig, TopKInputs
+from moesaic.kernels.routing import (
+    FAKE_BITS,
+    FAKE_LEAST,
+    GOLDEN,
+    MAX_ROWS,
+    MIX,
+    RouterWeights,
+    TopKConfig,
+    TopKInputs,
+)
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
 
 # Below the key of any number, -inf included.
 LEAST = tl.constexpr(-(2**31))
 INFINITY_KEY = tl.constexpr(0x7F800000)
+GOLDEN_STEP = tl.constexpr(GOLDEN)
+MIX_1 = tl.constexpr(MIX[0])
+MIX_2 = tl.constexpr(MIX[1])
+FAKE_FACTOR = tl.constexpr(FAKE_LEAST)
+FAKE_ONE = tl.constexpr(1 << FAKE_BITS)
+FAKE_SHIFT = tl.constexpr(32 - FAKE_BITS)
 # Experts and channels of a program of `route_rows`, which does not use tensor cores.
 ROUTER_TILE = (8, 256)
 
@@ -87,6 +102,23 @@ def _drop_groups(keys, expert, P: tl.constexpr):
 
 
 @triton.jit
+def replica_of_row(row, count):
+    mixed = row.to(tl.uint32) * GOLDEN_STEP
+    return (((mixed >> 16) * count.to(tl.uint32)) >> 16).to(tl.int32)
+
+
+@triton.jit
+def _fake_logits(logits, row, expert):
+    mixed = logits.to(tl.uint32, bitcast=True)
+    mixed ^= row.to(tl.uint32) * GOLDEN_STEP
+    mixed ^= expert.to(tl.uint32) * MIX_1
+    mixed = (mixed ^ (mixed >> 16)) * MIX_1
+    mixed = (mixed ^ (mixed >> 13)) * MIX_2
+    mixed = (mixed ^ (mixed >> 16)) >> FAKE_SHIFT
+    return ((mixed.to(tl.int32) + FAKE_ONE) * FAKE_FACTOR).to(tl.float32) / FAKE_ONE
+
+
+@triton.jit
 def _choose(logits, expert, bias_ptr, P: tl.constexpr):
     """Experts and weights [rows, block_k] from float32 logits [rows, block_e]."""
     K: tl.constexpr = P.spec.top_k
@@ -98,7 +130,7 @@ def _choose(logits, expert, bias_ptr, P: tl.constexpr):
         shares = tl.exp(logits - tl.max(tl.where(valid, logits, -float("inf")), 1)[:, None])
         scores = shares / tl.sum(tl.where(valid, shares, 0.0), 1)[:, None]
     choice = logits if P.by_logits else scores
-    if bias_ptr is not None:
+    if bias_ptr is not None and not P.spec.fake:
         choice += tl.load(bias_ptr + expert, valid, 0.0).to(tl.float32)
     keys = tl.where(valid, _key(choice), LEAST)
     if P.limits_groups:
@@ -125,12 +157,14 @@ def _route(logits, row, expert, num_rows, lists, scale, P: tl.constexpr):
     """Chooses experts and stores their slots and weights."""
     bias_ptr, num_tokens_ptr, slots_ptr, count_ptr, ids_ptr, weights_ptr = lists
     K: tl.constexpr = P.spec.top_k
+    if P.spec.fake:
+        logits = _fake_logits(logits, row, expert)
     ids, weights = _choose(logits, expert, bias_ptr, P)
     place = tl.arange(0, P.block_k)[None, :]
     mask = (row < num_rows) & (place < K)
     if P.replicas > 0:
         count = tl.load(count_ptr + ids, mask, 1)
-        ids = tl.load(slots_ptr + ids * P.replicas + (row % count).to(tl.int32), mask, -1)
+        ids = tl.load(slots_ptr + ids * P.replicas + replica_of_row(row, count), mask, -1)
     weights = weights * scale
     if num_tokens_ptr is not None:
         real = row < tl.load(num_tokens_ptr)
@@ -340,5 +374,6 @@ def _arguments(
     ids_TK = torch.empty(len(x), spec.top_k, dtype=torch.int32, device=x.device)
     weights_TK = torch.empty_like(ids_TK, dtype=torch.float32)
     replicas = 0 if slots is None else slots.slots_EX.shape[1]
-    fixed = constants(experts, spec, given.bias_E is not None, replicas)
+    biased = given.bias_E is not None and not spec.fake
+    fixed = constants(experts, spec, biased, replicas)
     return (given.bias_E, given.num_tokens_1, *table, ids_TK, weights_TK), fixed

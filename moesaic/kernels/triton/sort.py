@@ -66,7 +66,7 @@ def sort_pairs(
     # Counts of each chunk, and of the earlier parts of its chunk for each part.
     hist_CE = torch.empty(chunks, sizes["EP"], dtype=torch.int32, device=ids_RK.device)
     before_CSE = hist_CE.new_empty(chunks, parts, sizes["EP"])
-    _count_chunks[(chunks,)](
+    count_chunks[(chunks,)](
         ids_RK, hist_CE, before_CSE, num_pairs, EP=sizes["EP"], CHUNK=CHUNK, PARTS=parts,
         PDL=pdl.on, num_warps=4, **pdl.options,
     )  # fmt: skip
@@ -139,7 +139,7 @@ def _allocate(
 
 
 @triton.jit
-def _keys(ids, places, num_pairs, E: tl.constexpr):
+def expert_keys(ids, places, num_pairs, E: tl.constexpr):
     """The expert of each pair; E for a pair without one."""
     found = tl.load(ids + places, mask=places < num_pairs, other=-1).to(tl.int32)
     return tl.where(found < 0, E, found)
@@ -180,7 +180,7 @@ def _write_lists(
     E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
     """Writes all lists but the order, in one program that reads all pairs."""
-    key_N = _keys(ids, tl.arange(0, NP), num_pairs, E)
+    key_N = expert_keys(ids, tl.arange(0, NP), num_pairs, E)
     experts_E = tl.arange(0, EP)
     count_E = tl.histogram(key_N, EP, mask=key_N < E)
     first_E = tl.cumsum(count_E, 0) - count_E
@@ -195,11 +195,11 @@ def _place_pairs(
 ):  # fmt: skip
     """Writes BI pairs, from `begin` on, to their places in the order."""
     pair_I = begin + tl.arange(0, BI)
-    rank_I = _keys(ids, pair_I, num_pairs, E) * NP + pair_I
+    rank_I = expert_keys(ids, pair_I, num_pairs, E) * NP + pair_I
     before_IJ = tl.zeros([BI, BJ], dtype=tl.int32)
     for start in range(0, num_pairs, BJ):
         pair_J = start + tl.arange(0, BJ)
-        rank_J = _keys(ids, pair_J, num_pairs, E) * NP + pair_J
+        rank_J = expert_keys(ids, pair_J, num_pairs, E) * NP + pair_J
         before_IJ += (rank_J[None, :] < rank_I[:, None]).to(tl.int32)
     tl.store(order + tl.sum(before_IJ, 1), pair_I, mask=pair_I < num_pairs)
 
@@ -235,7 +235,7 @@ def _sort_few(
 
 
 @triton.jit
-def _count_chunks(
+def count_chunks(
     ids, hist, before, num_pairs,
     EP: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -243,7 +243,7 @@ def _count_chunks(
     release_next(PDL)
     pid = tl.program_id(0)
     place_I = tl.arange(0, CHUNK)
-    key_I = _keys(ids, pid * CHUNK + place_I, num_pairs, EP)
+    key_I = expert_keys(ids, pid * CHUNK + place_I, num_pairs, EP)
     bin_I = place_I // (CHUNK // PARTS) * EP + key_I
     count_SE = tl.reshape(tl.histogram(bin_I, PARTS * EP, mask=key_I < EP), [PARTS, EP])
     tl.store(hist + pid * EP + tl.arange(0, EP), tl.sum(count_SE, 0))
@@ -252,18 +252,18 @@ def _count_chunks(
 
 
 @triton.jit
-def _earlier_in_part(
+def earlier_in_part(
     ids, begin, num_pairs,
     EP: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
     """Number of earlier pairs of the same part and expert, for each pair: [PARTS, SIZE]."""
     part_S = begin + tl.arange(0, PARTS) * SIZE
     place_I = tl.arange(0, SIZE)
-    key_SI = _keys(ids, part_S[:, None] + place_I[None, :], num_pairs, EP)
+    key_SI = expert_keys(ids, part_S[:, None] + place_I[None, :], num_pairs, EP)
     earlier_SIJ = tl.zeros([PARTS, SIZE, BJ], dtype=tl.int32)
     for start in range(0, SIZE, BJ):
         place_J = start + tl.arange(0, BJ)
-        key_SJ = _keys(ids, part_S[:, None] + place_J[None, :], num_pairs, EP)
+        key_SJ = expert_keys(ids, part_S[:, None] + place_J[None, :], num_pairs, EP)
         before_SIJ = (place_J[None, :] < place_I[:, None])[None, :, :]
         same_SIJ = key_SJ[:, None, :] == key_SI[:, :, None]
         earlier_SIJ += (same_SIJ & before_SIJ).to(tl.int32)
@@ -282,7 +282,7 @@ def _place_chunks(
     await_inputs(PDL)
     release_next(PDL)
     place_I = tl.arange(0, CHUNK)
-    key_I = _keys(ids, pid * CHUNK + place_I, num_pairs, EP)
+    key_I = expert_keys(ids, pid * CHUNK + place_I, num_pairs, EP)
     part_I = pid * PARTS + place_I // (CHUNK // PARTS)
     in_chunk_I = tl.load(before + part_I * EP + key_I, mask=key_I < EP, other=0)
     experts_E = tl.arange(0, EP)
@@ -294,7 +294,7 @@ def _place_chunks(
         found_CE = tl.load(hist + at, mask=chunk_C[:, None] < num_chunks, other=0)
         count_E += tl.sum(found_CE, 0)
         before_E += tl.sum(tl.where(chunk_C[:, None] < pid, found_CE, 0), 0)
-    earlier_SI = _earlier_in_part(ids, pid * CHUNK, num_pairs, EP, PARTS, CHUNK // PARTS, BJ)
+    earlier_SI = earlier_in_part(ids, pid * CHUNK, num_pairs, EP, PARTS, CHUNK // PARTS, BJ)
     in_chunk_I += tl.reshape(earlier_SI, [CHUNK])
     first_E = tl.cumsum(count_E, 0) - count_E
     to_I = tl.gather(first_E + before_E, tl.minimum(key_I, EP - 1), 0) + in_chunk_I

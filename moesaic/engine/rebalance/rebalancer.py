@@ -1,0 +1,457 @@
+"""Moves experts between ranks while they serve.
+
+A rebalance is a list of phases: collect the loads, plan, adopt the plan; then for every chunk of
+layers write and read until all its experts are staged, compare, flip. Each rank tells in the
+exchange that begins every step how many phases it has ended. It works on the next one when all have
+ended the last. So no data is read before it is there, and the flip comes between the same two
+steps on all ranks: a layer has the old placement or the new one, everywhere.
+
+A rank that has failed says so in the same exchange, and all drop what is staged. Layers that have
+flipped keep their new placement, the others the old one.
+
+L layers · E experts · P slots.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from moesaic.balance.moves import SlotMove, moves_of_layer
+from moesaic.balance.problem import Ints
+from moesaic.comm.windows.factory import create_window
+from moesaic.comm.windows.window import PlaneSpec
+from moesaic.config import ServerArgs
+from moesaic.core.stats import MoveStats
+from moesaic.engine.rebalance.copy_phases import ComparePhase, ReadPhase, WritePhase
+from moesaic.engine.rebalance.expert_copies import ChunkCopy, CopyBuffers, WrongExpert
+from moesaic.engine.rebalance.planner_child import PlannerProcess, PlanReply, PlanRequest
+from moesaic.engine.setup.expert_buffers import ExpertImage, buffer_sizes
+from moesaic.engine.setup.rank_context import RankContext
+from moesaic.moe.expert_load import tokens_of
+from moesaic.moe.layer import FusedMoE
+from moesaic.moe.placement import Placement
+from moesaic.observe.spans import SpanKind, Spans
+
+logger = logging.getLogger(__name__)
+
+LOADS, PLAN = "loads", "plan"
+LEADER: Final = 0
+# A phase that waits for another rank is tried again this much later if there is nothing to compute.
+IDLE_SECONDS: Final = 0.001
+# For predictions of what a fetch costs: bytes per second.
+COPY_RATE: Final = {"cpu": 4e9, "cuda": 200e9}
+# The share of a step that its experts take, for the same predictions.
+EXPERT_SHARE: Final = 0.5
+BY_OPERATOR, DRY_RUN = 1, 2
+
+# Called with the phase's number, in every step until it returns that it has ended.
+Phase = Callable[[int], bool]
+
+
+class PlanFailed(RuntimeError):
+    """There is no plan: the planner has failed or was killed."""
+
+
+class RankReport(NamedTuple):
+    """What each rank tells all others at the beginning of a step. Numbers only grow, so that a rank
+    that has missed a step, which was abandoned, finds out what the others have done in it."""
+
+    phases: int = 0
+    """That it has ended since the start of the service."""
+    aborts: int = 0
+    failed: int = 0
+    """1 if it cannot go on with the rebalance."""
+    begun: int = 0
+    """The rebalance that it has begun last: a number and two bits."""
+    wanted: int = 0
+    """From the first rank: the rebalance that is next, 0 for none."""
+    finished: int = 0
+    """Requests of a serving group that have ended, from its leader."""
+
+
+@dataclass
+class RebalanceResult:
+    """What one rebalance did. Balancedness is the mean over ranks divided by the largest, averaged
+    over layers: of the loads before it, with the old placement and with the new one."""
+
+    number: int
+    dry_run: bool = False
+    outcome: str = ""
+    algorithm: str = ""
+    reason: str = ""
+    balancedness: float | None = None
+    predicted: float | None = None
+    fetched: int = 0
+    """Slots whose expert comes from another rank."""
+    fetched_bytes: int = 0
+    """Of all ranks."""
+    layers: int = 0
+    """Layers whose placement changes."""
+    seconds: float = 0.0
+
+
+@dataclass
+class Trigger:
+    """When the next rebalance is due, on the first rank."""
+
+    steps: int
+    requests: int | None
+    """Finished requests between two rebalances, instead of steps."""
+    num_steps: int = 0
+    num_finished: int = 0
+    """Finished requests when the last one began."""
+
+    def is_due(self, finished: int) -> bool:
+        if self.requests is not None:
+            return finished - self.num_finished >= self.requests
+        return self.num_steps >= self.steps
+
+    def restart(self, finished: int) -> None:
+        self.num_steps, self.num_finished = 0, finished
+
+
+class LayerMove(NamedTuple):
+    layer: FusedMoE
+    moves: list[SlotMove]
+    slots: tuple[int, ...]
+    """The new placement."""
+
+
+@dataclass
+class Running:
+    """The rebalance in progress."""
+
+    result: RebalanceResult
+    by_operator: bool
+    began: float = field(default_factory=time.monotonic)
+    plan: Future[PlanReply] | None = None
+
+
+class Rebalancer:
+    """This rank's part in moving experts of its stage. One thread uses it."""
+
+    def __init__(
+        self,
+        args: ServerArgs,
+        layers: Sequence[FusedMoE],
+        ranks: RankContext,
+        device: torch.device,
+        num_groups: int = 1,
+    ) -> None:
+        self._args, self._layers, self._ranks = args, layers, ranks
+        self._layout, self._num_groups = layers[0].layout, num_groups
+        self._spans: Spans = layers[0].context.comm.spans
+        self._rate = COPY_RATE[layers[0].context.resolved.device]
+        sizes = buffer_sizes(args, layers)
+        self.nbytes = sizes.nbytes(ranks.mesh.tp, device)
+        """Of this rank's buffers."""
+        self.window_bytes = sizes.window_bytes(ranks.mesh.tp, device)
+        """What of them torch's allocator does not count, on a GPU."""
+        self._copies = CopyBuffers(ranks.stage_peers, sizes, ranks.timeout, device)
+        shape = len(layers), layers[0].config.num_experts
+        specs = [
+            PlaneSpec(LOADS, shape, torch.int64),
+            PlaneSpec(PLAN, (len(layers), self._layout.num_slots), torch.int32),
+        ]
+        with torch.device("cpu"):
+            self._control = create_window(ranks.stage_peers, specs, ranks.timeout, 1)
+        self._trigger = Trigger(
+            args.eplb_rebalance_num_iterations, args.eplb_rebalance_num_requests
+        )
+        self._planner = PlannerProcess()
+        self._thread = ThreadPoolExecutor(1, "moesaic-eplb")
+        self._phases: deque[Phase] = deque()
+        self._chunks: deque[list[LayerMove]] = deque()
+        self._running: Running | None = None
+        self._seen_LE = torch.zeros(shape, dtype=torch.int64, device="cpu")
+        """Tokens up to the last rebalance."""
+        self._asked = 0
+        """What an operator wants next."""
+        self._num_ended = self._num_aborts = self._failed = self._order = self._finished = 0
+        self._error = ""
+        self._step_seconds = 0.0
+        self.totals = MoveStats()
+        self.last: RebalanceResult | None = None
+
+    @property
+    def is_leader(self) -> bool:
+        return self._ranks.place.tp_rank == LEADER
+
+    @property
+    def is_busy(self) -> bool:
+        """The same on all ranks once they have advanced to the same step."""
+        return bool(self._phases)
+
+    def report(self, finished: int) -> RankReport:
+        """`finished`: requests that have ended in this rank's group."""
+        is_due = bool(self._asked) or self._trigger.is_due(self._finished)
+        wanted = 0
+        if is_due and self.is_leader and not self._phases:
+            wanted = (self._order // 4 + 1) * 4 + self._asked
+        ended = self._num_ended, self._num_aborts
+        return RankReport(*ended, self._failed, self._order, wanted, finished)
+
+    def ask(self, dry_run: bool) -> int:
+        """An operator wants a rebalance; returns its number. One that runs is not disturbed."""
+        if self.is_leader:
+            self._asked = BY_OPERATOR | DRY_RUN * dry_run
+        return self._order // 4 + 1
+
+    @torch.inference_mode()
+    def advance(self, reports: Sequence[RankReport]) -> None:
+        """Works on the next phase if all ranks have ended the last, before the step is computed.
+        `reports`: those of all ranks, which all ranks have."""
+        begin = time.monotonic_ns()
+        self._finished = sum(report.finished for report in reports)
+        if self._drops(reports):
+            return
+        ended = [report.phases for report in reports]
+        begun, wanted = max(report.begun for report in reports), reports[LEADER].wanted
+        if begun > self._order:  # in a step that this rank has missed
+            self._begin(begun)
+        elif wanted > begun and min(ended) == max(ended):
+            self._begin(wanted)
+        if self._phases and min(ended) == self._num_ended:
+            self._run_phase()
+            self._spans.add(SpanKind.MOVE, begin)
+
+    def _drops(self, reports: Sequence[RankReport]) -> bool:
+        """Drops the rebalance if a rank has failed, or if others have dropped it in a step that
+        this rank has missed."""
+        failed = [rank for rank, report in enumerate(reports) if report.failed]
+        aborts = max(report.aborts for report in reports) + bool(failed)
+        if aborts == self._num_aborts:
+            return False
+        reason = self._error or f"rank {failed[0] if failed else '?'} of its stage has failed"
+        if self.is_leader:
+            logger.warning("eplb: a rebalance is dropped: %s", reason)
+        self._phases.clear()
+        self._chunks.clear()
+        self._num_ended = max(report.phases for report in reports) + bool(failed)
+        self._num_aborts, self._failed, self._error = aborts, 0, ""
+        self.totals.aborted = aborts
+        self._order = max(report.begun for report in reports)
+        self._end(f"aborted: {reason}")
+        return True
+
+    def count_step(self, seconds: float) -> None:
+        """A step with tokens has ended."""
+        self._trigger.num_steps += 1
+        self._step_seconds += 0.1 * (seconds - self._step_seconds)
+
+    def _run_phase(self) -> None:
+        try:
+            if self._phases[0](self._num_ended + 1):
+                self._phases.popleft()
+                self._num_ended += 1
+        except (WrongExpert, PlanFailed) as error:
+            self._failed, self._error = 1, str(error)
+
+    def _begin(self, order: int) -> None:
+        self._order = order
+        self._asked = 0 if order & BY_OPERATOR else self._asked
+        result = RebalanceResult(order // 4, bool(order & DRY_RUN))
+        if not result.dry_run:
+            self._trigger.restart(self._finished)
+        self._running = Running(result, bool(order & BY_OPERATOR))
+        self._phases.extend((self._collect, self._plan, self._adopt_plan))
+
+    def _end(self, outcome: str) -> None:
+        running, self._running = self._running, None
+        if running is None:
+            return
+        running.result.outcome = outcome
+        running.result.seconds = time.monotonic() - running.began
+        self.totals.seconds += 0.0 if running.result.dry_run else running.result.seconds
+        self.last = running.result
+        if self.is_leader:
+            _log_end(running.result)
+
+    def _collect(self, number: int) -> bool:
+        """Writes the loads since the last rebalance for the first rank."""
+        assert self._running is not None
+        total_LE = self._tokens()
+        own_LE = self._control.plane(LOADS)
+        own_LE.copy_(total_LE - self._seen_LE)
+        if not self._running.result.dry_run:
+            self._seen_LE = total_LE
+        self._control.touch(own_LE)
+        self._control.signal(0, number, "tell loads")
+        return True
+
+    def _tokens(self) -> Tensor:
+        """[L, E]: tokens of each expert that this rank has computed since its start."""
+        total_LE = torch.zeros(
+            len(self._layers), self._layers[0].config.num_experts, dtype=torch.int64
+        )
+        counting = [(n, layer) for n, layer in enumerate(self._layers) if layer.load.counts]
+        tokens = tokens_of([layer.load for _, layer in counting])
+        for (n, layer), found in zip(counting, tokens, strict=True):
+            experts = torch.tensor(layer.counted_experts)
+            total_LE[n].index_add_(0, experts, torch.tensor(found, dtype=torch.int64))
+        return total_LE
+
+    def _plan(self, number: int) -> bool:
+        """The first rank plans in another process; the others have nothing to do."""
+        running = self._running
+        assert running is not None
+        if not self.is_leader:
+            return True
+        if running.plan is None:
+            self._control.wait(0, number - 1, "read loads")
+            loads_LE = self._control.stacked(LOADS).sum(0)
+            running.plan = self._thread.submit(self._planner.plan, self._request(loads_LE))
+        if not running.plan.done():
+            return False
+        self._publish(running, running.plan, number)
+        return True
+
+    def _request(self, loads_LE: Tensor) -> PlanRequest:
+        image, mesh = ExpertImage.of(self._layers[0]).nbytes, self._ranks.mesh
+        nodes = len(set(self._nodes))
+        per_layer = EXPERT_SHARE * self._step_seconds / len(self._layers)
+        return PlanRequest(
+            self._args.eplb_algorithm,
+            (1, *loads_LE.shape),
+            self._layout.num_slots,
+            self._layout.ep_size,
+            self._num_groups if self._num_groups % nodes == 0 else 1,
+            nodes if mesh.tp % nodes == 0 else 1,
+            loads_LE.to(torch.float32).numpy().tobytes(),
+            self._current().astype(np.int32).tobytes(),
+            image / self._rate,
+            max(per_layer, 1e-6),
+            self._args.eplb_rebalance_num_iterations,
+        )
+
+    @property
+    def _nodes(self) -> tuple[int, ...]:
+        """The node of each expert-parallel rank."""
+        peers = self._ranks.stage_peers
+        nodes = peers.nodes or (0,) * peers.size
+        return nodes[:: self._layout.moe_tp_size]
+
+    def _current(self) -> Ints:
+        return np.array([layer.placement.slots for layer in self._layers])
+
+    def _publish(self, running: Running, plan: Future[PlanReply], number: int) -> None:
+        """Writes the plan for all ranks: the current placement if nothing is to move."""
+        result = running.result
+        try:
+            found = plan.result()
+        except Exception as error:  # whatever ended the planner, service goes on
+            raise PlanFailed(f"no plan: {error!r}") from error
+        result.algorithm, result.reason = found.algorithm, found.reason
+        result.balancedness, result.predicted = found.before, found.after
+        result.fetched = found.fetched
+        threshold = self._args.eplb_min_rebalancing_utilization_threshold
+        slots_LP = np.frombuffer(found.slots, np.int32).reshape(len(self._layers), -1)
+        if found.before > threshold and not running.by_operator:
+            result.outcome = f"skipped: balancedness is {found.before:.3f}, above {threshold:g}"
+            slots_LP = self._current().astype(np.int32)
+        own_LP = self._control.plane(PLAN)
+        own_LP.copy_(torch.from_numpy(slots_LP.copy()))
+        self._control.touch(own_LP)
+        self._control.signal(0, number, "tell the plan")
+
+    def _adopt_plan(self, number: int) -> bool:
+        """Lists the phases of all chunks."""
+        running = self._running
+        assert running is not None
+        self._control.wait(0, number - 1, "read the plan", [LEADER])
+        new_LP = self._control.plane(PLAN, LEADER).numpy().astype(np.int64)
+        old_LP, result = self._current(), running.result
+        ranks = self._layout.ep_size
+        moves = [
+            moves_of_layer(old_P, new_P, ranks, self._nodes)
+            for old_P, new_P in zip(old_LP, new_LP, strict=True)
+        ]
+        changed = [n for n, found in enumerate(moves) if found]
+        per_rank = self._layout.slots_per_rank
+        remote = sum(m.slot // per_rank != m.source // per_rank for found in moves for m in found)
+        image = ExpertImage.of(self._layers[0]).nbytes
+        result.layers, result.fetched_bytes = (
+            len(changed),
+            remote * image * self._layout.moe_tp_size,
+        )
+        if result.dry_run or not changed:
+            self._end(result.outcome or ("dry run" if result.dry_run else "nothing to move"))
+            return True
+        size = self._args.eplb_rebalance_layers_per_chunk or 1
+        chunks = (changed[start : start + size] for start in range(0, len(changed), size))
+        self._chunks = deque(
+            [LayerMove(self._layers[n], moves[n], tuple(new_LP[n].tolist())) for n in chunk]
+            for chunk in chunks
+        )
+        self._open_chunk()
+        return True
+
+    def _open_chunk(self) -> None:
+        """Lists the phases of the next chunk; without one the rebalance has ended."""
+        if not self._chunks:
+            self.totals.rebalances += 1
+            self._end("moved")
+            return
+        chunk = self._chunks.popleft()
+        copy = ChunkCopy([one.layer for one in chunk], [one.moves for one in chunk], self._copies)
+        for number in range(copy.rounds):
+            self._phases.append(WritePhase(copy, self._copies, number))
+            self._phases.append(ReadPhase(copy, self._copies, number))
+        self._phases.append(ComparePhase(copy, self._copies))
+        self._phases.append(partial(self._flip, copy, chunk))
+
+    def _flip(self, copy: ChunkCopy, chunk: Sequence[LayerMove], number: int) -> bool:
+        """All ranks do this between the same two steps."""
+        copy.adopt()
+        for one in chunk:
+            one.layer.update_placement(Placement(one.layer.config.num_experts, one.slots))
+        self.totals.bytes += copy.nbytes
+        self._open_chunk()
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """For operators; the first rank of a stage knows all of it."""
+        running = self._running
+        return {
+            "is_leader": self.is_leader,
+            "running": None if running is None else running.result.number,
+            "layers_left": sum(map(len, self._chunks)),
+            "last": None if self.last is None else asdict(self.last),
+            **msgspec.structs.asdict(self.totals),
+        }
+
+    def close(self) -> None:
+        self._planner.close()
+        self._thread.shutdown(wait=False)
+
+
+def _log_end(result: RebalanceResult) -> None:
+    if result.balancedness is None or result.predicted is None:
+        logger.info("eplb: rebalance %d: %s", result.number, result.outcome)
+        return
+    logger.info(
+        "eplb: rebalance %d by %s (%s): %s; balancedness %.3f, predicted %.3f; %d experts of %d "
+        "layers fetched (%.1f MiB) in %.2f s",
+        result.number,
+        result.algorithm,
+        result.reason,
+        result.outcome,
+        result.balancedness,
+        result.predicted,
+        result.fetched,
+        result.layers,
+        result.fetched_bytes / 2**20,
+        result.seconds,
+    )

@@ -1,0 +1,90 @@
+"""The memory that a rank needs to move experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from moesaic.comm.windows.factory import device_window_bytes
+from moesaic.comm.windows.window import PlaneSpec
+from moesaic.config import ServerArgs
+from moesaic.moe.layer import FusedMoE
+
+# Tensors begin at multiples of this in an image, so that sums can take whole words.
+ALIGN: Final = 16
+OUTBOX, SUMS = "outbox", "sums"
+# Bytes that a rank copies in one step, unless --eplb-max-bytes-per-step says otherwise: about a
+# millisecond of a CPU core, and 30 microseconds of a GPU's memory.
+STEP_BYTES: Final = {"cpu": 4 << 20, "cuda": 64 << 20}
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertImage:
+    """The bytes of one expert of a layer: where each of its tensors begins, and how many there
+    are."""
+
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, layer: FusedMoE) -> ExpertImage:
+        return cls(tuple(part.nbytes for part in layer.store.tensors(0)))
+
+    @property
+    def starts(self) -> list[int]:
+        """The first byte of each tensor, and the end of the last."""
+        starts = [0]
+        for size in self.sizes:
+            starts.append(starts[-1] + -(-size // ALIGN) * ALIGN)
+        return starts
+
+    @property
+    def nbytes(self) -> int:
+        return self.starts[-1]
+
+    def cut(self, row: Tensor) -> list[Tensor]:
+        """The tensors of an expert as byte views of its image."""
+        return [
+            row[start : start + size] for start, size in zip(self.starts, self.sizes, strict=False)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSizes:
+    """What one rank allocates to move experts, in bytes and in experts."""
+
+    outbox: int
+    image: int
+    staged: int
+    """Experts that are staged at once: all slots of the layers of a chunk."""
+
+    @classmethod
+    def of(cls, layers: Sequence[FusedMoE], outbox: int, per_chunk: int) -> BufferSizes:
+        image = max(ExpertImage.of(layer).nbytes for layer in layers)
+        staged = layers[0].layout.slots_per_rank * min(per_chunk, len(layers))
+        return cls(min(outbox, image * staged), image, staged)
+
+    @property
+    def planes(self) -> list[PlaneSpec]:
+        return [
+            PlaneSpec(OUTBOX, (self.outbox,), torch.uint8),
+            PlaneSpec(SUMS, (self.staged,), torch.int64),
+        ]
+
+    def window_bytes(self, size: int, device: torch.device) -> int:
+        """Of a rank, in a group of `size` ranks."""
+        if device.type == "cuda":
+            return device_window_bytes(self.planes, size, 1, device)
+        return sum(spec.nbytes for spec in self.planes)
+
+    def nbytes(self, size: int, device: torch.device) -> int:
+        return self.window_bytes(size, device) + self.staged * self.image
+
+
+def buffer_sizes(args: ServerArgs, layers: Sequence[FusedMoE]) -> BufferSizes:
+    kind = layers[0].context.resolved.device
+    outbox = args.eplb_max_bytes_per_step or STEP_BYTES[kind]
+    return BufferSizes.of(layers, outbox, args.eplb_rebalance_layers_per_chunk or 1)

@@ -1,0 +1,327 @@
+"""Experts that move while layers compute, against the float64 einsum; faults leave nothing half
+moved."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import count
+
+import msgspec
+import pytest
+import torch
+
+from moesaic.comm.collectives.group import RankGroup
+from moesaic.comm.launch.local_ranks import LocalRanks
+from moesaic.comm.mesh import Mesh
+from moesaic.config import ServerArgs
+from moesaic.core.step import Step
+from moesaic.engine.rebalance.planner_child import PlannerProcess
+from moesaic.engine.rebalance.rebalancer import RankReport, Rebalancer
+from moesaic.engine.setup.rank_context import RankContext
+from moesaic.moe.context import MoeContext
+from moesaic.moe.formats import TopKOutput
+from moesaic.moe.layer import FusedMoE
+from moesaic.moe.quant.weights import WEIGHT_FORMATS
+from moesaic.moe.registry import MoeProblem
+from tests.moe_oracle import Experts, config_of, random_topk, reference
+
+EXPERTS, HIDDEN, INNER, TOP_K, LAYERS, RANKS = 12, 128, 64, 3, 2, 4
+TOKENS = (5, 0, 9, 1)
+A2A = (
+    ("deepep", "auto"),
+    ("none", "auto"),
+    ("deepep", "normal"),
+    ("deepep", "low_latency"),
+    ("mori", "normal"),
+    ("mooncake", "low_latency"),
+    ("flashinfer", "auto"),
+    ("ascend_fuseep", "auto"),
+)
+# In each rank: a process takes longer to start than to plan.
+PLANNERS: dict[str, PlannerProcess] = {}
+
+
+@dataclass(frozen=True)
+class Setting:
+    a2a: str = "deepep"
+    mode: str = "auto"
+    ep: int = RANKS
+    redundant: int = 4
+    algorithm: str = "deepseek"
+    weights: str = "fp32"
+    deterministic: bool = False
+    per_chunk: int | None = None
+    step_bytes: int = 170_000
+    """An expert has 98,304: some travel in two parts."""
+    rebalances: int = 1
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one rank."""
+
+    worst: float
+    """The largest difference from the oracle."""
+    wrong_slots: int
+    """Slots whose bytes are not those of their expert as it was loaded."""
+    slots: list[tuple[int, ...]]
+    moved_bytes: int
+    rebalances: int
+    aborted: int
+    steps: int
+    counted: list[int]
+    """Tokens of each expert of the first layer."""
+    routed: list[int]
+    bits_changed: int
+    """Steps whose results differ from those of the first placement, of the same tokens."""
+
+
+class Bench:
+    """The layers of a rank, its part in moving their experts, and a step of both."""
+
+    def __init__(self, group: RankGroup, setting: Setting) -> None:
+        self.group, self.setting = group, setting
+        self.experts = [Experts.random(EXPERTS, HIDDEN, INNER, seed) for seed in range(LAYERS)]
+        self.layers = [self._layer(number) for number in range(LAYERS)]
+        self.loaded = {
+            (n, expert): layer.store.checksum(slot)
+            for n, layer in enumerate(self.layers)
+            for slot, expert in enumerate(layer.local_experts)
+        }
+        mesh = Mesh(tp=RANKS, dp=RANKS, ep=setting.ep)
+        ranks = RankContext(mesh, mesh.place(group.rank), stage_peers=group, timeout=30.0)
+        args = ServerArgs(
+            model_path="tiny",
+            enable_eplb=True,
+            eplb_algorithm=setting.algorithm,
+            eplb_max_bytes_per_step=setting.step_bytes,
+            eplb_rebalance_layers_per_chunk=setting.per_chunk,
+            eplb_rebalance_num_iterations=2,
+        )
+        self.mover = Rebalancer(args, self.layers, ranks, torch.device("cpu"))
+        self.mover._planner = PLANNERS.setdefault("shared", self.mover._planner)
+        self.all_sums = self._gather_sums()
+        self.steps, self.worst, self.routed = 0, 0.0, [0] * EXPERTS
+
+    def _layer(self, number: int) -> FusedMoE:
+        setting = self.setting
+        problem = MoeProblem(
+            a2a=setting.a2a,
+            mode=setting.mode,
+            weights=WEIGHT_FORMATS[setting.weights],
+            dtype="fp32",
+            tp=RANKS,
+            ep=setting.ep,
+            phases=("decode",),
+        )
+        context = MoeContext.make(
+            problem,
+            torch.float32,
+            self.group,
+            timeout=30.0,
+            max_tokens=64,
+            max_decode_tokens=64,
+            redundant_experts=setting.redundant,
+            max_replicas=setting.redundant + 1,
+            deterministic=setting.deterministic,
+        )
+        layer = FusedMoE(config_of(self.experts[number], TOP_K), context, number)
+        self.experts[number].fill(layer)
+        return layer
+
+    def _gather_sums(self) -> dict[tuple[int, int, int], int]:
+        """The checksum of every expert's slice on any rank, by layer, expert and slice."""
+        own = [
+            (*key, self.layers[0].layout.moe_tp_rank, total) for key, total in self.loaded.items()
+        ]
+        packed = self.group.all_gather_bytes(msgspec.msgpack.encode(own), "gather checksums")
+        return {(n, e, part): total for data in packed for n, e, part, total in decode(data)}
+
+    def step(self, seed: int, exchange: bool = True) -> list[torch.Tensor]:
+        """Moves what there is to move and computes both layers; returns their results."""
+        if exchange:
+            own = msgspec.msgpack.encode(list(self.mover.report(0)))
+            packed = self.group.all_gather_bytes(own, "agree on a step")
+            self.mover.advance([RankReport(*msgspec.msgpack.decode(data)) for data in packed])
+        self.steps += 1
+        results = []
+        for number, (layer, experts) in enumerate(zip(self.layers, self.experts, strict=True)):
+            tokens = TOKENS[(self.group.rank + seed) % RANKS]
+            topk = random_topk(tokens, EXPERTS, TOP_K, 7 * seed + self.group.rank)
+            topk.ids_TK[: tokens // 2] = (torch.arange(TOP_K) + seed // 20) % EXPERTS  # hot ones
+            x_TH = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
+            sent = TopKOutput(layer.slot_map(topk.ids_TK), topk.weights_TK)
+            y_TH = layer(x_TH, sent, Step(prefill=False, lane=seed % 2))
+            assert isinstance(y_TH, torch.Tensor)
+            results.append(y_TH.clone())
+            wanted = reference(experts, x_TH, topk)
+            if tokens:
+                self.worst = max(self.worst, float((y_TH.double() - wanted).abs().max()))
+            for expert in topk.ids_TK.flatten().tolist() if number == 0 else []:
+                self.routed[expert] += 1
+        self.mover.count_step(0.01)
+        return results
+
+    def rebalance(self, steps: int = 400) -> None:
+        """Steps until the next rebalance has ended."""
+        before = self.ended
+        for _ in range(steps):
+            self.step(self.steps)
+            time.sleep(0.002 if self.mover.is_busy else 0)  # the planner needs the processor
+            if self.ended > before:
+                return
+        raise AssertionError(f"no end after {steps} steps: {self.mover.state()}")
+
+    @property
+    def ended(self) -> int:
+        return 0 if self.mover.last is None else self.mover.last.number
+
+    def wrong_slots(self) -> int:
+        part = self.layers[0].layout.moe_tp_rank
+        return sum(
+            layer.store.checksum(slot) != self.all_sums[n, expert, part]
+            for n, layer in enumerate(self.layers)
+            for slot, expert in enumerate(layer.local_experts)
+        )
+
+    def found(self, bits_changed: int = 0) -> Found:
+        layer, totals = self.layers[0], self.mover.totals
+        counted = [0] * EXPERTS
+        for expert, tokens in zip(layer.counted_experts, layer.load.tokens, strict=True):
+            counted[expert] += tokens
+        return Found(
+            self.worst,
+            self.wrong_slots(),
+            [layer.placement.slots for layer in self.layers],
+            totals.bytes,
+            totals.rebalances,
+            totals.aborted,
+            self.steps,
+            counted,
+            self.routed,
+            bits_changed,
+        )
+
+
+decode = msgspec.msgpack.decode
+
+
+def serve(group: RankGroup, settings: list[Setting]) -> list[Found]:
+    found = []
+    for setting in settings:
+        bench = Bench(group, setting)
+        first = bench.step(3, exchange=False) if setting.deterministic else []
+        for _ in range(setting.rebalances):
+            bench.rebalance()
+        again = bench.step(3, exchange=False) if setting.deterministic else []
+        found.append(
+            bench.found(sum(not torch.equal(a, b) for a, b in zip(first, again, strict=True)))
+        )
+    return found
+
+
+def check(by_rank: list[list[Found]], settings: list[Setting]) -> None:
+    for number, setting in enumerate(settings):
+        found = [told[number] for told in by_rank]
+        assert max(one.worst for one in found) < 1e-4, setting
+        assert [one.wrong_slots for one in found] == [0] * RANKS, setting
+        assert len({tuple(one.slots) for one in found}) == 1, "one placement on all ranks"
+        assert {one.rebalances + one.aborted for one in found} == {setting.rebalances}, setting
+        assert sum(one.moved_bytes for one in found) > 0, setting
+        assert [one.bits_changed for one in found] == [0] * RANKS, setting
+        routed = [sum(one.routed[e] for one in found) for e in range(EXPERTS)]
+        counted = [sum(one.counted[e] for one in found) for e in range(EXPERTS)]
+        # Ranks that share an expert by slices count it once; tokens of all placements count.
+        assert counted == routed, setting
+
+
+def test_every_backend_computes_the_same_while_experts_move(
+    pools: Callable[[int], LocalRanks],
+) -> None:
+    settings = [Setting(a2a, mode) for a2a, mode in A2A]
+    check(pools(RANKS).run(serve, settings), settings)
+
+
+def test_slices_formats_chunks_and_bits(pools: Callable[[int], LocalRanks]) -> None:
+    settings = [
+        Setting(ep=2, redundant=2),
+        Setting(redundant=0, step_bytes=40_000),
+        Setting(per_chunk=5, step_bytes=10**9),
+        Setting(algorithm="auto", rebalances=2),
+        Setting(deterministic=True),
+        Setting("none", deterministic=True),
+    ]
+    check(pools(RANKS).run(serve, settings), settings)
+
+
+def disturb(group: RankGroup, rebalances: int) -> Found:
+    """In turn: a rebalance as it should be; one whose planner was killed before; one that sends
+    damaged experts; one without a plan."""
+    bench = Bench(group, Setting())
+    mover, copies = bench.mover, bench.mover._copies
+    args, publish = mover._args, copies.publish
+
+    def damage(number: int, used: int) -> None:
+        copies.outbox().add_(1)
+        publish(number, used)
+
+    bench.rebalance()  # starts the planner's process
+    for number in range(rebalances):
+        fault = number % 4
+        if fault == 1 and mover.is_leader:
+            assert mover._planner.pid is not None
+            os.kill(mover._planner.pid, signal.SIGKILL)
+        copies.publish = damage if fault == 2 else publish  # type: ignore[method-assign]
+        mover._args = replace(args, eplb_algorithm="unknown") if fault == 3 else args
+        bench.rebalance()
+    return bench.found()
+
+
+def check_disturbed(pool: LocalRanks, rebalances: int) -> None:
+    found = pool.run(disturb, rebalances)
+    check([[one] for one in found], [Setting(rebalances=rebalances + 1)])
+    # A planner that was killed is started again.
+    assert {one.aborted for one in found} == {rebalances // 2}
+    moves = sum(one.moved_bytes for one in found) // (3 * HIDDEN * INNER * 4)
+    assert moves > 8 * rebalances // 2
+
+
+def test_faults_leave_nothing_half_moved(pools: Callable[[int], LocalRanks]) -> None:
+    check_disturbed(pools(RANKS), 4)
+
+
+@pytest.mark.slow
+def test_a_thousand_moves_with_faults(pools: Callable[[int], LocalRanks]) -> None:
+    check_disturbed(pools(RANKS), 120)
+
+
+def abandon_steps(group: RankGroup, rebalances: int) -> Found:
+    """Two of three steps are abandoned after the exchange, as a rollback does it: one rank, each
+    time another one, has not advanced, the others have, and nothing is computed."""
+    bench = Bench(group, Setting(step_bytes=200_000))
+    for number in count():
+        own = [*bench.mover.report(0), bench.ended]
+        packed = group.all_gather_bytes(msgspec.msgpack.encode(own), "agree on a step")
+        *reports, ended = zip(*map(decode, packed), strict=True)
+        if min(ended) == rebalances:
+            return bench.found()
+        bench.steps += 1
+        if number % 3 == 0 or group.rank != number % RANKS:
+            bench.mover.advance([RankReport(*row) for row in zip(*reports, strict=True)])
+        if number % 3 == 0:
+            busy = group.all_gather_bytes(bytes([bench.mover.is_busy]), "tell who is busy")
+            assert len(set(busy)) == 1, "else some would sleep and others wait for them"
+            bench.step(bench.steps, exchange=False)
+        if number % 40 == 39:  # in some phase
+            bench.mover._failed, bench.mover._error = int(group.rank == 1), "as the test wants it"
+    raise AssertionError
+
+
+def test_a_rank_that_missed_a_step_follows(pools: Callable[[int], LocalRanks]) -> None:
+    found = pools(RANKS).run(abandon_steps, 6)
+    check([[one] for one in found], [Setting(rebalances=6)])
+    assert all(0 < one.aborted < 6 for one in found)

@@ -1,0 +1,121 @@
+"""Experts that move while an engine answers: no token changes, and operators see what happens."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from moesaic import Engine
+from moesaic.observe.expert_load import expert_loads
+from tests.e2e.grid import model_path, prompts
+from tests.server.serving import Running, wait_until
+
+FAMILY = model_path("qwen3_moe")
+MESHES: dict[str, dict[str, Any]] = {
+    "attention groups": {
+        "tp_size": 4,
+        "dp_size": 4,
+        "enable_dp_attention": True,
+        "moe_a2a_backend": "deepep",
+        "ep_num_redundant_experts": 4,
+    },
+    "deterministic": {"tp_size": 2, "ep_size": 2, "enable_deterministic_inference": True},
+}
+CALLS = [
+    {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True},
+    {"temperature": 0.9, "sampling_seed": 3, "max_new_tokens": 40, "ignore_eos": True},
+    {"temperature": 0, "max_new_tokens": 33, "ignore_eos": True, "repetition_penalty": 1.2},
+    {"temperature": 0.7, "sampling_seed": 5, "max_new_tokens": 29, "ignore_eos": True},
+]
+
+
+def answers(engine: Engine) -> list[tuple[list[int], list[float]]]:
+    found = engine.generate(
+        input_ids=prompts()[3 : 3 + len(CALLS)], sampling_params=CALLS, return_logprob=True
+    )
+    return [
+        (one["output_ids"], [value for value, *_ in one["meta_info"]["output_token_logprobs"]])
+        for one in found
+    ]
+
+
+@pytest.fixture(scope="module", params=MESHES)
+def mesh(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def engine(mesh: str) -> Iterator[Engine]:
+    with Engine(
+        model_path=FAMILY,
+        page_size=4,
+        enable_eplb=True,
+        eplb_algorithm="deepseek",
+        eplb_rebalance_num_iterations=3,
+        eplb_max_bytes_per_step=30_000,
+        **MESHES[mesh],
+    ) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def expected(mesh: str) -> Iterator[list[tuple[list[int], list[float]]]]:
+    exact = mesh == "deterministic"
+    with Engine(model_path=FAMILY, page_size=4, enable_deterministic_inference=exact) as one_rank:
+        yield answers(one_rank)
+        with pytest.raises(ValueError, match="start with --enable-eplb"):
+            one_rank.rebalance()
+
+
+def moved_layers(engine: Engine) -> int:
+    """Rebalances after which experts had moved, as the first rank counts them."""
+    moves = engine.get_stats().ranks[0].moves
+    assert moves.aborted == 0
+    return moves.rebalances
+
+
+def test_no_token_changes(
+    engine: Engine, mesh: str, expected: list[tuple[list[int], list[float]]]
+) -> None:
+    rounds = 0
+    while moved_layers(engine) < 2:
+        found = answers(engine)
+        for (ours, logprobs), (theirs, others) in zip(found, expected, strict=True):
+            assert ours == theirs
+            if mesh == "deterministic":
+                assert logprobs == others, "every bit"
+            else:
+                assert logprobs == pytest.approx(others, abs=1e-4)
+        rounds += 1
+        assert rounds < 100, engine.rebalance_state()
+    stats = engine.get_stats()
+    assert sum(rank.moves.bytes for rank in stats.ranks) > 0
+    # All pairs of token and expert are counted, whatever slot their expert had: layers have equally
+    # many, and experts that moved keep theirs.
+    totals = {sum(load.experts) for load in expert_loads(stats)}
+    assert len(totals) == 1 and totals.pop() > 0
+
+
+def test_an_idle_engine_moves_when_it_is_asked_to(engine: Engine) -> None:
+    answers(engine)
+    wait_until(lambda: engine.rebalance_state()[0]["running"] is None)
+    before = moved_layers(engine)
+    (dry,) = engine.rebalance(dry_run=True)
+    last = dry["last"]
+    assert last["number"] >= dry["asked"] and last["dry_run"] and last["outcome"] == "dry run"
+    assert last["algorithm"] == "deepseek" and 0 < last["balancedness"] <= 1
+    assert last["fetched_bytes"] >= 0 and moved_layers(engine) == before
+    (state,) = engine.rebalance()
+    assert state["running"] is None and not state["last"]["dry_run"]
+    assert state["last"]["outcome"] in ("moved", "nothing to move")
+    assert state["last"]["balancedness"] == pytest.approx(last["balancedness"]), "same loads"
+    with Running(engine).serve() as running, running.client() as client:
+        found = client.get("/rebalance").json()["replicas"]
+        assert found[0]["last"] == engine.rebalance_state()[0]["last"] == state["last"]
+        (again,) = client.post("/rebalance", json={"dry_run": True}).json()["replicas"]
+        assert again["last"]["outcome"] == "dry run" and again["last"]["number"] == again["asked"]
+        refused = client.post("/rebalance", json={"timeout": -1})
+        assert refused.status_code == 400 and "between 0 and 600" in refused.text
+        text = client.get("/metrics").text
+        assert re.search(r'moesaic_eplb_moved_bytes_total{rank="0"} [1-9]', text)
