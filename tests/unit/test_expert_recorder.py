@@ -26,13 +26,13 @@ EXPERTS = 6
 class Layers:
     """MoE layers of a rank that holds the last three of six slots."""
 
-    def __init__(self, number: int, on_device: bool) -> None:
+    def __init__(self, number: int, on_device: bool, movable: int = 0) -> None:
         self.device = torch.device("cpu")
         self.layout = EpLayout(EXPERTS, ep_size=2, rank=1)
         counters = DeviceCounters() if on_device else None
         self.moe_layers = [
             SimpleNamespace(
-                load=SlotLoad(3 + n, self.layout, Spans(), counters),
+                load=SlotLoad(3 + n, self.layout, Spans(), counters, movable),
                 layout=self.layout,
                 placement=Placement.trivial(EXPERTS),
                 config=SimpleNamespace(num_experts=EXPERTS, top_k=2),
@@ -47,12 +47,14 @@ class Layers:
             if load.on_device is not None:
                 load.on_device.add_(load.on_device.new_tensor(added) + n)
             else:
-                load._tokens = [old + new + n for old, new in zip(load.tokens, added, strict=True)]
+                load._tokens[:3] = [
+                    old + new + n for old, new in zip(load.tokens, added, strict=False)
+                ]
 
     def move(self, index: int, slots: tuple[int, ...]) -> None:
         layer = self.moe_layers[index]
+        layer.load.start_window(layer.placement.slots[3:])
         layer.placement = Placement(EXPERTS, slots)
-        layer.load.start_window()
 
 
 def passes_of(recorder: ExpertRecorder, rank: int = 0, replica: int = 0) -> RankPasses:
@@ -153,7 +155,7 @@ def test_counters_may_wrap(on_device: bool) -> None:
 @pytest.mark.parametrize("on_device", [False, True])
 def test_experts_that_move_between_passes(on_device: bool) -> None:
     """Each pass is counted by the placement that it followed."""
-    layers: Any = Layers(2, on_device)
+    layers: Any = Layers(2, on_device, movable=EXPERTS)
     recorder = ExpertRecorder(layers, passes=8)
     recorder.start()
     run(layers, recorder, 1, 3)
