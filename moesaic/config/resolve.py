@@ -404,12 +404,6 @@ def _balance(args: ServerArgs) -> Iterator[str]:
     if not (args.enable_eplb or args.expert_distribution_recorder_mode):
         for given in _given(args, "expert_distribution_recorder_buffer_size"):
             yield f"{given} needs --expert-distribution-recorder-mode stat, per_pass or per_token"
-    kept = args.expert_distribution_recorder_buffer_size or 0
-    if args.enable_eplb and kept > args.eplb_rebalance_num_iterations:
-        yield (
-            f"--expert-distribution-recorder-buffer-size is {kept}: it would not be full after "
-            f"--eplb-rebalance-num-iterations {args.eplb_rebalance_num_iterations}; lower it"
-        )
 
 
 def _replicas(args: ServerArgs) -> Iterator[str]:

@@ -302,10 +302,6 @@ def test_missing_file_is_named(tmp_path: Path):
             "both give the rebalancing period: keep one",
         ),
         (
-            "--tp 2 --ep 2 --enable-eplb --expert-distribution-recorder-buffer-size 2000",
-            "it would not be full after --eplb-rebalance-num-iterations 1000; lower it",
-        ),
-        (
             "--expert-distribution-recorder-buffer-size -1",
             "recorder-buffer-size -1 needs --expert-distribution-recorder-mode stat, per_pass or",
         ),
