@@ -381,6 +381,8 @@ def _backend_names(args: ServerArgs) -> Iterator[str]:
 
 
 def _balance(args: ServerArgs) -> Iterator[str]:
+    if args.dummy_router_zipf is not None and args.load_format != "dummy":
+        yield "--dummy-router-zipf changes routers: give it with --load-format dummy only"
     if args.enable_eplb and expert_ranks(args) == 1:
         yield "--enable-eplb has nothing to balance on one rank: give --ep-size 2 or more"
     if args.enable_eplb and args.pp_size > 1:
