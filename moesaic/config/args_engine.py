@@ -75,6 +75,13 @@ class ModelArgs:
         built=LOAD_FORMATS_BUILT,
         why="weights are read from safetensors files",
     )
+    dummy_router_zipf: float | None = flag(
+        None,
+        "With --load-format dummy: routers prefer some experts, by Zipf's law with this exponent, "
+        "for benchmarks of balancing. Unset: all experts are about equally popular.",
+        at_least=0,
+        at_most=2,
+    )
     trust_remote_code: bool = flag(
         False, "Accepted for compatibility; code from a checkpoint is never run."
     )

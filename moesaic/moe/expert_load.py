@@ -83,19 +83,19 @@ class SlotLoad:
         """Which placement the counts belong to."""
         self.counts = layout.moe_tp_rank == 0
         self.runner_ns = 0
-        self._slots = layout.slots_per_rank
+        self.num_slots = layout.slots_per_rank
         self._movable = movable
         # A list: on CPU a tensor this small costs ten times as much.
-        self._tokens = [0] * (self._slots + movable)
+        self._tokens = [0] * (self.num_slots + movable)
         # Allocated here: the first use may be inside of a graph capture.
-        self.row = None if counters is None else counters.add(self._slots + movable)
+        self.row = None if counters is None else counters.add(self.num_slots + movable)
         """The table and its row that has this layer's counts; None on the host."""
         self._total: Tensor | None = None
         self.on_device: Tensor | None = None
         """The counter that kernels add each slot's rows to, in graphs too; None on the host."""
         if self.row is not None:
             self._total = self.row[0].counts_Le[self.row[1]]
-            self.on_device = self._total[: self._slots] if self.counts else None
+            self.on_device = self._total[: self.num_slots] if self.counts else None
 
     @property
     def tokens(self) -> list[int]:
@@ -109,7 +109,7 @@ class SlotLoad:
     def start_window(self, experts: Sequence[int]) -> None:
         """Counts from zero, under the next placement. `experts`: those that the slots have had."""
         self.placement_version += 1
-        slots = self._slots
+        slots = self.num_slots
         if self.row is None or self._total is None:
             for slot, expert in enumerate(experts):
                 self._tokens[slots + expert] += self._tokens[slot]
@@ -137,12 +137,12 @@ class SlotLoad:
             if self._spans.on:
                 self._spans.add(SpanKind.EXPERTS, begin, self.layer, 0, end=now)
             return
-        found = rows.slot_rows(self._slots)
-        found = results.slot_rows(self._slots) if found is None else found
+        found = rows.slot_rows(self.num_slots)
+        found = results.slot_rows(self.num_slots) if found is None else found
         if found is None:
             return
         if self.counts:
-            rest = self._tokens[self._slots :]
+            rest = self._tokens[self.num_slots :]
             self._tokens = [a + b for a, b in zip(self._tokens, found, strict=False)] + rest
         if self._spans.on:
             self._spans.add(SpanKind.EXPERTS, begin, self.layer, sum(found), end=now)

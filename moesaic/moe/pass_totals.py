@@ -83,12 +83,12 @@ class HostTotals(PassTotals):
     """Of counters on the host."""
 
     def __init__(self, loads: Sequence[SlotLoad], rows: int) -> None:
-        self._loads, slots = loads, len(loads[0].tokens) if loads else 0
-        self._ring_SLe = np.zeros((rows, len(loads), slots), np.int32)
+        self._loads, self._slots = loads, loads[0].num_slots if loads else 0
+        self._ring_SLe = np.zeros((rows, len(loads), self._slots), np.int32)
         self.nbytes = self._ring_SLe.nbytes
 
     def write(self, row: int) -> None:
-        tokens = chain.from_iterable(load.tokens for load in self._loads)
+        tokens = chain.from_iterable(load.tokens[: self._slots] for load in self._loads)
         totals = np.fromiter(tokens, np.int64, self._ring_SLe[row].size)
         self._ring_SLe[row] = totals.reshape(self._ring_SLe.shape[1:])  # wraps
 
@@ -102,7 +102,8 @@ class DeviceTotals(PassTotals):
     def __init__(self, loads: Sequence[SlotLoad], rows: int) -> None:
         tables = [load.row[0] for load in loads if load.row is not None]
         self._tables: list[CounterTable] = list(dict.fromkeys(tables))
-        self._rings = [_ring_of(table, rows) for table in self._tables]
+        self._slots = loads[0].num_slots
+        self._rings = [_ring_of(table, self._slots, rows) for table in self._tables]
         self._places = [self._place(load) for load in loads]
         self._stream = SideStream(self._rings[0].device)
         self.nbytes = sum(ring_SLe.nbytes for ring_SLe in self._rings)
@@ -116,7 +117,7 @@ class DeviceTotals(PassTotals):
 
     def write(self, row: int) -> None:
         for table, ring_SLe in zip(self._tables, self._rings, strict=True):
-            ring_SLe[row].copy_(table.counts_Le[: table.num_layers])
+            ring_SLe[row].copy_(table.counts_Le[: table.num_layers, : self._slots])
 
     def read(self, first: int, count: int) -> Totals:
         parts = self._stream.to_host([ring[first : first + count] for ring in self._rings])
@@ -130,8 +131,8 @@ def make_totals(loads: Sequence[SlotLoad], rows: int) -> PassTotals:
     return DeviceTotals(loads, rows) if on_device else HostTotals(loads, rows)
 
 
-def _ring_of(table: CounterTable, rows: int) -> Tensor:
-    counts_Le = table.counts_Le[: table.num_layers]
+def _ring_of(table: CounterTable, slots: int, rows: int) -> Tensor:
+    counts_Le = table.counts_Le[: table.num_layers, :slots]
     return torch.zeros(rows, *counts_Le.shape, dtype=torch.int32, device=counts_Le.device)
 
 

@@ -2,9 +2,11 @@
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moesaic import Engine
 from moesaic.observe.expert_load import expert_loads
@@ -54,6 +56,8 @@ def engine(mesh: str) -> Iterator[Engine]:
         eplb_algorithm="deepseek",
         eplb_rebalance_num_iterations=3,
         eplb_max_bytes_per_step=30_000,
+        expert_distribution_recorder_mode="stat",
+        expert_distribution_recorder_buffer_size=5000,
         **MESHES[mesh],
     ) as made:
         yield made
@@ -76,8 +80,13 @@ def moved_layers(engine: Engine) -> int:
 
 
 def test_no_token_changes(
-    engine: Engine, mesh: str, expected: list[tuple[list[int], list[float]]]
+    engine: Engine,
+    mesh: str,
+    expected: list[tuple[list[int], list[float]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    engine.start_expert_distribution_record()
     rounds = 0
     while moved_layers(engine) < 2:
         found = answers(engine)
@@ -93,8 +102,13 @@ def test_no_token_changes(
     assert sum(rank.moves.bytes for rank in stats.ranks) > 0
     # All pairs of token and expert are counted, whatever slot their expert had: layers have equally
     # many, and experts that moved keep theirs.
-    totals = {sum(load.experts) for load in expert_loads(stats)}
-    assert len(totals) == 1 and totals.pop() > 0
+    loads = expert_loads(stats)
+    assert len({sum(load.experts) for load in loads}) == 1 and sum(loads[0].experts) > 0
+    # Nor does a recording lose any: it knows the placement that each pass followed.
+    monkeypatch.setenv("SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR", str(tmp_path))
+    (file,) = engine.dump_expert_distribution_record()["files"]
+    recorded_LE = torch.load(file, weights_only=True)["logical_count"].sum(0)
+    assert recorded_LE.tolist() == [load.experts for load in loads]
 
 
 def test_an_idle_engine_moves_when_it_is_asked_to(engine: Engine) -> None:

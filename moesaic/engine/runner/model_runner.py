@@ -45,6 +45,7 @@ from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.layers.paged_cache import PagedCache, PageTable, PageUpdate, Sequences
 from moesaic.models.config import BuildContext
 from moesaic.models.registry import build_model
+from moesaic.models.skewed_routers import skew_routers
 from moesaic.models.weights import fill_randomly, load_weights, sync_input_scales
 from moesaic.moe.layer import FusedMoE
 
@@ -128,6 +129,8 @@ class ModelRunner:
             self.model = build_model(resolved.raw, context)
         if args.load_format == "dummy":
             fill_randomly(self.model, args.random_seed or 0)
+            if args.dummy_router_zipf is not None:
+                skew_routers(self.model, args.dummy_router_zipf, args.random_seed or 0)
         else:
             load_weights(self.model, folder, resolved.scheme)
             sync_input_scales(self.model, folder)

@@ -1,0 +1,219 @@
+"""Balancing while serving: throughput with and without it, and the longest step while experts move.
+
+    python -m bench.eplb                                   # CPU ranks, a small model
+    python -m bench.eplb --model-path shape:qwen3-30b-a3b --dtype bfloat16 --ranks 4 8 --batch 256 \
+        --page-size 64 --redundant 16 --out h200_balance
+
+Routers of dummy weights prefer some experts (--zipf). The same batch decodes with the first
+placement, with each algorithm before, during and after one rebalance, and with random routing
+(--ep-dispatch-algorithm fake), which is the bound: perfect balance but for chance. Steps are those
+of rank 0's trace. A row's `worst_step_ratio` is the longest step while experts move, in units of
+the median step without moves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import random
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from bench.common import print_table, write_json
+from moesaic import Engine
+from moesaic.observe.expert_load import LayerLoad, expert_loads
+
+SMALL = (
+    "tiny:qwen3_moe,hidden_size=512,moe_intermediate_size=256,num_experts=32,num_experts_per_tok=4,"
+    "num_hidden_layers=6,vocab_size=4096"
+)
+UNIFORM, FIRST = "uniform", "none"
+NEVER = 1 << 30
+TOP_TOKEN = 4000
+
+
+@dataclass
+class Row:
+    """`balancedness` is of the tokens of the measured decode: mean over ranks / largest, averaged
+    over layers."""
+
+    ranks: int
+    algorithm: str
+    redundant: int
+    balancedness: float
+    tok_s: float
+    of_uniform: float = 0.0
+    worst_step_ratio: float = 0.0
+    moved_bytes: int = 0
+    fetched: int = 0
+    move_seconds: float = 0.0
+    median_step_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class Decode:
+    """One batch: seconds, and rank 0's steps as (begin, milliseconds, whether experts moved)."""
+
+    seconds: float
+    steps: list[tuple[float, float, bool]]
+
+
+def decode(engine: Engine, args: argparse.Namespace, seed: int, tokens: int) -> Decode:
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(TOP_TOKEN) for _ in range(args.prompt)] for _ in range(args.batch)]
+    params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    engine.flush_cache()
+    with tempfile.TemporaryDirectory() as folder:
+        engine.start_profile(folder)
+        begin = time.perf_counter()
+        engine.generate(input_ids=prompts, sampling_params=params)
+        seconds = time.perf_counter() - begin
+        path = engine.stop_profile()
+        with gzip.open(path, "rt") as file:
+            events = json.load(file)["traceEvents"]
+    return Decode(seconds, steps_of(events))
+
+
+def steps_of(events: list[dict[str, Any]]) -> list[tuple[float, float, bool]]:
+    """Decode steps of the first rank; the first process of a trace is the caller's."""
+    first = min(event["pid"] for event in events if event["name"] == "step")
+    own = [event for event in events if event["pid"] == first and event["ph"] == "X"]
+    moving = {event["args"]["step"] for event in own if event["name"] == "move"}
+    found = [
+        (event["ts"], event["dur"] / 1000, event["args"]["step"] in moving)
+        for event in own
+        if event["name"] == "step"
+    ]
+    return sorted(found)
+
+
+def balancedness_between(before: list[LayerLoad], after: list[LayerLoad]) -> float:
+    values = []
+    for old, new in zip(before, after, strict=True):
+        ranks = [new.ranks[rank] - old.ranks[rank] for rank in new.ranks]
+        values.append(statistics.mean(ranks) / max(ranks) if max(ranks) else 1.0)
+    return statistics.mean(values)
+
+
+def engine_flags(args: argparse.Namespace, ranks: int, algorithm: str) -> dict[str, Any]:
+    flags: dict[str, Any] = {
+        "model_path": args.model_path,
+        "load_format": "dummy",
+        "dtype": args.dtype,
+        "tp_size": ranks,
+        "dp_size": ranks,
+        "enable_dp_attention": True,
+        "moe_a2a_backend": "deepep",
+        "page_size": args.page_size,
+        "skip_tokenizer_init": True,
+        "max_running_requests": args.batch,
+        "dummy_router_zipf": args.zipf,
+        "ep_num_redundant_experts": args.redundant,
+        "log_level": "warning",
+    }
+    if args.kv_tokens:
+        flags["max_total_tokens"] = args.kv_tokens
+    if algorithm == UNIFORM:
+        flags["ep_dispatch_algorithm"] = "fake"
+    elif algorithm != FIRST:
+        flags |= {
+            "enable_eplb": True,
+            "eplb_algorithm": algorithm,
+            "eplb_rebalance_num_iterations": NEVER,
+            "eplb_max_bytes_per_step": args.step_bytes,
+        }
+    return flags
+
+
+def measure(args: argparse.Namespace, ranks: int, algorithm: str) -> Row:
+    with Engine(**engine_flags(args, ranks, algorithm)) as engine:
+        decode(engine, args, 0, 8)
+        row = Row(ranks, algorithm, args.redundant, 0.0, 0.0)
+        if algorithm not in (FIRST, UNIFORM):
+            decode(engine, args, 1, args.tokens)
+            move(engine, args, row)
+        before = expert_loads(engine.get_stats())
+        found = [decode(engine, args, 3 + n, args.tokens) for n in range(args.repeats)]
+        row.balancedness = balancedness_between(before, expert_loads(engine.get_stats()))
+        best = min(found, key=lambda one: one.seconds)
+        row.tok_s = args.batch * args.tokens / best.seconds
+        row.median_step_ms = statistics.median(ms for _, ms, _ in best.steps)
+    return row
+
+
+def move(engine: Engine, args: argparse.Namespace, row: Row) -> None:
+    """A rebalance in the middle of a decode, in which its steps are compared with the others."""
+    from threading import Timer
+
+    timer = Timer(args.delay, lambda: engine.rebalance(timeout=0))
+    timer.start()
+    found = decode(engine, args, 2, 2 * args.tokens)
+    timer.join()
+    last = engine.rebalance_state()[0]["last"]
+    moving = [ms for _, ms, moves in found.steps if moves]
+    still = statistics.median(ms for _, ms, moves in found.steps if not moves)
+    row.worst_step_ratio = max(moving, default=0.0) / still
+    row.moved_bytes, row.fetched = last["fetched_bytes"], last["fetched"]
+    row.move_seconds = last["seconds"]
+
+
+def report(rows: list[Row]) -> None:
+    header = (
+        "ranks algorithm redundant balancedness tokens/s of-uniform worst/median fetched MiB "
+        "move-s step-ms"
+    )
+    cells = [
+        (
+            str(row.ranks),
+            row.algorithm,
+            str(row.redundant),
+            f"{row.balancedness:.3f}",
+            f"{row.tok_s:.0f}",
+            f"{row.of_uniform:.3f}",
+            f"{row.worst_step_ratio:.2f}",
+            str(row.fetched),
+            f"{row.moved_bytes / 2**20:.0f}",
+            f"{row.move_seconds:.2f}",
+            f"{row.median_step_ms:.2f}",
+        )
+        for row in rows
+    ]
+    print_table(header.split(), cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model-path", default=SMALL)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
+    parser.add_argument("--algorithms", nargs="+", default=["incremental", "deepseek"])
+    parser.add_argument("--redundant", type=int, default=8)
+    parser.add_argument("--zipf", type=float, default=0.7)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--kv-tokens", type=int, default=0)
+    parser.add_argument("--step-bytes", type=int, default=None)
+    parser.add_argument("--delay", type=float, default=0.5, help="seconds until experts move")
+    parser.add_argument("--out", default="eplb", help="name of the file in bench/results")
+    args = parser.parse_args()
+    rows = []
+    cases = [(ranks, name) for ranks in args.ranks for name in (UNIFORM, FIRST, *args.algorithms)]
+    for ranks, name in tqdm(cases, desc="Decoding", disable=None):
+        rows.append(measure(args, ranks, name))
+        bound = next(row for row in rows if (row.ranks, row.algorithm) == (ranks, UNIFORM))
+        rows[-1].of_uniform = rows[-1].tok_s / bound.tok_s
+    report(rows)
+    write_json(args.out, [asdict(row) for row in rows])
+
+
+if __name__ == "__main__":
+    main()
