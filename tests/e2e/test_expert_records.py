@@ -143,6 +143,8 @@ LINES = (
     "--tp 2 --enable-dp-attention --dp 2 --moe-a2a-backend flashinfer",
     "--tp 2 --enable-dp-attention --dp 2 --moe-a2a-backend ascend_fuseep",
     "--pp 2 --enable-deterministic-inference",
+    "--tp 2 --ep 2 --ep-num-redundant-experts 2 --enable-eplb --eplb-rebalance-num-iterations 2 "
+    "--expert-distribution-recorder-buffer-size 200",
 )
 
 
@@ -155,8 +157,10 @@ def test_every_backend_records_the_same(line: str, mode: str, folder: Path) -> N
         key: value for key, value in asdict(args).items() if value != getattr(ServerArgs(), key)
     }
     with Engine(**given) as engine:
-        sequences = record(engine, PROMPTS, 4)
+        sequences = record(engine, PROMPTS, 20 if args.enable_eplb else 4)
         found = engine.dump_expert_distribution_record()
+        moves = engine.get_stats().ranks[0].moves
+    assert moves.rebalances > 0 or not args.enable_eplb
     check_counts(found, oracle_of(MODEL), sequences, folder)
     if mode == "per_token":
         check_tokens(found, oracle_of(MODEL), sequences)

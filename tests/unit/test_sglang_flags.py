@@ -125,7 +125,7 @@ def test_every_choice_works_or_is_refused_with_a_reason():
         )
         assert told is not None, found
         assert len((told[2] or told[4]).split()) > 3, found
-    assert (works, refused) == (119, 205)
+    assert (works, refused) == (123, 201)
 
 
 @pytest.mark.parametrize(
@@ -338,13 +338,13 @@ def test_a_file(tmp_path: Path):
 
 def test_a_pasted_line_names_all_that_is_refused():
     line = "--lora-paths a=b c=d --tp 2 --enable-lora --hicache-size 64 --cpu-offload-gb 8 --ep 2"
-    found = refusal(f"{line} --enable-eplb --enable-two-batch-overlap".split())
+    found = refusal(f"{line} --enable-two-batch-overlap --enable-waterfill".split())
     reasons = found.removeprefix("not supported: ").split("; ")
     assert [reason.partition(" (")[0] for reason in reasons] == [
         "--lora-paths, --enable-lora",
         "--hicache-size",
         "--cpu-offload-gb",
-        "not built yet: --enable-eplb",
+        "not built yet: --enable-waterfill",
         "--enable-two-batch-overlap",
     ]
 
@@ -529,7 +529,7 @@ def test_json_flags(value: str, message: str):
 
 @pytest.mark.parametrize(
     "given",
-    [{"disaggregation_transfer_backend": "nixl"}, {"eplb_rebalance_num_iterations": 400}],
+    [{"disaggregation_transfer_backend": "nixl"}, {"max_ep_size": 4}],
 )
 def test_flags_of_what_is_not_built(given: dict[str, Any]) -> None:
     """Nothing of their groups is built, not even at the default."""
