@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from moesaic.comm.windows.factory import create_window
 from moesaic.comm.windows.window import PlaneSpec, window_bytes
 
 ROWS, WIDTH = 24, 32
+PEER_SECONDS = 5.0
 FLOAT8 = torch.float8_e4m3fn
 DTYPES = (torch.bfloat16, torch.float32, torch.int8, FLOAT8)
 
@@ -35,7 +36,7 @@ def four() -> Iterator[LocalRanks]:
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[LocalRanks]:
-    with LocalRanks(3, timeout=30, peer_timeout=2.0) as ranks:
+    with LocalRanks(3, timeout=30, peer_timeout=PEER_SECONDS) as ranks:
         yield ranks
 
 
@@ -294,7 +295,7 @@ def second_step(group: RankGroup, victim: int, die: bool) -> PeerTimeout | None:
 def test_collective_names_the_late_rank(three: LocalRanks):
     first, second, third = three.run(second_step, 1, False)
     for error in (first, third):
-        assert error.missing == (1,) and 1.9 < error.seconds < 3.0
+        assert error.missing == (1,) and error.seconds > PEER_SECONDS - 0.1
         assert "rank 1 did not reach 'a second step' within" in str(error)
         assert "(last seen: 'a first step')" in str(error)
     assert second.missing == () and "a peer gave up earlier" in str(second)
@@ -310,13 +311,13 @@ def test_killed_rank_is_named_and_replaced(three: LocalRanks):
     started = time.monotonic()
     with pytest.raises(RankFailed, match=r"rank 2: process \d+ died \(exit code -9\)") as failed:
         three.run(second_step, 2, True)
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < PEER_SECONDS
     assert list(failed.value.failures) == [2]
     for rank in (0, 1):
         assert failed.value.results[rank].missing == (2,)
     assert three.run(roundtrip) == [3 * ROWS * WIDTH * 8] * 3
     assert [pid in before for pid in three.pids] == [True, True, False]
-    assert set(os.listdir("/dev/shm")) == shm
+    assert soon(lambda: set(os.listdir("/dev/shm")) <= shm)
 
 
 def listening() -> set[tuple[str, int]]:
@@ -383,11 +384,17 @@ def test_results_and_errors_of_ranks(four: LocalRanks):
     assert four.pids == pids
 
 
-def gone(pid: int) -> bool:
-    deadline = time.monotonic() + 5
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+def soon(condition: Callable[[], bool]) -> bool:
+    """Whether it comes true: processes take a while to end, and others have semaphores in /dev/shm
+    for a moment."""
+    deadline = time.monotonic() + 30
+    while not (found := condition()) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return not Path(f"/proc/{pid}").exists()
+    return found
+
+
+def gone(pid: int) -> bool:
+    return soon(lambda: not Path(f"/proc/{pid}").exists())
 
 
 def test_nothing_is_left_after_close():
@@ -399,7 +406,7 @@ def test_nothing_is_left_after_close():
         ranks.kill(0)
         pids = ranks.pids
     assert all(gone(pid) for pid in pids)
-    assert set(os.listdir("/dev/shm")) == shm
+    assert soon(lambda: set(os.listdir("/dev/shm")) <= shm)
     with pytest.raises(ValueError, match="closed"):
         ranks.run(sleep, -1)
 
