@@ -226,7 +226,7 @@ class BalanceArgs:
         at_least=1,
     )
     eplb_min_rebalancing_utilization_threshold: float = flag(
-        1.0, "Rebalance only while mean/max load is below this.", at_least=0, at_most=1
+        1.0, "Rebalance only while mean/max load is at most this.", at_least=0, at_most=1
     )
     eplb_max_bytes_per_step: int | None = flag(
         None,

@@ -384,7 +384,7 @@ def _balance(args: ServerArgs) -> Iterator[str]:
     if args.dummy_router_zipf is not None and args.load_format != "dummy":
         yield "--dummy-router-zipf changes routers: give it with --load-format dummy only"
     if args.enable_eplb and expert_ranks(args) == 1:
-        yield "--enable-eplb has nothing to balance on one rank: give --ep-size 2 or more"
+        yield "--enable-eplb has nothing to balance with --ep-size 1: give 2 or more"
     if args.enable_eplb and args.pp_size > 1:
         yield (
             f"--enable-eplb with --pp-size {args.pp_size}: experts move without a pipeline only; "

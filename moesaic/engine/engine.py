@@ -52,7 +52,7 @@ from moesaic.engine.frontend.outputs import (
 )
 from moesaic.engine.frontend.profiler import Profiler
 from moesaic.engine.frontend.queries import engine_stats
-from moesaic.engine.frontend.rebalance import REBALANCE_SECONDS, rebalance, rebalance_states
+from moesaic.engine.frontend.rebalance import REBALANCE_SECONDS, Rebalances
 from moesaic.engine.schedule.request_state import Progress, RequestState
 from moesaic.engine.sglang_engine import (
     MISSING_METHODS,
@@ -117,6 +117,8 @@ class Engine:
         )
         if dump is not None:
             self._core.on_failure = lambda reason: dump.write(reason, self._inflight.requests())
+        mesh = self.mesh
+        self._rebalances = Rebalances(self._thread.query, range(0, mesh.world, mesh.tp * mesh.pp))
         self._profiler = Profiler(self._thread.query, self.mesh, self.spans, self.args.profile_dir)
         num_layers = self._core.facts.num_layers
         self._records = ExpertRecords(self._thread.query, self.args, self.mesh, num_layers)
@@ -307,11 +309,11 @@ class Engine:
         """Moves experts between ranks by the tokens since the last time, as `enable_eplb` does from
         time to time, and waits for it. A dry run shows the predicted gain and cost. One state for
         each copy of the model; ValueError without `enable_eplb`."""
-        return rebalance(self._thread.query, dry_run, timeout)
+        return self._rebalances.run(dry_run, timeout)
 
     def rebalance_state(self) -> list[dict[str, Any]]:
         """What was moved last, and what moves now, for each copy of the model."""
-        return rebalance_states(self._thread.query)
+        return self._rebalances.states()
 
     def start_profile(
         self, output_dir: str | Path | None = None, num_steps: int | None = None

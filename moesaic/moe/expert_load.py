@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moesaic.moe.formats import CombineInput, DispatchOutput
-from moesaic.moe.placement import EpLayout
+from moesaic.moe.placement import EpLayout, overwrite
 from moesaic.observe.spans import SpanKind, Spans
 
 TABLE_LAYERS: Final = 64
@@ -116,7 +116,8 @@ class SlotLoad:
             self._tokens[:slots] = [0] * slots
             return
         table, row = self.row
-        index = torch.tensor(experts).to(self._total.device, non_blocking=True)
+        index = torch.empty(len(experts), dtype=torch.int64, device=self._total.device)
+        overwrite(index, torch.tensor(experts))
         self._total[slots:].index_add_(0, index, self._total[:slots])
         table.clear(row, slots)
 

@@ -127,6 +127,12 @@ def slot_table(slots: Sequence[tuple[int, ...]], width: int) -> tuple[Tensor, Te
     return torch.tensor(padded), torch.tensor([len(some) for some in slots])
 
 
+def overwrite(tensor: Tensor, values: Tensor) -> None:
+    """Copies values of the host, on a GPU behind the steps that were begun and without waiting."""
+    values = values.to(tensor.dtype)
+    tensor.copy_(values.pin_memory() if tensor.is_cuda else values, non_blocking=True)
+
+
 ReplicaChoice = Callable[[Placement], Sequence[tuple[int, ...]]]
 """The slots of each expert among which this rank's rows are split, in this order."""
 
@@ -162,8 +168,8 @@ class SlotMap:
         self._check(placement)
         slots_EX, count_E = slot_table(self.choice(placement), self.width)
         for table in self._tables.values():
-            table.slots_EX.copy_(slots_EX)
-            table.count_E.copy_(count_E)
+            overwrite(table.slots_EX, slots_EX)
+            overwrite(table.count_E, count_E)
         self.placement = placement
 
     def _check(self, placement: Placement) -> None:

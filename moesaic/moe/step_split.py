@@ -16,7 +16,7 @@ from moesaic.comm.collectives.collective import Collective, SingleRank, WindowCo
 from moesaic.comm.collectives.device_collective import DeviceCollective
 from moesaic.kernels.split import ReplicaTable, count_pairs, fill_replicas, take_replicas
 from moesaic.moe.dispatch.base import CommContext
-from moesaic.moe.placement import EpLayout, Placement
+from moesaic.moe.placement import EpLayout, Placement, overwrite
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class StepSplit:
         self._rows = replica_rows(placement, self._layout)
         for table in self._tables.values():
             for tensor, rows in zip(_tensors(table), self._rows, strict=True):
-                tensor.copy_(torch.tensor(rows))
+                overwrite(tensor, torch.tensor(rows))
 
     def __call__(self, ids_TK: Tensor) -> Tensor:
         """Ids of -1 stay -1."""

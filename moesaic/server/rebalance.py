@@ -24,6 +24,8 @@ class RebalanceBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def rebalance(context: Context, request: Request) -> Response:
+    if request.query_params:
+        raise Refusal(400, "give dry_run and timeout in the body, as JSON")
     body = await read_body(request, RebalanceBody) if has_body(request) else RebalanceBody()
     if not 0 <= body.timeout <= MOST_SECONDS:
         raise Refusal(400, f"timeout must be between 0 and {MOST_SECONDS:g} seconds", "timeout")

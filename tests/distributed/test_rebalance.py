@@ -54,10 +54,12 @@ class Setting:
     algorithm: str = "deepseek"
     weights: str = "fp32"
     deterministic: bool = False
+    dispatch: str = "dynamic"
     per_chunk: int | None = None
     step_bytes: int = 170_000
     """An expert has 98,304: some travel in two parts."""
     rebalances: int = 1
+    tolerance: float = 1e-4
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,7 @@ class Bench:
             max_decode_tokens=64,
             redundant_experts=setting.redundant,
             max_replicas=setting.redundant + 1,
+            dispatch_algorithm=setting.dispatch,
             deterministic=setting.deterministic,
         )
         layer = FusedMoE(config_of(self.experts[number], TOP_K), context, number)
@@ -154,8 +157,9 @@ class Bench:
             topk = random_topk(tokens, EXPERTS, TOP_K, 7 * seed + self.group.rank)
             topk.ids_TK[: tokens // 2] = (torch.arange(TOP_K) + seed // 20) % EXPERTS  # hot ones
             x_TH = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
-            sent = TopKOutput(layer.slot_map(topk.ids_TK), topk.weights_TK)
-            y_TH = layer(x_TH, sent, Step(prefill=False, lane=seed % 2))
+            step = Step(prefill=self.setting.dispatch == "lp", lane=seed % 2)
+            slots_TK = (layer.split_of(step) or layer.slot_map)(topk.ids_TK)
+            y_TH = layer(x_TH, TopKOutput(slots_TK, topk.weights_TK), step)
             assert isinstance(y_TH, torch.Tensor)
             results.append(y_TH.clone())
             wanted = reference(experts, x_TH, topk)
@@ -227,7 +231,7 @@ def serve(group: RankGroup, settings: list[Setting]) -> list[Found]:
 def check(by_rank: list[list[Found]], settings: list[Setting]) -> None:
     for number, setting in enumerate(settings):
         found = [told[number] for told in by_rank]
-        assert max(one.worst for one in found) < 1e-4, setting
+        assert max(one.worst for one in found) < setting.tolerance, setting
         assert [one.wrong_slots for one in found] == [0] * RANKS, setting
         assert len({tuple(one.slots) for one in found}) == 1, "one placement on all ranks"
         assert {one.rebalances + one.aborted for one in found} == {setting.rebalances}, setting
@@ -248,7 +252,10 @@ def test_every_backend_computes_the_same_while_experts_move(
 
 def test_slices_formats_chunks_and_bits(pools: Callable[[int], LocalRanks]) -> None:
     settings = [
-        Setting(ep=2, redundant=2),
+        # Two ranks with many replicas: some experts change slots on their own rank only.
+        Setting(ep=2, redundant=8, rebalances=3),
+        Setting(dispatch="lp", redundant=8),
+        Setting(weights="fp8_channel", tolerance=0.5),
         Setting(redundant=0, step_bytes=40_000),
         Setting(per_chunk=5, step_bytes=10**9),
         Setting(algorithm="auto", rebalances=2),
@@ -316,8 +323,9 @@ def abandon_steps(group: RankGroup, rebalances: int) -> Found:
             busy = group.all_gather_bytes(bytes([bench.mover.is_busy]), "tell who is busy")
             assert len(set(busy)) == 1, "else some would sleep and others wait for them"
             bench.step(bench.steps, exchange=False)
-        if number % 40 == 39:  # in some phase
-            bench.mover._failed, bench.mover._error = int(group.rank == 1), "as the test wants it"
+        # In some phase; the first time the rank that fails also misses the next step.
+        if number % 39 == 0 and bench.mover.is_busy and group.rank == number // 39 % RANKS:
+            bench.mover._failed, bench.mover._error = bench.mover._num_aborts + 1, "by the test"
     raise AssertionError
 
 

@@ -291,7 +291,7 @@ def test_missing_file_is_named(tmp_path: Path):
             "--tp 4 --ep 4 --ep-dispatch-algorithm static",
             "--ep-dispatch-algorithm static needs --moe-a2a-backend deepep or another one",
         ),
-        ("--enable-eplb", "--enable-eplb has nothing to balance on one rank"),
+        ("--enable-eplb", "--enable-eplb has nothing to balance with --ep-size 1"),
         ("--dummy-router-zipf 0.7", "give it with --load-format dummy only"),
         ("--tp 2 --ep 2 --enable-eplb --pp 2", "experts move without a pipeline only"),
         (

@@ -48,15 +48,20 @@ def test_a_plan_from_recorded_loads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("location", "message"),
     [
-        ("nowhere.json", "there is no such file: give trivial, a file, or JSON"),
+        ("nowhere.json", "there is no file nowhere.json: give trivial, a file, or JSON"),
         ("{broken", "this is no JSON"),
         ('{"other": 1}', "or physical_to_logical_map"),
         (json.dumps({"physical_to_logical_map": [ROWS[0]] * 5}), "is of 5 layers.*another model"),
-        (json.dumps({"physical_to_logical_map": [[0, 1, 2, 3]] * 2}), "2 × 4.*2 layers of 6 slots"),
+        (
+            json.dumps({"physical_to_logical_map": [[0, 1, 2, 3]] * 2}),
+            "4 slots.*there are 6: give .*experts 0",
+        ),
         (json.dumps({"physical_to_logical_map": [[0] * 6] * 2}), "no slot for expert 1"),
         (json.dumps({"physical_to_logical_map": [[7] * 6] * 2}), "names expert 7"),
         (json.dumps({"logical_count": [[[1] * 5] * 2]}), "is of 5 experts.*the model has 4"),
         (json.dumps({"logical_count": [[[1] * 4] * 7]}), "is of 7 layers"),
+        (json.dumps({"logical_count": [[[0] * 4] * 2]}), "has counted no tokens"),
+        ('{"physical_to_logical_map": "x"}', "--init-expert-location: the JSON: .*no array"),
     ],
 )
 def test_what_does_not_fit_is_named(location: str, message: str) -> None:

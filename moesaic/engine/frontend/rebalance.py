@@ -3,50 +3,62 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
-from moesaic.engine.frontend.queries import RankAnswers
+from moesaic.engine.frontend.queries import QueryTimeout, RankAnswers
 
 POLL_SECONDS: Final = 0.05
 REBALANCE_SECONDS: Final = 60.0
-
-Query = Callable[[str, Mapping[str, Any]], RankAnswers]
 
 
 class NothingMoves(ValueError):
     """The engine was started without --enable-eplb."""
 
 
-def rebalance_states(query: Query, **options: bool) -> list[dict[str, Any]]:
-    """Of each copy of the model, as its first rank knows it."""
-    answers = query("rebalance" if options else "rebalance_state", options)
-    states = [answers.replies[rank].value for rank in sorted(answers.replies)]
-    if not any(states):
-        raise NothingMoves(
-            "experts keep their places: start with --enable-eplb, on 2 expert-parallel ranks or "
-            "more"
-        )
-    return [
-        {key: value for key, value in state.items() if key != "is_leader"}
-        for state in states
-        if state and state["is_leader"]
-    ]
+@dataclass(frozen=True)
+class Rebalances:
+    """`leaders`: the first rank of each copy of the model, which knows what its ranks move."""
+
+    query: Callable[[str, Mapping[str, Any]], RankAnswers]
+    leaders: Sequence[int]
+
+    def states(self, dry_run: bool | None = None) -> list[dict[str, Any]]:
+        """Of each copy of the model. With `dry_run` it asks for a rebalance."""
+        options = {} if dry_run is None else {"dry_run": dry_run}
+        replies = self.query("rebalance" if options else "rebalance_state", options).replies
+        late = [rank for rank in self.leaders if rank not in replies]
+        if late:
+            raise QueryTimeout(f"ranks {late} did not tell in time what they move: try again")
+        states = [dict(replies[rank].value) for rank in self.leaders]
+        if not all(states):
+            raise NothingMoves(
+                "experts keep their places: start with --enable-eplb, on 2 expert-parallel ranks "
+                "or more"
+            )
+        return states
+
+    def run(self, dry_run: bool, seconds: float) -> list[dict[str, Any]]:
+        """Returns the states when all copies of the model have ended what was asked for, with its
+        `result`. When the time is over first, the `result` of some is None."""
+        if not isinstance(dry_run, bool):
+            raise ValueError(f"dry_run is {dry_run!r}: give True or False")
+        if not seconds >= 0:
+            raise ValueError(f"timeout is {seconds!r}: give seconds, 0 or more")
+        deadline = time.monotonic() + seconds
+        states = self.states(dry_run)
+        asked = [state.pop("asked") for state in states]
+        while not all(map(_result, states, asked)) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+            states = self.states()
+        return [
+            state | {"asked": number, "result": _result(state, number)}
+            for state, number in zip(states, asked, strict=True)
+        ]
 
 
-def rebalance(query: Query, dry_run: bool, seconds: float) -> list[dict[str, Any]]:
-    """Returns the states when all copies of the model have ended what was asked for, or when the
-    time is over: then some still have it `running`."""
-    deadline = time.monotonic() + seconds
-    states = rebalance_states(query, dry_run=dry_run)
-    wanted = [state["asked"] for state in states]
-    while not all(map(_has_ended, states, wanted)) and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
-        states = rebalance_states(query)
-    for state, number in zip(states, wanted, strict=True):
-        state["asked"] = number
-    return states
-
-
-def _has_ended(state: Mapping[str, Any], number: int) -> bool:
-    return state["last"] is not None and state["last"]["number"] >= number
+def _result(state: Mapping[str, Any], number: int) -> dict[str, Any] | None:
+    """Of the rebalance with this number, if it has ended."""
+    found: list[dict[str, Any]] = [one for one in state["results"] if one["number"] == number]
+    return found[0] if found else None

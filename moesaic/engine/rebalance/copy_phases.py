@@ -3,8 +3,6 @@ in every step until they have ended."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from moesaic.engine.rebalance.expert_copies import ChunkCopy, CopyBuffers
 
 
@@ -26,43 +24,29 @@ class WritePhase:
 
 
 class ReadPhase:
-    """Stages what the outboxes of the other ranks hold, at most an outbox's bytes in a step."""
+    """Stages what the outboxes of the other ranks hold, about an outbox's bytes in a step."""
 
     def __init__(self, copy: ChunkCopy, buffers: CopyBuffers, round: int) -> None:
         self._copy, self._buffers, self._round = copy, buffers, round
-        self._pieces: Iterator[int] | None = None
-        self._has_more = True
+        self._pieces = copy.pieces(round)
+        self._num_staged = 0
+        self._may_read = False
 
     def __call__(self, number: int) -> bool:
-        if self._pieces is None:
+        if not self._may_read:
             self._buffers.await_published(number - 1)
-            self._pieces = self._copy.read(self._round)
-        if self._has_more and self._buffers.is_done:
-            self._buffers.start(self._read)
-        return not self._has_more and self._buffers.is_done
-
-    def _read(self) -> None:
-        assert self._pieces is not None
-        room = self._buffers.sizes.outbox
-        for nbytes in self._pieces:
-            room -= nbytes
-            if room <= 0:
-                return
-        self._has_more = False
-
-
-class ComparePhase:
-    """Compares what has arrived with what was sent."""
-
-    def __init__(self, copy: ChunkCopy, buffers: CopyBuffers) -> None:
-        self._copy, self._buffers = copy, buffers
-        self._has_begun = False
-
-    def __call__(self, number: int) -> bool:
-        if not self._has_begun:
-            self._has_begun = True
-            self._buffers.start(self._copy.compare)
-        if not self._buffers.is_done:
+            self._may_read = True
+        if self._num_staged < len(self._pieces) and self._buffers.is_done:
+            self._buffers.start(self._stage)
+        if self._num_staged < len(self._pieces) or not self._buffers.is_done:
             return False
-        self._copy.check()
+        self._buffers.check()
         return True
+
+    def _stage(self) -> None:
+        room = self._buffers.sizes.outbox
+        while room > 0 and self._num_staged < len(self._pieces):
+            piece = self._pieces[self._num_staged]
+            self._copy.stage(piece, self._round)
+            self._num_staged += 1
+            room -= piece.end - piece.begin

@@ -2,7 +2,7 @@
 
 Each rank has an outbox that the others read, and a staging area. The experts that a rank has to
 send stand behind each other in its stream, each of them once; in every round the outbox holds the
-next part of it. What arrives is staged, and only `adopt` changes weights.
+next part of it. What arrives is staged and compared with sums, and only `adopt` changes weights.
 
 All ranks derive the same streams from the same moves. The caller makes sure that nobody reads an
 outbox before it is written, and that it is not written before all have read it.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -24,21 +23,14 @@ from moesaic.comm.windows.window import SharedWindow
 from moesaic.engine.setup.expert_buffers import OUTBOX, SUMS, BufferSizes, ExpertImage
 from moesaic.moe.layer import FusedMoE
 
-WORD: Final = 8
-
 
 class WrongExpert(RuntimeError):
     """An expert arrived with other bytes than were sent."""
 
 
-def word_sum(parts: Sequence[Tensor]) -> Tensor:
-    """A number that changes if bytes do: the sum of all words, tensor by tensor, each tensor by
-    its own factor. It stays on the device."""
-    total = torch.zeros((), dtype=torch.int64, device=parts[0].device)
-    for factor, part in enumerate(parts, 1):
-        words = part.view(torch.int64) if part.numel() % WORD == 0 else part
-        total += factor * words.sum(dtype=torch.int64)
-    return total
+def word_sum(data: Tensor) -> Tensor:
+    """The sum of all words of some bytes, on their device: a changed or missing word shows."""
+    return data.view(torch.int64).sum()
 
 
 class CopyBuffers:
@@ -56,8 +48,8 @@ class CopyBuffers:
         )
         with torch.inference_mode(False):
             self.staging = torch.empty(sizes.staged, sizes.image, dtype=torch.uint8, device=device)
-            self.num_wrong = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=on_gpu)
-            """Where `ChunkCopy.compare` leaves its result."""
+            self._wrong = torch.zeros((), dtype=torch.int64, device=device)
+            self._num_wrong = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=on_gpu)
         self._stream = torch.cuda.Stream(device) if on_gpu else None
         self._end: torch.cuda.Event | None = None
 
@@ -77,6 +69,21 @@ class CopyBuffers:
             work()
             self._end = torch.cuda.Event()
             self._end.record()
+
+    def count_wrong(self, differs: Tensor) -> None:
+        """Notes a piece that arrived with another sum than it was sent with; `check` tells."""
+        self._wrong += differs
+        self._num_wrong.copy_(self._wrong, non_blocking=True)
+
+    def check(self) -> None:
+        """Raises WrongExpert if a piece was damaged. Call it when all that was started is done."""
+        if count := int(self._num_wrong):
+            raise WrongExpert(f"{count} pieces of experts arrived damaged")
+
+    def forget(self) -> None:
+        """Forgets damage, as what was staged is dropped."""
+        self._wrong.zero_()
+        self._num_wrong.zero_()
 
     @property
     def is_done(self) -> bool:
@@ -118,6 +125,17 @@ class Arrival:
     slot: int
     sent: SentExpert
     rank: int | None
+    row: int
+    """Where it is staged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of an arrival that one round brings, as bytes of the sender's stream."""
+
+    arrival: Arrival
+    begin: int
+    end: int
 
 
 class ChunkCopy:
@@ -131,10 +149,9 @@ class ChunkCopy:
         streams = self._streams(moves)
         self._own_stream = list(streams[self._layout.ep_rank].values())
         self._arrivals = list(self._find_arrivals(moves, streams))
-        longest = max(
-            (self._end(sent) for stream in streams for sent in stream.values()), default=0
-        )
-        self.rounds = -(-longest // buffers.sizes.outbox)
+        ends = (self._end(sent) for stream in streams for sent in stream.values())
+        # At least one round: experts that only change slots on their rank are staged in the first.
+        self.rounds = max(1, -(-max(ends, default=0) // buffers.sizes.outbox))
 
     @property
     def nbytes(self) -> int:
@@ -151,13 +168,12 @@ class ChunkCopy:
         """For each expert-parallel rank what it sends, by layer and slot."""
         per_rank = self._layout.slots_per_rank
         streams: list[dict[tuple[int, int], SentExpert]] = [{} for _ in range(self._layout.ep_size)]
-        for layer, image in enumerate(self._images):
-            for source in sorted({move.source for move in moves[layer] if self._is_remote(move)}):
+        for layer, found in enumerate(moves):
+            for source in sorted({move.source for move in found if self._is_remote(move)}):
                 stream = streams[source // per_rank]
                 start = self._end(next(reversed(stream.values()))) if stream else 0
                 slot = source % per_rank
                 stream[layer, slot] = SentExpert(layer, slot, start, len(stream))
-                assert image.nbytes, "an expert has bytes"
         return streams
 
     def _is_remote(self, move: SlotMove) -> bool:
@@ -169,79 +185,75 @@ class ChunkCopy:
         moves: Sequence[Sequence[SlotMove]],
         streams: Sequence[dict[tuple[int, int], SentExpert]],
     ) -> Iterator[Arrival]:
-        layout, per_rank = self._layout, self._layout.slots_per_rank
+        layout, per_rank, row = self._layout, self._layout.slots_per_rank, 0
         for layer, found in enumerate(moves):
             for move in found:
                 if move.slot // per_rank != layout.ep_rank:
                     continue
                 owner, slot = divmod(move.source, per_rank)
-                own = move.slot % per_rank
-                if owner == layout.ep_rank:
-                    yield Arrival(layer, own, SentExpert(layer, slot, 0, 0), None)
-                else:
+                rank, sent = None, SentExpert(layer, slot, 0, 0)
+                if owner != layout.ep_rank:
                     rank = owner * layout.moe_tp_size + layout.moe_tp_rank
-                    yield Arrival(layer, own, streams[owner][layer, slot], rank)
+                    sent = streams[owner][layer, slot]
+                yield Arrival(layer, move.slot % per_rank, sent, rank, row)
+                row += 1
 
     def write(self, round: int) -> int:
-        """Fills the outbox; returns the bytes of it that are used."""
-        size, outbox, used = self._buffers.sizes.outbox, self._buffers.outbox(), 0
-        first = round * size
+        """Fills the outbox, with a sum for each expert in it; returns the bytes that are used."""
+        size, outbox, sums = (
+            self._buffers.sizes.outbox,
+            self._buffers.outbox(),
+            self._buffers.sums(),
+        )
+        first, used = round * size, 0
         for sent in self._own_stream:
-            image, parts = self._images[sent.layer], self._read(sent.layer, sent.slot)
-            for start, part in zip(image.starts, parts, strict=False):
-                begin = max(sent.start + start, first)
-                end = min(sent.start + start + len(part), first + size)
-                if begin < end:
-                    skip = sent.start + start
-                    outbox[begin - first : end - first].copy_(part[begin - skip : end - skip])
-                    used = max(used, end - first)
-            if first < self._end(sent) <= first + size:
-                self._buffers.sums()[sent.place].copy_(word_sum(parts))
+            begin, end = max(sent.start, first), min(self._end(sent), first + size)
+            if begin < end:
+                piece = outbox[begin - first : end - first]
+                self._write_piece(sent, begin, piece)
+                sums[sent.place].copy_(word_sum(piece))
+                used = end - first
         return used
 
-    def read(self, round: int) -> Iterator[int]:
-        """Stages what other ranks have written, piece by piece; yields the bytes of each."""
-        size, staging = self._buffers.sizes.outbox, self._buffers.staging
-        first = round * size
-        for row, arrival in zip(staging, self._arrivals, strict=False):
+    def _write_piece(self, sent: SentExpert, begin: int, piece: Tensor) -> None:
+        """Copies the bytes of an expert from `begin` of the stream on."""
+        image, skipped = self._images[sent.layer], begin - sent.start
+        parts = self._layers[sent.layer].store.read(sent.slot)
+        for start, part in zip(image.starts, parts, strict=False):
+            low, high = max(start, skipped), min(start + len(part), skipped + len(piece))
+            if low < high:
+                piece[low - skipped : high - skipped].copy_(part[low - start : high - start])
+
+    def pieces(self, round: int) -> list[Piece]:
+        """What this rank has to stage in a round."""
+        first, found = round * self._buffers.sizes.outbox, []
+        for arrival in self._arrivals:
             if arrival.rank is None:
-                if round == 0:
-                    yield self._stage_own(arrival, row)
-                continue
-            begin, end = max(arrival.sent.start, first), min(self._end(arrival.sent), first + size)
+                begin, end = 0, 0 if round else self._images[arrival.layer].nbytes
+            else:
+                begin = max(arrival.sent.start, first)
+                end = min(self._end(arrival.sent), first + self._buffers.sizes.outbox)
             if begin < end:
-                skip = arrival.sent.start
-                source = self._buffers.outbox(arrival.rank)[begin - first : end - first]
-                row[begin - skip : end - skip].copy_(source)
-                yield end - begin
+                found.append(Piece(arrival, begin, end))
+        return found
 
-    def _stage_own(self, arrival: Arrival, row: Tensor) -> int:
-        image = self._images[arrival.layer]
-        for part, view in zip(
-            self._read(arrival.layer, arrival.sent.slot), image.cut(row), strict=True
-        ):
-            view.copy_(part)
-        return image.nbytes
-
-    def _read(self, layer: int, slot: int) -> list[Tensor]:
-        return self._layers[layer].store.read(slot)
-
-    def compare(self) -> None:
-        """Compares the sums of what arrived with those that were sent; `check` gives the result."""
-        wrong = torch.zeros((), dtype=torch.int64, device=self._buffers.staging.device)
-        for row, arrival in zip(self._buffers.staging, self._arrivals, strict=False):
-            if arrival.rank is not None:
-                sent = self._buffers.sums(arrival.rank)[arrival.sent.place]
-                wrong += word_sum(self._images[arrival.layer].cut(row)) != sent
-        self._buffers.num_wrong.copy_(wrong, non_blocking=True)
-
-    def check(self) -> None:
-        """Raises WrongExpert if bytes differ. Call it when the comparison has ended."""
-        if count := int(self._buffers.num_wrong):
-            raise WrongExpert(f"{count} of {len(self._arrivals)} experts arrived damaged")
+    def stage(self, piece: Piece, round: int) -> None:
+        """Copies a piece to the staging area, and compares it with the sum that was sent."""
+        arrival, first = piece.arrival, round * self._buffers.sizes.outbox
+        row = self._buffers.staging[arrival.row]
+        if arrival.rank is None:
+            parts = self._layers[arrival.layer].store.read(arrival.sent.slot)
+            for view, part in zip(self._images[arrival.layer].cut(row), parts, strict=True):
+                view.copy_(part)
+            return
+        staged = row[piece.begin - arrival.sent.start : piece.end - arrival.sent.start]
+        staged.copy_(self._buffers.outbox(arrival.rank)[piece.begin - first : piece.end - first])
+        sent_sum = self._buffers.sums(arrival.rank)[arrival.sent.place]
+        self._buffers.count_wrong(word_sum(staged) != sent_sum)
 
     def adopt(self) -> None:
         """Copies what is staged into the slots."""
-        for row, arrival in zip(self._buffers.staging, self._arrivals, strict=False):
+        for arrival in self._arrivals:
+            row = self._buffers.staging[arrival.row]
             store = self._layers[arrival.layer].store
             store.write(arrival.slot, self._images[arrival.layer].cut(row))

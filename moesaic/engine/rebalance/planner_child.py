@@ -18,10 +18,16 @@ from moesaic.balance.problem import (
     max_over_mean,
     rank_loads,
 )
-from moesaic.engine.text.limited_child import Allowance, Answer, LimitedChild, serve
+from moesaic.engine.text.limited_child import (
+    ANSWER_SECONDS,
+    Allowance,
+    Answer,
+    LimitedChild,
+    serve,
+)
 
 MODULE: Final = "moesaic.engine.rebalance.planner_child"
-ALLOWANCE: Final = Allowance(seconds=60.0, room=4 << 30)
+ALLOWANCE: Final = Allowance(seconds=ANSWER_SECONDS, room=4 << 30)
 
 
 class PlanRequest(msgspec.Struct, array_like=True):

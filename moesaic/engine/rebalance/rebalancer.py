@@ -1,8 +1,8 @@
 """Moves experts between ranks while they serve.
 
 A rebalance is a list of phases: collect the loads, plan, adopt the plan; then for every chunk of
-layers write and read until all its experts are staged, compare, flip. Each rank tells in the
-exchange that begins every step how many phases it has ended. It works on the next one when all have
+layers write and read until all its experts are staged, then flip. Each rank tells in the exchange
+that begins every step how many phases it has ended. It works on the next one when all have
 ended the last. So no data is read before it is there, and the flip comes between the same two
 steps on all ranks: a layer has the old placement or the new one, everywhere.
 
@@ -15,12 +15,12 @@ L layers · E experts · P slots.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -30,15 +30,18 @@ from torch import Tensor
 
 from moesaic.balance.moves import SlotMove, moves_of_layer
 from moesaic.balance.problem import Ints
+from moesaic.comm.errors import PeerTimeout, WindowAborted
+from moesaic.comm.supervise.control_page import EpochChanged, StepRolledBack
 from moesaic.comm.windows.factory import create_window
 from moesaic.comm.windows.window import PlaneSpec
 from moesaic.config import ServerArgs
 from moesaic.core.stats import MoveStats
-from moesaic.engine.rebalance.copy_phases import ComparePhase, ReadPhase, WritePhase
+from moesaic.engine.rebalance.copy_phases import ReadPhase, WritePhase
 from moesaic.engine.rebalance.expert_copies import ChunkCopy, CopyBuffers, WrongExpert
 from moesaic.engine.rebalance.planner_child import PlannerProcess, PlanReply, PlanRequest
 from moesaic.engine.setup.expert_buffers import ExpertImage, buffer_sizes
 from moesaic.engine.setup.rank_context import RankContext
+from moesaic.engine.text.limited_child import ChildUnresponsive
 from moesaic.moe.expert_load import tokens_of
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.placement import Placement
@@ -54,7 +57,10 @@ IDLE_SECONDS: Final = 0.001
 COPY_RATE: Final = {"cpu": 4e9, "cuda": 200e9}
 # The share of a step that its experts take, for the same predictions.
 EXPERT_SHARE: Final = 0.5
-BY_OPERATOR, DRY_RUN = 1, 2
+# Results of the last rebalances, for operators who ask at the same time.
+KEPT_RESULTS: Final = 16
+# Errors that end the step, whoever causes them.
+FINAL: Final = (StepRolledBack, EpochChanged, WindowAborted, PeerTimeout)
 
 # Called with the phase's number, in every step until it returns that it has ended.
 Phase = Callable[[int], bool]
@@ -72,13 +78,28 @@ class RankReport(NamedTuple):
     """That it has ended since the start of the service."""
     aborts: int = 0
     failed: int = 0
-    """1 if it cannot go on with the rebalance."""
+    """The abort that it asks for, as it cannot go on with the rebalance; else 0."""
     begun: int = 0
-    """The rebalance that it has begun last: a number and two bits."""
+    """The order of the rebalance that it has begun last."""
     wanted: int = 0
-    """From the first rank: the rebalance that is next, 0 for none."""
+    """From the first rank: the next order, 0 for none."""
     finished: int = 0
     """Requests of a serving group that have ended, from its leader."""
+
+
+class Order(NamedTuple):
+    """What the first rank wants. It travels as one number, which grows from order to order."""
+
+    number: int = 0
+    by_operator: bool = False
+    dry_run: bool = False
+
+    def encode(self) -> int:
+        return self.number << 2 | self.by_operator << 1 | self.dry_run
+
+    @classmethod
+    def decode(cls, code: int) -> Order:
+        return cls(code >> 2, bool(code & 2), bool(code & 1))
 
 
 @dataclass
@@ -112,6 +133,8 @@ class Trigger:
     num_steps: int = 0
     num_finished: int = 0
     """Finished requests when the last one began."""
+    period: int = 0
+    """Steps between the last two."""
 
     def is_due(self, finished: int) -> bool:
         if self.requests is not None:
@@ -119,7 +142,12 @@ class Trigger:
         return self.num_steps >= self.steps
 
     def restart(self, finished: int) -> None:
-        self.num_steps, self.num_finished = 0, finished
+        self.period, self.num_steps, self.num_finished = self.num_steps, 0, finished
+
+    @property
+    def horizon(self) -> int:
+        """Steps until the next one, as far as is known."""
+        return self.steps if self.requests is None else max(1, self.period)
 
 
 class LayerMove(NamedTuple):
@@ -127,6 +155,23 @@ class LayerMove(NamedTuple):
     moves: list[SlotMove]
     slots: tuple[int, ...]
     """The new placement."""
+
+
+@dataclass(frozen=True)
+class FlipPhase:
+    """Changes the placement of a chunk of layers, between the same two steps on all ranks. It may
+    be repeated."""
+
+    copy: ChunkCopy
+    chunk: Sequence[LayerMove]
+    totals: MoveStats
+
+    def __call__(self, number: int) -> bool:
+        self.copy.adopt()
+        for one in self.chunk:
+            one.layer.update_placement(Placement(one.layer.config.num_experts, one.slots))
+        self.totals.bytes += self.copy.nbytes
+        return True
 
 
 @dataclass
@@ -137,6 +182,8 @@ class Running:
     by_operator: bool
     began: float = field(default_factory=time.monotonic)
     plan: Future[PlanReply] | None = None
+    tokens_LE: Tensor | None = None
+    """Of this rank, when it began."""
 
 
 class Rebalancer:
@@ -171,19 +218,22 @@ class Rebalancer:
             args.eplb_rebalance_num_iterations, args.eplb_rebalance_num_requests
         )
         self._planner = PlannerProcess()
-        self._thread = ThreadPoolExecutor(1, "moesaic-eplb")
         self._phases: deque[Phase] = deque()
         self._chunks: deque[list[LayerMove]] = deque()
         self._running: Running | None = None
         self._seen_LE = torch.zeros(shape, dtype=torch.int64, device="cpu")
         """Tokens up to the last rebalance."""
-        self._asked = 0
+        self._asked: Order | None = None
         """What an operator wants next."""
-        self._num_ended = self._num_aborts = self._failed = self._order = self._finished = 0
+        self._begun = Order()
+        self._num_ended = self._num_aborts = self._failed = 0
+        self._all_finished = 0
+        """Requests of all groups that have ended."""
         self._error = ""
         self._step_seconds = 0.0
         self.totals = MoveStats()
         self.last: RebalanceResult | None = None
+        self._results: deque[RebalanceResult] = deque(maxlen=KEPT_RESULTS)
 
     @property
     def is_leader(self) -> bool:
@@ -196,33 +246,43 @@ class Rebalancer:
 
     def report(self, finished: int) -> RankReport:
         """`finished`: requests that have ended in this rank's group."""
-        is_due = bool(self._asked) or self._trigger.is_due(self._finished)
-        wanted = 0
-        if is_due and self.is_leader and not self._phases:
-            wanted = (self._order // 4 + 1) * 4 + self._asked
-        ended = self._num_ended, self._num_aborts
-        return RankReport(*ended, self._failed, self._order, wanted, finished)
+        wanted = self._next_order() if self.is_leader and not self._phases else None
+        return RankReport(
+            self._num_ended,
+            self._num_aborts,
+            self._failed,
+            self._begun.encode(),
+            0 if wanted is None else wanted.encode(),
+            finished,
+        )
+
+    def _next_order(self) -> Order | None:
+        number = self._begun.number + 1
+        if self._asked is not None:
+            return self._asked._replace(number=number)
+        return Order(number) if self._trigger.is_due(self._all_finished) else None
 
     def ask(self, dry_run: bool) -> int:
-        """An operator wants a rebalance; returns its number. One that runs is not disturbed."""
-        if self.is_leader:
-            self._asked = BY_OPERATOR | DRY_RUN * dry_run
-        return self._order // 4 + 1
+        """An operator wants a rebalance; returns its number. One that runs is not disturbed, and of
+        several operators one that wants experts to move prevails."""
+        if self.is_leader and (self._asked is None or not dry_run):
+            self._asked = Order(by_operator=True, dry_run=dry_run)
+        return self._begun.number + 1
 
     @torch.inference_mode()
     def advance(self, reports: Sequence[RankReport]) -> None:
         """Works on the next phase if all ranks have ended the last, before the step is computed.
         `reports`: those of all ranks, which all ranks have."""
         begin = time.monotonic_ns()
-        self._finished = sum(report.finished for report in reports)
+        self._all_finished = sum(report.finished for report in reports)
         if self._drops(reports):
             return
         ended = [report.phases for report in reports]
         begun, wanted = max(report.begun for report in reports), reports[LEADER].wanted
-        if begun > self._order:  # in a step that this rank has missed
-            self._begin(begun)
+        if begun > self._begun.encode():  # in a step that this rank has missed
+            self._begin(Order.decode(begun))
         elif wanted > begun and min(ended) == max(ended):
-            self._begin(wanted)
+            self._begin(Order.decode(wanted))
         if self._phases and min(ended) == self._num_ended:
             self._run_phase()
             self._spans.add(SpanKind.MOVE, begin)
@@ -230,19 +290,20 @@ class Rebalancer:
     def _drops(self, reports: Sequence[RankReport]) -> bool:
         """Drops the rebalance if a rank has failed, or if others have dropped it in a step that
         this rank has missed."""
-        failed = [rank for rank, report in enumerate(reports) if report.failed]
-        aborts = max(report.aborts for report in reports) + bool(failed)
-        if aborts == self._num_aborts:
+        known = max(report.aborts for report in reports)
+        asked = max(report.failed for report in reports)
+        if max(known, asked) == self._num_aborts:
             return False
-        reason = self._error or f"rank {failed[0] if failed else '?'} of its stage has failed"
-        if self.is_leader:
-            logger.warning("eplb: a rebalance is dropped: %s", reason)
+        ranks = [rank for rank, report in enumerate(reports) if report.failed]
+        reason = self._error or f"rank {'?' if not ranks else ranks[0]} of its stage has failed"
         self._phases.clear()
         self._chunks.clear()
-        self._num_ended = max(report.phases for report in reports) + bool(failed)
-        self._num_aborts, self._failed, self._error = aborts, 0, ""
-        self.totals.aborted = aborts
-        self._order = max(report.begun for report in reports)
+        self._copies.forget()
+        # All count alike from here on, also a rank for which the others have done this before.
+        self._num_ended = max(report.phases for report in reports) + (asked > known)
+        self._num_aborts, self._failed, self._error = max(known, asked), 0, ""
+        self.totals.aborted = self._num_aborts
+        self._begun = Order.decode(max(report.begun for report in reports))
         self._end(f"aborted: {reason}")
         return True
 
@@ -252,20 +313,33 @@ class Rebalancer:
         self._step_seconds += 0.1 * (seconds - self._step_seconds)
 
     def _run_phase(self) -> None:
+        """An error drops the rebalance and fails no request. Only a flip must not be dropped, as
+        other ranks have flipped: its error rolls the step back, and it is repeated."""
+        phase = self._phases[0]
         try:
-            if self._phases[0](self._num_ended + 1):
-                self._phases.popleft()
-                self._num_ended += 1
-        except (WrongExpert, PlanFailed) as error:
-            self._failed, self._error = 1, str(error)
+            has_ended = phase(self._num_ended + 1)
+        except FINAL:
+            raise
+        except Exception as error:
+            if isinstance(phase, FlipPhase):
+                raise
+            expected = isinstance(error, WrongExpert | PlanFailed)
+            self._failed = self._num_aborts + 1
+            self._error = str(error) if expected else repr(error)
+            logger.warning(
+                "eplb: this rank fails: %s", self._error, exc_info=None if expected else error
+            )
+            return
+        if has_ended:
+            self._phases.popleft()
+            self._num_ended += 1
 
-    def _begin(self, order: int) -> None:
-        self._order = order
-        self._asked = 0 if order & BY_OPERATOR else self._asked
-        result = RebalanceResult(order // 4, bool(order & DRY_RUN))
-        if not result.dry_run:
-            self._trigger.restart(self._finished)
-        self._running = Running(result, bool(order & BY_OPERATOR))
+    def _begin(self, order: Order) -> None:
+        self._begun = order
+        self._asked = None if order.by_operator else self._asked
+        if not order.dry_run:
+            self._trigger.restart(self._all_finished)
+        self._running = Running(RebalanceResult(order.number, order.dry_run), order.by_operator)
         self._phases.extend((self._collect, self._plan, self._adopt_plan))
 
     def _end(self, outcome: str) -> None:
@@ -276,6 +350,7 @@ class Rebalancer:
         running.result.seconds = time.monotonic() - running.began
         self.totals.seconds += 0.0 if running.result.dry_run else running.result.seconds
         self.last = running.result
+        self._results.append(running.result)
         if self.is_leader:
             _log_end(running.result)
 
@@ -285,8 +360,7 @@ class Rebalancer:
         total_LE = self._tokens()
         own_LE = self._control.plane(LOADS)
         own_LE.copy_(total_LE - self._seen_LE)
-        if not self._running.result.dry_run:
-            self._seen_LE = total_LE
+        self._running.tokens_LE = total_LE
         self._control.touch(own_LE)
         self._control.signal(0, number, "tell loads")
         return True
@@ -312,11 +386,24 @@ class Rebalancer:
         if running.plan is None:
             self._control.wait(0, number - 1, "read loads")
             loads_LE = self._control.stacked(LOADS).sum(0)
-            running.plan = self._thread.submit(self._planner.plan, self._request(loads_LE))
+            running.plan = self._plan_aside(self._request(loads_LE))
         if not running.plan.done():
             return False
         self._publish(running, running.plan, number)
         return True
+
+    def _plan_aside(self, request: PlanRequest) -> Future[PlanReply]:
+        """A thread waits for the planner's process; a rank that ends does not wait for it."""
+        future: Future[PlanReply] = Future()
+
+        def ask() -> None:
+            try:
+                future.set_result(self._planner.plan(request))
+            except Exception as error:
+                future.set_exception(error)
+
+        threading.Thread(target=ask, name="moesaic-eplb", daemon=True).start()
+        return future
 
     def _request(self, loads_LE: Tensor) -> PlanRequest:
         image, mesh = ExpertImage.of(self._layers[0]).nbytes, self._ranks.mesh
@@ -333,7 +420,7 @@ class Rebalancer:
             self._current().astype(np.int32).tobytes(),
             image / self._rate,
             max(per_layer, 1e-6),
-            self._args.eplb_rebalance_num_iterations,
+            self._trigger.horizon,
         )
 
     @property
@@ -351,11 +438,16 @@ class Rebalancer:
         result = running.result
         try:
             found = plan.result()
-        except Exception as error:  # whatever ended the planner, service goes on
+        except ChildUnresponsive as error:
+            raise PlanFailed("the planner was killed, or its plan took too long") from error
+        except Exception as error:
             raise PlanFailed(f"no plan: {error!r}") from error
         result.algorithm, result.reason = found.algorithm, found.reason
         result.balancedness, result.predicted = found.before, found.after
         result.fetched = found.fetched
+        if not int(self._control.stacked(LOADS).sum()):
+            result.outcome = "nothing to plan from: no tokens since the last rebalance"
+            result.balancedness = result.predicted = None
         threshold = self._args.eplb_min_rebalancing_utilization_threshold
         slots_LP = np.frombuffer(found.slots, np.int32).reshape(len(self._layers), -1)
         if found.before > threshold and not running.by_operator:
@@ -373,6 +465,8 @@ class Rebalancer:
         self._control.wait(0, number - 1, "read the plan", [LEADER])
         new_LP = self._control.plane(PLAN, LEADER).numpy().astype(np.int64)
         old_LP, result = self._current(), running.result
+        if running.tokens_LE is not None and not result.dry_run:
+            self._seen_LE = running.tokens_LE
         ranks = self._layout.ep_size
         moves = [
             moves_of_layer(old_P, new_P, ranks, self._nodes)
@@ -395,46 +489,35 @@ class Rebalancer:
             [LayerMove(self._layers[n], moves[n], tuple(new_LP[n].tolist())) for n in chunk]
             for chunk in chunks
         )
-        self._open_chunk()
+        self._phases.append(self._open_chunk)
         return True
 
-    def _open_chunk(self) -> None:
+    def _open_chunk(self, number: int) -> bool:
         """Lists the phases of the next chunk; without one the rebalance has ended."""
         if not self._chunks:
             self.totals.rebalances += 1
             self._end("moved")
-            return
-        chunk = self._chunks.popleft()
+            return True
+        chunk = self._chunks[0]
         copy = ChunkCopy([one.layer for one in chunk], [one.moves for one in chunk], self._copies)
-        for number in range(copy.rounds):
-            self._phases.append(WritePhase(copy, self._copies, number))
-            self._phases.append(ReadPhase(copy, self._copies, number))
-        self._phases.append(ComparePhase(copy, self._copies))
-        self._phases.append(partial(self._flip, copy, chunk))
-
-    def _flip(self, copy: ChunkCopy, chunk: Sequence[LayerMove], number: int) -> bool:
-        """All ranks do this between the same two steps."""
-        copy.adopt()
-        for one in chunk:
-            one.layer.update_placement(Placement(one.layer.config.num_experts, one.slots))
-        self.totals.bytes += copy.nbytes
-        self._open_chunk()
+        for part in range(copy.rounds):
+            self._phases.append(WritePhase(copy, self._copies, part))
+            self._phases.append(ReadPhase(copy, self._copies, part))
+        self._phases.append(FlipPhase(copy, chunk, self.totals))
+        self._phases.append(self._open_chunk)
+        self._chunks.popleft()
         return True
 
     def state(self) -> dict[str, Any]:
         """For operators; the first rank of a stage knows all of it."""
         running = self._running
         return {
-            "is_leader": self.is_leader,
             "running": None if running is None else running.result.number,
             "layers_left": sum(map(len, self._chunks)),
             "last": None if self.last is None else asdict(self.last),
+            "results": [asdict(result) for result in self._results],
             **msgspec.structs.asdict(self.totals),
         }
-
-    def close(self) -> None:
-        self._planner.close()
-        self._thread.shutdown(wait=False)
 
 
 def _log_end(result: RebalanceResult) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -87,6 +88,7 @@ class ModelRunner:
         if self.samples and _serves_grammars(args):
             self.matchers.begin_compiler()
         weight_bytes = self._load_model(args, resolved)
+        self._check_placements()
         self.rebalancer = self._make_rebalancer(args, resolved)
         if self.rebalancer is not None:
             weight_bytes += self.rebalancer.nbytes
@@ -135,6 +137,18 @@ class ModelRunner:
             load_weights(self.model, folder, resolved.scheme)
             sync_input_scales(self.model, folder)
         return weight_bytes
+
+    def _check_placements(self) -> None:
+        """ValueError unless all ranks of the stage have read the same first placements."""
+        slots = [layer.placement.slots for layer in self.moe_layers]
+        own = crc32(repr(slots).encode()).to_bytes(4, "little")
+        found = self.ranks.stage_peers.all_gather_bytes(own, "compare placements")
+        other = [rank for rank, digest in enumerate(found) if digest != found[0]]
+        if other:
+            raise ValueError(
+                f"--init-expert-location: ranks {other} of the stage have read other placements "
+                "than rank 0: give all nodes the same file"
+            )
 
     def _make_rebalancer(self, args: ServerArgs, resolved: ResolvedModel) -> Rebalancer | None:
         """Before the KV cache is sized, as it takes memory."""

@@ -65,7 +65,8 @@ class BufferSizes:
     def of(cls, layers: Sequence[FusedMoE], outbox: int, per_chunk: int) -> BufferSizes:
         image = max(ExpertImage.of(layer).nbytes for layer in layers)
         staged = layers[0].layout.slots_per_rank * min(per_chunk, len(layers))
-        return cls(min(outbox, image * staged), image, staged)
+        # A multiple of words, as sums of pieces need it.
+        return cls(min(outbox // ALIGN * ALIGN, image * staged), image, staged)
 
     @property
     def planes(self) -> list[PlaneSpec]:

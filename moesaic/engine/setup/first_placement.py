@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from moesaic.balance.algorithms import make_plan
-from moesaic.balance.files import PLACEMENT_KEY, loads_in, placement_in, read_file
+from moesaic.balance.files import (
+    PLACEMENT_KEY,
+    loads_in,
+    placement_in,
+    read_file,
+    read_folder,
+)
 from moesaic.balance.problem import BalanceProblem, Ints, check_placement
 from moesaic.config import ServerArgs
 from moesaic.moe.placement import Placement
@@ -30,35 +36,37 @@ def first_placements(
     `moe_layers`: the numbers of its layers with experts, of `num_layers` in all."""
     if args.init_expert_location == TRIVIAL or not moe_layers:
         return {}
-    source, found = _read(args.init_expert_location)
-    if PLACEMENT_KEY in found:
-        slots_LP = _rows(placement_in(found, source), moe_layers, num_layers, source)
-    else:
-        slots_LP = _planned(args, found, source, moe_layers, num_layers, experts, slots)
     try:
+        source, found = _read(args.init_expert_location)
+        if PLACEMENT_KEY in found:
+            slots_LP = _rows(placement_in(found, source), moe_layers, num_layers, source)
+            _check_slots(slots_LP.shape[1], experts, slots, source)
+        else:
+            slots_LP = _planned(args, found, source, moe_layers, num_layers, experts, slots)
         check_placement(slots_LP, len(moe_layers), experts, slots)
     except ValueError as error:
-        raise ValueError(
-            f"{FLAG}: {source}: {error}; the model has {experts} experts, and "
-            f"--ep-num-redundant-experts is {args.ep_num_redundant_experts}"
-        ) from None
+        raise ValueError(f"{FLAG}: {error}") from None
     rows = zip(moe_layers, slots_LP.tolist(), strict=True)
     return {layer: Placement(experts, tuple(row)) for layer, row in rows}
 
 
 def _read(text: str) -> tuple[Path, Mapping[str, Any]]:
-    """The values of a file or of inline JSON, and a name for their source."""
+    """The values of a file, a folder of a recorder's files, or inline JSON, and a name for them."""
     if not text.lstrip().startswith("{"):
         path = Path(text)
-        if not path.is_file():
-            raise ValueError(
-                f"{FLAG} {text}: there is no such file: give trivial, a file, or JSON in braces"
-            )
-        return path, read_file(path)
+        if not path.exists():
+            raise ValueError(f"there is no file {text}: give trivial, a file, or JSON in braces")
+        return path, read_folder(path) if path.is_dir() else read_file(path)
     try:
         return Path("the JSON"), json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{FLAG}: this is no JSON: {error}") from None
+        raise ValueError(f"this is no JSON: {error}") from None
+
+
+def _check_slots(found: int, experts: int, slots: int, source: Path) -> None:
+    if found != slots:
+        fits = f": give --ep-num-redundant-experts {found - experts}" if found >= experts else ""
+        raise ValueError(f"{source} has {found} slots in a layer, but there are {slots}{fits}")
 
 
 def _rows(values: Any, moe_layers: Sequence[int], num_layers: int, source: Path) -> Any:
@@ -68,7 +76,7 @@ def _rows(values: Any, moe_layers: Sequence[int], num_layers: int, source: Path)
     if len(values) == num_layers:
         return values[list(moe_layers)]
     raise ValueError(
-        f"{FLAG}: {source} is of {len(values)} layers, but the model has {num_layers}, of which "
+        f"{source} is of {len(values)} layers, but the model has {num_layers}, of which "
         f"{len(moe_layers)} have experts: it belongs to another model"
     )
 
@@ -86,10 +94,12 @@ def _planned(
     try:
         loads_SLE = loads_in(found, source)
     except ValueError as error:
-        raise ValueError(f"{FLAG}: {error}, or {PLACEMENT_KEY}") from None
+        raise ValueError(f"{error}, or {PLACEMENT_KEY}") from None
+    if not loads_SLE.any():
+        raise ValueError(f"{source} has counted no tokens: record some")
     if loads_SLE.shape[2] != experts:
         raise ValueError(
-            f"{FLAG}: {source} is of {loads_SLE.shape[2]} experts, but the model has {experts}: it "
+            f"{source} is of {loads_SLE.shape[2]} experts, but the model has {experts}: it "
             "belongs to another model"
         )
     total_LE = _rows(loads_SLE.sum(0), moe_layers, num_layers, source)

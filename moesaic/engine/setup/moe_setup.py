@@ -95,6 +95,12 @@ def moe_problem(
     role = args.disaggregation_mode
     layers = [module.config for module in model.modules() if isinstance(module, FusedMoE)]
     experts = layers[0].num_experts if layers else 0
+    most = experts * (mesh.ep - 1)  # an expert on every rank
+    if experts and mesh.ep > 1 and args.ep_num_redundant_experts > most:
+        raise ValueError(
+            f"--ep-num-redundant-experts is {args.ep_num_redundant_experts}: with {most} each of "
+            f"{mesh.ep} ranks has all {experts} experts; give at most that"
+        )
     return MoeProblem(
         a2a=args.moe_a2a_backend,
         mode=args.deepep_mode,

@@ -129,9 +129,9 @@ class Planner:
         self.num_steps = 0
         self._quarantine = Quarantine()
         self._ended: list[int] = []
+        """Numbers of requests that ended since the last plan; the next one names them."""
         self.num_finished = 0
         """Requests that have ended, for whatever reason."""
-        """Numbers of requests that ended since the last plan; the next one names them."""
 
     @property
     def num_suspects(self) -> int:

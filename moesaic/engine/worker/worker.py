@@ -44,10 +44,9 @@ def run(link: RankLink) -> None:
     if not logging.getLogger().isEnabledFor(logging.DEBUG):
         quiet = "moesaic.engine.setup.moe_setup" if link.rank == 0 else "moesaic"
         logging.getLogger(quiet).setLevel(logging.WARNING)
-        # Each leader logs its own batches.
-        logging.getLogger("moesaic.engine.schedule.scheduler_metrics").setLevel(
-            logging.getLogger().level
-        )
+        # Each leader logs its own batches, and the first rank of a replica what experts it moves.
+        for own in ("schedule.scheduler_metrics", "rebalance.rebalancer"):
+            logging.getLogger(f"moesaic.engine.{own}").setLevel(logging.getLogger().level)
     worker = Worker(link)
     # The objects of the start stay: a garbage collection that visits them would delay a step.
     gc.collect()
