@@ -291,8 +291,9 @@ def disturb(group: RankGroup, rebalances: int) -> Found:
 def check_disturbed(pool: LocalRanks, rebalances: int) -> None:
     found = pool.run(disturb, rebalances)
     check([[one] for one in found], [Setting(rebalances=rebalances + 1)])
-    # A planner that was killed is started again.
-    assert {one.aborted for one in found} == {rebalances // 2}
+    # A planner that was killed is started again, but for one whose end is noticed too late.
+    (aborted,) = {one.aborted for one in found}
+    assert rebalances // 2 <= aborted <= rebalances // 2 + rebalances // 4
     moves = sum(one.moved_bytes for one in found) // (3 * HIDDEN * INNER * 4)
     assert moves > 8 * rebalances // 2
 

@@ -116,19 +116,28 @@ def test_an_idle_engine_moves_when_it_is_asked_to(engine: Engine) -> None:
     wait_until(lambda: engine.rebalance_state()[0]["running"] is None)
     before = moved_layers(engine)
     (dry,) = engine.rebalance(dry_run=True)
-    last = dry["last"]
-    assert last["number"] >= dry["asked"] and last["dry_run"] and last["outcome"] == "dry run"
+    last = dry["result"]
+    assert last["number"] == dry["asked"] and last["dry_run"] and last["outcome"] == "dry run"
     assert last["algorithm"] == "deepseek" and 0 < last["balancedness"] <= 1
     assert last["fetched_bytes"] >= 0 and moved_layers(engine) == before
     (state,) = engine.rebalance()
     assert state["running"] is None and not state["last"]["dry_run"]
+    assert state["result"] == state["last"] == state["results"][-1]
     assert state["last"]["outcome"] in ("moved", "nothing to move")
+    (empty,) = engine.rebalance()
+    assert empty["result"]["outcome"].startswith("nothing to plan from: no tokens")
+    with pytest.raises(ValueError, match="dry_run is 'no': give True or False"):
+        engine.rebalance(dry_run="no")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="timeout is -5"):
+        engine.rebalance(timeout=-5)
     assert state["last"]["balancedness"] == pytest.approx(last["balancedness"]), "same loads"
     with Running(engine).serve() as running, running.client() as client:
         found = client.get("/rebalance").json()["replicas"]
-        assert found[0]["last"] == engine.rebalance_state()[0]["last"] == state["last"]
+        assert found[0]["last"] == engine.rebalance_state()[0]["last"] == empty["last"]
         (again,) = client.post("/rebalance", json={"dry_run": True}).json()["replicas"]
-        assert again["last"]["outcome"] == "dry run" and again["last"]["number"] == again["asked"]
+        assert again["result"]["dry_run"] and again["result"]["number"] == again["asked"]
+        mistaken = client.post("/rebalance?dry_run=true")
+        assert mistaken.status_code == 400 and "in the body" in mistaken.text
         refused = client.post("/rebalance", json={"timeout": -1})
         assert refused.status_code == 400 and "between 0 and 600" in refused.text
         text = client.get("/metrics").text

@@ -442,21 +442,27 @@ class Rebalancer:
             raise PlanFailed("the planner was killed, or its plan took too long") from error
         except Exception as error:
             raise PlanFailed(f"no plan: {error!r}") from error
-        result.algorithm, result.reason = found.algorithm, found.reason
-        result.balancedness, result.predicted = found.before, found.after
-        result.fetched = found.fetched
-        if not int(self._control.stacked(LOADS).sum()):
-            result.outcome = "nothing to plan from: no tokens since the last rebalance"
-            result.balancedness = result.predicted = None
-        threshold = self._args.eplb_min_rebalancing_utilization_threshold
-        slots_LP = np.frombuffer(found.slots, np.int32).reshape(len(self._layers), -1)
-        if found.before > threshold and not running.by_operator:
-            result.outcome = f"skipped: balancedness is {found.before:.3f}, above {threshold:g}"
-            slots_LP = self._current().astype(np.int32)
+        result.outcome = self._why_not(running, found)
+        new_LP = self._current().astype(np.int32)
+        if int(self._control.stacked(LOADS).sum()):
+            result.algorithm, result.reason = found.algorithm, found.reason
+            result.balancedness, result.predicted = found.before, found.after
+        if not result.outcome:
+            result.fetched = found.fetched
+            new_LP = np.frombuffer(found.slots, np.int32).reshape(new_LP.shape).copy()
         own_LP = self._control.plane(PLAN)
-        own_LP.copy_(torch.from_numpy(slots_LP.copy()))
+        own_LP.copy_(torch.from_numpy(new_LP))
         self._control.touch(own_LP)
         self._control.signal(0, number, "tell the plan")
+
+    def _why_not(self, running: Running, found: PlanReply) -> str:
+        """Why a plan is not carried out; empty if it is."""
+        threshold = self._args.eplb_min_rebalancing_utilization_threshold
+        if not int(self._control.stacked(LOADS).sum()):
+            return "nothing to plan from: no tokens since the last rebalance"
+        if found.before > threshold and not running.by_operator:
+            return f"skipped: balancedness is {found.before:.3f}, above {threshold:g}"
+        return ""
 
     def _adopt_plan(self, number: int) -> bool:
         """Lists the phases of all chunks."""
