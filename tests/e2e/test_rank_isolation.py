@@ -66,7 +66,7 @@ def mixed(good: Sequence[Any], bad: Any, place: int) -> list[Any]:
 
 def settled(engine: Engine) -> dict[str, Any]:
     """Its figures once nothing runs any more."""
-    for _ in range(400):
+    for _ in range(3000):
         info = engine.get_server_info()
         if info["running"] + info["waiting"] == 0:
             return info

@@ -3,6 +3,7 @@
 import random
 from collections import deque
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -90,6 +91,11 @@ def test_nothing_is_always_told_alike():
     assert sender.encode(make_core().planner.plan().plan) == NOTHING
 
 
+@cache
+def one_at_a_time(**flags: object) -> list[Request]:
+    return serve(make_core(**flags), 1, 0)
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -103,9 +109,8 @@ def test_nothing_is_always_told_alike():
 )
 @pytest.mark.parametrize(("parts", "late"), [(2, 1), (4, 3), (3, 3)])
 def test_tokens_are_those_of_one_step_at_a_time(flags, parts, late):
-    expected = serve(make_core(**flags), 1, 0)
     found = serve(make_core(**flags), parts, late)
-    for one, other in zip(expected, found, strict=True):
+    for one, other in zip(one_at_a_time(**flags), found, strict=True):
         assert other.output_ids == one.output_ids
         assert other.finish_reason == one.finish_reason
         assert len(other.input_logprobs) == len(one.input_logprobs)
