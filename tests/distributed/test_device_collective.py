@@ -295,7 +295,7 @@ def called_back(group: RankGroup) -> float:
 
 
 def test_nccl_is_abandoned_when_the_rank_is_called_back(pools: Pools) -> None:
-    assert max(pools(2).run(called_back)) < 5.0
+    assert max(pools(2).run(called_back)) < 30.0  # the queue waits for 60 s
 
 
 def held(group: RankGroup) -> str:

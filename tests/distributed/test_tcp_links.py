@@ -348,7 +348,7 @@ def test_a_new_epoch_ends_waits(nodes: tuple[int, ...], pools: Callable[[int], L
     found = pools(4).run(new_epoch, nodes)
     for reason, epoch, seconds, seen in found:
         assert (reason, epoch) == ("rank 3 is gone", 2)
-        assert seconds < 2  # 0.05 s where nothing else runs
+        assert seconds < 10  # 0.05 s where nothing else runs; the window waits for 20 s
         # Rank 0 found the epoch changed before it slept.
         assert seen[-1] in ("COMPUTING", "ABSENT")
     assert found[0][3][:3] == ["WAITING deepep combine, layer 7"] * 3

@@ -157,9 +157,10 @@ def test_nothing_moves_after_a_failure():
     signal(a.call(0, "first"))
     wait(a.call(0, "first"))
     started = time.monotonic()
-    signal(a.call(1, "second"))
-    wait(a.call(1, "second"))
-    assert time.monotonic() - started < 0.1
+    with a.longer_timeout(60.0):
+        signal(a.call(1, "second"))
+        wait(a.call(1, "second"))
+    assert time.monotonic() - started < 30.0
     assert b.signals.flag(1, 1).tolist() == [0, 0]
     for _ in range(2):
         with pytest.raises(PeerTimeout, match="'first'"):
@@ -206,7 +207,7 @@ def test_abort_ends_a_wait():
     timer.start()
     started = time.monotonic()
     wait(a.call(0, "dispatch"))
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 20.0
     timer.join()
     with pytest.raises(WindowAborted, match=r"^rank 1 died$"):
         a.check()

@@ -71,7 +71,7 @@ def test_kernels_give_up_when_the_rank_is_called_back(page: ControlPage):
     mine, other = owners(timeout=60.0)
     status = page.status(0)
     watch = watchdog(mine, status)
-    assert called_back(page, status, mine) < 5.0
+    assert called_back(page, status, mine) < 30.0
     with pytest.raises(WindowAborted) as caught:
         watch.lifecycle.check()
     with pytest.raises(StepRolledBack) as recalled:
@@ -87,7 +87,7 @@ def test_kernels_give_up_when_the_rank_is_called_back(page: ControlPage):
     meet(mine)
     peer.join()
     watch.lifecycle.check()
-    assert called_back(page, status, mine) < 5.0, "it still watches"
+    assert called_back(page, status, mine) < 30.0, "it still watches"
 
 
 def test_memory_of_windows_is_counted():

@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 MARGIN: Final = 30.0
 # How often to check whether the supervisor is stopped, which no event reports.
 LOOK_SECONDS: Final = 0.2
+# How long the last message of a supervisor that has ended may take to be read.
+LAST_MESSAGE_MS: Final = 2000
 
 
 class Service:
@@ -221,8 +223,11 @@ class Service:
         return message
 
     def _on_end(self) -> AnyMessage:
-        """The supervisor has ended; its last message has arrived or is lost."""
+        """The supervisor has ended. Unless a signal killed it, it has sent a last message, which
+        libzmq's thread may still have to read."""
         code = self._process.wait()
+        if code >= 0:
+            self._socket.poll(LAST_MESSAGE_MS)
         if (message := self._take()) is not None:
             return message
         if code == 0:
