@@ -18,7 +18,8 @@ PYTEST_ARGS ?=
 TOOLS ?=
 
 BIN := .venv/bin
-# They judge ranks by how long these take, and run alone: beside others that are busy they may misjudge them.
+# They judge ranks by how long these take: beside tests that compute they may misjudge them. They mostly wait, so
+# that two of them at a time do not disturb each other.
 WATCHFUL := $(patsubst %,tests/distributed/test_%.py,supervisor nodes missing_peer comm tcp_links)
 # Tests on a GPU have it to themselves. Nothing to run, of what PYTEST_ARGS choose, is no error.
 BESIDE := -n 2 -m "not slow and not gpu"
@@ -42,7 +43,7 @@ test: setup
 	$(BIN)/mypy
 	$(BIN)/pytest $(BESIDE) tests/unit tests/kernels $(PYTEST_ARGS) $(NONE)
 	$(BIN)/pytest $(BESIDE) --dist loadfile tests/distributed $(WATCHFUL:%=--ignore=%) $(PYTEST_ARGS) $(NONE)
-	$(BIN)/pytest $(WATCHFUL) $(PYTEST_ARGS) $(NONE)
+	$(BIN)/pytest $(BESIDE) --dist loadfile $(WATCHFUL) $(PYTEST_ARGS) $(NONE)
 	$(BIN)/pytest $(BESIDE) --dist loadfile tests/e2e tests/server $(PYTEST_ARGS) $(NONE)
 	[ ! -e /dev/nvidiactl ] || $(BIN)/pytest -m "gpu and not slow" tests $(PYTEST_ARGS) $(NONE)
 
