@@ -186,7 +186,7 @@ def test_ranks_complete_in_orders_of_their_own(
 ):
     """Sums of 32 products of numbers around one in float32, three times over: errors stay below 100
     of its steps; a row of somebody else would be off by about one."""
-    assert max(pools(3).run(rounds, a2a, mode, 60)) < 100 * 2.0**-23
+    assert max(pools(3).run(rounds, a2a, mode, 30)) < 100 * 2.0**-23
 
 
 @pytest.mark.slow

@@ -120,7 +120,7 @@ def prompts() -> list[list[int]]:
 
 
 def answers(
-    args: dict[str, Any], new_tokens: int = 32, logprobs: bool = False, seeds: Sequence[int] = ()
+    args: dict[str, Any], new_tokens: int = 16, logprobs: bool = False, seeds: Sequence[int] = ()
 ) -> list[Answer]:
     """All prompts, served together."""
     sampling: dict[str, Any] = {"max_new_tokens": new_tokens, "ignore_eos": True}

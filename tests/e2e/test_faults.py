@@ -36,7 +36,6 @@ ALWAYS = [
     Case(SUPERVISOR, "SIGSTOP", "decode"),
 ]
 COMMANDS_ALWAYS = [
-    CommandCase(("rank1",), "kill -9"),
     CommandCase((CLIENT,), "SIGINT"),
     CommandCase((CLIENT,), "kill -9"),
 ]
