@@ -441,7 +441,7 @@ class Rebalancer:
         except ChildUnresponsive as error:
             raise PlanFailed("the planner was killed, or its plan took too long") from error
         except Exception as error:
-            raise PlanFailed(f"no plan: {error!r}") from error
+            raise PlanFailed(f"no plan: {error or type(error).__name__}") from error
         result.outcome = self._why_not(running, found)
         new_LP = self._current().astype(np.int32)
         if int(self._control.stacked(LOADS).sum()):
