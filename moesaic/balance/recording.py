@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from moesaic.balance.files import PLACEMENT_KEY
+from moesaic.balance.pass_records import PLACEMENT_KEY
 from moesaic.balance.problem import Floats, Ints
 
 # SGLang's key for what was gathered outside of micro-batches.

@@ -172,6 +172,21 @@ def test_records_of_ranks_are_summed(tmp_path: Path):
         read_loads(tmp_path)
 
 
+def test_every_file_is_read_with_its_own_placement(tmp_path: Path):
+    """Each replica of the model moves its experts by itself, and they may move between dumps."""
+    for number, slots in enumerate(([0, 1, 2, 0], [2, 1, 0, 0], [1, 2, 2, 0])):
+        record = {"forward_pass_id": number, "global_physical_count": np.array([[100, 1, 2, 3]])}
+        content = {"records": [record], "last_physical_to_logical_map": np.array([slots])}
+        write_dump(tmp_path / f"{number}.pt", content)
+    write_dump(tmp_path / "idle.pt", {**content, "records": []})
+    assert read_loads(tmp_path).tolist() == [[[103, 1, 2]], [[5, 1, 100]], [[3, 100, 3]]]
+    content["last_physical_to_logical_map"] = np.array([slots, slots])
+    record["global_physical_count"] = np.ones((2, 4))
+    write_dump(tmp_path / "other.pt", content)
+    with pytest.raises(ValueError, match=r"other\.pt is of 2 layers, .*0\.pt of 1: they belong to"):
+        read_loads(tmp_path)
+
+
 def test_placements_keep_their_form(tmp_path: Path):
     slots = trivial_placement(2, 3, 4)
     write_placement(tmp_path / "placement.json", slots)
@@ -211,7 +226,8 @@ def test_wrong_files_are_named(tmp_path: Path):
         ({"counts": 1}, "has counts: it needs logical_count"),
         ({"logical_count": ["x"]}, "logical_count is no array of numbers"),
         ({"logical_count": [1, 2]}, r"logical_count of shape \[2\]: give steps × layers"),
-        ({"records": []}, "has no passes"),
+        ({"records": []}, "has records and no last_physical_to_logical_map: record again"),
+        ({"records": [], "last_physical_to_logical_map": [[0]]}, "has no passes: record again"),
     ):
         with pytest.raises(ValueError, match=message):
             read_loads(written(content))

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from moesaic.balance.algorithms import make_plan
-from moesaic.balance.files import PLACEMENT_KEY, loads_in, placement_in, read_file
+from moesaic.balance.files import loads_in, placement_in, read_file
+from moesaic.balance.pass_records import PLACEMENT_KEY
 from moesaic.balance.problem import BalanceProblem, Ints, check_placement
 from moesaic.config import ServerArgs
 from moesaic.moe.placement import Placement
