@@ -30,6 +30,9 @@ class PassRecord:
 
     path: Path
     number: int
+    rank: int | None
+    gatherer: str | None
+    """SGLang's name for a part of a pass, where micro-batches split it."""
     counts_LP: Any
     slots_LP: Ints
 
@@ -50,6 +53,7 @@ def loads_of_passes(files: Files, source: Path) -> Any:
     if not records:
         raise ValueError(f"{source} has no passes: record again while the model computes")
     _check_ranks(files, source)
+    _check_once(records)
     layers = len(records[0].slots_LP)
     experts = 1 + max(int(slots_LP.max()) for slots_LP in _placements(records))
     by_pass: dict[int, Any] = {}
@@ -83,7 +87,22 @@ def _records(found: Mapping[str, Any], path: Path) -> Iterator[PassRecord]:
                 f"{path}: a pass has counts of {list(counts_LP.shape)}, the placement is of "
                 f"{list(slots_LP.shape)} (layers × slots)"
             )
-        yield PassRecord(path, int(record[NUMBER_KEY]), counts_LP, slots_LP)
+        rank, gatherer = record.get("rank", found.get("rank")), record.get("gatherer_key")
+        number = int(record[NUMBER_KEY])
+        yield PassRecord(path, number, rank, gatherer, counts_LP, slots_LP)
+
+
+def _check_once(records: list[PassRecord]) -> None:
+    """Refuses a pass that a rank has recorded twice: its rows would be counted twice."""
+    seen: dict[tuple[Any, ...], Path] = {}
+    for one in records:
+        key = (one.path if one.rank is None else one.rank, one.number, one.gatherer)
+        if key in seen:
+            raise ValueError(
+                f"{one.path} has pass {one.number} of rank {one.rank}, which {seen[key]} has too: "
+                "keep the files of one dump, or of dumps that followed each other"
+            )
+        seen[key] = one.path
 
 
 def _check_ranks(files: Files, source: Path) -> None:

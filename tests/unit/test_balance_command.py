@@ -172,6 +172,18 @@ def test_records_of_ranks_are_summed(tmp_path: Path):
         read_loads(tmp_path)
 
 
+def test_a_pass_that_a_rank_has_recorded_twice_is_refused(tmp_path: Path):
+    """Micro-batches of a pass are not the same record."""
+    record = {"forward_pass_id": 7, "rank": 1, "global_physical_count": np.ones((1, 2))}
+    parts = [{**record, "gatherer_key": key} for key in ("child_a", "child_b")]
+    content = {"records": parts, "last_physical_to_logical_map": np.array([[0, 1]])}
+    write_dump(tmp_path / "a.pt", content)
+    assert read_loads(tmp_path).tolist() == [[[2, 2]]]
+    write_dump(tmp_path / "b.pt", content)
+    with pytest.raises(ValueError, match=r"b\.pt has pass 7 of rank 1, which .*a\.pt has too"):
+        read_loads(tmp_path)
+
+
 def test_every_file_is_read_with_its_own_placement(tmp_path: Path):
     """Each replica of the model moves its experts by itself, and they may move between dumps."""
     for number, slots in enumerate(([0, 1, 2, 0], [2, 1, 0, 0], [1, 2, 2, 0])):

@@ -24,11 +24,11 @@ EXPERTS = 6
 
 
 class Layers:
-    """MoE layers of a rank that holds the last three of six slots."""
+    """MoE layers of a rank that holds three of six slots, the last ones unless told otherwise."""
 
-    def __init__(self, number: int, on_device: bool, movable: int = 0) -> None:
+    def __init__(self, number: int, on_device: bool, movable: int = 0, rank: int = 1) -> None:
         self.device = torch.device("cpu")
-        self.layout = EpLayout(EXPERTS, ep_size=2, rank=1)
+        self.layout = EpLayout(EXPERTS, ep_size=2, rank=rank)
         counters = DeviceCounters() if on_device else None
         self.moe_layers = [
             SimpleNamespace(

@@ -1,0 +1,71 @@
+"""Dumps of the recorders of two ranks: what fails, what is lost meanwhile, and what is empty."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moesaic.balance.files import read_loads
+from moesaic.comm.mesh import Mesh
+from moesaic.config import ServerArgs
+from moesaic.engine.frontend.expert_records import FOLDER_VARIABLE, ExpertRecords, RecordNotWritten
+from moesaic.engine.frontend.queries import RankAnswers, RankReply
+from moesaic.engine.runner.expert_recorder import ExpertRecorder
+from tests.unit.test_expert_recorder import Layers, run
+
+LAYERS = 5
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    return tmp_path
+
+
+class Ranks:
+    """Two ranks with three of six slots each, whose recorders keep four passes."""
+
+    def __init__(self, mode: str) -> None:
+        self.layers: list[Any] = [Layers(2, False, rank=rank) for rank in range(2)]
+        self.recorders = [ExpertRecorder(layers, passes=4) for layers in self.layers]
+        self.before: dict[str, tuple[int, int]] = {}
+        """The passes that run before ranks answer a query, once."""
+        args = ServerArgs(expert_distribution_recorder_mode=mode)  # type: ignore[arg-type]
+        self.records = ExpertRecords(self._ask, args, Mesh(tp=2, ep=2), LAYERS)
+
+    def run(self, first: int, end: int) -> None:
+        for layers, recorder in zip(self.layers, self.recorders, strict=True):
+            run(layers, recorder, first, end)
+
+    def _ask(self, what: str, options: dict[str, Any]) -> RankAnswers:
+        self.run(*self.before.pop(what, (0, 0)))
+        replies = {
+            rank: RankReply(recorder.answer(what, options, rank), 0, 0)
+            for rank, recorder in enumerate(self.recorders)
+        }
+        return RankAnswers(replies)
+
+
+def test_a_failed_dump_leaves_no_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one has all passes, which must be counted once."""
+    ranks = Ranks("per_pass")
+    ranks.records.start()
+    ranks.run(1, 3)
+    save, saved = torch.save, []
+
+    def full(content: Any, stream: Any) -> None:
+        saved.append(content["rank"])
+        if content["rank"] == 1:
+            raise OSError(28, "No space left on device")
+        save(content, stream)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(RecordNotWritten, match="No space left on device; nothing is lost"):
+        ranks.records.dump()
+    assert saved == [0, 1] and list(folder.iterdir()) == []
+    monkeypatch.setattr(torch, "save", save)
+    assert ranks.records.dump().passes == 2
+    assert read_loads(folder)[:, 3].tolist() == [[1, 0, 2, 1, 0, 2], [2, 0, 4, 2, 0, 4]]
