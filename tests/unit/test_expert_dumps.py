@@ -13,10 +13,12 @@ from moesaic.comm.mesh import Mesh
 from moesaic.config import ServerArgs
 from moesaic.engine.frontend.expert_records import FOLDER_VARIABLE, ExpertRecords, RecordNotWritten
 from moesaic.engine.frontend.queries import RankAnswers, RankReply
+from moesaic.engine.runner import expert_recorder
 from moesaic.engine.runner.expert_recorder import ExpertRecorder
 from tests.unit.test_expert_recorder import Layers, run
 
 LAYERS = 5
+READ, DISCARD = "expert_record_read", "expert_record_discard"
 
 
 @pytest.fixture
@@ -69,3 +71,46 @@ def test_a_failed_dump_leaves_no_file(folder: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch, "save", save)
     assert ranks.records.dump().passes == 2
     assert read_loads(folder)[:, 3].tolist() == [[1, 0, 2, 1, 0, 2], [2, 0, 4, 2, 0, 4]]
+
+
+@pytest.mark.parametrize(
+    ("moment", "end", "told"),
+    [
+        (READ, 11, [(0, 0), (4, 6)]),
+        (READ, 7, [(2, 2), (2, 0)]),
+        (DISCARD, 11, [(4, 0), (4, 2)]),
+        (DISCARD, 7, [(4, 0), (2, 0)]),
+    ],
+)
+def test_passes_that_are_overwritten_during_a_dump_are_told(
+    moment: str, end: int, told: list[tuple[int, int]], folder: Path
+) -> None:
+    """Each pass is either written or told as lost, once. A rank keeps four."""
+    ranks = Ranks("stat")
+    ranks.records.start()
+    ranks.run(1, 5)
+    ranks.before[moment] = (5, end)
+    dumps = [ranks.records.dump() for _ in range(2)]
+    assert [(dump.passes, dump.lost) for dump in dumps] == told
+    assert ranks.records.dump().lost == 0
+
+
+def test_passes_that_are_overwritten_between_two_reads(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_recorder, "CHUNK_BYTES", 1)  # one pass in each reply
+    ranks = Ranks("stat")
+    ranks.records.start()
+    ranks.run(1, 5)
+    answer, asked = ranks.records._ask, []
+
+    def ask(what: str, options: dict[str, Any]) -> RankAnswers:
+        asked.append(what)
+        if what == READ and asked.count(READ) == 2:
+            ranks.run(5, 8)
+        found: RankAnswers = answer(what, options)
+        return found
+
+    ranks.records._ask = ask
+    dumps = [ranks.records.dump() for _ in range(2)]
+    assert [(dump.passes, dump.lost) for dump in dumps] == [(2, 2), (3, 0)]

@@ -111,11 +111,12 @@ class ExpertRecords:
         with self._lock:
             reads = self._read(self._settled_states())
             common = common_passes([(one.replica, one.numbers) for one in reads])
+            lost = max(one.lost(common.last[one.replica]) for one in reads)
+            ends = {one.rank: one.end(common.last[one.replica]) for one in reads}
             reads = [one.only(common.numbers[one.replica]) for one in reads]
             if self._mode == PER_TOKEN:
                 self._read_tokens({one.rank: one for one in reads})
-            dump = self._write(reads, common.incomplete)
-            ends = {one.rank: common.last[one.replica] for one in reads}
+            dump = self._write(reads, lost, common.incomplete)
             self._query("expert_record_discard", RecorderState, {"ends": ends})
         logger.info("wrote %d recorded passes to %s", dump.passes, ", ".join(dump.files))
         return dump
@@ -161,9 +162,8 @@ class ExpertRecords:
         for rank, read in reads.items():
             read.details = token_details(read, buffers[rank], self._num_layers)
 
-    def _write(self, reads: list[RankRead], incomplete: int) -> RecordDump:
+    def _write(self, reads: list[RankRead], lost: int, incomplete: int) -> RecordDump:
         num_experts = max(read.state.num_experts for read in reads)
-        lost = max(read.state.lost for read in reads)
         stem = str(_new_folder() / f"expert_distribution_recorder_{time.time()}")
         ranks = [read.rank_passes() for read in reads]
         passes = len({(rank.replica, number) for rank in ranks for number in rank.numbers})

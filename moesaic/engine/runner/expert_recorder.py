@@ -60,15 +60,16 @@ class RecordedSlots(msgspec.Struct, array_like=True):
 
 
 class RecorderState(msgspec.Struct, array_like=True):
-    """Rows from `first` up to `end` can be read; `pending` more are still being computed. `lost`:
-    passes that newer ones have overwritten. `layers`: the rank's MoE layers; `counts`: whether it
-    counts their rows, as the first of the ranks that share experts by slices does."""
+    """Rows from `first` up to `end` can be read; `pending` more are still being computed. `told`:
+    passes since the start that dumps have written or reported as lost. `layers`: the rank's MoE
+    layers; `counts`: whether it counts their rows, as the first of the ranks that share experts by
+    slices does."""
 
     on: bool = False
     first: int = 0
     end: int = 0
     pending: int = 0
-    lost: int = 0
+    told: int = 0
     layers: list[int] = []
     counts: bool = False
     first_slot: int = 0
@@ -87,6 +88,9 @@ class RecordedPass(msgspec.Struct, array_like=True):
     lengths: list[int] = []
     tokens: TokenSpan | None = None
     """None unless the mode is `per_token`."""
+    index: int = 0
+    """How many passes were recorded before it since the start. Passes whose indices are missing
+    among those that were read have been overwritten by newer ones."""
 
 
 class RecordedRows(msgspec.Struct, array_like=True):
@@ -132,7 +136,8 @@ class ExpertRecorder:
         """By layer and version of its placement."""
         self._newest: list[int] | None = None
         """The version of each layer's placement in the last row."""
-        self._on, self._first, self._next, self._lost = False, 0, 0, 0
+        self._on, self._first, self._next = False, 0, 0
+        self._recorded, self._told = 0, 0
         self._tokens = self._make_token_ring() if keeps_tokens else None
 
     def _make_token_ring(self) -> TokenRing | None:
@@ -206,7 +211,8 @@ class ExpertRecorder:
 
     def start(self) -> None:
         """Forgets what was recorded before."""
-        self._on, self._lost, self._newest = True, 0, None
+        self._on, self._newest = True, None
+        self._recorded, self._told = 0, 0
         self._slots.clear()
         self._write(RecordedPass(NO_PASS, False))
         self._first = self._next
@@ -241,10 +247,11 @@ class ExpertRecorder:
     def _write(self, made: RecordedPass) -> None:
         place = self._next % self._size
         if self._next - self._first == self.passes:
-            self._lost += int(self._passes[self._first % self._size].number != NO_PASS)
             self._first += 1
         self._totals.write(place)
         self._events.record()
+        made.index = self._recorded
+        self._recorded += int(made.number != NO_PASS)
         self._passes[place] = made
         versions = [load.placement_version for load in self._loads]
         if versions != self._newest:
@@ -259,7 +266,7 @@ class ExpertRecorder:
 
     def state(self, has_placements: bool = True) -> RecorderState:
         end = max(self._first, self._events.num_written())
-        state = RecorderState(self._on, self._first, end, self._next - end, self._lost)
+        state = RecorderState(self._on, self._first, end, self._next - end, self._told)
         if self._layers:
             layer = self._layers[0]
             state.layers = [load.layer for load in self._loads]
@@ -326,11 +333,13 @@ class ExpertRecorder:
     def _places(self, first: int, end: int) -> npt.NDArray[np.int64]:
         return np.arange(first, end) % self._size
 
-    def _discard(self, last: int) -> None:
-        """Frees the passes up to number `last`, which have been written to a file."""
-        while self._first < self._next and self._passes[self._first % self._size].number <= last:
+    def _discard(self, end: int) -> None:
+        """Frees the passes whose index is below `end`: they have been written to a file or
+        reported as lost. Later ones that were overwritten meanwhile are for the next dump to
+        report."""
+        self._told = max(self._told, end)
+        while self._first < self._next and self._passes[self._first % self._size].index < end:
             self._first += 1
-        self._lost = 0
         rows = self._places(max(0, self._first - 1), self._next)
         oldest = self._versions_SL[rows].min(0, initial=np.iinfo(np.int32).max)
         self._slots = {key: slots for key, slots in self._slots.items() if key[1] >= oldest[key[0]]}
