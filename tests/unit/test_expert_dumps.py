@@ -114,3 +114,18 @@ def test_passes_that_are_overwritten_between_two_reads(
     ranks.records._ask = ask
     dumps = [ranks.records.dump() for _ in range(2)]
     assert [(dump.passes, dump.lost) for dump in dumps] == [(2, 2), (3, 0)]
+
+
+@pytest.mark.parametrize("mode", ["stat", "per_pass", "per_token"])
+def test_a_dump_without_any_pass_is_empty(mode: str, folder: Path) -> None:
+    """Before the first start, and right after it."""
+    ranks = Ranks(mode)
+    dumps = [ranks.records.dump()]
+    ranks.records.start()
+    dumps.append(ranks.records.dump())
+    assert [(dump.passes, dump.lost, dump.incomplete) for dump in dumps] == [(0, 0, 0)] * 2
+    for path in (path for dump in dumps for path in dump.files):
+        content = torch.load(path, weights_only=True)
+        assert len(content["logical_count" if mode == "stat" else "records"]) == 0
+    ranks.run(1, 3)
+    assert ranks.records.dump().passes == 2
