@@ -24,6 +24,8 @@ from moesaic.balance.problem import Floats, Ints
 
 LOAD_KEY: Final = "logical_count"
 PRIVATE: Final = 0o600
+# One wrong id of a trace must not ask for all memory.
+MOST_EXPERTS: Final = 1 << 16
 
 
 def _read_json(path: Path) -> Any:
@@ -119,6 +121,8 @@ def loads_of_trace(ids: Ints, experts: int | None, step_tokens: int) -> Floats:
     if ids_LTK.ndim != 3 or 0 in ids_LTK.shape or ids_LTK.dtype.kind not in "iu":
         raise ValueError(f"a trace of shape {list(ids.shape)}: give ids of [tokens, top-k]")
     most = int(ids_LTK.max()) + 1
+    if most > MOST_EXPERTS:
+        raise ValueError(f"a trace has expert {most - 1}: no model has over {MOST_EXPERTS}")
     experts = experts or most
     if most > experts:
         raise ValueError(f"a trace has expert {most - 1}: --num-experts {experts} is too small")

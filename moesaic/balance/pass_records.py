@@ -8,6 +8,7 @@ L layers · E experts · P slots.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,7 @@ def array_in(value: Any, path: Path, name: str) -> Any:
         found = np.asarray(value)
         if found.dtype.kind not in "iuf":
             raise ValueError
-    except ValueError:
+    except (ValueError, TypeError, RuntimeError):  # of numpy, and of tensors that it cannot take
         raise ValueError(f"{path}: {name} is no array of numbers") from None
     return found
 
@@ -76,20 +77,66 @@ def _placements(records: list[PassRecord]) -> list[Ints]:
 def _records(found: Mapping[str, Any], path: Path) -> Iterator[PassRecord]:
     if LAST_PLACEMENT_KEY not in found:
         raise ValueError(f"{path} has records and no {LAST_PLACEMENT_KEY}: record again")
-    last_LP = array_in(found[LAST_PLACEMENT_KEY], path, LAST_PLACEMENT_KEY)
-    for record in found["records"]:
-        counts_LP = array_in(record[COUNTS_KEY], path, COUNTS_KEY)
-        slots_LP = last_LP
-        if PLACEMENT_KEY in record:
-            slots_LP = array_in(record[PLACEMENT_KEY], path, PLACEMENT_KEY)
-        if counts_LP.shape != slots_LP.shape:
-            raise ValueError(
-                f"{path}: a pass has counts of {list(counts_LP.shape)}, the placement is of "
-                f"{list(slots_LP.shape)} (layers × slots)"
-            )
+    records = found["records"]
+    if not isinstance(records, list) or not all(isinstance(one, Mapping) for one in records):
+        raise ValueError(f"{path}: records is {_brief(records)}: it must be a list of passes")
+    if not records:
+        return
+    last_LP = _slots_in(found, LAST_PLACEMENT_KEY, path)
+    for record in records:
+        slots_LP = _slots_in(record, PLACEMENT_KEY, path) if PLACEMENT_KEY in record else last_LP
         rank, gatherer = record.get("rank", found.get("rank")), record.get("gatherer_key")
-        number = int(record[NUMBER_KEY])
-        yield PassRecord(path, number, rank, gatherer, counts_LP, slots_LP)
+        yield PassRecord(
+            path,
+            _whole(record.get(NUMBER_KEY), path, NUMBER_KEY),
+            None if rank is None else _whole(rank, path, "rank"),
+            None if gatherer is None else str(gatherer),
+            _counts_in(record, slots_LP, path),
+            slots_LP,
+        )
+
+
+def _slots_in(found: Mapping[str, Any], name: str, path: Path) -> Ints:
+    """[L, P] of experts. Each expert has a slot, so that there are no more experts than slots: an
+    array by expert is then no larger than what the file has."""
+    slots_LP = array_in(found[name], path, name)
+    if slots_LP.ndim != 2 or slots_LP.dtype.kind not in "iu" or not slots_LP.size:
+        raise ValueError(
+            f"{path}: {name} of shape {list(slots_LP.shape)} and type {slots_LP.dtype}: it must be "
+            "whole numbers, layers × slots"
+        )
+    for expert in (int(slots_LP.min()), int(slots_LP.max())):
+        if not 0 <= expert < slots_LP.shape[1]:
+            raise ValueError(
+                f"{path}: {name} has expert {expert} in {slots_LP.shape[1]} slots: experts are "
+                f"0 to {slots_LP.shape[1] - 1} at most"
+            )
+    found_LP: Ints = slots_LP.astype(np.int64)
+    return found_LP
+
+
+def _counts_in(record: Mapping[str, Any], slots_LP: Ints, path: Path) -> Any:
+    counts_LP = array_in(record.get(COUNTS_KEY), path, COUNTS_KEY)
+    if counts_LP.shape != slots_LP.shape:
+        raise ValueError(
+            f"{path}: a pass has counts of {list(counts_LP.shape)}, the placement is of "
+            f"{list(slots_LP.shape)} (layers × slots)"
+        )
+    if not (counts_LP >= 0).all():  # NaN is not, either
+        raise ValueError(f"{path}: {COUNTS_KEY} has {counts_LP.min()}: it must have counts of rows")
+    return counts_LP
+
+
+def _whole(value: Any, path: Path, name: str) -> int:
+    """A number of Python, or a tensor that holds one."""
+    try:
+        return operator.index(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{path}: {name} is {_brief(value)}: it must be a whole number") from None
+
+
+def _brief(value: Any) -> str:
+    return repr(value)[:100]
 
 
 def _check_once(records: list[PassRecord]) -> None:
@@ -107,11 +154,18 @@ def _check_once(records: list[PassRecord]) -> None:
 
 def _check_ranks(files: Files, source: Path) -> None:
     """Refuses the records of some ranks alone, where the dump says which belong together."""
-    wanted = {rank for found in files.values() for rank in found.get("ranks", ())}
-    missing = wanted - {found.get("rank") for found in files.values()}
+    wanted: set[int] = set()
+    for path, found in files.items():
+        ranks = found.get("ranks", [])
+        if not isinstance(ranks, list):
+            raise ValueError(f"{path}: ranks is {_brief(ranks)}: it must be a list of ranks")
+        wanted |= {_whole(rank, path, "ranks") for rank in ranks}
+    missing = wanted - {
+        rank for found in files.values() if isinstance(rank := found.get("rank"), int)
+    }
     if missing:
-        ranks = ", ".join(map(str, sorted(missing)))
+        names = ", ".join(map(str, sorted(missing)))
         raise ValueError(
-            f"{source} lacks the passes of ranks {ranks}: give the folder with the files of all "
+            f"{source} lacks the passes of ranks {names}: give the folder with the files of all "
             "ranks of the dump"
         )

@@ -251,6 +251,50 @@ def test_wrong_files_are_named(tmp_path: Path):
         read_placement(written({"physical_to_logical_map": [1.5]}))
 
 
+COUNTS = {"forward_pass_id": 0, "rank": 0, "global_physical_count": [[1, 2]]}
+PASSES = {"records": [COUNTS], "last_physical_to_logical_map": [[0, 1]]}
+
+
+def changed_record(**fields: object) -> dict[str, object]:
+    return {"records": [{**COUNTS, **fields}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"records": 5}, "records is 5: it must be a list of passes"),
+        ({"records": [5]}, r"records is \[5\]: it must be"),
+        ({"records": [{}]}, "forward_pass_id is None: it must be a whole number"),
+        (changed_record(forward_pass_id=1.5), "forward_pass_id is 1.5"),
+        (changed_record(forward_pass_id=[1, 2]), r"forward_pass_id is \[1, 2\]"),
+        (changed_record(rank="x"), "rank is 'x': it must be a whole number"),
+        (changed_record(global_physical_count=None), "global_physical_count is no array of num"),
+        (changed_record(global_physical_count=[[1]]), r"counts of \[1, 1\], .* of \[1, 2\]"),
+        (changed_record(global_physical_count=[[-1, 2]]), "global_physical_count has -1"),
+        (changed_record(global_physical_count=[[1, float("nan")]]), "count has nan"),
+        (changed_record(physical_to_logical_map=[[0, 7]]), "has expert 7 in 2 slots: experts are"),
+        (changed_record(physical_to_logical_map=None), "physical_to_logical_map is no array"),
+        ({"last_physical_to_logical_map": [[0, 10**10]]}, "has expert 10000000000 in 2 slots"),
+        ({"last_physical_to_logical_map": [[-5, 0]]}, "has expert -5 in 2 slots"),
+        ({"last_physical_to_logical_map": [[0, 1.5]]}, "type float64: it must be whole numbers"),
+        ({"last_physical_to_logical_map": []}, r"of shape \[0\]"),
+        ({"ranks": 5}, "ranks is 5: it must be a list of ranks"),
+        ({"ranks": [[]]}, r"ranks is \[\]: it must be a whole number"),
+    ],
+)
+def test_malformed_records_are_named(fields: dict[str, object], message: str, tmp_path: Path):
+    path = tmp_path / "file.json"
+    path.write_text(json.dumps({**PASSES, **fields}))
+    with pytest.raises(ValueError, match=rf"file\.json: .*{message}"):
+        read_loads(path)
+
+
+def test_one_wrong_id_of_a_trace_does_not_take_all_memory(tmp_path: Path):
+    np.savez(tmp_path / "trace.npz", data=np.array([[0, 10**10]]))
+    with pytest.raises(ValueError, match="a trace has expert 10000000000: no model has over 65536"):
+        read_loads(tmp_path / "trace.npz")
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
