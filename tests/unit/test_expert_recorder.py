@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moesaic.balance.recording import RankPasses, common_passes, merged_counts, utilization
+from moesaic.comm.mesh import Mesh
 from moesaic.engine.frontend.balancedness import pass_balance
 from moesaic.engine.runner import expert_recorder
 from moesaic.engine.runner.expert_recorder import ExpertRecorder, PassSums
@@ -28,6 +29,7 @@ class Layers:
 
     def __init__(self, number: int, on_device: bool, movable: int = 0, rank: int = 1) -> None:
         self.device = torch.device("cpu")
+        self.ranks = SimpleNamespace(mesh=Mesh(tp=2, ep=2))
         self.layout = EpLayout(EXPERTS, ep_size=2, rank=rank)
         counters = DeviceCounters() if on_device else None
         self.moe_layers = [
@@ -187,8 +189,11 @@ def test_no_limit_means_what_a_rank_may_keep(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(expert_recorder, "MOST_BYTES", 4 * 3 * 2 * 7)
     layers: Any = Layers(2, False)
     assert ExpertRecorder(layers, passes=-1).passes == 7
-    with pytest.raises(ValueError, match=r"buffer-size 300000000 .* 6\.7 GiB .* at most 178956970"):
+    wanted = r"buffer-size 300000000 .* 13\.4 GiB on 2 ranks, .* give at most 89478485"
+    with pytest.raises(ValueError, match=wanted):
         ExpertRecorder(layers, passes=3 * 10**8)
+    monkeypatch.setattr(expert_recorder, "LARGEST_BYTES", 2 * 4 * 3 * 2 * 5)
+    assert ExpertRecorder(layers, passes=-1).passes == 5, "a dump gathers the counts of both ranks"
 
 
 def rank_passes(rank: int, numbers: list[int], counts: list[int], replica: int = 0) -> RankPasses:

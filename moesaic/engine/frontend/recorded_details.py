@@ -85,6 +85,8 @@ class RankRead:
     def only(self, numbers: Collection[int]) -> RankRead:
         """These passes alone."""
         rows = [n for n, one in enumerate(self.passes) if one.number in numbers]
+        if len(rows) == len(self.passes):
+            return self  # as almost always; counts may be large
         return replace(
             self,
             passes=[self.passes[n] for n in rows],

@@ -37,8 +37,9 @@ logger = logging.getLogger(__name__)
 
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
+# Counts of all ranks together: a dump gathers them in the server's process.
 LARGEST_BYTES: Final = 4 * GIB
-# Counts that a rank may keep where --expert-distribution-recorder-buffer-size is -1.
+# Counts that a rank keeps at most where --expert-distribution-recorder-buffer-size is -1.
 MOST_BYTES: Final = 256 * MIB
 # Tokens that a rank keeps in mode per_token, with their experts in all layers.
 TOKEN_RING_BYTES: Final = 64 * MIB
@@ -115,17 +116,12 @@ class PassSums(msgspec.Struct, array_like=True):
 
 class ExpertRecorder:
     def __init__(self, runner: ModelRunner, passes: int, keeps_tokens: bool = False) -> None:
-        """`passes`: the most that are kept; -1 for as many as MOST_BYTES hold."""
+        """`passes`: the most that are kept; -1 for as many as MOST_BYTES hold, and LARGEST_BYTES
+        for all ranks."""
         self._runner, self._layers = runner, runner.moe_layers
         self._loads = [layer.load for layer in self._layers]
         row_bytes = 4 * sum(layer.layout.slots_per_rank for layer in self._layers)
-        self.passes = passes if passes > 0 else max(1, MOST_BYTES // max(1, row_bytes))
-        if self.passes * row_bytes > LARGEST_BYTES:
-            raise ValueError(
-                f"--expert-distribution-recorder-buffer-size {passes} would take "
-                f"{passes * row_bytes / GIB:.1f} GiB on each rank: give at most "
-                f"{LARGEST_BYTES // row_bytes}"
-            )
+        self.passes = _num_passes(passes, row_bytes, runner.ranks.mesh.world)
         # The rows of a pass are the difference to the row before it.
         self._size = self.passes + 1
         self._totals = make_totals(self._loads, self._size)
@@ -343,3 +339,18 @@ class ExpertRecorder:
         rows = self._places(max(0, self._first - 1), self._next)
         oldest = self._versions_SL[rows].min(0, initial=np.iinfo(np.int32).max)
         self._slots = {key: slots for key, slots in self._slots.items() if key[1] >= oldest[key[0]]}
+
+
+def _num_passes(asked: int, row_bytes: int, ranks: int) -> int:
+    """The passes that a rank keeps, at `row_bytes` each; ValueError if all ranks would keep too
+    much for the process that a dump gathers them in."""
+    most = LARGEST_BYTES // max(1, row_bytes * ranks)
+    if asked < 0:
+        return max(1, min(most, MOST_BYTES // max(1, row_bytes)))
+    if asked > most:
+        total = asked * row_bytes * ranks / GIB
+        raise ValueError(
+            f"--expert-distribution-recorder-buffer-size {asked} would take {total:.1f} GiB on "
+            f"{ranks} ranks, which a dump gathers in one process: give at most {most}"
+        )
+    return asked
