@@ -19,11 +19,13 @@ from typing import Any, Final
 
 import numpy as np
 
+from moesaic.balance.pass_records import PLACEMENT_KEY, Files, array_in, loads_of_passes
 from moesaic.balance.problem import Floats, Ints
 
-PLACEMENT_KEY: Final = "physical_to_logical_map"
 LOAD_KEY: Final = "logical_count"
 PRIVATE: Final = 0o600
+# One wrong id of a trace must not ask for all memory.
+MOST_EXPERTS: Final = 1 << 16
 
 
 def _read_json(path: Path) -> Any:
@@ -62,25 +64,25 @@ def read_file(path: Path) -> Mapping[str, Any]:
     return found
 
 
-def read_folder(path: Path) -> Mapping[str, Any]:
-    """The passes that several ranks have recorded, as one dump."""
-    files = [read_file(file) for file in sorted(path.glob("*.pt"))]
-    wrong = [found for found in files if "records" not in found]
+def read_folder(path: Path) -> Files:
+    """The files in which several ranks have recorded their passes."""
+    files = {file: read_file(file) for file in sorted(path.glob("*.pt"))}
+    wrong = [file for file, found in files.items() if "records" not in found]
     if not files or wrong:
         raise ValueError(
             f"{path} has {len(files)} .pt files, {len(wrong)} without records: a folder must have "
             "the files of one dump in mode per_pass or per_token, and nothing else"
         )
-    records = [record for found in files for record in found["records"]]
-    return {**files[0], "records": records, "rank": [found.get("rank") for found in files]}
+    return files
 
 
 def read_loads(path: Path, experts: int | None = None, step_tokens: int = 16) -> Floats:
     """[S, L, E] of a file, or of a folder with the files of all ranks. `experts`: of the model,
     where a trace may not have met the last ones; `step_tokens`: tokens of a trace that make a
     step."""
-    found = read_folder(path) if path.is_dir() else read_file(path)
-    return loads_in(found, path, experts, step_tokens)
+    if path.is_dir():
+        return _checked(loads_of_passes(read_folder(path), path), path, experts)
+    return loads_in(read_file(path), path, experts, step_tokens)
 
 
 def loads_in(
@@ -88,69 +90,29 @@ def loads_in(
 ) -> Floats:
     """What `read_loads` gives, of values that have been read. `path` names their source."""
     if LOAD_KEY in found:
-        loads = _array(found[LOAD_KEY], path, LOAD_KEY)
+        loads = array_in(found[LOAD_KEY], path, LOAD_KEY)
         loads = loads[None] if loads.ndim == 2 else loads
     elif "records" in found:
-        loads = _loads_of_passes(found, path)
+        loads = loads_of_passes({path: found}, path)
     elif "data" in found:
-        loads = loads_of_trace(_array(found["data"], path, "data"), experts, step_tokens)
+        loads = loads_of_trace(array_in(found["data"], path, "data"), experts, step_tokens)
     else:
         raise ValueError(
             f"{path} has {', '.join(map(str, found)) or 'nothing'}: it needs {LOAD_KEY} (counts), "
             "records (a recorder's passes) or data (top-k ids)"
         )
+    return _checked(loads, path, experts)
+
+
+def _checked(loads: Any, path: Path, experts: int | None) -> Floats:
     if loads.ndim != 3:
         raise ValueError(
             f"{path}: {LOAD_KEY} of shape {list(loads.shape)}: give steps × layers × experts"
         )
     if experts is not None and loads.shape[2] != experts:
         raise ValueError(f"{path} is of {loads.shape[2]} experts, --num-experts of {experts}")
-    return loads.astype(np.float32)
-
-
-def _array(value: Any, path: Path, name: str) -> Any:
-    try:
-        found = np.asarray(value)
-        if found.dtype.kind not in "iuf":
-            raise ValueError
-    except ValueError:
-        raise ValueError(f"{path}: {name} is no array of numbers") from None
+    found: Floats = loads.astype(np.float32)
     return found
-
-
-def _loads_of_passes(found: Mapping[str, Any], path: Path) -> Any:
-    """Counts of slots become counts of experts by the placement of the pass, which is the one that
-    the dump ends with unless the pass has its own."""
-    if "last_physical_to_logical_map" not in found or not found["records"]:
-        raise ValueError(f"{path} has no passes, or no last_physical_to_logical_map: record again")
-    slots_LP = _array(found["last_physical_to_logical_map"], path, "last_physical_to_logical_map")
-    _check_ranks(found, path)
-    layers, experts = len(slots_LP), int(slots_LP.max()) + 1
-    by_pass: dict[int, Any] = {}
-    for record in found["records"]:
-        counts_LP = _array(record["global_physical_count"], path, "global_physical_count")
-        if counts_LP.shape != slots_LP.shape:
-            raise ValueError(
-                f"{path}: a pass has counts of {list(counts_LP.shape)}, the placement is of "
-                f"{list(slots_LP.shape)} (layers × slots)"
-            )
-        key = int(record["forward_pass_id"])
-        step = by_pass.setdefault(key, np.zeros((layers, experts)))
-        own_LP = _array(record.get(PLACEMENT_KEY, slots_LP), path, PLACEMENT_KEY)
-        np.add.at(step, (np.arange(layers)[:, None], own_LP), counts_LP)
-    return np.stack([by_pass[key] for key in sorted(by_pass)])
-
-
-def _check_ranks(found: Mapping[str, Any], path: Path) -> None:
-    """Refuses the records of some ranks alone, where the dump says which belong together."""
-    own = found.get("rank")
-    missing = set(found.get("ranks", ())) - set(own if isinstance(own, list) else [own])
-    if missing:
-        ranks = ", ".join(map(str, sorted(missing)))
-        raise ValueError(
-            f"{path} lacks the passes of ranks {ranks}: give the folder with the files of all "
-            "ranks of the dump"
-        )
 
 
 def loads_of_trace(ids: Ints, experts: int | None, step_tokens: int) -> Floats:
@@ -159,6 +121,8 @@ def loads_of_trace(ids: Ints, experts: int | None, step_tokens: int) -> Floats:
     if ids_LTK.ndim != 3 or 0 in ids_LTK.shape or ids_LTK.dtype.kind not in "iu":
         raise ValueError(f"a trace of shape {list(ids.shape)}: give ids of [tokens, top-k]")
     most = int(ids_LTK.max()) + 1
+    if most > MOST_EXPERTS:
+        raise ValueError(f"a trace has expert {most - 1}: no model has over {MOST_EXPERTS}")
     experts = experts or most
     if most > experts:
         raise ValueError(f"a trace has expert {most - 1}: --num-experts {experts} is too small")
@@ -178,7 +142,7 @@ def placement_in(found: Mapping[str, Any], path: Path) -> Ints:
     """What `read_placement` gives, of values that have been read. `path` names their source."""
     if PLACEMENT_KEY not in found:
         raise ValueError(f"{path} has no {PLACEMENT_KEY}: write one with moesaic balance --out")
-    slots_LP = _array(found[PLACEMENT_KEY], path, PLACEMENT_KEY)
+    slots_LP = array_in(found[PLACEMENT_KEY], path, PLACEMENT_KEY)
     if slots_LP.ndim != 2 or slots_LP.dtype.kind not in "iu":
         raise ValueError(f"{path}: {PLACEMENT_KEY} must be whole numbers, layers × slots")
     return slots_LP.astype(np.int64)

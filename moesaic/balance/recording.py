@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from moesaic.balance.files import PLACEMENT_KEY
+from moesaic.balance.pass_records import PLACEMENT_KEY
 from moesaic.balance.problem import Floats, Ints
 
 # SGLang's key for what was gathered outside of micro-batches.
@@ -141,7 +141,8 @@ def pass_content(
     pass that ran before experts moved has the placement that it followed."""
     local = slice(rank.first_slot, rank.first_slot + rank.num_local)
     counts_nLP = np.zeros((len(rank.numbers), *last_LP.shape), np.int32)
-    counts_nLP[:, list(rank.layers), local] = rank.counts_nMe
+    if rank.numbers:  # without any pass, as before the first start, there may be no placement
+        counts_nLP[:, list(rank.layers), local] = rank.counts_nMe
     placements: dict[tuple[int, ...], Ints] = {}
     records = []
     for n, number in enumerate(rank.numbers):

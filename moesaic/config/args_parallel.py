@@ -261,8 +261,8 @@ class BalanceArgs:
     )
     expert_distribution_recorder_buffer_size: int | None = flag(
         None,
-        "Forward passes that the recorder keeps; -1: as many as 256 MiB of a rank hold; unset: "
-        "the value of --eplb-rebalance-num-iterations.",
+        "Forward passes that the recorder keeps; -1: as many as 256 MiB of a rank and 4 GiB of all "
+        "ranks hold; unset: 1000, or --eplb-rebalance-num-iterations if that is more.",
         at_least=1,
         also=(-1,),
     )

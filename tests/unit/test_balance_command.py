@@ -172,6 +172,33 @@ def test_records_of_ranks_are_summed(tmp_path: Path):
         read_loads(tmp_path)
 
 
+def test_a_pass_that_a_rank_has_recorded_twice_is_refused(tmp_path: Path):
+    """Micro-batches of a pass are not the same record."""
+    record = {"forward_pass_id": 7, "rank": 1, "global_physical_count": np.ones((1, 2))}
+    parts = [{**record, "gatherer_key": key} for key in ("child_a", "child_b")]
+    content = {"records": parts, "last_physical_to_logical_map": np.array([[0, 1]])}
+    write_dump(tmp_path / "a.pt", content)
+    assert read_loads(tmp_path).tolist() == [[[2, 2]]]
+    write_dump(tmp_path / "b.pt", content)
+    with pytest.raises(ValueError, match=r"b\.pt has pass 7 of rank 1, which .*a\.pt has too"):
+        read_loads(tmp_path)
+
+
+def test_every_file_is_read_with_its_own_placement(tmp_path: Path):
+    """Each replica of the model moves its experts by itself, and they may move between dumps."""
+    for number, slots in enumerate(([0, 1, 2, 0], [2, 1, 0, 0], [1, 2, 2, 0])):
+        record = {"forward_pass_id": number, "global_physical_count": np.array([[100, 1, 2, 3]])}
+        content = {"records": [record], "last_physical_to_logical_map": np.array([slots])}
+        write_dump(tmp_path / f"{number}.pt", content)
+    write_dump(tmp_path / "idle.pt", {**content, "records": []})
+    assert read_loads(tmp_path).tolist() == [[[103, 1, 2]], [[5, 1, 100]], [[3, 100, 3]]]
+    content["last_physical_to_logical_map"] = np.array([slots, slots])
+    record["global_physical_count"] = np.ones((2, 4))
+    write_dump(tmp_path / "other.pt", content)
+    with pytest.raises(ValueError, match=r"other\.pt is of 2 layers, .*0\.pt of 1: they belong to"):
+        read_loads(tmp_path)
+
+
 def test_placements_keep_their_form(tmp_path: Path):
     slots = trivial_placement(2, 3, 4)
     write_placement(tmp_path / "placement.json", slots)
@@ -211,7 +238,8 @@ def test_wrong_files_are_named(tmp_path: Path):
         ({"counts": 1}, "has counts: it needs logical_count"),
         ({"logical_count": ["x"]}, "logical_count is no array of numbers"),
         ({"logical_count": [1, 2]}, r"logical_count of shape \[2\]: give steps × layers"),
-        ({"records": []}, "has no passes"),
+        ({"records": []}, "has records and no last_physical_to_logical_map: record again"),
+        ({"records": [], "last_physical_to_logical_map": [[0]]}, "has no passes: record again"),
     ):
         with pytest.raises(ValueError, match=message):
             read_loads(written(content))
@@ -221,6 +249,50 @@ def test_wrong_files_are_named(tmp_path: Path):
         read_placement(written({"logical_count": [[1, 2]]}))
     with pytest.raises(ValueError, match="must be whole numbers, layers × slots"):
         read_placement(written({"physical_to_logical_map": [1.5]}))
+
+
+COUNTS = {"forward_pass_id": 0, "rank": 0, "global_physical_count": [[1, 2]]}
+PASSES = {"records": [COUNTS], "last_physical_to_logical_map": [[0, 1]]}
+
+
+def changed_record(**fields: object) -> dict[str, object]:
+    return {"records": [{**COUNTS, **fields}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"records": 5}, "records is 5: it must be a list of passes"),
+        ({"records": [5]}, r"records is \[5\]: it must be"),
+        ({"records": [{}]}, "forward_pass_id is None: it must be a whole number"),
+        (changed_record(forward_pass_id=1.5), "forward_pass_id is 1.5"),
+        (changed_record(forward_pass_id=[1, 2]), r"forward_pass_id is \[1, 2\]"),
+        (changed_record(rank="x"), "rank is 'x': it must be a whole number"),
+        (changed_record(global_physical_count=None), "global_physical_count is no array of num"),
+        (changed_record(global_physical_count=[[1]]), r"counts of \[1, 1\], .* of \[1, 2\]"),
+        (changed_record(global_physical_count=[[-1, 2]]), "global_physical_count has -1"),
+        (changed_record(global_physical_count=[[1, float("nan")]]), "count has nan"),
+        (changed_record(physical_to_logical_map=[[0, 7]]), "has expert 7 in 2 slots: experts are"),
+        (changed_record(physical_to_logical_map=None), "physical_to_logical_map is no array"),
+        ({"last_physical_to_logical_map": [[0, 10**10]]}, "has expert 10000000000 in 2 slots"),
+        ({"last_physical_to_logical_map": [[-5, 0]]}, "has expert -5 in 2 slots"),
+        ({"last_physical_to_logical_map": [[0, 1.5]]}, "type float64: it must be whole numbers"),
+        ({"last_physical_to_logical_map": []}, r"of shape \[0\]"),
+        ({"ranks": 5}, "ranks is 5: it must be a list of ranks"),
+        ({"ranks": [[]]}, r"ranks is \[\]: it must be a whole number"),
+    ],
+)
+def test_malformed_records_are_named(fields: dict[str, object], message: str, tmp_path: Path):
+    path = tmp_path / "file.json"
+    path.write_text(json.dumps({**PASSES, **fields}))
+    with pytest.raises(ValueError, match=rf"file\.json: .*{message}"):
+        read_loads(path)
+
+
+def test_one_wrong_id_of_a_trace_does_not_take_all_memory(tmp_path: Path):
+    np.savez(tmp_path / "trace.npz", data=np.array([[0, 10**10]]))
+    with pytest.raises(ValueError, match="a trace has expert 10000000000: no model has over 65536"):
+        read_loads(tmp_path / "trace.npz")
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,8 @@ ALLOWED = {
     (
         "moesaic/balance/files.py",
         "torch.load",
-    ): "recorded experts, which the operator names; weights_only, as the test below says",
+    ): "recorded experts, which the user of moesaic balance or the operator of a server (with "
+    "--init-expert-location, in every rank) names; weights_only, as the test below says",
     ("moesaic/balance/files.py", "torch.save"): "recorded experts, as SGLang's tools read them",
 }
 

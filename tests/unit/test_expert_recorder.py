@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moesaic.balance.recording import RankPasses, common_passes, merged_counts, utilization
+from moesaic.comm.mesh import Mesh
 from moesaic.engine.frontend.balancedness import pass_balance
 from moesaic.engine.runner import expert_recorder
 from moesaic.engine.runner.expert_recorder import ExpertRecorder, PassSums
@@ -24,11 +25,12 @@ EXPERTS = 6
 
 
 class Layers:
-    """MoE layers of a rank that holds the last three of six slots."""
+    """MoE layers of a rank that holds three of six slots, the last ones unless told otherwise."""
 
-    def __init__(self, number: int, on_device: bool, movable: int = 0) -> None:
+    def __init__(self, number: int, on_device: bool, movable: int = 0, rank: int = 1) -> None:
         self.device = torch.device("cpu")
-        self.layout = EpLayout(EXPERTS, ep_size=2, rank=1)
+        self.ranks = SimpleNamespace(mesh=Mesh(tp=2, ep=2))
+        self.layout = EpLayout(EXPERTS, ep_size=2, rank=rank)
         counters = DeviceCounters() if on_device else None
         self.moe_layers = [
             SimpleNamespace(
@@ -83,6 +85,16 @@ def passes_of(recorder: ExpertRecorder, rank: int = 0, replica: int = 0) -> Rank
     )
 
 
+def indices(recorder: ExpertRecorder) -> list[int]:
+    state, found = recorder.state(), []
+    first = state.first
+    while first < state.end:
+        rows = recorder.read(first, state.end)
+        found += [one.index for one in rows.passes]
+        first = rows.next
+    return found
+
+
 def run(layers: Layers, recorder: ExpertRecorder, first: int, end: int) -> None:
     for number in range(first, end):
         layers.count([number, 0, 2 * number])
@@ -100,10 +112,10 @@ def test_a_full_ring_keeps_the_last_passes(
     assert recorder.state().end == 0, "nothing is recorded before the start"
     recorder.start()
     run(layers, recorder, 4, 7)
-    assert passes_of(recorder).numbers == [4, 5, 6] and recorder.state().lost == 0
+    assert passes_of(recorder).numbers == [4, 5, 6] and indices(recorder) == [0, 1, 2]
     run(layers, recorder, 7, 21)
-    found, state = passes_of(recorder), recorder.state()
-    assert found.numbers == [16, 17, 18, 19, 20] and state.lost == 12
+    found = passes_of(recorder)
+    assert found.numbers == [16, 17, 18, 19, 20] and indices(recorder) == [12, 13, 14, 15, 16]
     for row, number in zip(found.counts_nMe, found.numbers, strict=True):
         for n in range(len(layers.moe_layers)):
             assert row[n].tolist() == [number + n, n, 2 * number + n]
@@ -124,7 +136,7 @@ def test_a_dump_frees_what_it_has_read_and_no_more() -> None:
     recorder.answer("expert_record_discard", {"ends": {0: 3}}, 0)
     found = passes_of(recorder)
     assert found.numbers == [4, 5] and found.counts_nMe[0, 0].tolist() == [4, 0, 8]
-    assert recorder.state().lost == 0
+    assert recorder.state().told == 3 and indices(recorder) == [3, 4]
     recorder.answer("expert_record_discard", {"ends": {0: 10**6}}, 0)
     assert passes_of(recorder).numbers == []
 
@@ -177,8 +189,11 @@ def test_no_limit_means_what_a_rank_may_keep(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(expert_recorder, "MOST_BYTES", 4 * 3 * 2 * 7)
     layers: Any = Layers(2, False)
     assert ExpertRecorder(layers, passes=-1).passes == 7
-    with pytest.raises(ValueError, match=r"buffer-size 300000000 .* 6\.7 GiB .* at most 178956970"):
+    wanted = r"buffer-size 300000000 .* 13\.4 GiB on 2 ranks, .* give at most 89478485"
+    with pytest.raises(ValueError, match=wanted):
         ExpertRecorder(layers, passes=3 * 10**8)
+    monkeypatch.setattr(expert_recorder, "LARGEST_BYTES", 2 * 4 * 3 * 2 * 5)
+    assert ExpertRecorder(layers, passes=-1).passes == 5, "a dump gathers the counts of both ranks"
 
 
 def rank_passes(rank: int, numbers: list[int], counts: list[int], replica: int = 0) -> RankPasses:

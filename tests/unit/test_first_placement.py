@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from moesaic.balance.files import write_dump
 from moesaic.balance.problem import max_over_mean, rank_loads
 from moesaic.config import ServerArgs
 from moesaic.engine.setup.first_placement import first_placements
@@ -40,9 +43,29 @@ def test_a_plan_from_recorded_loads(tmp_path: Path) -> None:
     found = placed(str(file), eplb_algorithm="deepseek")
     assert sorted(found) == MOE_LAYERS
     assert found[1].count(0) == 3 and found[2].count(3) == 3, "the hottest expert has all replicas"
+    write_dump(tmp_path / "dump.pt", {"logical_count": loads})
+    assert placed(str(tmp_path / "dump.pt"), eplb_algorithm="deepseek") == found
     for layer, slots in found.items():
         load_SLE = loads[:1, layer : layer + 1].astype(np.float32)
         assert float(max_over_mean(rank_loads(load_SLE, np.array([slots]), 2)).max()) < 1.35
+
+
+def test_code_in_a_dump_is_not_run(tmp_path: Path) -> None:
+    """Every rank opens the file, and it is a pickle: docs/security.md says how."""
+    torch.save({"logical_count": Touch(tmp_path / "run")}, tmp_path / "bad.pt")
+    with pytest.raises(ValueError, match=r"bad\.pt cannot be read: Weights only load failed"):
+        placed(str(tmp_path / "bad.pt"))
+    assert not (tmp_path / "run").exists()
+
+
+class Touch:
+    """A pickle of it makes a file where it is loaded without care."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self._path,)
 
 
 @pytest.mark.parametrize(

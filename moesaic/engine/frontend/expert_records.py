@@ -111,11 +111,12 @@ class ExpertRecords:
         with self._lock:
             reads = self._read(self._settled_states())
             common = common_passes([(one.replica, one.numbers) for one in reads])
+            lost = max(one.lost(common.last[one.replica]) for one in reads)
+            ends = {one.rank: one.end(common.last[one.replica]) for one in reads}
             reads = [one.only(common.numbers[one.replica]) for one in reads]
             if self._mode == PER_TOKEN:
                 self._read_tokens({one.rank: one for one in reads})
-            dump = self._write(reads, common.incomplete)
-            ends = {one.rank: common.last[one.replica] for one in reads}
+            dump = self._write(reads, lost, common.incomplete)
             self._query("expert_record_discard", RecorderState, {"ends": ends})
         logger.info("wrote %d recorded passes to %s", dump.passes, ", ".join(dump.files))
         return dump
@@ -161,9 +162,8 @@ class ExpertRecords:
         for rank, read in reads.items():
             read.details = token_details(read, buffers[rank], self._num_layers)
 
-    def _write(self, reads: list[RankRead], incomplete: int) -> RecordDump:
+    def _write(self, reads: list[RankRead], lost: int, incomplete: int) -> RecordDump:
         num_experts = max(read.state.num_experts for read in reads)
-        lost = max(read.state.lost for read in reads)
         stem = str(_new_folder() / f"expert_distribution_recorder_{time.time()}")
         ranks = [read.rank_passes() for read in reads]
         passes = len({(rank.replica, number) for rank in ranks for number in rank.numbers})
@@ -171,19 +171,32 @@ class ExpertRecords:
             content = stat_content(ranks, self._num_layers, num_experts)
             _write_file(Path(f"{stem}.pt"), content)
             return RecordDump([f"{stem}.pt"], passes, lost, incomplete)
-        files = [self._write_rank(stem, rank, ranks, num_experts) for rank in ranks]
+        files = self._write_ranks(stem, ranks, num_experts)
         dropped = sum(one["tokens_dropped"] for rank in ranks for one in rank.details)
         return RecordDump(files, passes, lost, incomplete, dropped)
 
-    def _write_rank(
-        self, stem: str, rank: RankPasses, ranks: list[RankPasses], num_experts: int
-    ) -> str:
+    def _write_ranks(self, stem: str, ranks: list[RankPasses], num_experts: int) -> list[str]:
+        """Writes the files of all ranks or none: the next dump has the same passes again if this
+        one fails, and files that stayed would count them twice."""
+        written: list[Path] = []
+        try:
+            for rank in ranks:
+                path = Path(f"{stem}_{rank.rank}.pt")
+                _write_file(path, self._content(rank, ranks, num_experts))
+                written.append(path)
+        except BaseException:
+            for path in written:
+                path.unlink(missing_ok=True)
+            raise
+        return list(map(str, written))
+
+    def _content(
+        self, rank: RankPasses, ranks: list[RankPasses], num_experts: int
+    ) -> dict[str, Any]:
         peers = [other for other in ranks if other.replica == rank.replica]
         last_LP = last_placement(peers, self._num_layers, num_experts)
         numbers = [other.rank for other in ranks]
-        path = f"{stem}_{rank.rank}.pt"
-        _write_file(Path(path), pass_content(rank, last_LP, numbers, self._mesh.replicas))
-        return path
+        return pass_content(rank, last_LP, numbers, self._mesh.replicas)
 
     def _query(
         self, what: str, kind: type[Reply], options: Mapping[str, Any] | None = None

@@ -72,9 +72,21 @@ class RankRead:
         """The experts of all slots, by MoE layer and version of its placement."""
         return {(found.layer, found.version): found.slots for found in self.state.placements}
 
+    def end(self, last: int) -> int:
+        """The index behind the passes up to number `last`."""
+        indices = [one.index for one in self.passes if one.number <= last]
+        return 1 + max(indices, default=self.state.told - 1)
+
+    def lost(self, last: int) -> int:
+        """How many passes up to number `last` were overwritten before they were read."""
+        read = sum(one.number <= last for one in self.passes)
+        return self.end(last) - self.state.told - read
+
     def only(self, numbers: Collection[int]) -> RankRead:
         """These passes alone."""
         rows = [n for n, one in enumerate(self.passes) if one.number in numbers]
+        if len(rows) == len(self.passes):
+            return self  # as almost always; counts may be large
         return replace(
             self,
             passes=[self.passes[n] for n in rows],

@@ -37,13 +37,16 @@ logger = logging.getLogger(__name__)
 
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
+# Counts of all ranks together: a dump gathers them in the server's process.
 LARGEST_BYTES: Final = 4 * GIB
-# Counts that a rank may keep where --expert-distribution-recorder-buffer-size is -1.
+# Counts that a rank keeps at most where --expert-distribution-recorder-buffer-size is -1.
 MOST_BYTES: Final = 256 * MIB
 # Tokens that a rank keeps in mode per_token, with their experts in all layers.
 TOKEN_RING_BYTES: Final = 64 * MIB
 # Bytes in one reply, so that tokens do not wait behind it.
 CHUNK_BYTES: Final = 256 << 10
+# Passes that a rank keeps unless it is told how many; else --eplb-rebalance-num-iterations if more.
+LEAST_PASSES: Final = 1000
 # Passes that a rank keeps for the report of balancedness.
 REPORT_PASSES: Final = 256
 # The number of a row that is no pass: the totals from which the next pass is counted.
@@ -60,15 +63,16 @@ class RecordedSlots(msgspec.Struct, array_like=True):
 
 
 class RecorderState(msgspec.Struct, array_like=True):
-    """Rows from `first` up to `end` can be read; `pending` more are still being computed. `lost`:
-    passes that newer ones have overwritten. `layers`: the rank's MoE layers; `counts`: whether it
-    counts their rows, as the first of the ranks that share experts by slices does."""
+    """Rows from `first` up to `end` can be read; `pending` more are still being computed. `told`:
+    passes since the start that dumps have written or reported as lost. `layers`: the rank's MoE
+    layers; `counts`: whether it counts their rows, as the first of the ranks that share experts by
+    slices does."""
 
     on: bool = False
     first: int = 0
     end: int = 0
     pending: int = 0
-    lost: int = 0
+    told: int = 0
     layers: list[int] = []
     counts: bool = False
     first_slot: int = 0
@@ -87,6 +91,9 @@ class RecordedPass(msgspec.Struct, array_like=True):
     lengths: list[int] = []
     tokens: TokenSpan | None = None
     """None unless the mode is `per_token`."""
+    index: int = 0
+    """How many passes were recorded before it since the start. Passes whose indices are missing
+    among those that were read have been overwritten by newer ones."""
 
 
 class RecordedRows(msgspec.Struct, array_like=True):
@@ -111,17 +118,12 @@ class PassSums(msgspec.Struct, array_like=True):
 
 class ExpertRecorder:
     def __init__(self, runner: ModelRunner, passes: int, keeps_tokens: bool = False) -> None:
-        """`passes`: the most that are kept; -1 for as many as MOST_BYTES hold."""
+        """`passes`: the most that are kept; -1 for as many as MOST_BYTES hold, and LARGEST_BYTES
+        for all ranks."""
         self._runner, self._layers = runner, runner.moe_layers
         self._loads = [layer.load for layer in self._layers]
         row_bytes = 4 * sum(layer.layout.slots_per_rank for layer in self._layers)
-        self.passes = passes if passes > 0 else max(1, MOST_BYTES // max(1, row_bytes))
-        if self.passes * row_bytes > LARGEST_BYTES:
-            raise ValueError(
-                f"--expert-distribution-recorder-buffer-size {passes} would take "
-                f"{passes * row_bytes / GIB:.1f} GiB on each rank: give at most "
-                f"{LARGEST_BYTES // row_bytes}"
-            )
+        self.passes = _num_passes(passes, row_bytes, runner.ranks.mesh.world)
         # The rows of a pass are the difference to the row before it.
         self._size = self.passes + 1
         self._totals = make_totals(self._loads, self._size)
@@ -132,7 +134,8 @@ class ExpertRecorder:
         """By layer and version of its placement."""
         self._newest: list[int] | None = None
         """The version of each layer's placement in the last row."""
-        self._on, self._first, self._next, self._lost = False, 0, 0, 0
+        self._on, self._first, self._next = False, 0, 0
+        self._recorded, self._told = 0, 0
         self._tokens = self._make_token_ring() if keeps_tokens else None
 
     def _make_token_ring(self) -> TokenRing | None:
@@ -153,7 +156,8 @@ class ExpertRecorder:
         mode = args.expert_distribution_recorder_mode
         if mode is None:
             return None
-        passes = args.expert_distribution_recorder_buffer_size or args.eplb_rebalance_num_iterations
+        default = max(LEAST_PASSES, args.eplb_rebalance_num_iterations)
+        passes = args.expert_distribution_recorder_buffer_size or default
         recorder = cls(runner, passes, keeps_tokens=mode == "per_token")
         tokens = recorder._tokens
         logger.info(
@@ -206,7 +210,8 @@ class ExpertRecorder:
 
     def start(self) -> None:
         """Forgets what was recorded before."""
-        self._on, self._lost, self._newest = True, 0, None
+        self._on, self._newest = True, None
+        self._recorded, self._told = 0, 0
         self._slots.clear()
         self._write(RecordedPass(NO_PASS, False))
         self._first = self._next
@@ -241,10 +246,11 @@ class ExpertRecorder:
     def _write(self, made: RecordedPass) -> None:
         place = self._next % self._size
         if self._next - self._first == self.passes:
-            self._lost += int(self._passes[self._first % self._size].number != NO_PASS)
             self._first += 1
         self._totals.write(place)
         self._events.record()
+        made.index = self._recorded
+        self._recorded += int(made.number != NO_PASS)
         self._passes[place] = made
         versions = [load.placement_version for load in self._loads]
         if versions != self._newest:
@@ -259,7 +265,7 @@ class ExpertRecorder:
 
     def state(self, has_placements: bool = True) -> RecorderState:
         end = max(self._first, self._events.num_written())
-        state = RecorderState(self._on, self._first, end, self._next - end, self._lost)
+        state = RecorderState(self._on, self._first, end, self._next - end, self._told)
         if self._layers:
             layer = self._layers[0]
             state.layers = [load.layer for load in self._loads]
@@ -326,11 +332,28 @@ class ExpertRecorder:
     def _places(self, first: int, end: int) -> npt.NDArray[np.int64]:
         return np.arange(first, end) % self._size
 
-    def _discard(self, last: int) -> None:
-        """Frees the passes up to number `last`, which have been written to a file."""
-        while self._first < self._next and self._passes[self._first % self._size].number <= last:
+    def _discard(self, end: int) -> None:
+        """Frees the passes whose index is below `end`: they have been written to a file or
+        reported as lost. Later ones that were overwritten meanwhile are for the next dump to
+        report."""
+        self._told = max(self._told, end)
+        while self._first < self._next and self._passes[self._first % self._size].index < end:
             self._first += 1
-        self._lost = 0
         rows = self._places(max(0, self._first - 1), self._next)
         oldest = self._versions_SL[rows].min(0, initial=np.iinfo(np.int32).max)
         self._slots = {key: slots for key, slots in self._slots.items() if key[1] >= oldest[key[0]]}
+
+
+def _num_passes(asked: int, row_bytes: int, ranks: int) -> int:
+    """The passes that a rank keeps, at `row_bytes` each; ValueError if all ranks would keep too
+    much for the process that a dump gathers them in."""
+    most = LARGEST_BYTES // max(1, row_bytes * ranks)
+    if asked < 0:
+        return max(1, min(most, MOST_BYTES // max(1, row_bytes)))
+    if asked > most:
+        total = asked * row_bytes * ranks / GIB
+        raise ValueError(
+            f"--expert-distribution-recorder-buffer-size {asked} would take {total:.1f} GiB on "
+            f"{ranks} ranks, which a dump gathers in one process: give at most {most}"
+        )
+    return asked

@@ -12,14 +12,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from moesaic.balance.algorithms import make_plan
-from moesaic.balance.files import (
-    PLACEMENT_KEY,
-    loads_in,
-    placement_in,
-    read_file,
-    read_folder,
-)
-from moesaic.balance.problem import BalanceProblem, Ints, check_placement
+from moesaic.balance.files import loads_in, placement_in, read_file, read_loads
+from moesaic.balance.pass_records import PLACEMENT_KEY
+from moesaic.balance.problem import BalanceProblem, Floats, Ints, check_placement
 from moesaic.config import ServerArgs
 from moesaic.moe.placement import Placement
 
@@ -42,7 +37,8 @@ def first_placements(
             slots_LP = _rows(placement_in(found, source), moe_layers, num_layers, source)
             _check_slots(slots_LP.shape[1], experts, slots, source)
         else:
-            slots_LP = _planned(args, found, source, moe_layers, num_layers, experts, slots)
+            total_LE = _rows(_loads(found, source, experts), moe_layers, num_layers, source)
+            slots_LP = _planned(args, total_LE, slots, source)
         check_placement(slots_LP, len(moe_layers), experts, slots)
     except ValueError as error:
         raise ValueError(f"{FLAG}: {error}") from None
@@ -51,12 +47,13 @@ def first_placements(
 
 
 def _read(text: str) -> tuple[Path, Mapping[str, Any]]:
-    """The values of a file, a folder of a recorder's files, or inline JSON, and a name for them."""
+    """The values of a file or of inline JSON, and a name for their source. A folder of a recorder's
+    files has none of its own."""
     if not text.lstrip().startswith("{"):
         path = Path(text)
         if not path.exists():
             raise ValueError(f"there is no file {text}: give trivial, a file, or JSON in braces")
-        return path, read_folder(path) if path.is_dir() else read_file(path)
+        return path, {} if path.is_dir() else read_file(path)
     try:
         return Path("the JSON"), json.loads(text)
     except ValueError as error:
@@ -81,28 +78,24 @@ def _rows(values: Any, moe_layers: Sequence[int], num_layers: int, source: Path)
     )
 
 
-def _planned(
-    args: ServerArgs,
-    found: Mapping[str, Any],
-    source: Path,
-    moe_layers: Sequence[int],
-    num_layers: int,
-    experts: int,
-    slots: int,
-) -> Ints:
-    """A plan from recorded loads."""
+def _loads(found: Mapping[str, Any], source: Path, experts: int) -> Floats:
+    """[L, E]: the tokens that were counted in all."""
     try:
-        loads_SLE = loads_in(found, source)
+        loads_SLE = read_loads(source) if source.is_dir() else loads_in(found, source)
     except ValueError as error:
         raise ValueError(f"{error}, or {PLACEMENT_KEY}") from None
-    if not loads_SLE.any():
-        raise ValueError(f"{source} has counted no tokens: record some")
     if loads_SLE.shape[2] != experts:
         raise ValueError(
-            f"{source} is of {loads_SLE.shape[2]} experts, but the model has {experts}: it "
-            "belongs to another model"
+            f"{source} is of {loads_SLE.shape[2]} experts, but the model has {experts}: it belongs "
+            "to another model"
         )
-    total_LE = _rows(loads_SLE.sum(0), moe_layers, num_layers, source)
+    if not loads_SLE.any():
+        raise ValueError(f"{source} has counted no tokens: record some")
+    return loads_SLE.sum(0)
+
+
+def _planned(args: ServerArgs, total_LE: Floats, slots: int, source: Path) -> Ints:
+    """A plan from recorded loads."""
     problem = BalanceProblem(total_LE[None], slots, args.ep_size)
     plan = make_plan(args.eplb_algorithm, problem)
     logger.info("eplb: first placement by %s from %s: %s", plan.algorithm, source, plan.reason)
