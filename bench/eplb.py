@@ -169,8 +169,8 @@ def move(engine: Engine, args: argparse.Namespace, row: Row) -> None:
 
 def report(rows: list[Row]) -> None:
     header = (
-        "ranks algorithm redundant balancedness tokens/s of-uniform worst/median others fetched MiB "
-        "move-s step-ms"
+        "ranks algorithm redundant balancedness tokens/s of-uniform worst/median others fetched "
+        "MiB move-s step-ms"
     )
     cells = [
         (
