@@ -44,7 +44,7 @@ class PairCounts:
     count_E: Tensor
     """This rank's pairs of each expert (int32)."""
     hist_CE: Tensor | None = None
-    """Of the kernel: counts of chunks of pairs, and of the earlier parts of a chunk."""
+    """What the kernel keeps: counts of chunks of pairs, and of the earlier parts of a chunk."""
     before_CSE: Tensor | None = None
 
 

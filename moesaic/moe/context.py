@@ -131,7 +131,7 @@ class MoeContext:
         return StepSplit(placement, layout, ranks, layer)
 
     def _counts_spec(self, layout: EpLayout) -> CountsSpec | None:
-        """Of the collective in which ranks exchange counts, if they do."""
+        """The collective in which ranks exchange counts, if they do."""
         if self.dispatch_algorithm != LP or self.replicated or layout.size == 1:
             return None
         return CountsSpec(layout.num_slots, self.resolved.device)

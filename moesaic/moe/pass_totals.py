@@ -80,7 +80,7 @@ class PassTotals:
 
 
 class HostTotals(PassTotals):
-    """Of counters on the host."""
+    """The totals of counters on the host."""
 
     def __init__(self, loads: Sequence[SlotLoad], rows: int) -> None:
         self._loads, self._slots = loads, loads[0].num_slots if loads else 0
@@ -97,7 +97,7 @@ class HostTotals(PassTotals):
 
 
 class DeviceTotals(PassTotals):
-    """Of counters on a device: a ring for each counter table."""
+    """The totals of counters on a device: a ring for each counter table."""
 
     def __init__(self, loads: Sequence[SlotLoad], rows: int) -> None:
         tables = [load.row[0] for load in loads if load.row is not None]

@@ -52,7 +52,7 @@ class Snapshot:
     throughputs: Mapping[int, float] = field(default_factory=dict)
     """By group: tokens generated per second, between the last two readings."""
     balance: PassBalance | None = None
-    """Of recent passes, if --expert-balancedness-report-mode asks for it."""
+    """The balancedness of recent passes, if --expert-balancedness-report-mode asks for it."""
 
 
 Labels = tuple[str, ...]

@@ -25,7 +25,7 @@ class Rebalances:
     leaders: Sequence[int]
 
     def states(self, dry_run: bool | None = None) -> list[dict[str, Any]]:
-        """Of each copy of the model. With `dry_run` it asks for a rebalance."""
+        """The state of each copy of the model. With `dry_run` it asks for a rebalance."""
         options = {} if dry_run is None else {"dry_run": dry_run}
         replies = self.query("rebalance" if options else "rebalance_state", options).replies
         late = [rank for rank in self.leaders if rank not in replies]
@@ -59,6 +59,6 @@ class Rebalances:
 
 
 def _result(state: Mapping[str, Any], number: int) -> dict[str, Any] | None:
-    """Of the rebalance with this number, if it has ended."""
+    """What the rebalance with this number did, if it has ended."""
     found: list[dict[str, Any]] = [one for one in state["results"] if one["number"] == number]
     return found[0] if found else None

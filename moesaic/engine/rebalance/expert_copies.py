@@ -109,7 +109,7 @@ class SentExpert:
 
     layer: int
     slot: int
-    """Of that rank."""
+    """Its slot on that rank."""
     start: int
     """Its first byte in the stream."""
     place: int
@@ -126,7 +126,7 @@ class Arrival:
     sent: SentExpert
     rank: int | None
     row: int
-    """Where it is staged."""
+    """The row of the staging area that it goes to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class ChunkCopy:
 
     @property
     def nbytes(self) -> int:
-        """What this rank receives from others."""
+        """The bytes that this rank receives from others."""
         remote = (arrival for arrival in self._arrivals if arrival.rank is not None)
         return sum(self._images[arrival.layer].nbytes for arrival in remote)
 
@@ -165,7 +165,7 @@ class ChunkCopy:
     def _streams(
         self, moves: Sequence[Sequence[SlotMove]]
     ) -> list[dict[tuple[int, int], SentExpert]]:
-        """For each expert-parallel rank what it sends, by layer and slot."""
+        """The stream of each expert-parallel rank, by layer and slot."""
         per_rank = self._layout.slots_per_rank
         streams: list[dict[tuple[int, int], SentExpert]] = [{} for _ in range(self._layout.ep_size)]
         for layer, found in enumerate(moves):
@@ -225,7 +225,7 @@ class ChunkCopy:
                 piece[low - skipped : high - skipped].copy_(part[low - start : high - start])
 
     def pieces(self, round: int) -> list[Piece]:
-        """What this rank has to stage in a round."""
+        """The pieces that this rank has to stage in a round."""
         first, found = round * self._buffers.sizes.outbox, []
         for arrival in self._arrivals:
             if arrival.rank is None:

@@ -75,7 +75,7 @@ class RankReport(NamedTuple):
     that has missed a step, which was abandoned, finds out what the others have done in it."""
 
     phases: int = 0
-    """That it has ended since the start of the service."""
+    """Phases that it has ended since the start of the service."""
     aborts: int = 0
     failed: int = 0
     """The abort that it asks for, as it cannot go on with the rebalance; else 0."""
@@ -117,7 +117,7 @@ class RebalanceResult:
     fetched: int = 0
     """Slots whose expert comes from another rank."""
     fetched_bytes: int = 0
-    """Of all ranks."""
+    """The bytes of those slots on all ranks."""
     layers: int = 0
     """Layers whose placement changes."""
     seconds: float = 0.0
@@ -183,7 +183,7 @@ class Running:
     began: float = field(default_factory=time.monotonic)
     plan: Future[PlanReply] | None = None
     tokens_LE: Tensor | None = None
-    """Of this rank, when it began."""
+    """Tokens that this rank had computed when the rebalance began."""
 
 
 class Rebalancer:
@@ -203,9 +203,9 @@ class Rebalancer:
         self._rate = COPY_RATE[layers[0].context.resolved.device]
         sizes = buffer_sizes(args, layers)
         self.nbytes = sizes.nbytes(ranks.mesh.tp, device)
-        """Of this rank's buffers."""
+        """Bytes of this rank's buffers."""
         self.window_bytes = sizes.window_bytes(ranks.mesh.tp, device)
-        """What of them torch's allocator does not count, on a GPU."""
+        """The part of them that torch's allocator does not count on a GPU."""
         self._copies = CopyBuffers(ranks.stage_peers, sizes, ranks.timeout, device)
         shape = len(layers), layers[0].config.num_experts
         specs = [
@@ -241,7 +241,7 @@ class Rebalancer:
 
     @property
     def is_busy(self) -> bool:
-        """The same on all ranks once they have advanced to the same step."""
+        """Whether a rebalance runs. All ranks agree once they have advanced to the same step."""
         return bool(self._phases)
 
     def report(self, finished: int) -> RankReport:
@@ -515,7 +515,7 @@ class Rebalancer:
         return True
 
     def state(self) -> dict[str, Any]:
-        """For operators; the first rank of a stage knows all of it."""
+        """What operators want to know; the first rank of a stage knows all of it."""
         running = self._running
         return {
             "running": None if running is None else running.result.number,

@@ -76,7 +76,7 @@ class BufferSizes:
         ]
 
     def window_bytes(self, size: int, device: torch.device) -> int:
-        """Of a rank, in a group of `size` ranks."""
+        """Bytes of a rank's window in a group of `size` ranks."""
         if device.type == "cuda":
             return device_window_bytes(self.planes, size, 1, device)
         return sum(spec.nbytes for spec in self.planes)

@@ -27,8 +27,8 @@ TRIVIAL: Final = "trivial"
 def first_placements(
     args: ServerArgs, moe_layers: Sequence[int], num_layers: int, experts: int, slots: int
 ) -> dict[int, Placement]:
-    """By layer; empty if all are trivial. ValueError if the flag does not fit the model.
-    `moe_layers`: the numbers of its layers with experts, of `num_layers` in all."""
+    """The placement of each layer; empty if all are trivial. ValueError if the flag does not fit
+    the model. `moe_layers`: the numbers of its layers with experts, of `num_layers` in all."""
     if args.init_expert_location == TRIVIAL or not moe_layers:
         return {}
     try:

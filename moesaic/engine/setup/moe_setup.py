@@ -167,7 +167,7 @@ def moe_context(
 
 
 def _placements(args: ServerArgs, model: CausalLM, context: MoeContext) -> dict[int, Placement]:
-    """Where it is not the default one."""
+    """The first placements, of the layers that do not have the default one."""
     layers = [module for module in model.modules() if isinstance(module, FusedMoE)]
     if not layers:
         return {}
