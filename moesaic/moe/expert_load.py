@@ -30,7 +30,7 @@ class CounterTable:
             self._stream, self._cleared = torch.cuda.Stream(), torch.cuda.Event()
 
     def clear(self, row: int, slots: int | None = None) -> None:
-        """`slots`: only the counters of so many slots; None: the whole row."""
+        """Clears the first `slots` counters of a row; None: all of them."""
         self.counts_Le[row, :slots].zero_()
         if self._stream is not None:
             self._cleared.record()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moesaic.moe.expert_load import CounterTable, SlotLoad
 
-# More than the steps that are in flight at once: a row's event is used again after so many rows.
+# A row's event is used again after this many rows, which is more than the steps in flight at once.
 EVENTS: Final = 8
 
 Totals = npt.NDArray[np.int32]

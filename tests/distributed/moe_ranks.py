@@ -33,6 +33,29 @@ from tests.moe_oracle import Experts, config_of, random_topk
 EXPERTS, HIDDEN, TOP_K = 12, 128, 3
 INNER = 128  # of each rank that shares an expert: the blocks of every format fit
 MOST = 257
+# Every dispatcher as it is registered, with the modes that it has.
+A2A = (
+    ("none", "normal"),
+    ("none", "replicated"),
+    ("deepep", "normal"),
+    ("deepep", "low_latency"),
+    ("deepep", "auto"),
+    ("mooncake", "low_latency"),
+    ("mori", "normal"),
+    ("flashinfer", "normal"),
+    ("ascend_fuseep", "low_latency"),
+)
+# Every backend as --moe-a2a-backend and --deepep-mode name it.
+A2A_FLAGS = (
+    ("none", "auto"),
+    ("deepep", "normal"),
+    ("deepep", "low_latency"),
+    ("deepep", "auto"),
+    ("mori", "normal"),
+    ("mooncake", "low_latency"),
+    ("flashinfer", "auto"),
+    ("ascend_fuseep", "auto"),
+)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PEER_SECONDS = 20.0
 # Only ends a run that hangs, and after the time limit of most tests.

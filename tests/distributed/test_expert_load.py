@@ -19,20 +19,11 @@ from moesaic.moe.layer import FusedMoE
 from moesaic.moe.pass_totals import make_totals
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from moesaic.moe.registry import MoeProblem
+from tests.distributed.moe_ranks import A2A_FLAGS
 from tests.moe_oracle import Experts, config_of, random_topk
 
 EXPERTS, HIDDEN, INNER, TOP_K, STEPS = 12, 128, 64, 3, 2
 COUNTS = (13, 0, 30, 6)
-A2A = (
-    ("none", "auto"),
-    ("deepep", "normal"),
-    ("deepep", "low_latency"),
-    ("deepep", "auto"),
-    ("mori", "normal"),
-    ("mooncake", "low_latency"),
-    ("flashinfer", "auto"),
-    ("ascend_fuseep", "auto"),
-)
 
 
 @dataclass(frozen=True)
@@ -47,8 +38,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Found:
-    """Of one rank: whether it counts, its experts, what it counted in all and in each pass, and the
-    ids that it sent."""
+    """What one rank tells: whether it counts, its experts, what it counted in all and in each pass,
+    and the ids that it sent."""
 
     counts: bool
     experts: tuple[int, ...]
@@ -146,11 +137,11 @@ def check(pool: LocalRanks, settings: list[Setting]) -> None:
 @pytest.mark.parametrize("ep", [4, 2])
 def test_every_pair_is_counted_once(ep: int, pools: Callable[[int], LocalRanks]) -> None:
     """With ep 2 two ranks share each expert."""
-    check(pools(4), [Setting(a2a, mode, ep) for a2a, mode in A2A])
+    check(pools(4), [Setting(a2a, mode, ep) for a2a, mode in A2A_FLAGS])
 
 
 def test_replicas_and_replicated_tokens(pools: Callable[[int], LocalRanks]) -> None:
-    settings = [Setting(a2a, mode, redundant=4) for a2a, mode in A2A]
+    settings = [Setting(a2a, mode, redundant=4) for a2a, mode in A2A_FLAGS]
     settings += [Setting("none", "normal", ep, replicated=True) for ep in (4, 2)]
     settings += [Setting("none", "normal", redundant=4, replicated=True)]
     settings += [Setting("deepep", "auto", deterministic=True)]
@@ -159,4 +150,4 @@ def test_replicas_and_replicated_tokens(pools: Callable[[int], LocalRanks]) -> N
 
 
 def test_one_rank(pools: Callable[[int], LocalRanks]) -> None:
-    check(pools(1), [Setting(a2a, mode, ep=1) for a2a, mode in A2A])
+    check(pools(1), [Setting(a2a, mode, ep=1) for a2a, mode in A2A_FLAGS])

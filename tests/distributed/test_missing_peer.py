@@ -25,23 +25,13 @@ from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from moesaic.moe.registry import MoeProblem
+from tests.distributed.moe_ranks import A2A
 from tests.moe_oracle import Experts, config_of, random_topk, reference
 
 EXPERTS, HIDDEN, INNER, TOP_K, LAYER, VICTIM = 12, 32, 32, 3, 7, 1
 SECONDS = 0.4
 # Of the ranks' own group: what takes less did not wait for that.
 PEER_SECONDS = 10.0
-A2A = (
-    ("none", "normal"),
-    ("none", "replicated"),
-    ("deepep", "normal"),
-    ("deepep", "low_latency"),
-    ("deepep", "auto"),
-    ("mooncake", "low_latency"),
-    ("mori", "normal"),
-    ("flashinfer", "normal"),
-    ("ascend_fuseep", "low_latency"),
-)
 NAMES = {
     ("deepep", "normal"): "deepep_normal",
     ("deepep", "low_latency"): "deepep_low_latency",

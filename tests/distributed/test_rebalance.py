@@ -19,28 +19,20 @@ from moesaic.comm.launch.local_ranks import LocalRanks
 from moesaic.comm.mesh import Mesh
 from moesaic.config import ServerArgs
 from moesaic.core.step import Step
+from moesaic.engine.rebalance.orders import RankReport
 from moesaic.engine.rebalance.planner_child import PlannerProcess
-from moesaic.engine.rebalance.rebalancer import RankReport, Rebalancer
+from moesaic.engine.rebalance.rebalancer import Rebalancer
 from moesaic.engine.setup.rank_context import RankContext
 from moesaic.moe.context import MoeContext
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from moesaic.moe.registry import MoeProblem
+from tests.distributed.moe_ranks import A2A_FLAGS
 from tests.moe_oracle import Experts, config_of, random_topk, reference
 
 EXPERTS, HIDDEN, INNER, TOP_K, LAYERS, RANKS = 12, 128, 64, 3, 2, 4
 TOKENS = (5, 0, 9, 1)
-A2A = (
-    ("deepep", "auto"),
-    ("none", "auto"),
-    ("deepep", "normal"),
-    ("deepep", "low_latency"),
-    ("mori", "normal"),
-    ("mooncake", "low_latency"),
-    ("flashinfer", "auto"),
-    ("ascend_fuseep", "auto"),
-)
 # In each rank: a process takes longer to start than to plan.
 PLANNERS: dict[str, PlannerProcess] = {}
 
@@ -64,7 +56,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Found:
-    """Of one rank."""
+    """What one rank has found."""
 
     worst: float
     """The largest difference from the oracle."""
@@ -246,7 +238,7 @@ def check(by_rank: list[list[Found]], settings: list[Setting]) -> None:
 def test_every_backend_computes_the_same_while_experts_move(
     pools: Callable[[int], LocalRanks],
 ) -> None:
-    settings = [Setting(a2a, mode) for a2a, mode in A2A]
+    settings = [Setting(a2a, mode) for a2a, mode in A2A_FLAGS]
     check(pools(RANKS).run(serve, settings), settings)
 
 

@@ -16,6 +16,7 @@ from moesaic.core.step import Step
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.placement import Placement
 from tests.distributed.moe_ranks import (
+    A2A,
     EXPERTS,
     MOST,
     Case,
@@ -28,17 +29,6 @@ from tests.distributed.moe_ranks import (
 from tests.moe_oracle import reference
 
 RANKS, REDUNDANT = 4, 5  # three more slots are added
-A2A = (
-    ("none", "normal"),
-    ("none", "replicated"),
-    ("deepep", "normal"),
-    ("deepep", "low_latency"),
-    ("deepep", "auto"),
-    ("mooncake", "low_latency"),
-    ("mori", "normal"),
-    ("flashinfer", "normal"),
-    ("ascend_fuseep", "low_latency"),
-)
 ALGORITHMS = ("static", "dynamic", "lp")
 
 

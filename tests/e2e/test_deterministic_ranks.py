@@ -48,7 +48,7 @@ def _bits(output: dict[str, Any]) -> tuple[list[int], list[float], list[float]]:
 
 @cache
 def expected(family: str, dtype: str) -> Bits:
-    """Of one rank."""
+    """What one rank has found."""
     return serve(family, dtype, list(range(len(prompts()))))
 
 

@@ -1,9 +1,17 @@
-"""The phases in which experts are copied. On a GPU the copies run beside steps: a phase is called
-in every step until they have ended."""
+"""The phases in which experts are copied, and the one that changes their slots. On a GPU the copies
+run beside steps: a phase is called in every step until they have ended."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from moesaic.balance.moves import SlotMove
+from moesaic.core.stats import MoveStats
 from moesaic.engine.rebalance.expert_copies import ChunkCopy, CopyBuffers
+from moesaic.moe.layer import FusedMoE
+from moesaic.moe.placement import Placement
 
 
 class WritePhase:
@@ -50,3 +58,27 @@ class ReadPhase:
             self._copy.stage(piece, self._round)
             self._num_staged += 1
             room -= piece.end - piece.begin
+
+
+class LayerMove(NamedTuple):
+    layer: FusedMoE
+    moves: list[SlotMove]
+    slots: tuple[int, ...]
+    """The new placement."""
+
+
+@dataclass(frozen=True)
+class FlipPhase:
+    """Changes the placement of a chunk of layers, between the same two steps on all ranks. It may
+    be repeated."""
+
+    copy: ChunkCopy
+    chunk: Sequence[LayerMove]
+    totals: MoveStats
+
+    def __call__(self, number: int) -> bool:
+        self.copy.adopt()
+        for one in self.chunk:
+            one.layer.update_placement(Placement(one.layer.config.num_experts, one.slots))
+        self.totals.bytes += self.copy.nbytes
+        return True

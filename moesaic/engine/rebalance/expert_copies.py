@@ -4,8 +4,8 @@ Each rank has an outbox that the others read, and a staging area. The experts th
 send stand behind each other in its stream, each of them once; in every round the outbox holds the
 next part of it. What arrives is staged and compared with sums, and only `adopt` changes weights.
 
-All ranks derive the same streams from the same moves. The caller makes sure that nobody reads an
-outbox before it is written, and that it is not written before all have read it.
+All ranks derive the same streams from the same moves. The caller makes sure that ranks read an
+outbox only after it is written, and that it is written again only after all have read it.
 """
 
 from __future__ import annotations

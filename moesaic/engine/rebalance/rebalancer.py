@@ -21,14 +21,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from moesaic.balance.moves import SlotMove, moves_of_layer
+from moesaic.balance.moves import moves_of_layer
 from moesaic.balance.problem import Ints
 from moesaic.comm.errors import PeerTimeout, WindowAborted
 from moesaic.comm.supervise.control_page import EpochChanged, StepRolledBack
@@ -36,15 +36,15 @@ from moesaic.comm.windows.factory import create_window
 from moesaic.comm.windows.window import PlaneSpec
 from moesaic.config import ServerArgs
 from moesaic.core.stats import MoveStats
-from moesaic.engine.rebalance.copy_phases import ReadPhase, WritePhase
+from moesaic.engine.rebalance.copy_phases import FlipPhase, LayerMove, ReadPhase, WritePhase
 from moesaic.engine.rebalance.expert_copies import ChunkCopy, CopyBuffers, WrongExpert
+from moesaic.engine.rebalance.orders import Order, RankReport, RebalanceResult, Trigger
 from moesaic.engine.rebalance.planner_child import PlannerProcess, PlanReply, PlanRequest
 from moesaic.engine.setup.expert_buffers import ExpertImage, buffer_sizes
 from moesaic.engine.setup.rank_context import RankContext
 from moesaic.engine.text.limited_child import ChildUnresponsive
 from moesaic.moe.expert_load import tokens_of
 from moesaic.moe.layer import FusedMoE
-from moesaic.moe.placement import Placement
 from moesaic.observe.spans import SpanKind, Spans
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ COPY_RATE: Final = {"cpu": 4e9, "cuda": 200e9}
 EXPERT_SHARE: Final = 0.5
 # Results of the last rebalances, for operators who ask at the same time.
 KEPT_RESULTS: Final = 16
-# Errors that end the step, whoever causes them.
+# Errors that are not the rebalance's own: they end or abandon the whole step.
 FINAL: Final = (StepRolledBack, EpochChanged, WindowAborted, PeerTimeout)
 
 # Called with the phase's number, in every step until it returns that it has ended.
@@ -68,110 +68,6 @@ Phase = Callable[[int], bool]
 
 class PlanFailed(RuntimeError):
     """There is no plan: the planner has failed or was killed."""
-
-
-class RankReport(NamedTuple):
-    """What each rank tells all others at the beginning of a step. Numbers only grow, so that a rank
-    that has missed a step, which was abandoned, finds out what the others have done in it."""
-
-    phases: int = 0
-    """Phases that it has ended since the start of the service."""
-    aborts: int = 0
-    failed: int = 0
-    """The abort that it asks for, as it cannot go on with the rebalance; else 0."""
-    begun: int = 0
-    """The order of the rebalance that it has begun last."""
-    wanted: int = 0
-    """From the first rank: the next order, 0 for none."""
-    finished: int = 0
-    """Requests of a serving group that have ended, from its leader."""
-
-
-class Order(NamedTuple):
-    """What the first rank wants. It travels as one number, which grows from order to order."""
-
-    number: int = 0
-    by_operator: bool = False
-    dry_run: bool = False
-
-    def encode(self) -> int:
-        return self.number << 2 | self.by_operator << 1 | self.dry_run
-
-    @classmethod
-    def decode(cls, code: int) -> Order:
-        return cls(code >> 2, bool(code & 2), bool(code & 1))
-
-
-@dataclass
-class RebalanceResult:
-    """What one rebalance did. Balancedness is the mean over ranks divided by the largest, averaged
-    over layers: of the loads before it, with the old placement and with the new one."""
-
-    number: int
-    dry_run: bool = False
-    outcome: str = ""
-    algorithm: str = ""
-    reason: str = ""
-    balancedness: float | None = None
-    predicted: float | None = None
-    fetched: int = 0
-    """Slots whose expert comes from another rank."""
-    fetched_bytes: int = 0
-    """The bytes of those slots on all ranks."""
-    layers: int = 0
-    """Layers whose placement changes."""
-    seconds: float = 0.0
-
-
-@dataclass
-class Trigger:
-    """When the next rebalance is due, on the first rank."""
-
-    steps: int
-    requests: int | None
-    """Finished requests between two rebalances, instead of steps."""
-    num_steps: int = 0
-    num_finished: int = 0
-    """Finished requests when the last one began."""
-    period: int = 0
-    """Steps between the last two."""
-
-    def is_due(self, finished: int) -> bool:
-        if self.requests is not None:
-            return finished - self.num_finished >= self.requests
-        return self.num_steps >= self.steps
-
-    def restart(self, finished: int) -> None:
-        self.period, self.num_steps, self.num_finished = self.num_steps, 0, finished
-
-    @property
-    def horizon(self) -> int:
-        """Steps until the next one, as far as is known."""
-        return self.steps if self.requests is None else max(1, self.period)
-
-
-class LayerMove(NamedTuple):
-    layer: FusedMoE
-    moves: list[SlotMove]
-    slots: tuple[int, ...]
-    """The new placement."""
-
-
-@dataclass(frozen=True)
-class FlipPhase:
-    """Changes the placement of a chunk of layers, between the same two steps on all ranks. It may
-    be repeated."""
-
-    copy: ChunkCopy
-    chunk: Sequence[LayerMove]
-    totals: MoveStats
-
-    def __call__(self, number: int) -> bool:
-        self.copy.adopt()
-        for one in self.chunk:
-            one.layer.update_placement(Placement(one.layer.config.num_experts, one.slots))
-        self.totals.bytes += self.copy.nbytes
-        return True
 
 
 @dataclass

@@ -249,7 +249,7 @@ class Replicas:
         return cls(moe.redundant_experts, nbytes, moe.resolved.ep)
 
     def fewer(self, excess: int) -> str:
-        """How to save so many bytes of a rank by fewer replicas; empty if that is not enough."""
+        """The flag that saves `excess` bytes of a rank; empty if fewer replicas are not enough."""
         slots = -(-excess // self.slot_bytes) * self.ranks if self.slot_bytes else 0
         if not 0 < slots <= self.number:
             return ""

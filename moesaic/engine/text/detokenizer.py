@@ -30,7 +30,7 @@ class IncrementalDetokenizer:
         self._stops = _StopSearch(params.stop, params.stop_regex, params.no_stop_trim)
         self._plain_texts = tokenizer.plain_texts
         self._has_held = False
-        """Of a text that nothing stops: bytes are held back for the next token."""
+        """Whether a text that nothing stops holds bytes back for the next token."""
         self._finished = False
 
     @property

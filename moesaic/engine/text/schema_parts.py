@@ -128,7 +128,7 @@ class DescribedValue:
     properties: dict[str, list[Schema]] = field(default_factory=dict)
     patterns: dict[str, list[Schema]] = field(default_factory=dict)
     prefixes: dict[str, str] = field(default_factory=dict)
-    """Of each pattern, the characters with which its matches begin."""
+    """The characters with which the matches of each pattern begin."""
     others: list[tuple[Schema, Schema]] = field(default_factory=list)
     """Each schema with `additionalProperties`, and that keyword's schema."""
     items: list[Schema] = field(default_factory=list)

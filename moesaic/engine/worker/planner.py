@@ -304,7 +304,7 @@ class Planner:
                 self._fail_token(request, error)
 
     def _share_full_pages(self, step: InflightStep, broken: frozenset[int]) -> None:
-        """Of the requests whose decoded token is the last one of a page."""
+        """Shares the pages of requests whose decoded token is the last one of a page."""
         if not self.kv.tree.enabled:
             return
         computed, planned = step.plan.decodes.first + 1, step.decoding

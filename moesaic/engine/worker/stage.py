@@ -18,7 +18,8 @@ from torch import Tensor
 from moesaic.comm.collectives.pipeline import Pipe
 from moesaic.comm.supervise.control_page import RankStatus
 from moesaic.core.rank_state import RankState
-from moesaic.engine.rebalance.rebalancer import RankReport, Rebalancer
+from moesaic.engine.rebalance.orders import RankReport
+from moesaic.engine.rebalance.rebalancer import Rebalancer
 from moesaic.engine.runner.routed_experts import join_layers
 from moesaic.engine.schedule import plan_codec
 from moesaic.engine.schedule.inflight import InflightStep

@@ -1,0 +1,86 @@
+"""What ranks tell each other about a rebalance, when one is due, and what it did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class RankReport(NamedTuple):
+    """What each rank tells all others at the beginning of a step. Numbers only grow, so that a rank
+    that has missed a step, which was abandoned, finds out what the others have done in it."""
+
+    phases: int = 0
+    """Phases that it has ended since the start of the service."""
+    aborts: int = 0
+    failed: int = 0
+    """The abort that it asks for, as it cannot go on with the rebalance; else 0."""
+    begun: int = 0
+    """The order of the rebalance that it has begun last."""
+    wanted: int = 0
+    """From the first rank: the next order, 0 for none."""
+    finished: int = 0
+    """Requests of a serving group that have ended, from its leader."""
+
+
+class Order(NamedTuple):
+    """What the first rank wants. It travels as one number, which grows from order to order."""
+
+    number: int = 0
+    by_operator: bool = False
+    dry_run: bool = False
+
+    def encode(self) -> int:
+        return self.number << 2 | self.by_operator << 1 | self.dry_run
+
+    @classmethod
+    def decode(cls, code: int) -> Order:
+        return cls(code >> 2, bool(code & 2), bool(code & 1))
+
+
+@dataclass
+class RebalanceResult:
+    """What one rebalance did. Balancedness is the mean over ranks divided by the largest, averaged
+    over layers: of the loads before it, with the old placement and with the new one."""
+
+    number: int
+    dry_run: bool = False
+    outcome: str = ""
+    algorithm: str = ""
+    reason: str = ""
+    balancedness: float | None = None
+    predicted: float | None = None
+    fetched: int = 0
+    """Slots whose expert comes from another rank."""
+    fetched_bytes: int = 0
+    """The bytes of those slots on all ranks."""
+    layers: int = 0
+    """Layers whose placement changes."""
+    seconds: float = 0.0
+
+
+@dataclass
+class Trigger:
+    """When the next rebalance is due, on the first rank."""
+
+    steps: int
+    requests: int | None
+    """Finished requests between two rebalances, instead of steps."""
+    num_steps: int = 0
+    num_finished: int = 0
+    """Finished requests when the last one began."""
+    period: int = 0
+    """Steps between the last two."""
+
+    def is_due(self, finished: int) -> bool:
+        if self.requests is not None:
+            return finished - self.num_finished >= self.requests
+        return self.num_steps >= self.steps
+
+    def restart(self, finished: int) -> None:
+        self.period, self.num_steps, self.num_finished = self.num_steps, 0, finished
+
+    @property
+    def horizon(self) -> int:
+        """Steps until the next one, as far as is known."""
+        return self.steps if self.requests is None else max(1, self.period)
