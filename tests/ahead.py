@@ -35,6 +35,8 @@ class Late:
     plan: StepPlan
     done: StepResult | Exception | None = None
     hidden_TH: None = None
+    is_done: bool = True
+    """So that the loop plans the next step at once."""
 
     def compute(self) -> None:
         if self.done is None:

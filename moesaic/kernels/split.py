@@ -83,7 +83,10 @@ def fill_replicas(counts_PE: Tensor, table: ReplicaTable, rank: int) -> Tensor:
             for d, level, share in zip(ranks, rest, shares[e], strict=True):
                 levels[d] = level + share
     quotas = [dict(zip(ranks, shares[e], strict=True)) for e, ranks in ranks_of.items()]
-    quota_RD = torch.tensor([[quota.get(d, 0) for d in range(len(levels))] for quota in quotas])
+    quota_RD = torch.tensor(
+        [[quota.get(d, 0) for d in range(len(levels))] for quota in quotas],
+        device=table.slots_ED.device,
+    )
     ends_ED = torch.zeros_like(table.slots_ED)
     if quotas:
         ends_ED[several_R] = (quota_RD.cumsum(1) - before_E[several_R, None]).int()

@@ -8,7 +8,13 @@ import pytest
 from moesaic.engine.schedule.inflight import PlannedItem, work_of
 from moesaic.engine.schedule.kv_manager import KVManager
 from moesaic.engine.schedule.scheduler import Scheduler, SchedulerConfig
-from moesaic.engine.schedule.step_budget import StepBudget, StepCost, StepWork, heaviest
+from moesaic.engine.schedule.step_budget import (
+    PromptBudget,
+    StepBudget,
+    StepCost,
+    StepWork,
+    heaviest,
+)
 from tests.unit.test_kv_cache import make_request
 
 MOST = 8192
@@ -16,17 +22,22 @@ MOST = 8192
 
 @dataclass(frozen=True)
 class Device:
-    """Milliseconds of a step, and of each decode token, prompt token, held token and pair."""
+    """Milliseconds of a step with and without prompts, of each decode token without prompts, of
+    each token beside some, of each held token and pair."""
 
     step: float = 8.0
     decode: float = 0.06
-    prompt: float = 0.0125
+    token: float = 0.0125
     held: float = 2e-5
     pair: float = 1.5e-6
+    mixed: float = 16.0
 
     def ms(self, work: StepWork) -> float:
-        decodes = self.step + self.decode * work.decode_tokens + self.held * work.held
-        return decodes + self.prompt * work.prompt_tokens + self.pair * work.pairs
+        held = self.held * work.held
+        if not work.prompt_tokens:
+            return self.step + self.decode * work.decode_tokens + held
+        tokens = work.decode_tokens + work.prompt_tokens
+        return self.mixed + self.token * tokens + held + self.pair * work.pairs
 
 
 def some_work(draw: random.Random) -> StepWork:
@@ -56,20 +67,22 @@ def worst_error(cost: StepCost, device: Device) -> float:
 
 
 @pytest.mark.parametrize(
-    "device", [Device(), Device(step=1.5, decode=0.3), Device(120.0, 2.0, 0.8, 1e-4, 2e-5)], ids=str
+    "device",
+    [Device(), Device(step=1.5, decode=0.05), Device(120.0, 2.0, 0.8, 1e-4, 2e-5, 200.0)],
+    ids=str,
 )
 def test_a_linear_cost_is_found(device: Device):
-    assert worst_error(fitted(device), device) < 0.02
+    assert worst_error(fitted(device), device) < 0.03
     assert worst_error(fitted(device, noise=0.1), device) < 0.1
 
 
 def test_outliers_hardly_count():
     """One step in fifty takes fifty times as long, which doubles the mean."""
-    assert worst_error(fitted(Device(), outliers=0.02), Device()) < 0.25
+    assert worst_error(fitted(Device(), outliers=0.02), Device()) < 0.3
 
 
 def test_another_speed_is_learned():
-    cost, slower = fitted(Device()), Device(16.0, 0.12, 0.025, 4e-5, 3e-6)
+    cost, slower = fitted(Device()), Device(16.0, 0.12, 0.025, 4e-5, 3e-6, 32.0)
     draw = random.Random(7)
     assert worst_error(cost, slower) > 0.4
     for _ in range(300):
@@ -79,9 +92,9 @@ def test_another_speed_is_learned():
 
 
 def test_without_steps_costs_are_high():
-    assert StepCost().predict(StepWork(64, 1024, 65536, 10**6)) == pytest.approx(
-        10 + 10 + 50 + 5 + 4
-    )
+    work = StepWork(64, 1024 - 64, 65536, 10**6)
+    assert StepCost().predict(work) == pytest.approx(20 + 50 + 5 + 4)
+    assert StepCost().predict(StepWork(64, 0, 65536, 0)) == pytest.approx(10 + 5 + 5)
 
 
 def test_steps_that_all_have_prompts_correct_the_decodes():
@@ -90,9 +103,9 @@ def test_steps_that_all_have_prompts_correct_the_decodes():
     decodes = StepWork(256, 0, 256 * 800, 0)
     chunks = []
     for _ in range(300):
-        chunks.append(budget.prompt_tokens(MOST, decodes, [(0, 20000)]))
+        chunks.append(budget.prompt_tokens(MOST, decodes, [(0, 20000)]).cut)
         work = decodes.with_prompt(0, chunks[-1])
-        budget.observe(work, device.ms(work))
+        budget.cost.observe(work, device.ms(work))
     assert chunks[0] == 64
     assert chunks[-1] > 400 and device.ms(decodes.with_prompt(0, chunks[-1])) < 41
 
@@ -103,7 +116,7 @@ def test_chunks_fill_the_bound_by_what_they_cost():
     budget = StepBudget(50.0, cost)
     chunks = []
     for first in (0, 8192, 16384, 65536):
-        chunk = budget.prompt_tokens(MOST, decodes, [(first, 100_000)])
+        chunk = budget.prompt_tokens(MOST, decodes, [(first, 100_000)]).cut
         chunks.append(chunk)
         assert chunk % 64 == 0
         assert device.ms(decodes.with_prompt(first, chunk)) <= 50 * 1.01
@@ -111,29 +124,33 @@ def test_chunks_fill_the_bound_by_what_they_cost():
     assert chunks == sorted(chunks, reverse=True) and chunks[0] > 2 * chunks[-1]
 
 
+ALL = PromptBudget(MOST, MOST)
+
+
 def test_short_prompts_share_a_step():
     budget = StepBudget(50.0, fitted(Device()))
     decodes = StepWork(64, 0, 64 * 1000, 0)
-    assert budget.prompt_tokens(MOST, decodes, [(0, 200)] * 10) == MOST
+    assert budget.prompt_tokens(MOST, decodes, [(0, 200)] * 10) == ALL
     many = budget.prompt_tokens(MOST, decodes, [(0, 200)] * 100)
     # Short prompts attend to little, so more of their tokens fit than of one long prompt.
-    assert budget.prompt_tokens(MOST, decodes, [(0, 20000)]) < many < MOST
-    assert budget.prompt_tokens(1000, decodes, [(0, 200)] * 100) == 1000
+    assert budget.prompt_tokens(MOST, decodes, [(0, 20000)]).cut < many.cut < MOST
+    assert many.cut == many.whole
+    assert budget.prompt_tokens(1000, decodes, [(0, 200)] * 100) == PromptBudget(1000, 1000)
 
 
 @pytest.mark.parametrize("max_ms", [0.0, 50.0, None])
 def test_a_prompt_is_whole_where_no_request_decodes(max_ms: float | None):
     budget = StepBudget(max_ms, fitted(Device()))
-    assert budget.prompt_tokens(MOST, StepWork(), [(0, 20000)]) == MOST
+    assert budget.prompt_tokens(MOST, StepWork(), [(0, 20000)]) == ALL
     budget.others = StepWork(0, 4000, 0, 0)
-    assert budget.prompt_tokens(MOST, StepWork(), [(0, 20000)]) == MOST
+    assert budget.prompt_tokens(MOST, StepWork(), [(0, 20000)]) == ALL
     # Requests of another group wait for the step, too.
     budget.others = StepWork(64, 4000, 64 * 1000, 0)
     alone = StepBudget(max_ms, budget.cost).prompt_tokens(
         MOST, StepWork(64, 0, 64 * 1000, 0), [(0, 20000)]
     )
     assert budget.prompt_tokens(MOST, StepWork(), [(0, 20000)]) == alone
-    assert (alone == MOST) == (max_ms == 0)
+    assert (alone == ALL) == (max_ms == 0)
 
 
 def test_bounds():
@@ -141,11 +158,54 @@ def test_bounds():
     cost, prompt = fitted(device), [(0, 20000)]
     many, one = StepWork(256, 0, 256 * 1000, 0), StepWork(1, 0, 1000, 0)
     auto = StepBudget(None, cost)
-    for decodes, bound in ((many, 2 * device.ms(many)), (one, 30.0)):
-        fixed = StepBudget(bound, cost).prompt_tokens(MOST, decodes, prompt)
-        assert abs(auto.prompt_tokens(MOST, decodes, prompt) - fixed) <= 64
-        assert StepBudget(0.0, cost).prompt_tokens(MOST, decodes, prompt) == MOST
-    assert StepBudget(5.0, cost).prompt_tokens(MOST, many, prompt) == 64
+    for decodes, cut_ms, whole_ms in (
+        (many, *(x * (16 + 256 * 0.0125 + 256 * 0.02) for x in (2, 3))),
+        (one, 2 * 16.0, 3 * 16.0),
+    ):
+        found = auto.prompt_tokens(MOST, decodes, prompt)
+        cut = StepBudget(cut_ms, cost).prompt_tokens(MOST, decodes, prompt)
+        assert cut.cut == cut.whole and abs(found.cut - cut.cut) <= 64
+        assert found.whole - found.cut == pytest.approx((whole_ms - cut_ms) / 0.0125, rel=0.03)
+        assert StepBudget(0.0, cost).prompt_tokens(MOST, decodes, prompt) == ALL
+    assert StepBudget(5.0, cost).prompt_tokens(MOST, many, prompt) == PromptBudget(64, 64)
+    quick = StepBudget(None, fitted(Device(1.0, 0.03, 0.01, 1e-5, 1e-6, 3.0)))
+    found = quick.prompt_tokens(MOST, one, [(0, 200)] * 100)
+    assert found.cut == pytest.approx(2700, rel=0.05) and found.whole == found.cut
+
+
+def test_whole_prompts_may_take_more_than_cut_ones():
+    budget = PromptBudget(cut=500, whole=1200)
+    assert budget.length(600, begun=True) == 500
+    assert budget.length(600, begun=False) == 600
+    budget.used = 400
+    assert [budget.length(n, begun=True) for n in (50, 100, 900)] == [50, 100, 100]
+    assert [budget.length(n, begun=False) for n in (50, 800, 801)] == [50, 800, 100]
+    budget.used = 700
+    assert [budget.length(n, begun=False) for n in (500, 501)] == [500, 0]
+    assert budget.length(1, begun=True) == 0
+
+
+class FixedBudget(StepBudget):
+    def prompt_tokens(self, *_: object) -> PromptBudget:
+        return PromptBudget(cut=64, whole=200)
+
+
+def test_short_prompts_pass_a_long_one():
+    """A prompt that takes many steps leaves room for whole ones in each."""
+    scheduler = scheduler_of()
+    scheduler.step_budget = FixedBudget()
+    scheduler.add(make_request(list(range(1000, 1400)), 50, 1))
+    scheduler.add(make_request(list(range(100)), 50, 2))
+    scheduler.add(make_request(list(range(2000, 2100)), 50, 3))
+    assert run(scheduler, 8) == [(0, 164), (1, 164), *[(2, 64)] * 4, (2, 16), (3, 0)]
+
+
+def test_a_long_prompt_is_not_passed_before_it_has_begun():
+    scheduler = scheduler_of()
+    scheduler.step_budget = FixedBudget()
+    for number, length in enumerate((150, 300, 100), 1):
+        scheduler.add(make_request(list(range(1000 * number, 1000 * number + length)), 50, number))
+    assert run(scheduler, 4) == [(0, 150), (1, 164), (2, 64), (2, 64)]
 
 
 def test_the_work_of_a_step():

@@ -113,6 +113,10 @@ class RankLink:
     def send(self, message: Message) -> None:
         self._socket.send(encode(message))
 
+    def poll(self, seconds: float) -> bool:
+        """Whether a message has come within so many seconds."""
+        return bool(self._socket.poll(round(seconds * 1000)))
+
     def receive(
         self, timeout: float | None = None, waits_for: str | None = None
     ) -> AnyMessage | None:

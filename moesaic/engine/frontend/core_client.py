@@ -37,6 +37,7 @@ class CoreClient:
     ends here by a stop string is aborted on its rank, and surplus tokens are dropped."""
 
     on_failure: Callable[[str], None] | None = None
+    slack = 0.0
     idle_timeout: float | None = None
     """After a fault the engine's thread waits for commands without a timeout."""
 

@@ -101,16 +101,19 @@ class EngineThread:
 
     def _run_commands(self) -> bool:
         """Runs commands until the core has work; False once the thread must stop."""
-        while not (self._commands.empty() and self._core.has_work):
+        while True:
+            has_work, slack = self._core.has_work, self._core.slack
+            if has_work and not slack and self._commands.empty():
+                return True
             try:
-                command = self._commands.get(timeout=self._core.idle_timeout)
+                command = self._commands.get(timeout=slack or self._core.idle_timeout)
             except queue.Empty:
-                self._core.idle()
+                if not has_work:
+                    self._core.idle()
                 continue
             if command is None:
                 return False
             self._run_command(command)
-        return True
 
     def _run_command(self, command: Command | None) -> None:
         """A failing command affects no other."""

@@ -31,12 +31,14 @@ class DeviceEvent:
         if self._event is not None:
             self._event.record()
 
+    @property
+    def has_passed(self) -> bool:
+        return self._event is None or self._event.query()
+
     def wait(self, timeout: float, what: str) -> None:
         """Raises a TimeoutError that names `what` after `timeout` seconds."""
-        if self._event is None:
-            return
         limit = time.monotonic() + timeout
-        while not self._event.query():
+        while not self.has_passed:
             if time.monotonic() > limit:
                 raise TimeoutError(f"{what} did not end on the GPU within {timeout:g} s")
             time.sleep(POLL_SECONDS)

@@ -104,6 +104,10 @@ class DeviceStep:
     masks: Callable[[], dict[int, GrammarMask]] = dict
     _result: StepResult | None = None
 
+    @property
+    def is_done(self) -> bool:
+        return self.event.has_passed
+
     def wait(self) -> StepResult:
         if self._result is None:
             self._result = self.steps.finish(self)

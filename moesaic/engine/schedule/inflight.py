@@ -125,6 +125,8 @@ class InflightStep:
     decoding: PlannedDecodes = field(default_factory=PlannedDecodes)
     """And of its decodes."""
     started_at: int = field(default_factory=time.monotonic_ns)
+    begun_at: int = 0
+    """When the device began it; 0: when it had ended the step before."""
     agreement: StepAgreement = field(default_factory=lambda: StepAgreement(0))
     handle: StepHandle | None = None
     """None until the runner has accepted the step."""

@@ -234,6 +234,10 @@ class StepHandle(Protocol):
     def hidden_TH(self) -> Tensor | None:
         """What a pipeline stage hands to the next one; None after the last stage."""
 
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` returns at once."""
+
     def wait(self) -> StepResult: ...
 
 
@@ -243,6 +247,7 @@ class FinishedStep:
 
     result: StepResult
     hidden_TH: Tensor | None = None
+    is_done: bool = True
 
     def wait(self) -> StepResult:
         return self.result

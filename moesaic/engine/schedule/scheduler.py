@@ -26,7 +26,7 @@ from moesaic.engine.schedule.kv_cache import PrefixNode
 from moesaic.engine.schedule.kv_manager import KVManager
 from moesaic.engine.schedule.plan import NO_DECODES, Ints
 from moesaic.engine.schedule.prefill_delay import PrefillDelayer
-from moesaic.engine.schedule.step_budget import StepBudget, StepWork, heaviest
+from moesaic.engine.schedule.step_budget import PromptBudget, StepBudget, StepWork, heaviest
 
 # The share of a running request's remaining tokens for which pages stay free when another is
 # admitted; it falls with time and rises with each retraction.
@@ -235,7 +235,8 @@ class Scheduler:
         decodes, prompts = heaviest([work, self._awaiting]), chain(filled, new)
         budget = self.step_budget.prompt_tokens(self.config.chunk_tokens, decodes, prompts)
         for request in filling[: self.config.max_prompts]:
-            budget -= self._plan(request, min(budget, _uncomputed(request)), planned)
+            length = budget.length(_uncomputed(request), begun=True)
+            budget.used += self._plan(request, length, planned)
         computes = bool(planned) or len(rows) > 0 or decodes.decode_tokens > 0
         if self.waiting and not (only is None and self._hold_back(computes)):
             self._admit(budget, self.config.max_prompts - len(filling), planned, only)
@@ -316,7 +317,7 @@ class Scheduler:
             request.pages_sent, request.sampling_sent = 0, False
 
     def _admit(
-        self, budget: int, room: int, planned: Plan, only: frozenset[Request] | None
+        self, budget: PromptBudget, room: int, planned: Plan, only: frozenset[Request] | None
     ) -> None:
         """Admits up to `room` waiting requests in order, except those whose next page another one
         computes, until pages run out."""
@@ -327,7 +328,7 @@ class Scheduler:
         self._promised, retractions = None, self.num_retractions
         with closing(self.waiting.scan()) as candidates:
             for request in candidates:
-                if min(budget, room) <= 0 or not self._free_rows:
+                if room <= 0 or not self._free_rows:
                     break
                 if only is not None and request not in only:
                     continue
@@ -337,12 +338,14 @@ class Scheduler:
                 key = self.kv.awaited(request, len(pages))
                 if key is not None and (node, key) in computing:
                     continue
-                if not self._fits(request, node, len(pages)):
+                cached = len(pages) * self.kv.page_size
+                length = budget.length(request.num_tokens - cached, begun=False)
+                if not length or not self._fits(request, node, len(pages)):
                     break
                 self._begin(request, node, pages)
                 room -= 1
                 computing.add(self.kv.frontier(request))
-                budget -= self._plan(request, min(budget, _uncomputed(request)), planned)
+                budget.used += self._plan(request, length, planned)
                 if self.num_retractions != retractions:
                     break
                 if self._promised is not None:

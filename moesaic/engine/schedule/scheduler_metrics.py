@@ -38,7 +38,6 @@ class SchedulerMetrics:
         self._prefill_line = self._decode_line = Totals(0.0, GroupStats(group), 0)
 
     def observe(self, step: InflightStep, result: StepResult, seconds: float) -> None:
-        self._scheduler.step_budget.observe(step.agreement.work, 1000 * seconds)
         counts = self.counts
         counts.generated_tokens += len(result.token_ids) - len(result.broken)
         counts.generated_tokens += sum(len(item.token_ids) for item in result.items)

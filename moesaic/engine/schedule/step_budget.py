@@ -16,9 +16,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-# The bound of a step whose time is not bounded by a flag: this many times what its decodes take, so
-# that prompts get half of the time, and no less than these milliseconds.
-AUTO_TIMES: Final = 2.0
+# The bounds of a step whose time is not bounded by a flag, as multiples of what it takes without
+# its prompts' tokens: for prompts that are cut, which may take many steps, and for whole ones, of
+# which each gives a request its first token. No less than these milliseconds.
+CUT_TIMES: Final = 2.0
+WHOLE_TIMES: Final = 3.0
 AUTO_MS: Final = 30.0
 # Chunks are multiples of this, so that steps have few different sizes, and end at full pages.
 CHUNK_MULTIPLE: Final = 64
@@ -28,8 +30,6 @@ FORGETTING: Final = 0.98
 # Samples between two solutions of a fit, which cost more than a sample; the first ones are solved
 # one by one.
 SOLVE_EVERY: Final = 8
-# Steps of prompts alone that tell what a prompt token costs without decodes.
-ALONE_TOKENS: Final = 512
 
 
 class StepWork(msgspec.Struct, array_like=True, frozen=True):
@@ -96,78 +96,102 @@ def _least_squares(matrix: NDArray[np.float64], vector: NDArray[np.float64]) -> 
 
 
 class StepCost:
-    """The milliseconds of a step as a linear function of its work. Decodes are fitted to steps
-    without prompts, and prompts to what other steps take longer: where all steps have both, one fit
-    cannot tell them apart. A step that takes less than its decodes should corrects these. The
-    defaults are more than most devices take."""
+    """The milliseconds of a step as a linear function of its work: one for steps without prompts,
+    and one for those with some, which read all experts however few tokens they have. A step with
+    prompts that takes less than its decodes alone should corrects these. The defaults are more than
+    most devices take."""
 
     def __init__(self) -> None:
-        self._decodes = LinearFit((1.0, 64.0, 65536.0), (10.0, 10.0, 5.0))
-        self._prompts = LinearFit((1024.0, 1e6), (50.0, 4.0))
-        self._deviation = 0.0
+        self._decodes = LinearFit((1.0, 64.0, 65536.0), (10.0, 5.0, 5.0))
+        self._mixed = LinearFit((1.0, 1024.0, 65536.0, 1e6), (20.0, 50.0, 5.0, 4.0))
+        self.deviation = 0.0
         """The usual distance between a prediction and a step, in milliseconds."""
-        self._alone_ms, self._alone_tokens = 0.0, 0.0
 
     def observe(self, work: StepWork, ms: float) -> None:
         """One step changes little, however long it took: it may have waited for something else."""
         expected = self.predict(work)
-        limit = max(expected, 4 * self._deviation)
+        limit = max(expected, 4 * self.deviation)
         error = min(max(ms - expected, -limit), limit)
-        self._deviation += 0.1 * (abs(error) - self._deviation)
+        self.deviation += 0.1 * (abs(error) - self.deviation)
         ms = expected + error
-        extra = ms - self.decodes(work)
-        if not work.prompt_tokens or extra < 0:
-            self._decodes.observe((1, work.decode_tokens, work.held), ms)
         if work.prompt_tokens:
-            self._prompts.observe((work.prompt_tokens, work.pairs), max(0.0, extra))
-        if not work.decode_tokens and work.prompt_tokens >= ALONE_TOKENS:
-            self._alone_ms = 0.9 * self._alone_ms + ms
-            self._alone_tokens = 0.9 * self._alone_tokens + work.prompt_tokens
+            self._mixed.observe(_mixed(work), ms)
+        if not work.prompt_tokens or ms < self.decodes(work):
+            self._decodes.observe(_decodes(work), ms)
 
     def predict(self, work: StepWork) -> float:
-        token_ms, pair_ms = self.prompt_ms
-        return self.decodes(work) + token_ms * work.prompt_tokens + pair_ms * work.pairs
+        return self._mixed.predict(_mixed(work)) if work.prompt_tokens else self.decodes(work)
 
     def decodes(self, work: StepWork) -> float:
         """The milliseconds of the step without its prompts."""
-        return self._decodes.predict((1, work.decode_tokens, work.held))
+        return self._decodes.predict(_decodes(work))
+
+    def without_tokens(self, decodes: StepWork) -> float:
+        """The milliseconds of a step with these decodes and prompts, but for the tokens of the
+        prompts."""
+        return self._mixed.predict((1, decodes.decode_tokens, decodes.held, 0))
 
     @property
     def prompt_ms(self) -> tuple[float, float]:
-        """Milliseconds of a prompt token, and of a pair. Short prompts beside decodes cost little,
-        as a step reads the weights for both; long ones, which the fit may not have seen, at best
-        half of what they cost alone."""
-        token_ms, pair_ms = map(float, self._prompts.coefficients)
-        if self._alone_tokens:
-            token_ms = max(token_ms, self._alone_ms / self._alone_tokens / 2)
+        """Milliseconds of a prompt token, and of a pair."""
+        _, token_ms, _, pair_ms = map(float, self._mixed.coefficients)
         return token_ms, pair_ms
+
+
+def _decodes(work: StepWork) -> tuple[float, ...]:
+    return 1, work.decode_tokens, work.held
+
+
+def _mixed(work: StepWork) -> tuple[float, ...]:
+    """All tokens take the same products, whatever they belong to."""
+    return 1, work.decode_tokens + work.prompt_tokens, work.held, work.pairs
+
+
+@dataclass(slots=True)
+class PromptBudget:
+    """The prompt tokens of a step: up to `whole` of prompts that are begun and ended in it, up to
+    `cut` if others are among them."""
+
+    cut: int
+    whole: int
+    used: int = 0
+
+    def length(self, remaining: int, begun: bool) -> int:
+        """How many of the remaining tokens of a prompt fit. `begun`: in an earlier step."""
+        if not begun and self.used + remaining <= self.whole:
+            return remaining
+        return max(0, min(remaining, self.cut - self.used))
 
 
 @dataclass(slots=True)
 class StepBudget:
-    """`max_ms`: the bound of a step in which requests decode; None: by AUTO_TIMES, 0: none."""
+    """`max_ms`: the bound of a step in which requests decode; None: by CUT_TIMES and WHOLE_TIMES,
+    0: none."""
 
     max_ms: float | None = 0.0
     cost: StepCost = field(default_factory=StepCost)
     others: StepWork = field(default_factory=StepWork)
     """The work of the other groups in the last step: their requests wait for this group's."""
 
-    def observe(self, work: StepWork, ms: float) -> None:
-        if self.max_ms != 0:
-            self.cost.observe(work, ms)
-
     def prompt_tokens(
         self, most: int, decodes: StepWork, prompts: Iterable[tuple[int, int]]
-    ) -> int:
+    ) -> PromptBudget:
         """The prompt tokens of a step beside `decodes`: up to `most`, and a chunk at least.
         `prompts`: the computed and the remaining tokens of each prompt, in order."""
-        if self.max_ms == 0:
-            return most
         base = heaviest([decodes, self.others])
-        if not base.decode_tokens:
-            return most
-        decode_ms, (token_ms, pair_ms) = self.cost.decodes(base), self.cost.prompt_ms
-        left, total = self._bound(decode_ms) - decode_ms, 0
+        if self.max_ms == 0 or not base.decode_tokens:
+            return PromptBudget(most, most)
+        base_ms, (token_ms, _) = self.cost.without_tokens(base), self.cost.prompt_ms
+        cut_ms = whole_ms = self.max_ms
+        if cut_ms is None or whole_ms is None:
+            cut_ms, whole_ms = (max(AUTO_MS, x * base_ms) for x in (CUT_TIMES, WHOLE_TIMES))
+        cut = self._tokens_within(cut_ms - base_ms, most, prompts)
+        whole = cut + int((whole_ms - cut_ms) / max(token_ms, 1e-6))
+        return PromptBudget(cut, min(most, whole))
+
+    def _tokens_within(self, left: float, most: int, prompts: Iterable[tuple[int, int]]) -> int:
+        """The tokens of prompts that take `left` milliseconds."""
+        (token_ms, pair_ms), total = self.cost.prompt_ms, 0
         for first, length in prompts:
             fitting = _fitting(left, token_ms + pair_ms * first, pair_ms)
             if fitting < length:
@@ -178,9 +202,6 @@ class StepBudget:
             if total >= most:
                 break
         return most
-
-    def _bound(self, decode_ms: float) -> float:
-        return max(AUTO_MS, AUTO_TIMES * decode_ms) if self.max_ms is None else self.max_ms
 
 
 def _fitting(ms: float, token_ms: float, pair_ms: float) -> int:

@@ -14,6 +14,7 @@ from moesaic.core.request import FinishReason, NewRequest, Request, failure
 from moesaic.engine.schedule.inflight import InflightStep
 from moesaic.engine.schedule.plan import ItemResult, StepResult
 from moesaic.engine.schedule.request_state import Progress, RequestState
+from moesaic.engine.schedule.step_budget import StepCost
 from moesaic.engine.worker.planner import Planner
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,10 @@ class Leader:
             flush = message.what == "flush_cache"
             value = self.planner.kv.flush() if flush else self.planner.info()
             self.link.send(messages.QueryReply(message.number, self.group, value))
+
+    @property
+    def step_cost(self) -> StepCost:
+        return self.planner.scheduler.step_budget.cost
 
     def plan(self, parts: int) -> InflightStep:
         step = self.planner.plan(parts)

@@ -16,6 +16,7 @@ from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.schedule.inflight import InflightStep
 from moesaic.engine.schedule.plan import StepResult
 from moesaic.engine.schedule.request_state import RequestState
+from moesaic.engine.schedule.step_budget import StepCost
 from moesaic.engine.setup.moe_setup import describe_backends
 from moesaic.engine.worker.planner import Drafter, Planner
 from moesaic.engine.worker.rank_info import rank_info, service_info
@@ -55,6 +56,10 @@ class LocalCore:
     def has_work(self) -> bool:
         """There are open requests, or in-flight steps whose requests have ended."""
         return self.planner.scheduler.has_work or bool(self.loop.inflight)
+
+    @property
+    def slack(self) -> float:
+        return self.loop.slack
 
     def wake(self) -> None:
         """The engine's thread polls its commands between steps."""
@@ -112,6 +117,10 @@ class LocalCore:
             known = self.planner.num_suspects > 0
             logger.log(logging.INFO if known else logging.ERROR, "a step failed", exc_info=True)
             self._undo_steps(repr(error))
+
+    @property
+    def step_cost(self) -> StepCost:
+        return self.planner.scheduler.step_budget.cost
 
     def plan(self, parts: int) -> InflightStep:
         return self.planner.plan(parts)

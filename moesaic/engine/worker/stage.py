@@ -45,6 +45,7 @@ class PipelineReply:
 
     pipe: Pipe
     hidden_TH: None = None
+    is_done: bool = False
 
     def wait(self) -> StepResult:
         return decode_result(self.pipe.take_reply())

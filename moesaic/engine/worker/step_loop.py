@@ -17,13 +17,18 @@ from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.runner.step_time import SlowStepDetector
 from moesaic.engine.schedule.inflight import InflightStep
 from moesaic.engine.schedule.plan import StepResult
+from moesaic.engine.schedule.step_budget import StepCost
 from moesaic.engine.worker.rank_stats import RankStatsReporter
 from moesaic.engine.worker.stage import Stage
+from moesaic.engine.worker.step_pace import StepPace
 from moesaic.observe.spans import SpanKind
 
 
 class StepGroup(Protocol):
     """The serving group that this rank plans for."""
+
+    @property
+    def step_cost(self) -> StepCost: ...
 
     def plan(self, parts: int) -> InflightStep: ...
 
@@ -42,8 +47,9 @@ class StepLoop:
         self.in_trial = False
         """Whether the current step looks for a request that breaks it."""
         self.last_completed = 0
-        self._completed_at = 0
+        self._completed_at = self._device_done_at = 0
         self._detector = SlowStepDetector()
+        self._pace = StepPace()
 
     @property
     def depth(self) -> int:
@@ -51,6 +57,15 @@ class StepLoop:
         if self.in_trial:
             return 1
         return 2 if self.runner.overlaps else self.stage.pipeline_depth
+
+    @property
+    def slack(self) -> float:
+        """Seconds for which it need not be called: what comes in meanwhile has part in the step
+        that it plans."""
+        if self.group is None or not self.runner.overlaps or len(self.inflight) != 1:
+            return 0.0
+        handle = self.inflight[-1].handle
+        return 0.0 if handle is None or handle.is_done else self._pace.slack()
 
     def step(self) -> bool:
         """Begins a step and completes the oldest if enough are in flight; False without work."""
@@ -60,19 +75,34 @@ class StepLoop:
         step = self._plan()
         step.started_at = start
         self.inflight.append(step)  # before anything can fail: a rollback must find it
+        planned = time.monotonic_ns()
         x_TH = self.stage.agree(step)
         has_work = bool(step.agreement.counts)
         self._rebalance(has_work)
         if has_work:
             spans.add(SpanKind.PLAN, step.started_at, tokens=step.plan.num_tokens)
+            before = self.inflight[-2].handle if len(self.inflight) > 1 else None
+            agreed = time.monotonic_ns()
             handle = self.runner.begin(step.plan, step.agreement, x_TH)
+            self._pace.launched((planned - start + time.monotonic_ns() - agreed) / 1e9)
+            if before is None or before.is_done:  # the device had nothing to do
+                step.begun_at = agreed
             step.handle = self.stage.hand_on(step, handle)
         else:
             self.inflight.pop()
         if self.inflight and (not has_work or len(self.inflight) >= self.depth):
             self.complete_oldest()
+            self._expect_end()
             return True
+        self._expect_end()
         return has_work or self.stage.is_trial or self.stage.holds_prompts or self._moves_experts
+
+    def _expect_end(self) -> None:
+        """Tells when the step that the device computes now will end."""
+        if self.group is not None and len(self.inflight) == 1:
+            step, cost = self.inflight[0], self.group.step_cost
+            ms = cost.predict(step.agreement.work) - 2 * cost.deviation
+            self._pace.computes_until(max(step.begun_at, self._device_done_at) / 1e9 + ms / 1000)
 
     @property
     def _moves_experts(self) -> bool:
@@ -94,8 +124,12 @@ class StepLoop:
         step = self.inflight[0]
         assert step.handle is not None, "the step has not started"
         result = step.handle.wait()
+        begun = max(step.begun_at, self._device_done_at)
+        self._device_done_at = time.monotonic_ns()
         if self.group is not None:
             _check_counts(step, result)
+            ms = (self._device_done_at - begun) / 1e6
+            self.group.step_cost.observe(step.agreement.work, ms)
         self.inflight.popleft()
         spans, tokens = self.runner.spans, step.plan.num_tokens
         # Steps that are in flight at once share the time.

@@ -145,8 +145,15 @@ class Worker:
             self.leader.handle(message)
 
     def _handle_received(self) -> None:
-        """Handles the messages that are here. A rank may be woken again before it sleeps."""
-        while (message := self.link.receive(0.0)) is not None:
+        """Handles the messages that are here, or come before it is time to plan the next step. A
+        rank may be woken again before it sleeps."""
+        while True:
+            slack = self.loop.slack
+            if not self.link.poll(slack):
+                if slack:
+                    continue
+                return
+            message = self.link.receive(0.0)
             if isinstance(message, messages.Wake):
                 self._wake = message
             else:
