@@ -24,6 +24,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from bench.common import print_table, write_json
@@ -119,6 +120,8 @@ def engine_flags(args: argparse.Namespace, ranks: int, algorithm: str) -> dict[s
         "ep_num_redundant_experts": args.redundant,
         "log_level": "warning",
     }
+    if ranks > torch.cuda.device_count() > 0:
+        flags["device"] = "cuda"
     if args.kv_tokens:
         flags["max_total_tokens"] = args.kv_tokens
     if algorithm == UNIFORM:

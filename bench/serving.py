@@ -11,7 +11,7 @@
 For each number of ranks and type of weights a server is started, driven by the client of
 `moesaic bench serve` in this process, and ended. Flags that are not named here go to the server.
 Several ranks: --tp N --ep N --dp N --enable-dp-attention --moe-a2a-backend deepep, unless flags say
-something else.
+something else, and --device cuda where they have to share GPUs.
 
 Loads, in this order:
 closed: --concurrency requests open at once, --rounds times as many in all, --input-len/2 to
@@ -38,6 +38,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Final
+
+import torch
 
 from bench.common import (
     RESULTS,
@@ -155,6 +157,8 @@ def server_flags(rest: Sequence[str], ranks: int, dtype: str) -> list[str]:
         flags += f"--tp {ranks} --ep {ranks} --dp {ranks} --enable-dp-attention".split()
         if BACKEND not in rest:
             flags += [BACKEND, "deepep"]
+        if "--device" not in rest and ranks > torch.cuda.device_count() > 0:
+            flags += ["--device", "cuda"]
     return flags
 
 

@@ -423,8 +423,8 @@ class RuntimeArgs:
     )
     cuda_graph_backend_prefill: str | None = flag(
         None,
-        "How steps with prompts are captured as CUDA graphs; unset: they are not, unless sizes are "
-        "given; disabled: the same as --disable-prefill-cuda-graph.",
+        "How steps with prompts are captured as CUDA graphs; unset: full; disabled: the same as "
+        "--disable-prefill-cuda-graph.",
         choices=("full", "breakable", "disabled"),
         built=("full", "disabled"),
         why="a step with prompts is captured as one graph",

@@ -44,7 +44,7 @@ def some_work(draw: random.Random) -> StepWork:
     rows = draw.choice([0, 1, 16, 64, 256])
     work = StepWork(rows, 0, sum(draw.randrange(100, 3000) for _ in range(rows)), 0)
     if not rows or draw.random() < 0.5:
-        work = work.with_prompt(draw.choice([0, 0, 4096, 12288]), draw.randrange(64, 4096))
+        work = work.with_prompt(draw.choice([0, 0, 4096, 12288]), draw.randrange(64, 8192))
     return work
 
 
@@ -103,7 +103,7 @@ def test_steps_that_all_have_prompts_correct_the_decodes():
     decodes = StepWork(256, 0, 256 * 800, 0)
     chunks = []
     for _ in range(300):
-        chunks.append(budget.prompt_tokens(MOST, decodes, [(0, 20000)]).cut)
+        chunks.append(budget.prompt_tokens(MOST, decodes, [(0, 20000)], 1).cut)
         work = decodes.with_prompt(0, chunks[-1])
         budget.cost.observe(work, device.ms(work))
     assert chunks[0] == 64
@@ -116,7 +116,7 @@ def test_chunks_fill_the_bound_by_what_they_cost():
     budget = StepBudget(50.0, cost)
     chunks = []
     for first in (0, 8192, 16384, 65536):
-        chunk = budget.prompt_tokens(MOST, decodes, [(first, 100_000)]).cut
+        chunk = budget.prompt_tokens(MOST, decodes, [(first, 100_000)], 1).cut
         chunks.append(chunk)
         assert chunk % 64 == 0
         assert device.ms(decodes.with_prompt(first, chunk)) <= 50 * 1.01
@@ -130,47 +130,67 @@ ALL = PromptBudget(MOST, MOST)
 def test_short_prompts_share_a_step():
     budget = StepBudget(50.0, fitted(Device()))
     decodes = StepWork(64, 0, 64 * 1000, 0)
-    assert budget.prompt_tokens(MOST, decodes, [(0, 200)] * 10) == ALL
-    many = budget.prompt_tokens(MOST, decodes, [(0, 200)] * 100)
+    assert budget.prompt_tokens(MOST, decodes, [(0, 200)] * 10, 10) == ALL
+    many = budget.prompt_tokens(MOST, decodes, [(0, 200)] * 100, 100)
     # Short prompts attend to little, so more of their tokens fit than of one long prompt.
-    assert budget.prompt_tokens(MOST, decodes, [(0, 20000)]).cut < many.cut < MOST
+    assert budget.prompt_tokens(MOST, decodes, [(0, 20000)], 1).cut < many.cut < MOST
     assert many.cut == many.whole
-    assert budget.prompt_tokens(1000, decodes, [(0, 200)] * 100) == PromptBudget(1000, 1000)
+    assert budget.prompt_tokens(1000, decodes, [(0, 200)] * 100, 100) == PromptBudget(1000, 1000)
 
 
 @pytest.mark.parametrize("max_ms", [0.0, 50.0, None])
 def test_a_prompt_is_whole_where_no_request_decodes(max_ms: float | None):
     budget = StepBudget(max_ms, fitted(Device()))
-    assert budget.prompt_tokens(MOST, StepWork(), [(0, 20000)]) == ALL
+    assert budget.prompt_tokens(MOST, StepWork(), [(0, 20000)], 1) == ALL
     budget.others = StepWork(0, 4000, 0, 0)
-    assert budget.prompt_tokens(MOST, StepWork(), [(0, 20000)]) == ALL
+    assert budget.prompt_tokens(MOST, StepWork(), [(0, 20000)], 1) == ALL
     # Requests of another group wait for the step, too.
     budget.others = StepWork(64, 4000, 64 * 1000, 0)
     alone = StepBudget(max_ms, budget.cost).prompt_tokens(
-        MOST, StepWork(64, 0, 64 * 1000, 0), [(0, 20000)]
+        MOST, StepWork(64, 0, 64 * 1000, 0), [(0, 20000)], 1
     )
-    assert budget.prompt_tokens(MOST, StepWork(), [(0, 20000)]) == alone
+    assert budget.prompt_tokens(MOST, StepWork(), [(0, 20000)], 1) == alone
     assert (alone == ALL) == (max_ms == 0)
 
 
 def test_bounds():
-    device = Device()
+    """Multiples of what the decodes take; more where many prompts wait for each of them."""
+    device = Device(8.0, 0.06, 0.0125, 2e-5, 1.5e-6, 9.0)
     cost, prompt = fitted(device), [(0, 20000)]
     many, one = StepWork(256, 0, 256 * 1000, 0), StepWork(1, 0, 1000, 0)
     auto = StepBudget(None, cost)
-    for decodes, cut_ms, whole_ms in (
-        (many, *(x * (16 + 256 * 0.0125 + 256 * 0.02) for x in (2, 3))),
-        (one, 2 * 16.0, 3 * 16.0),
+    for decodes, count, ms, times in (
+        (many, 1, 9 + 256 * 0.0125 + 256 * 0.02, 3.5 + 1 / 256),
+        (many, 128, 9 + 256 * 0.0125 + 256 * 0.02, 4.0),
+        (one, 9, 8 + 0.06 + 0.02, 4.5),
     ):
-        found = auto.prompt_tokens(MOST, decodes, prompt)
-        cut = StepBudget(cut_ms, cost).prompt_tokens(MOST, decodes, prompt)
+        found = auto.prompt_tokens(MOST, decodes, prompt, count)
+        cut_ms = max(30, 2 * ms)
+        cut = StepBudget(cut_ms, cost).prompt_tokens(MOST, decodes, prompt, count)
         assert cut.cut == cut.whole and abs(found.cut - cut.cut) <= 64
-        assert found.whole - found.cut == pytest.approx((whole_ms - cut_ms) / 0.0125, rel=0.03)
-        assert StepBudget(0.0, cost).prompt_tokens(MOST, decodes, prompt) == ALL
-    assert StepBudget(5.0, cost).prompt_tokens(MOST, many, prompt) == PromptBudget(64, 64)
+        assert found.whole - found.cut == pytest.approx((times * ms - cut_ms) / 0.0125, rel=0.06)
+        assert StepBudget(0.0, cost).prompt_tokens(MOST, decodes, prompt, count) == ALL
+    assert StepBudget(5.0, cost).prompt_tokens(MOST, many, prompt, 1) == PromptBudget(64, 64)
     quick = StepBudget(None, fitted(Device(1.0, 0.03, 0.01, 1e-5, 1e-6, 3.0)))
-    found = quick.prompt_tokens(MOST, one, [(0, 200)] * 100)
+    found = quick.prompt_tokens(MOST, one, [(0, 200)] * 100, 100)
     assert found.cut == pytest.approx(2700, rel=0.05) and found.whole == found.cut
+
+
+def test_more_tokens_than_were_seen_cost_as_in_large_steps():
+    """Up to some number of tokens a step takes as long as reading the weights does."""
+    cost, decodes = StepCost(), StepWork(16, 0, 16 * 1000, 0)
+
+    def observe(length: int) -> None:
+        work = decodes.with_prompt(0, length)
+        cost.observe(work, max(20.0, 0.012 * (length + 16)))
+
+    observe(8192)
+    for _ in range(100):
+        for length in (64, 256, 512):
+            observe(length)
+    assert cost.prompt_ms[0] == pytest.approx(0.7 * 0.012, rel=0.02)
+    cut = StepBudget(60.0, cost).prompt_tokens(MOST, decodes, [(0, 20000)], 1).cut
+    assert 2000 < cut < 5000
 
 
 def test_whole_prompts_may_take_more_than_cut_ones():

@@ -233,7 +233,8 @@ class Scheduler:
         new = ((0, len(request.token_ids)) for request in self.waiting)
         work = work_of(planned.values(), self.decode_table.first(rows))
         decodes, prompts = heaviest([work, self._awaiting]), chain(filled, new)
-        budget = self.step_budget.prompt_tokens(self.config.chunk_tokens, decodes, prompts)
+        count = len(filling) + len(self.waiting)
+        budget = self.step_budget.prompt_tokens(self.config.chunk_tokens, decodes, prompts, count)
         for request in filling[: self.config.max_prompts]:
             length = budget.length(_uncomputed(request), begun=True)
             budget.used += self._plan(request, length, planned)

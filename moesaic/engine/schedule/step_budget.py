@@ -16,11 +16,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-# The bounds of a step whose time is not bounded by a flag, as multiples of what it takes without
-# its prompts' tokens: for prompts that are cut, which may take many steps, and for whole ones, of
-# which each gives a request its first token. No less than these milliseconds.
+# The bounds of a step whose time is not bounded by a flag, as multiples of what its decodes take:
+# for prompts that are cut, which may take many steps; for whole ones, of which each gives a request
+# its first token; and for these where as many prompts wait as requests decode. No less than these
+# milliseconds.
 CUT_TIMES: Final = 2.0
-WHOLE_TIMES: Final = 3.0
+WHOLE_TIMES: Final = 3.5
+CROWDED_TIMES: Final = 4.5
 AUTO_MS: Final = 30.0
 # Chunks are multiples of this, so that steps have few different sizes, and end at full pages.
 CHUNK_MULTIPLE: Final = 64
@@ -30,6 +32,10 @@ FORGETTING: Final = 0.98
 # Samples between two solutions of a fit, which cost more than a sample; the first ones are solved
 # one by one.
 SOLVE_EVERY: Final = 8
+# Steps whose products are bound by computing, not by reading weights, on most devices.
+LARGE_TOKENS: Final = 2048
+LARGE_SHARE: Final = 0.7
+LARGE_GROWTH: Final = 1.01
 
 
 class StepWork(msgspec.Struct, array_like=True, frozen=True):
@@ -104,6 +110,8 @@ class StepCost:
     def __init__(self) -> None:
         self._decodes = LinearFit((1.0, 64.0, 65536.0), (10.0, 5.0, 5.0))
         self._mixed = LinearFit((1.0, 1024.0, 65536.0, 1e6), (20.0, 50.0, 5.0, 4.0))
+        self._large_ms = 0.0
+        """Milliseconds a token of large steps, the least of late."""
         self.deviation = 0.0
         """The usual distance between a prediction and a step, in milliseconds."""
 
@@ -116,6 +124,8 @@ class StepCost:
         ms = expected + error
         if work.prompt_tokens:
             self._mixed.observe(_mixed(work), ms)
+        if (tokens := work.decode_tokens + work.prompt_tokens) >= LARGE_TOKENS:
+            self._large_ms = min(ms / tokens, LARGE_GROWTH * self._large_ms or math.inf)
         if not work.prompt_tokens or ms < self.decodes(work):
             self._decodes.observe(_decodes(work), ms)
 
@@ -133,9 +143,11 @@ class StepCost:
 
     @property
     def prompt_ms(self) -> tuple[float, float]:
-        """Milliseconds of a prompt token, and of a pair."""
+        """Milliseconds of a prompt token, and of a pair. As many tokens as are in most steps cost
+        little, as the step reads the weights for all of them; more of them, which the fit may not
+        have seen, cost nearly what a token of a large step does."""
         _, token_ms, _, pair_ms = map(float, self._mixed.coefficients)
-        return token_ms, pair_ms
+        return max(token_ms, LARGE_SHARE * self._large_ms), pair_ms
 
 
 def _decodes(work: StepWork) -> tuple[float, ...]:
@@ -174,17 +186,20 @@ class StepBudget:
     """The work of the other groups in the last step: their requests wait for this group's."""
 
     def prompt_tokens(
-        self, most: int, decodes: StepWork, prompts: Iterable[tuple[int, int]]
+        self, most: int, decodes: StepWork, prompts: Iterable[tuple[int, int]], count: int
     ) -> PromptBudget:
         """The prompt tokens of a step beside `decodes`: up to `most`, and a chunk at least.
-        `prompts`: the computed and the remaining tokens of each prompt, in order."""
+        `prompts`: the computed and the remaining tokens of each of `count` prompts, in order."""
         base = heaviest([decodes, self.others])
         if self.max_ms == 0 or not base.decode_tokens:
             return PromptBudget(most, most)
         base_ms, (token_ms, _) = self.cost.without_tokens(base), self.cost.prompt_ms
         cut_ms = whole_ms = self.max_ms
         if cut_ms is None or whole_ms is None:
-            cut_ms, whole_ms = (max(AUTO_MS, x * base_ms) for x in (CUT_TIMES, WHOLE_TIMES))
+            decode_ms = min(base_ms, self.cost.decodes(base))
+            crowd = min(1.0, count / base.decode_tokens)
+            times = WHOLE_TIMES + crowd * (CROWDED_TIMES - WHOLE_TIMES)
+            cut_ms, whole_ms = (max(AUTO_MS, x * decode_ms) for x in (CUT_TIMES, times))
         cut = self._tokens_within(cut_ms - base_ms, most, prompts)
         whole = cut + int((whole_ms - cut_ms) / max(token_ms, 1e-6))
         return PromptBudget(cut, min(most, whole))

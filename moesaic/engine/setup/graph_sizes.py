@@ -11,8 +11,10 @@ logger = logging.getLogger(__name__)
 # Up to each number of sequences, the distance between buckets. Padding reads no experts, no cache.
 STEPS = ((2, 1), (4, 2), (8, 4), (64, 8), (128, 16), (256, 32))
 LAST_STEP = 64
-# Of mixed steps: padding takes part in dense products, so buckets are at most a quarter apart.
-FIRST_TOKENS, BUCKETS_PER_DOUBLING = 64, 4
+# Of mixed steps: padding takes part in dense products. These are bound by reading weights up to
+# some hundred tokens: up to there buckets are a quarter apart, and an eighth above.
+FIRST_TOKENS, COARSE_TOKENS = 64, 512
+COARSE, FINE = 4, 8
 # A longer step takes longer on the device than its launches do on the host.
 MOST_CAPTURED_TOKENS = 4096
 
@@ -42,9 +44,6 @@ def graph_sizes(args: ServerArgs, max_running: int) -> tuple[int, ...]:
 
 def mixed_graph_sizes(args: ServerArgs, most_tokens: int) -> tuple[int, ...]:
     """Tokens of the buckets of mixed steps, ascending; empty if none are captured."""
-    asked = (args.cuda_graph_bs_prefill, args.cuda_graph_max_bs_prefill) != (None, None)
-    if not asked and args.cuda_graph_backend_prefill != "full":
-        return ()
     if args.disable_cuda_graph or args.disable_prefill_cuda_graph:
         return ()
     most = min(args.cuda_graph_max_bs_prefill or MOST_CAPTURED_TOKENS, most_tokens)
@@ -53,5 +52,5 @@ def mixed_graph_sizes(args: ServerArgs, most_tokens: int) -> tuple[int, ...]:
     sizes, size = list[int](), FIRST_TOKENS
     while size < most:
         sizes.append(size)
-        size += (1 << (size.bit_length() - 1)) // BUCKETS_PER_DOUBLING
+        size += (1 << (size.bit_length() - 1)) // (COARSE if size < COARSE_TOKENS else FINE)
     return (*sizes, most)
