@@ -305,7 +305,7 @@ class ScheduleArgs:
     max_step_ms: float | None = flag(
         None,
         "Milliseconds that prompts may fill a step up to while requests decode; 0: no bound; "
-        "unset: no bound on CPU, on CUDA twice what the decodes take, at least 30.",
+        "unset: no bound on CPU, on CUDA 2 to 4.5 times what the decodes take, at least 30.",
         at_least=0,
     )
     enable_prefill_delayer: bool = flag(
@@ -432,7 +432,7 @@ class RuntimeArgs:
     cuda_graph_bs_prefill: tuple[int, ...] | None = flag(
         None,
         "Numbers of tokens to capture as CUDA graphs of steps with prompts; unset: 64, 80, 96, "
-        "112, 128, 160 and so on.",
+        "112, 128, 160 and so on up to 4096.",
         aliases=("--piecewise-cuda-graph-tokens",),
         at_least=1,
     )

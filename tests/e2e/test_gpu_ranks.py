@@ -28,7 +28,6 @@ from tests.e2e.test_rank_isolation import prompts, reason
 
 pytestmark = pytest.mark.timeout(300)
 
-MIXED: dict[str, Any] = {"cuda_graph_backend_prefill": "full"}
 WHOLE = {"enable_dp_lm_head": True, "moe_dense_tp_size": 1}
 TENSORS = {"tp_size": 2, "ep_size": 2}
 DETERMINISTIC = {"enable_deterministic_inference": True}
@@ -110,8 +109,8 @@ def routed(engine: Engine) -> Any:
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param(groups(2, "deepep") | WHOLE | MIXED, id="deepep"),
-        pytest.param(parts("deepep") | MIXED, id="parts"),
+        pytest.param(groups(2, "deepep") | WHOLE, id="deepep"),
+        pytest.param(parts("deepep"), id="parts"),
         *(pytest.param(flags, id=name, marks=pytest.mark.slow) for name, flags in SLOW.items()),
     ],
 )

@@ -38,7 +38,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def runner_of(args: ServerArgs, **changes: Any) -> ModelRunner:
-    given = {"device": "cuda", "cuda_graph_backend_prefill": "full", **changes}
+    given = {"device": "cuda", **changes}
     return ModelRunner(replace(args, **given), asynchronous=True)
 
 
@@ -139,11 +139,12 @@ def test_latents_have_no_buckets(device):
 
 
 def test_buckets():
-    assert mixed_graph_sizes(ServerArgs(), 8192) == ()
-    args = ServerArgs(cuda_graph_backend_prefill="full")
+    args = ServerArgs()
+    assert mixed_graph_sizes(ServerArgs(cuda_graph_backend_prefill="disabled"), 8192) == ()
     sizes = mixed_graph_sizes(args, 8192 + 256)
     assert sizes[:10] == (64, 80, 96, 112, 128, 160, 192, 224, 256, 320)
-    assert sizes[-3:] == (3072, 3584, 4096) and len(sizes) == 25
+    assert sizes[12:15] == (512, 576, 640)
+    assert sizes[-3:] == (3584, 3840, 4096) and len(sizes) == 37
     assert mixed_graph_sizes(args, 100) == (64, 80, 96, 100)
     assert mixed_graph_sizes(args, 22) == (22,)
     assert mixed_graph_sizes(replace(args, cuda_graph_max_bs_prefill=90), 8192) == (64, 80, 90)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -34,7 +34,6 @@ FORGETTING: Final = 0.98
 SOLVE_EVERY: Final = 8
 # Steps whose products are bound by computing, not by reading weights, on most devices.
 LARGE_TOKENS: Final = 2048
-LARGE_SHARE: Final = 0.7
 LARGE_GROWTH: Final = 1.01
 
 
@@ -47,15 +46,24 @@ class StepWork(msgspec.Struct, array_like=True, frozen=True):
     """Tokens that the decode tokens attend to."""
     pairs: int = 0
     """Pairs of a prompt token and a token that it attends to."""
+    reach: int = 0
+    """The most tokens that a prompt token attends to: a short chunk of a long prompt takes as long
+    as one program needs for all of them."""
 
     def with_decode(self, held: int) -> StepWork:
         """Adds a decode token of a request that holds so many tokens."""
-        return StepWork(self.decode_tokens + 1, self.prompt_tokens, self.held + held, self.pairs)
+        held += self.held
+        return msgspec.structs.replace(self, decode_tokens=self.decode_tokens + 1, held=held)
 
     def with_prompt(self, first: int, length: int) -> StepWork:
         """Adds a chunk of a prompt whose first `first` tokens are computed."""
-        pairs = self.pairs + length * first + length * (length + 1) // 2
-        return StepWork(self.decode_tokens, self.prompt_tokens + length, self.held, pairs)
+        return StepWork(
+            self.decode_tokens,
+            self.prompt_tokens + length,
+            self.held,
+            self.pairs + length * first + length * (length + 1) // 2,
+            max(self.reach, first + length),
+        )
 
 
 def heaviest(works: Iterable[StepWork]) -> StepWork:
@@ -109,7 +117,7 @@ class StepCost:
 
     def __init__(self) -> None:
         self._decodes = LinearFit((1.0, 64.0, 65536.0), (10.0, 5.0, 5.0))
-        self._mixed = LinearFit((1.0, 1024.0, 65536.0, 1e6), (20.0, 50.0, 5.0, 4.0))
+        self._mixed = LinearFit((1.0, 1024.0, 65536.0, 1e6, 16384.0), (20.0, 50.0, 5.0, 4.0, 5.0))
         self._large_ms = 0.0
         """Milliseconds a token of large steps, the least of late."""
         self.deviation = 0.0
@@ -117,15 +125,15 @@ class StepCost:
 
     def observe(self, work: StepWork, ms: float) -> None:
         """One step changes little, however long it took: it may have waited for something else."""
+        if (tokens := work.decode_tokens + work.prompt_tokens) >= LARGE_TOKENS:
+            self._large_ms = min(ms / tokens, LARGE_GROWTH * self._large_ms or math.inf)
         expected = self.predict(work)
-        limit = max(expected, 4 * self.deviation)
+        limit = max(expected / 2, 4 * self.deviation)
         error = min(max(ms - expected, -limit), limit)
         self.deviation += 0.1 * (abs(error) - self.deviation)
         ms = expected + error
         if work.prompt_tokens:
             self._mixed.observe(_mixed(work), ms)
-        if (tokens := work.decode_tokens + work.prompt_tokens) >= LARGE_TOKENS:
-            self._large_ms = min(ms / tokens, LARGE_GROWTH * self._large_ms or math.inf)
         if not work.prompt_tokens or ms < self.decodes(work):
             self._decodes.observe(_decodes(work), ms)
 
@@ -139,15 +147,25 @@ class StepCost:
     def without_tokens(self, decodes: StepWork) -> float:
         """The milliseconds of a step with these decodes and prompts, but for the tokens of the
         prompts."""
-        return self._mixed.predict((1, decodes.decode_tokens, decodes.held, 0))
+        return self._mixed.predict((1, decodes.decode_tokens, decodes.held, 0, 0))
 
     @property
-    def prompt_ms(self) -> tuple[float, float]:
-        """Milliseconds of a prompt token, and of a pair. As many tokens as are in most steps cost
-        little, as the step reads the weights for all of them; more of them, which the fit may not
-        have seen, cost nearly what a token of a large step does."""
-        _, token_ms, _, pair_ms = map(float, self._mixed.coefficients)
-        return max(token_ms, LARGE_SHARE * self._large_ms), pair_ms
+    def prompt_ms(self) -> PromptMs:
+        _, token_ms, _, pair_ms, reach_ms = map(float, self._mixed.coefficients)
+        return PromptMs(token_ms, pair_ms, reach_ms)
+
+    def most_tokens(self, ms: float) -> float:
+        """A bound on the tokens of a step of so many milliseconds. Up to some number tokens cost
+        little, as a step reads the weights for all of them; the fit may have seen no more."""
+        return ms / self._large_ms if self._large_ms else math.inf
+
+
+class PromptMs(NamedTuple):
+    """Milliseconds of a prompt token, of a pair, and of a token of `StepWork.reach`."""
+
+    token: float
+    pair: float
+    reach: float
 
 
 def _decodes(work: StepWork) -> tuple[float, ...]:
@@ -156,7 +174,7 @@ def _decodes(work: StepWork) -> tuple[float, ...]:
 
 def _mixed(work: StepWork) -> tuple[float, ...]:
     """All tokens take the same products, whatever they belong to."""
-    return 1, work.decode_tokens + work.prompt_tokens, work.held, work.pairs
+    return 1, work.decode_tokens + work.prompt_tokens, work.held, work.pairs, work.reach
 
 
 @dataclass(slots=True)
@@ -193,30 +211,38 @@ class StepBudget:
         base = heaviest([decodes, self.others])
         if self.max_ms == 0 or not base.decode_tokens:
             return PromptBudget(most, most)
-        base_ms, (token_ms, _) = self.cost.without_tokens(base), self.cost.prompt_ms
+        base_ms = self.cost.without_tokens(base)
         cut_ms = whole_ms = self.max_ms
         if cut_ms is None or whole_ms is None:
             decode_ms = min(base_ms, self.cost.decodes(base))
             crowd = min(1.0, count / base.decode_tokens)
             times = WHOLE_TIMES + crowd * (CROWDED_TIMES - WHOLE_TIMES)
             cut_ms, whole_ms = (max(AUTO_MS, x * decode_ms) for x in (CUT_TIMES, times))
-        cut = self._tokens_within(cut_ms - base_ms, most, prompts)
-        whole = cut + int((whole_ms - cut_ms) / max(token_ms, 1e-6))
-        return PromptBudget(cut, min(most, whole))
+        most_cut, most_whole = (
+            max(CHUNK_MULTIPLE, min(most, self.cost.most_tokens(ms) - base.decode_tokens))
+            for ms in (cut_ms, whole_ms)
+        )
+        cut = self._tokens_within(cut_ms - base_ms, int(most_cut), prompts)
+        whole = cut + int((whole_ms - cut_ms) / max(self.cost.prompt_ms.token, 1e-6))
+        return PromptBudget(cut, max(cut, min(int(most_whole), whole)))
 
     def _tokens_within(self, left: float, most: int, prompts: Iterable[tuple[int, int]]) -> int:
         """The tokens of prompts that take `left` milliseconds."""
-        (token_ms, pair_ms), total = self.cost.prompt_ms, 0
+        cost, total, reach = self.cost.prompt_ms, 0, 0
         for first, length in prompts:
-            fitting = _fitting(left, token_ms + pair_ms * first, pair_ms)
+            beyond = cost.reach * max(0, first - reach)
+            token_ms = cost.token + cost.pair * first + cost.reach
+            fitting = _fitting(left - beyond, token_ms, cost.pair)
             if fitting < length:
                 total = max(1, (total + fitting) // CHUNK_MULTIPLE) * CHUNK_MULTIPLE
-                return min(most, total)
-            left -= length * (token_ms + pair_ms * first) + pair_ms * length * length / 2
-            total += length
+                break
+            left -= beyond + length * token_ms + cost.pair * length * length / 2
+            total, reach = total + length, max(reach, first + length)
             if total >= most:
                 break
-        return most
+        else:
+            return most
+        return min(most, total)
 
 
 def _fitting(ms: float, token_ms: float, pair_ms: float) -> int:
