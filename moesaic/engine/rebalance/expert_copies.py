@@ -52,6 +52,16 @@ class CopyBuffers:
             self._num_wrong = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=on_gpu)
         self._stream = torch.cuda.Stream(device) if on_gpu else None
         self._end: torch.cuda.Event | None = None
+        if not on_gpu:
+            self._touch_pages(group.size)
+
+    def _touch_pages(self, ranks: int) -> None:
+        """Makes the system map all pages now: in the first step that moves experts that takes
+        longer than to copy them."""
+        self.staging.zero_()
+        self.outbox().zero_()
+        for rank in range(ranks):
+            self.outbox(rank).max()
 
     def outbox(self, rank: int | None = None) -> Tensor:
         return self.window.plane(OUTBOX, rank)
@@ -149,15 +159,10 @@ class ChunkCopy:
         streams = self._streams(moves)
         self._own_stream = list(streams[self._layout.ep_rank].values())
         self._arrivals = list(self._find_arrivals(moves, streams))
+        self._by_slot = {(arrival.layer, arrival.slot): arrival for arrival in self._arrivals}
         ends = (self._end(sent) for stream in streams for sent in stream.values())
         # At least one round: experts that only change slots on their rank are staged in the first.
         self.rounds = max(1, -(-max(ends, default=0) // buffers.sizes.outbox))
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that this rank receives from others."""
-        remote = (arrival for arrival in self._arrivals if arrival.rank is not None)
-        return sum(self._images[arrival.layer].nbytes for arrival in remote)
 
     def _end(self, sent: SentExpert) -> int:
         return sent.start + self._images[sent.layer].nbytes
@@ -251,9 +256,13 @@ class ChunkCopy:
         sent_sum = self._buffers.sums(arrival.rank)[arrival.sent.place]
         self._buffers.count_wrong(word_sum(staged) != sent_sum)
 
-    def adopt(self) -> None:
-        """Copies what is staged into the slots."""
-        for arrival in self._arrivals:
-            row = self._buffers.staging[arrival.row]
-            store = self._layers[arrival.layer].store
-            store.write(arrival.slot, self._images[arrival.layer].cut(row))
+    def adopt(self, layer: int, slots: Sequence[int]) -> int:
+        """Copies what is staged for some slots of a layer into those that are this rank's. Returns
+        the bytes that came from other ranks."""
+        image, store, received = self._images[layer], self._layers[layer].store, 0
+        for slot in slots:
+            arrival = self._by_slot.get((layer, slot - self._layout.first_slot))
+            if arrival is not None:
+                store.write(arrival.slot, image.cut(self._buffers.staging[arrival.row]))
+                received += 0 if arrival.rank is None else image.nbytes
+        return received

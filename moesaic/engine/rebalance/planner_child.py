@@ -76,6 +76,10 @@ class PlannerProcess:
     def pid(self) -> int | None:
         return self._child.pid
 
+    def start(self) -> None:
+        """Starts the process before the first plan needs it. ValueError if it cannot start."""
+        self._child.start()
+
     def plan(self, request: PlanRequest) -> PlanReply:
         """ValueError if there is no such plan; what LimitedChild raises if its process fails."""
         reply = _decode_reply(self._child.ask(_encode(request)))

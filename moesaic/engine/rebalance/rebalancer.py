@@ -1,13 +1,13 @@
 """Moves experts between ranks while they serve.
 
 A rebalance is a list of phases: collect the loads, plan, adopt the plan; then for every chunk of
-layers write and read until all its experts are staged, then flip. Each rank tells in the exchange
-that begins every step how many phases it has ended. It works on the next one when all have
-ended the last. So no data is read before it is there, and the flip comes between the same two
-steps on all ranks: a layer has the old placement or the new one, everywhere.
+layers write and read until all its experts are staged, then flip slots, a few at a time. Each rank
+tells in the exchange that begins every step how many phases it has ended. It works on the next one
+when all have ended the last. So no data is read before it is there, and a flip comes between the
+same two steps on all ranks: a layer has the same placement everywhere, with all experts.
 
-A rank that has failed says so in the same exchange, and all drop what is staged. Layers that have
-flipped keep their new placement, the others the old one.
+A rank that has failed says so in the same exchange, and all drop what is staged. Slots that have
+flipped keep their new experts, the others the old ones.
 
 L layers · E experts · P slots.
 """
@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -29,14 +29,20 @@ import torch
 from torch import Tensor
 
 from moesaic.balance.moves import moves_of_layer
-from moesaic.balance.problem import Ints
+from moesaic.balance.problem import Ints, fetched_slots
 from moesaic.comm.errors import PeerTimeout, WindowAborted
 from moesaic.comm.supervise.control_page import EpochChanged, StepRolledBack
 from moesaic.comm.windows.factory import create_window
 from moesaic.comm.windows.window import PlaneSpec
 from moesaic.config import ServerArgs
 from moesaic.core.stats import MoveStats
-from moesaic.engine.rebalance.copy_phases import FlipPhase, LayerMove, ReadPhase, WritePhase
+from moesaic.engine.rebalance.copy_phases import (
+    FlipPhase,
+    LayerMove,
+    ReadPhase,
+    WritePhase,
+    flips_of,
+)
 from moesaic.engine.rebalance.expert_copies import ChunkCopy, CopyBuffers, WrongExpert
 from moesaic.engine.rebalance.orders import Order, RankReport, RebalanceResult, Trigger
 from moesaic.engine.rebalance.planner_child import PlannerProcess, PlanReply, PlanRequest
@@ -48,6 +54,7 @@ from moesaic.moe.layer import FusedMoE
 from moesaic.observe.spans import SpanKind, Spans
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 LOADS, PLAN = "loads", "plan"
 LEADER: Final = 0
@@ -114,8 +121,11 @@ class Rebalancer:
             args.eplb_rebalance_num_iterations, args.eplb_rebalance_num_requests
         )
         self._planner = PlannerProcess()
+        self._planner_start: Future[None] | None = None
         self._phases: deque[Phase] = deque()
-        self._chunks: deque[list[LayerMove]] = deque()
+        self._chunks: deque[list[int]] = deque()
+        """Layers whose placement is to change, and below the expert of each slot afterwards."""
+        self._new_LP: Ints = np.empty((0, 0), np.int64)
         self._running: Running | None = None
         self._seen_LE = torch.zeros(shape, dtype=torch.int64, device="cpu")
         """Tokens up to the last rebalance."""
@@ -130,6 +140,19 @@ class Rebalancer:
         self.totals = MoveStats()
         self.last: RebalanceResult | None = None
         self._results: deque[RebalanceResult] = deque(maxlen=KEPT_RESULTS)
+
+    def start_planner(self) -> None:
+        """The planner's process starts beside the rest of the service: a start takes a processor
+        for longer than a step."""
+        if self.is_leader:
+            self._planner_start = _aside(self._planner.start)
+
+    def wait_for_planner(self) -> None:
+        """Waits for what `start_planner` began. If that failed, the first plan tries again."""
+        if self._planner_start is not None:
+            if (error := self._planner_start.exception()) is not None:
+                logger.warning("eplb: the planner cannot be started: %s", error)
+            self._planner_start = None
 
     @property
     def is_leader(self) -> bool:
@@ -282,24 +305,12 @@ class Rebalancer:
         if running.plan is None:
             self._control.wait(0, number - 1, "read loads")
             loads_LE = self._control.stacked(LOADS).sum(0)
-            running.plan = self._plan_aside(self._request(loads_LE))
+            request = self._request(loads_LE)
+            running.plan = _aside(lambda: self._planner.plan(request))
         if not running.plan.done():
             return False
         self._publish(running, running.plan, number)
         return True
-
-    def _plan_aside(self, request: PlanRequest) -> Future[PlanReply]:
-        """A thread waits for the planner's process; a rank that ends does not wait for it."""
-        future: Future[PlanReply] = Future()
-
-        def ask() -> None:
-            try:
-                future.set_result(self._planner.plan(request))
-            except Exception as error:
-                future.set_exception(error)
-
-        threading.Thread(target=ask, name="moesaic-eplb", daemon=True).start()
-        return future
 
     def _request(self, loads_LE: Tensor) -> PlanRequest:
         image, mesh = ExpertImage.of(self._layers[0]).nbytes, self._ranks.mesh
@@ -361,7 +372,7 @@ class Rebalancer:
         return ""
 
     def _adopt_plan(self, number: int) -> bool:
-        """Lists the phases of all chunks."""
+        """Lists the chunks of layers that change."""
         running = self._running
         assert running is not None
         self._control.wait(0, number - 1, "read the plan", [LEADER])
@@ -369,28 +380,19 @@ class Rebalancer:
         old_LP, result = self._current(), running.result
         if running.tokens_LE is not None and not result.dry_run:
             self._seen_LE = running.tokens_LE
-        ranks = self._layout.ep_size
-        moves = [
-            moves_of_layer(old_P, new_P, ranks, self._nodes)
-            for old_P, new_P in zip(old_LP, new_LP, strict=True)
-        ]
-        changed = [n for n, found in enumerate(moves) if found]
-        per_rank = self._layout.slots_per_rank
-        remote = sum(m.slot // per_rank != m.source // per_rank for found in moves for m in found)
-        image = ExpertImage.of(self._layers[0]).nbytes
-        result.layers, result.fetched_bytes = (
-            len(changed),
-            remote * image * self._layout.moe_tp_size,
-        )
+        changed = np.flatnonzero((old_LP != new_LP).any(1)).tolist()
+        image, ranks = ExpertImage.of(self._layers[0]).nbytes, self._layout.ep_size
+        fetched_LP = fetched_slots(old_LP, new_LP, ranks, self._layers[0].config.num_experts)
+        result.layers = len(changed)
+        result.fetched_bytes = int(fetched_LP.sum()) * image * self._layout.moe_tp_size
         if result.dry_run or not changed:
             self._end(result.outcome or ("dry run" if result.dry_run else "nothing to move"))
             return True
         size = self._args.eplb_rebalance_layers_per_chunk or 1
-        chunks = (changed[start : start + size] for start in range(0, len(changed), size))
         self._chunks = deque(
-            [LayerMove(self._layers[n], moves[n], tuple(new_LP[n].tolist())) for n in chunk]
-            for chunk in chunks
+            changed[start : start + size] for start in range(0, len(changed), size)
         )
+        self._new_LP = new_LP
         self._phases.append(self._open_chunk)
         return True
 
@@ -400,15 +402,22 @@ class Rebalancer:
             self.totals.rebalances += 1
             self._end("moved")
             return True
-        chunk = self._chunks[0]
+        chunk = [self._move_of(layer) for layer in self._chunks[0]]
         copy = ChunkCopy([one.layer for one in chunk], [one.moves for one in chunk], self._copies)
         for part in range(copy.rounds):
             self._phases.append(WritePhase(copy, self._copies, part))
             self._phases.append(ReadPhase(copy, self._copies, part))
-        self._phases.append(FlipPhase(copy, chunk, self.totals))
+        for flips in flips_of(chunk, self._copies.sizes.experts_per_step):
+            self._phases.append(FlipPhase(copy, chunk, flips, self.totals))
         self._phases.append(self._open_chunk)
         self._chunks.popleft()
         return True
+
+    def _move_of(self, number: int) -> LayerMove:
+        layer, new_P = self._layers[number], self._new_LP[number]
+        old_P = np.array(layer.placement.slots)
+        moves = moves_of_layer(old_P, new_P, self._layout.ep_size, self._nodes)
+        return LayerMove(layer, moves, tuple(new_P.tolist()))
 
     def state(self) -> dict[str, Any]:
         """What operators want to know; the first rank of a stage knows all of it."""
@@ -420,6 +429,20 @@ class Rebalancer:
             "results": [asdict(result) for result in self._results],
             **msgspec.structs.asdict(self.totals),
         }
+
+
+def _aside(work: Callable[[], T]) -> Future[T]:
+    """Runs `work` in a thread that a rank which ends does not wait for."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="moesaic-eplb", daemon=True).start()
+    return future
 
 
 def _log_end(result: RebalanceResult) -> None:
