@@ -9,7 +9,7 @@ same two steps on all ranks: a layer has the same placement everywhere, with all
 A rank that has failed says so in the same exchange, and all drop what is staged. Slots that have
 flipped keep their new experts, the others the old ones.
 
-L layers · E experts · P slots.
+W windows of time · S those to plan with · L layers · E experts · P slots.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from moesaic.balance.moves import moves_of_layer
-from moesaic.balance.problem import Ints, fetched_slots
+from moesaic.balance.problem import Floats, Ints, fetched_slots
 from moesaic.comm.errors import PeerTimeout, WindowAborted
 from moesaic.comm.supervise.control_page import EpochChanged, StepRolledBack
 from moesaic.comm.windows.factory import create_window
@@ -44,6 +44,7 @@ from moesaic.engine.rebalance.copy_phases import (
     flips_of,
 )
 from moesaic.engine.rebalance.expert_copies import ChunkCopy, CopyBuffers, WrongExpert
+from moesaic.engine.rebalance.load_windows import MAX_WINDOWS, LoadWindows, planned_windows
 from moesaic.engine.rebalance.orders import Order, RankReport, RebalanceResult, Trigger
 from moesaic.engine.rebalance.planner_child import PlannerProcess, PlanReply, PlanRequest
 from moesaic.engine.setup.expert_buffers import ExpertImage, buffer_sizes
@@ -112,7 +113,7 @@ class Rebalancer:
         self._copies = CopyBuffers(ranks.stage_peers, sizes, ranks.timeout, device)
         shape = len(layers), layers[0].config.num_experts
         specs = [
-            PlaneSpec(LOADS, shape, torch.int64),
+            PlaneSpec(LOADS, (MAX_WINDOWS, *shape), torch.int64),
             PlaneSpec(PLAN, (len(layers), self._layout.num_slots), torch.int32),
         ]
         with torch.device("cpu"):
@@ -127,8 +128,7 @@ class Rebalancer:
         """Layers whose placement is to change, and below the expert of each slot afterwards."""
         self._new_LP: Ints = np.empty((0, 0), np.int64)
         self._running: Running | None = None
-        self._seen_LE = torch.zeros(shape, dtype=torch.int64, device="cpu")
-        """Tokens up to the last rebalance."""
+        self._windows = LoadWindows(*shape)
         self._asked: Order | None = None
         """What an operator wants next."""
         self._begun = Order()
@@ -229,6 +229,8 @@ class Rebalancer:
     def count_step(self, seconds: float) -> None:
         """A step with tokens has ended."""
         self._trigger.num_steps += 1
+        if self._windows.count_step():
+            self._windows.end_window(self._tokens())
         self._step_seconds += 0.1 * (seconds - self._step_seconds)
 
     def _run_phase(self) -> None:
@@ -277,10 +279,10 @@ class Rebalancer:
         """Writes the loads since the last rebalance for the first rank."""
         assert self._running is not None
         total_LE = self._tokens()
-        own_LE = self._control.plane(LOADS)
-        own_LE.copy_(total_LE - self._seen_LE)
+        own_WLE = self._control.plane(LOADS)
+        own_WLE.copy_(self._windows.loads(total_LE))
         self._running.tokens_LE = total_LE
-        self._control.touch(own_LE)
+        self._control.touch(own_WLE)
         self._control.signal(0, number, "tell loads")
         return True
 
@@ -304,26 +306,26 @@ class Rebalancer:
             return True
         if running.plan is None:
             self._control.wait(0, number - 1, "read loads")
-            loads_LE = self._control.stacked(LOADS).sum(0)
-            request = self._request(loads_LE)
+            loads_WLE = self._control.stacked(LOADS).sum(0).to(torch.float32).numpy()
+            request = self._request(planned_windows(loads_WLE))
             running.plan = _aside(lambda: self._planner.plan(request))
         if not running.plan.done():
             return False
         self._publish(running, running.plan, number)
         return True
 
-    def _request(self, loads_LE: Tensor) -> PlanRequest:
+    def _request(self, loads_SLE: Floats) -> PlanRequest:
         image, mesh = ExpertImage.of(self._layers[0]).nbytes, self._ranks.mesh
         nodes = len(set(self._nodes))
         per_layer = EXPERT_SHARE * self._step_seconds / len(self._layers)
         return PlanRequest(
             self._args.eplb_algorithm,
-            (1, *loads_LE.shape),
+            loads_SLE.shape,
             self._layout.num_slots,
             self._layout.ep_size,
             self._num_groups if self._num_groups % nodes == 0 else 1,
             nodes if mesh.tp % nodes == 0 else 1,
-            loads_LE.to(torch.float32).numpy().tobytes(),
+            loads_SLE.tobytes(),
             self._current().astype(np.int32).tobytes(),
             image / self._rate,
             max(per_layer, 1e-6),
@@ -379,7 +381,7 @@ class Rebalancer:
         new_LP = self._control.plane(PLAN, LEADER).numpy().astype(np.int64)
         old_LP, result = self._current(), running.result
         if running.tokens_LE is not None and not result.dry_run:
-            self._seen_LE = running.tokens_LE
+            self._windows.restart(running.tokens_LE)
         changed = np.flatnonzero((old_LP != new_LP).any(1)).tolist()
         image, ranks = ExpertImage.of(self._layers[0]).nbytes, self._layout.ep_size
         fetched_LP = fetched_slots(old_LP, new_LP, ranks, self._layers[0].config.num_experts)
