@@ -10,6 +10,7 @@ outbox only after it is written, and that it is written again only after all hav
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -52,6 +53,9 @@ class CopyBuffers:
             self._num_wrong = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=on_gpu)
         self._stream = torch.cuda.Stream(device) if on_gpu else None
         self._end: torch.cuda.Event | None = None
+        self._begin: torch.cuda.Event | None = None
+        self._seconds = 0.0
+        self._bytes = 0
         if not on_gpu:
             self._touch_pages(group.size)
 
@@ -72,13 +76,26 @@ class CopyBuffers:
     def start(self, work: Callable[[], None]) -> None:
         """Runs `work`; on a GPU beside the steps that follow, and after those that were begun."""
         if self._stream is None:
+            begin = time.monotonic()
             work()
+            self._seconds += time.monotonic() - begin
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
+            self._begin = torch.cuda.Event(enable_timing=True)
+            self._begin.record()
             work()
-            self._end = torch.cuda.Event()
+            self._end = torch.cuda.Event(enable_timing=True)
             self._end.record()
+
+    def count_bytes(self, nbytes: int) -> None:
+        """Counts what `start` has copied."""
+        self._bytes += nbytes
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes that were copied in a second; None before the first copy has ended."""
+        return self._bytes / self._seconds if self._bytes and self._seconds else None
 
     def count_wrong(self, differs: Tensor) -> None:
         """Notes a piece that arrived with another sum than it was sent with; `check` tells."""
@@ -98,7 +115,12 @@ class CopyBuffers:
     @property
     def is_done(self) -> bool:
         """Whether all that was started has ended. Never waits."""
-        return self._end is None or self._end.query()
+        if self._end is None or not self._end.query():
+            return self._end is None
+        if self._begin is not None:
+            self._seconds += self._begin.elapsed_time(self._end) / 1e3
+            self._begin = None
+        return True
 
     def publish(self, number: int, used: int) -> None:
         """Sends the first `used` bytes of the outbox, and the sums, to ranks on other nodes."""
@@ -218,6 +240,7 @@ class ChunkCopy:
                 self._write_piece(sent, begin, piece)
                 sums[sent.place].copy_(word_sum(piece))
                 used = end - first
+        self._buffers.count_bytes(used)
         return used
 
     def _write_piece(self, sent: SentExpert, begin: int, piece: Tensor) -> None:
@@ -245,6 +268,7 @@ class ChunkCopy:
     def stage(self, piece: Piece, round: int) -> None:
         """Copies a piece to the staging area, and compares it with the sum that was sent."""
         arrival, first = piece.arrival, round * self._buffers.sizes.outbox
+        self._buffers.count_bytes(piece.end - piece.begin)
         row = self._buffers.staging[arrival.row]
         if arrival.rank is None:
             parts = self._layers[arrival.layer].store.read(arrival.sent.slot)

@@ -61,8 +61,10 @@ LOADS, PLAN = "loads", "plan"
 LEADER: Final = 0
 # A phase that waits for another rank is tried again this much later if there is nothing to compute.
 IDLE_SECONDS: Final = 0.001
-# For predictions of what a fetch costs: bytes per second.
+# For predictions of what a fetch costs: bytes copied in a second, until that has been measured, and
+# how often an expert is copied: to the outbox, to staging, to its slot.
 COPY_RATE: Final = {"cpu": 4e9, "cuda": 200e9}
+COPIES: Final = 3
 # The share of a step that its experts take, for the same predictions.
 EXPERT_SHARE: Final = 0.5
 # Results of the last rebalances, for operators who ask at the same time.
@@ -187,6 +189,14 @@ class Rebalancer:
         if self.is_leader and (self._asked is None or not dry_run):
             self._asked = Order(by_operator=True, dry_run=dry_run)
         return self._begun.number + 1
+
+    def forget_load(self) -> None:
+        """Tokens up to now are no load to plan from, as they are not those of clients."""
+        total_LE = self._tokens()
+        self._windows.restart(total_LE)
+        if self._running is not None and self._running.tokens_LE is not None:
+            self._running.tokens_LE = total_LE  # where the windows begin when it has its plan
+        self._trigger.restart(self._all_finished)
 
     @torch.inference_mode()
     def advance(self, reports: Sequence[RankReport]) -> None:
@@ -327,7 +337,7 @@ class Rebalancer:
             nodes if mesh.tp % nodes == 0 else 1,
             loads_SLE.tobytes(),
             self._current().astype(np.int32).tobytes(),
-            image / self._rate,
+            COPIES * image / (self._copies.rate or self._rate),
             max(per_layer, 1e-6),
             self._trigger.horizon,
         )

@@ -341,6 +341,11 @@ class ModelRunner:
         )
         return self.model.logits(hidden_TH[: self.max_running])
 
+    @property
+    def placement_version(self) -> int:
+        """How often the placement of a layer has changed; ranks of a stage agree."""
+        return sum(layer.load.placement_version for layer in self.moe_layers)
+
     def reset_statistics(self) -> None:
         """Steps of the warm-up do not count."""
         for layer in self.moe_layers:
