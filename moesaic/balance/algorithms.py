@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from moesaic.balance import deepseek
 from moesaic.balance.incremental import incremental
 from moesaic.balance.problem import BalanceProblem, Ints, check_placement, replica_table
-from moesaic.config.flags import nearest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,6 +133,8 @@ def choose_algorithm(name: str, problem: BalanceProblem) -> tuple[Algorithm, str
         rule = next(rule for rule in AUTO_RULES if rule.applies(problem))
         return ALGORITHMS[rule.name], rule.reason
     if name not in ALGORITHMS:
+        from moesaic.config.flags import nearest  # not above: it triples the imports of a planner
+
         known = ", ".join((AUTO, *ALGORITHMS))
         hint = nearest(name, ALGORITHMS)
         raise ValueError(f"algorithm {name!r} is not known: choose one of {known}{hint}")

@@ -66,6 +66,7 @@ class SearchState:
     objective: Objective
     unit_LW1: Floats | None = None
     """None: the mean over ranks of these placements."""
+    worst_window: bool = False
     count_LE: Ints = field(init=False)
     value_LWE: Floats = field(init=False)
     """Cost of one replica of each expert."""
@@ -128,8 +129,9 @@ class SearchState:
         self.held_LDE[layers, rank, new] = True
 
     def peak(self) -> Floats:
-        """[L]: the hottest rank, averaged over windows."""
-        return self.cost_LWD.max(2).mean(1)
+        """[L]: the hottest rank, averaged over windows or in the worst of them."""
+        peak_LW = self.cost_LWD.max(2)
+        return peak_LW.max(1) if self.worst_window else peak_LW.mean(1)
 
 
 def incremental(problem: BalanceProblem) -> Ints:
@@ -140,7 +142,8 @@ def incremental(problem: BalanceProblem) -> Ints:
     start_LP = deepseek(problem) if problem.current_LP is None else problem.current_LP
     layers, ranks, objective = problem.num_layers, problem.num_ranks, SEARCHED[problem.objective]
     load_LWE = np.ascontiguousarray(problem.loads_SLE.swapaxes(0, 1))
-    state = SearchState(start_LP.reshape(layers, ranks, -1).copy(), load_LWE, objective)
+    start_LDC = start_LP.reshape(layers, ranks, -1).copy()
+    state = SearchState(start_LDC, load_LWE, objective, worst_window=problem.worst_window)
     search = Search(state, problem.max_fetches, 0.0 if fresh else problem.cost.price(ranks))
     search.run(1.0 if fresh else problem.target)
     if fresh:
@@ -231,7 +234,9 @@ class Search:
         at_LDC, at_L = self.best_LDC.copy(), np.full(len(self.best_L), np.inf, np.float32)
         for _ in range(MAX_KICKS):
             old = self.state
-            self.state = SearchState(at_LDC.copy(), old.load_LWE, old.objective, old.unit_LW1)
+            self.state = SearchState(
+                at_LDC.copy(), old.load_LWE, old.objective, old.unit_LW1, old.worst_window
+            )
             layers = np.flatnonzero(self.state.cost_LWD.mean(1).max(1) > KICK_ABOVE)
             if not len(layers) or not kick_layers(self.state, layers, rng):
                 return

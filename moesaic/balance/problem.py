@@ -55,6 +55,8 @@ class BalanceProblem:
     bound by memory; the loads are then tokens of one step."""
     target: float = 1.03
     """Max/mean at which `incremental` stops."""
+    worst_window: bool = False
+    """Whether `incremental` judges a placement by the worst window of load, not by their mean."""
     max_fetches: int | None = None
     """Slots of a layer that `incremental` may fetch; None: as many as pay."""
 

@@ -23,6 +23,7 @@ from moesaic.config.devices import (
 )
 from moesaic.config.flags import check, convert, nearest, refuse_unbuilt, show, specs
 from moesaic.config.gpus import crowding_warning
+from moesaic.config.idle_balancing import idle_balancing
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,8 @@ def resolve(args: ServerArgs) -> ServerArgs:
             "--ep-dispatch-algorithm fake: ALL ANSWERS ARE WRONG, tokens go to random experts; "
             "this is for benchmarks only"
         )
+    if idle := idle_balancing(args):
+        logger.warning("%s", idle)
     for note in _idle_values(args):
         logger.info("%s", note)
     if device_of(args) == "cuda" and (crowd := crowding_warning(gpus_of(args))):

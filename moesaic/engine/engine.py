@@ -311,6 +311,10 @@ class Engine:
         each copy of the model; ValueError without `enable_eplb`."""
         return self._rebalances.run(dry_run, timeout)
 
+    def forget_load(self) -> None:
+        """No rebalance plans from the tokens up to now, as if they had not been computed."""
+        self._thread.query("forget_load")
+
     def rebalance_state(self) -> list[dict[str, Any]]:
         """What was moved last, and what moves now, for each copy of the model."""
         return self._rebalances.states()

@@ -82,6 +82,8 @@ def warm_up(engine: Engine) -> None:
         sampling_params={"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True},
         data_parallel_rank=groups,
     )
+    if engine.server_args.enable_eplb:
+        engine.forget_load()
     logger.info("warmed up in %.1f s", time.monotonic() - start)
 
 

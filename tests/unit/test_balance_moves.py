@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from moesaic.balance.flips import flip_groups
 from moesaic.balance.moves import SlotMove, keep_slots, moves_of_layer
 from moesaic.balance.problem import Ints
 
@@ -59,3 +60,42 @@ def test_senders_share_the_work() -> None:
     new_P = np.array([0, 0, 0, 0, 0])
     moves = moves_of_layer(old_P, new_P, 5, (0,) * 5)
     assert sorted(Counter(move.source for move in moves).values()) == [1, 2]
+
+
+def test_the_worked_example_of_flips() -> None:
+    old_P, new_P = np.array([0, 1, 1, 2]), np.array([2, 1, 0, 1])
+    assert flip_groups(old_P, new_P, 2, 1) == [[2, 0], [3]]
+    assert flip_groups(old_P, new_P, 2, 2) == [[2, 0, 3]]
+    assert flip_groups(old_P, old_P, 2, 1) == []
+
+
+@pytest.mark.parametrize(("ranks", "experts", "slots"), CASES)
+@pytest.mark.parametrize("most", [1, 2])
+def test_every_expert_has_a_slot_after_each_flip(
+    ranks: int, experts: int, slots: int, most: int
+) -> None:
+    generator = np.random.default_rng(slots)
+    per_rank = slots // ranks
+    for _ in range(60):
+        old_P, wanted_P = (random_placement(generator, experts, slots) for _ in range(2))
+        (new_P,) = keep_slots(old_P[None], wanted_P[None], ranks)
+        groups = flip_groups(old_P, new_P, ranks, most)
+        assert (
+            sorted(slot for group in groups for slot in group)
+            == np.flatnonzero(old_P != new_P).tolist()
+        )
+        at_P = old_P.copy()
+        for group in groups:
+            held = Counter(at_P.tolist())
+            at_P[group] = new_P[group]
+            assert set(at_P.tolist()) == set(range(experts))
+            largest = max(Counter(slot // per_rank for slot in group).values())
+            if largest > most:  # only a cycle of experts that have no other slot
+                assert all(held[old_P[slot]] == 1 for slot in group)
+
+
+def test_swaps_flip_in_pairs() -> None:
+    """Rank 0 trades three experts with rank 1, which have no other slot."""
+    old_P, new_P = np.arange(8), np.array([4, 5, 6, 3, 0, 1, 2, 7])
+    assert flip_groups(old_P, new_P, 2, 1) == [[0, 4], [1, 5], [2, 6]]
+    assert flip_groups(old_P, new_P, 2, 2) == [[0, 4, 1, 5], [2, 6]]

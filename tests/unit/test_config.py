@@ -606,6 +606,32 @@ def test_fake_routing_is_a_loud_warning(caplog: pytest.LogCaptureFixture):
     assert "ALL ANSWERS ARE WRONG" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("line", "idle"),
+    [
+        ("--eplb-max-bytes-per-step 4096", "--eplb-max-bytes-per-step 4096"),
+        (
+            "--eplb-algorithm deepseek --eplb-rebalance-num-iterations 7",
+            "--eplb-algorithm deepseek, --eplb-rebalance-num-iterations 7",
+        ),
+        ("--eplb-algorithm deepseek --init-expert-location counts.pt", ""),
+        (
+            "--eplb-rebalance-num-iterations 7 --expert-distribution-recorder-mode stat",
+            "",
+        ),
+        ("--enable-eplb --eplb-algorithm deepseek", ""),
+        ("--eplb-rebalance-num-iterations 1000", ""),
+    ],
+)
+def test_flags_of_balancing_that_do_nothing_are_told(
+    line: str, idle: str, caplog: pytest.LogCaptureFixture
+):
+    resolve(parse(f"--model-path m --tp 2 --ep 2 {line}"))
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    told = f"{idle}: nothing moves experts without --enable-eplb: give it, too"
+    assert warned == ([told] if idle else [])
+
+
 def test_trust_remote_code_is_answered_in_the_log(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO):
         resolve(resolve(make(trust_remote_code=True)))

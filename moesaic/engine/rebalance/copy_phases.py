@@ -1,12 +1,16 @@
-"""The phases in which experts are copied, and the one that changes their slots. On a GPU the copies
+"""The phases in which experts are copied, and those that change their slots. On a GPU the copies
 run beside steps: a phase is called in every step until they have ended."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
+from moesaic.balance.flips import flip_groups
 from moesaic.balance.moves import SlotMove
 from moesaic.core.stats import MoveStats
 from moesaic.engine.rebalance.expert_copies import ChunkCopy, CopyBuffers
@@ -61,24 +65,57 @@ class ReadPhase:
 
 
 class LayerMove(NamedTuple):
+    """A layer that changes. `slots`: the expert in each slot of the new placement."""
+
     layer: FusedMoE
     moves: list[SlotMove]
     slots: tuple[int, ...]
-    """The new placement."""
+
+
+class LayerFlip(NamedTuple):
+    """Slots of a layer that take their new experts together."""
+
+    number: int
+    """The layer's in its chunk."""
+    changed: list[int]
+    slots: tuple[int, ...]
+    """The expert in each slot afterwards."""
+
+
+def flips_of(chunk: Sequence[LayerMove], most: int) -> list[list[LayerFlip]]:
+    """What flips in each step, with at most `most` slots of a rank: those that a layer must flip
+    together may be more. Small experts of several layers flip in one step."""
+    steps: list[list[LayerFlip]] = []
+    used = most
+    for number, one in enumerate(chunk):
+        old, layout = one.layer.placement.slots, one.layer.layout
+        at = list(old)
+        for group in flip_groups(np.array(old), np.array(one.slots), layout.ep_size, most):
+            for slot in group:
+                at[slot] = one.slots[slot]
+            largest = max(Counter(slot // layout.slots_per_rank for slot in group).values())
+            if not steps or used + largest > most:
+                steps.append([])
+                used = 0
+            steps[-1].append(LayerFlip(number, group, tuple(at)))
+            used += largest
+    return steps
 
 
 @dataclass(frozen=True)
 class FlipPhase:
-    """Changes the placement of a chunk of layers, between the same two steps on all ranks. It may
-    be repeated."""
+    """Changes the placement of some layers of a chunk, between the same two steps on all ranks. It
+    may be repeated."""
 
     copy: ChunkCopy
     chunk: Sequence[LayerMove]
+    flips: Sequence[LayerFlip]
     totals: MoveStats
 
     def __call__(self, number: int) -> bool:
-        self.copy.adopt()
-        for one in self.chunk:
-            one.layer.update_placement(Placement(one.layer.config.num_experts, one.slots))
-        self.totals.bytes += self.copy.nbytes
+        nbytes = sum(self.copy.adopt(one.number, one.changed) for one in self.flips)
+        for one in self.flips:
+            layer = self.chunk[one.number].layer
+            layer.update_placement(Placement(layer.config.num_experts, one.slots))
+        self.totals.bytes += nbytes
         return True

@@ -10,6 +10,7 @@ outbox only after it is written, and that it is written again only after all hav
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -52,6 +53,19 @@ class CopyBuffers:
             self._num_wrong = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=on_gpu)
         self._stream = torch.cuda.Stream(device) if on_gpu else None
         self._end: torch.cuda.Event | None = None
+        self._begin: torch.cuda.Event | None = None
+        self._seconds = 0.0
+        self._bytes = 0
+        if not on_gpu:
+            self._touch_pages(group.size)
+
+    def _touch_pages(self, ranks: int) -> None:
+        """Makes the system map all pages now: in the first step that moves experts that takes
+        longer than to copy them."""
+        self.staging.zero_()
+        self.outbox().zero_()
+        for rank in range(ranks):
+            self.outbox(rank).max()
 
     def outbox(self, rank: int | None = None) -> Tensor:
         return self.window.plane(OUTBOX, rank)
@@ -62,13 +76,26 @@ class CopyBuffers:
     def start(self, work: Callable[[], None]) -> None:
         """Runs `work`; on a GPU beside the steps that follow, and after those that were begun."""
         if self._stream is None:
+            begin = time.monotonic()
             work()
+            self._seconds += time.monotonic() - begin
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
+            self._begin = torch.cuda.Event(enable_timing=True)
+            self._begin.record()
             work()
-            self._end = torch.cuda.Event()
+            self._end = torch.cuda.Event(enable_timing=True)
             self._end.record()
+
+    def count_bytes(self, nbytes: int) -> None:
+        """Counts what `start` has copied."""
+        self._bytes += nbytes
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes that were copied in a second; None before the first copy has ended."""
+        return self._bytes / self._seconds if self._bytes and self._seconds else None
 
     def count_wrong(self, differs: Tensor) -> None:
         """Notes a piece that arrived with another sum than it was sent with; `check` tells."""
@@ -88,7 +115,12 @@ class CopyBuffers:
     @property
     def is_done(self) -> bool:
         """Whether all that was started has ended. Never waits."""
-        return self._end is None or self._end.query()
+        if self._end is None or not self._end.query():
+            return self._end is None
+        if self._begin is not None:
+            self._seconds += self._begin.elapsed_time(self._end) / 1e3
+            self._begin = None
+        return True
 
     def publish(self, number: int, used: int) -> None:
         """Sends the first `used` bytes of the outbox, and the sums, to ranks on other nodes."""
@@ -149,15 +181,10 @@ class ChunkCopy:
         streams = self._streams(moves)
         self._own_stream = list(streams[self._layout.ep_rank].values())
         self._arrivals = list(self._find_arrivals(moves, streams))
+        self._by_slot = {(arrival.layer, arrival.slot): arrival for arrival in self._arrivals}
         ends = (self._end(sent) for stream in streams for sent in stream.values())
         # At least one round: experts that only change slots on their rank are staged in the first.
         self.rounds = max(1, -(-max(ends, default=0) // buffers.sizes.outbox))
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that this rank receives from others."""
-        remote = (arrival for arrival in self._arrivals if arrival.rank is not None)
-        return sum(self._images[arrival.layer].nbytes for arrival in remote)
 
     def _end(self, sent: SentExpert) -> int:
         return sent.start + self._images[sent.layer].nbytes
@@ -213,6 +240,7 @@ class ChunkCopy:
                 self._write_piece(sent, begin, piece)
                 sums[sent.place].copy_(word_sum(piece))
                 used = end - first
+        self._buffers.count_bytes(used)
         return used
 
     def _write_piece(self, sent: SentExpert, begin: int, piece: Tensor) -> None:
@@ -240,6 +268,7 @@ class ChunkCopy:
     def stage(self, piece: Piece, round: int) -> None:
         """Copies a piece to the staging area, and compares it with the sum that was sent."""
         arrival, first = piece.arrival, round * self._buffers.sizes.outbox
+        self._buffers.count_bytes(piece.end - piece.begin)
         row = self._buffers.staging[arrival.row]
         if arrival.rank is None:
             parts = self._layers[arrival.layer].store.read(arrival.sent.slot)
@@ -251,9 +280,13 @@ class ChunkCopy:
         sent_sum = self._buffers.sums(arrival.rank)[arrival.sent.place]
         self._buffers.count_wrong(word_sum(staged) != sent_sum)
 
-    def adopt(self) -> None:
-        """Copies what is staged into the slots."""
-        for arrival in self._arrivals:
-            row = self._buffers.staging[arrival.row]
-            store = self._layers[arrival.layer].store
-            store.write(arrival.slot, self._images[arrival.layer].cut(row))
+    def adopt(self, layer: int, slots: Sequence[int]) -> int:
+        """Copies what is staged for some slots of a layer into those that are this rank's. Returns
+        the bytes that came from other ranks."""
+        image, store, received = self._images[layer], self._layers[layer].store, 0
+        for slot in slots:
+            arrival = self._by_slot.get((layer, slot - self._layout.first_slot))
+            if arrival is not None:
+                store.write(arrival.slot, image.cut(self._buffers.staging[arrival.row]))
+                received += 0 if arrival.rank is None else image.nbytes
+        return received

@@ -41,7 +41,7 @@ class Order(NamedTuple):
 @dataclass
 class RebalanceResult:
     """What one rebalance did. Balancedness is the mean over ranks divided by the largest, averaged
-    over layers: of the loads before it, with the old placement and with the new one."""
+    over windows of load and layers, with the old placement and with the new one."""
 
     number: int
     dry_run: bool = False

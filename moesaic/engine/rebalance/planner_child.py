@@ -32,7 +32,7 @@ ALLOWANCE: Final = Allowance(seconds=ANSWER_SECONDS, room=4 << 30)
 
 
 class PlanRequest(msgspec.Struct, array_like=True):
-    """`loads` are float32 [steps, layers, experts], `current` int32 [layers, slots]."""
+    """`loads` are float32 [windows, layers, experts], `current` int32 [layers, slots]."""
 
     algorithm: str
     shape: tuple[int, int, int]
@@ -49,7 +49,7 @@ class PlanRequest(msgspec.Struct, array_like=True):
 
 class PlanReply(msgspec.Struct, array_like=True):
     """`slots` are int32 [layers, slots]. Balancedness is the mean over ranks divided by the largest
-    of them, averaged over layers: of the given loads, with the old and the new placement."""
+    of them, averaged over windows and layers, with the old and the new placement."""
 
     algorithm: str
     reason: str
@@ -75,6 +75,10 @@ class PlannerProcess:
     @property
     def pid(self) -> int | None:
         return self._child.pid
+
+    def start(self) -> None:
+        """Starts the process before the first plan needs it. ValueError if it cannot start."""
+        self._child.start()
 
     def plan(self, request: PlanRequest) -> PlanReply:
         """ValueError if there is no such plan; what LimitedChild raises if its process fails."""
@@ -104,6 +108,7 @@ def plan(request: PlanRequest) -> PlanReply:
         request.num_nodes,
         current_LP,
         cost=MoveCost(request.slot_seconds, request.layer_seconds, request.horizon_steps),
+        worst_window=True,
     )
     found = make_plan(request.algorithm, problem)
     slots_LP = keep_slots(current_LP, found.slots_LP, ranks)

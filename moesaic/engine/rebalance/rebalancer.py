@@ -1,15 +1,15 @@
 """Moves experts between ranks while they serve.
 
 A rebalance is a list of phases: collect the loads, plan, adopt the plan; then for every chunk of
-layers write and read until all its experts are staged, then flip. Each rank tells in the exchange
-that begins every step how many phases it has ended. It works on the next one when all have
-ended the last. So no data is read before it is there, and the flip comes between the same two
-steps on all ranks: a layer has the old placement or the new one, everywhere.
+layers write and read until all its experts are staged, then flip slots, a few at a time. Each rank
+tells in the exchange that begins every step how many phases it has ended. It works on the next one
+when all have ended the last. So no data is read before it is there, and a flip comes between the
+same two steps on all ranks: a layer has the same placement everywhere, with all experts.
 
-A rank that has failed says so in the same exchange, and all drop what is staged. Layers that have
-flipped keep their new placement, the others the old one.
+A rank that has failed says so in the same exchange, and all drop what is staged. Slots that have
+flipped keep their new experts, the others the old ones.
 
-L layers · E experts · P slots.
+W windows of time · S those to plan with · L layers · E experts · P slots.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -29,15 +29,22 @@ import torch
 from torch import Tensor
 
 from moesaic.balance.moves import moves_of_layer
-from moesaic.balance.problem import Ints
+from moesaic.balance.problem import Floats, Ints, fetched_slots
 from moesaic.comm.errors import PeerTimeout, WindowAborted
 from moesaic.comm.supervise.control_page import EpochChanged, StepRolledBack
 from moesaic.comm.windows.factory import create_window
 from moesaic.comm.windows.window import PlaneSpec
 from moesaic.config import ServerArgs
 from moesaic.core.stats import MoveStats
-from moesaic.engine.rebalance.copy_phases import FlipPhase, LayerMove, ReadPhase, WritePhase
+from moesaic.engine.rebalance.copy_phases import (
+    FlipPhase,
+    LayerMove,
+    ReadPhase,
+    WritePhase,
+    flips_of,
+)
 from moesaic.engine.rebalance.expert_copies import ChunkCopy, CopyBuffers, WrongExpert
+from moesaic.engine.rebalance.load_windows import MAX_WINDOWS, LoadWindows, planned_windows
 from moesaic.engine.rebalance.orders import Order, RankReport, RebalanceResult, Trigger
 from moesaic.engine.rebalance.planner_child import PlannerProcess, PlanReply, PlanRequest
 from moesaic.engine.setup.expert_buffers import ExpertImage, buffer_sizes
@@ -48,13 +55,16 @@ from moesaic.moe.layer import FusedMoE
 from moesaic.observe.spans import SpanKind, Spans
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 LOADS, PLAN = "loads", "plan"
 LEADER: Final = 0
 # A phase that waits for another rank is tried again this much later if there is nothing to compute.
 IDLE_SECONDS: Final = 0.001
-# For predictions of what a fetch costs: bytes per second.
+# For predictions of what a fetch costs: bytes copied in a second, until that has been measured, and
+# how often an expert is copied: to the outbox, to staging, to its slot.
 COPY_RATE: Final = {"cpu": 4e9, "cuda": 200e9}
+COPIES: Final = 3
 # The share of a step that its experts take, for the same predictions.
 EXPERT_SHARE: Final = 0.5
 # Results of the last rebalances, for operators who ask at the same time.
@@ -105,7 +115,7 @@ class Rebalancer:
         self._copies = CopyBuffers(ranks.stage_peers, sizes, ranks.timeout, device)
         shape = len(layers), layers[0].config.num_experts
         specs = [
-            PlaneSpec(LOADS, shape, torch.int64),
+            PlaneSpec(LOADS, (MAX_WINDOWS, *shape), torch.int64),
             PlaneSpec(PLAN, (len(layers), self._layout.num_slots), torch.int32),
         ]
         with torch.device("cpu"):
@@ -114,11 +124,13 @@ class Rebalancer:
             args.eplb_rebalance_num_iterations, args.eplb_rebalance_num_requests
         )
         self._planner = PlannerProcess()
+        self._planner_start: Future[None] | None = None
         self._phases: deque[Phase] = deque()
-        self._chunks: deque[list[LayerMove]] = deque()
+        self._chunks: deque[list[int]] = deque()
+        """Layers whose placement is to change, and below the expert of each slot afterwards."""
+        self._new_LP: Ints = np.empty((0, 0), np.int64)
         self._running: Running | None = None
-        self._seen_LE = torch.zeros(shape, dtype=torch.int64, device="cpu")
-        """Tokens up to the last rebalance."""
+        self._windows = LoadWindows(*shape)
         self._asked: Order | None = None
         """What an operator wants next."""
         self._begun = Order()
@@ -130,6 +142,19 @@ class Rebalancer:
         self.totals = MoveStats()
         self.last: RebalanceResult | None = None
         self._results: deque[RebalanceResult] = deque(maxlen=KEPT_RESULTS)
+
+    def start_planner(self) -> None:
+        """The planner's process starts beside the rest of the service: a start takes a processor
+        for longer than a step."""
+        if self.is_leader:
+            self._planner_start = _aside(self._planner.start)
+
+    def wait_for_planner(self) -> None:
+        """Waits for what `start_planner` began. If that failed, the first plan tries again."""
+        if self._planner_start is not None:
+            if (error := self._planner_start.exception()) is not None:
+                logger.warning("eplb: the planner cannot be started: %s", error)
+            self._planner_start = None
 
     @property
     def is_leader(self) -> bool:
@@ -164,6 +189,14 @@ class Rebalancer:
         if self.is_leader and (self._asked is None or not dry_run):
             self._asked = Order(by_operator=True, dry_run=dry_run)
         return self._begun.number + 1
+
+    def forget_load(self) -> None:
+        """Tokens up to now are no load to plan from, as they are not those of clients."""
+        total_LE = self._tokens()
+        self._windows.restart(total_LE)
+        if self._running is not None and self._running.tokens_LE is not None:
+            self._running.tokens_LE = total_LE  # where the windows begin when it has its plan
+        self._trigger.restart(self._all_finished)
 
     @torch.inference_mode()
     def advance(self, reports: Sequence[RankReport]) -> None:
@@ -206,6 +239,8 @@ class Rebalancer:
     def count_step(self, seconds: float) -> None:
         """A step with tokens has ended."""
         self._trigger.num_steps += 1
+        if self._windows.count_step():
+            self._windows.end_window(self._tokens())
         self._step_seconds += 0.1 * (seconds - self._step_seconds)
 
     def _run_phase(self) -> None:
@@ -254,10 +289,10 @@ class Rebalancer:
         """Writes the loads since the last rebalance for the first rank."""
         assert self._running is not None
         total_LE = self._tokens()
-        own_LE = self._control.plane(LOADS)
-        own_LE.copy_(total_LE - self._seen_LE)
+        own_WLE = self._control.plane(LOADS)
+        own_WLE.copy_(self._windows.loads(total_LE))
         self._running.tokens_LE = total_LE
-        self._control.touch(own_LE)
+        self._control.touch(own_WLE)
         self._control.signal(0, number, "tell loads")
         return True
 
@@ -281,40 +316,28 @@ class Rebalancer:
             return True
         if running.plan is None:
             self._control.wait(0, number - 1, "read loads")
-            loads_LE = self._control.stacked(LOADS).sum(0)
-            running.plan = self._plan_aside(self._request(loads_LE))
+            loads_WLE = self._control.stacked(LOADS).sum(0).to(torch.float32).numpy()
+            request = self._request(planned_windows(loads_WLE))
+            running.plan = _aside(lambda: self._planner.plan(request))
         if not running.plan.done():
             return False
         self._publish(running, running.plan, number)
         return True
 
-    def _plan_aside(self, request: PlanRequest) -> Future[PlanReply]:
-        """A thread waits for the planner's process; a rank that ends does not wait for it."""
-        future: Future[PlanReply] = Future()
-
-        def ask() -> None:
-            try:
-                future.set_result(self._planner.plan(request))
-            except Exception as error:
-                future.set_exception(error)
-
-        threading.Thread(target=ask, name="moesaic-eplb", daemon=True).start()
-        return future
-
-    def _request(self, loads_LE: Tensor) -> PlanRequest:
+    def _request(self, loads_SLE: Floats) -> PlanRequest:
         image, mesh = ExpertImage.of(self._layers[0]).nbytes, self._ranks.mesh
         nodes = len(set(self._nodes))
         per_layer = EXPERT_SHARE * self._step_seconds / len(self._layers)
         return PlanRequest(
             self._args.eplb_algorithm,
-            (1, *loads_LE.shape),
+            loads_SLE.shape,
             self._layout.num_slots,
             self._layout.ep_size,
             self._num_groups if self._num_groups % nodes == 0 else 1,
             nodes if mesh.tp % nodes == 0 else 1,
-            loads_LE.to(torch.float32).numpy().tobytes(),
+            loads_SLE.tobytes(),
             self._current().astype(np.int32).tobytes(),
-            image / self._rate,
+            COPIES * image / (self._copies.rate or self._rate),
             max(per_layer, 1e-6),
             self._trigger.horizon,
         )
@@ -361,36 +384,27 @@ class Rebalancer:
         return ""
 
     def _adopt_plan(self, number: int) -> bool:
-        """Lists the phases of all chunks."""
+        """Lists the chunks of layers that change."""
         running = self._running
         assert running is not None
         self._control.wait(0, number - 1, "read the plan", [LEADER])
         new_LP = self._control.plane(PLAN, LEADER).numpy().astype(np.int64)
         old_LP, result = self._current(), running.result
         if running.tokens_LE is not None and not result.dry_run:
-            self._seen_LE = running.tokens_LE
-        ranks = self._layout.ep_size
-        moves = [
-            moves_of_layer(old_P, new_P, ranks, self._nodes)
-            for old_P, new_P in zip(old_LP, new_LP, strict=True)
-        ]
-        changed = [n for n, found in enumerate(moves) if found]
-        per_rank = self._layout.slots_per_rank
-        remote = sum(m.slot // per_rank != m.source // per_rank for found in moves for m in found)
-        image = ExpertImage.of(self._layers[0]).nbytes
-        result.layers, result.fetched_bytes = (
-            len(changed),
-            remote * image * self._layout.moe_tp_size,
-        )
+            self._windows.restart(running.tokens_LE)
+        changed = np.flatnonzero((old_LP != new_LP).any(1)).tolist()
+        image, ranks = ExpertImage.of(self._layers[0]).nbytes, self._layout.ep_size
+        fetched_LP = fetched_slots(old_LP, new_LP, ranks, self._layers[0].config.num_experts)
+        result.layers = len(changed)
+        result.fetched_bytes = int(fetched_LP.sum()) * image * self._layout.moe_tp_size
         if result.dry_run or not changed:
             self._end(result.outcome or ("dry run" if result.dry_run else "nothing to move"))
             return True
         size = self._args.eplb_rebalance_layers_per_chunk or 1
-        chunks = (changed[start : start + size] for start in range(0, len(changed), size))
         self._chunks = deque(
-            [LayerMove(self._layers[n], moves[n], tuple(new_LP[n].tolist())) for n in chunk]
-            for chunk in chunks
+            changed[start : start + size] for start in range(0, len(changed), size)
         )
+        self._new_LP = new_LP
         self._phases.append(self._open_chunk)
         return True
 
@@ -400,15 +414,22 @@ class Rebalancer:
             self.totals.rebalances += 1
             self._end("moved")
             return True
-        chunk = self._chunks[0]
+        chunk = [self._move_of(layer) for layer in self._chunks[0]]
         copy = ChunkCopy([one.layer for one in chunk], [one.moves for one in chunk], self._copies)
         for part in range(copy.rounds):
             self._phases.append(WritePhase(copy, self._copies, part))
             self._phases.append(ReadPhase(copy, self._copies, part))
-        self._phases.append(FlipPhase(copy, chunk, self.totals))
+        for flips in flips_of(chunk, self._copies.sizes.experts_per_step):
+            self._phases.append(FlipPhase(copy, chunk, flips, self.totals))
         self._phases.append(self._open_chunk)
         self._chunks.popleft()
         return True
+
+    def _move_of(self, number: int) -> LayerMove:
+        layer, new_P = self._layers[number], self._new_LP[number]
+        old_P = np.array(layer.placement.slots)
+        moves = moves_of_layer(old_P, new_P, self._layout.ep_size, self._nodes)
+        return LayerMove(layer, moves, tuple(new_P.tolist()))
 
     def state(self) -> dict[str, Any]:
         """What operators want to know; the first rank of a stage knows all of it."""
@@ -420,6 +441,20 @@ class Rebalancer:
             "results": [asdict(result) for result in self._results],
             **msgspec.structs.asdict(self.totals),
         }
+
+
+def _aside(work: Callable[[], T]) -> Future[T]:
+    """Runs `work` in a thread that a rank which ends does not wait for."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="moesaic-eplb", daemon=True).start()
+    return future
 
 
 def _log_end(result: RebalanceResult) -> None:

@@ -115,7 +115,10 @@ class ModelRunner:
             self.steps = SynchronousSteps(self, args.watchdog_timeout)
         self.overlaps = self.steps.overlaps and not args.disable_overlap_schedule
         """Whether `begin` returns before a step is computed: plans may then have future tokens."""
-        self.matchers.wait_for_compiler()  # later it would hold up a step
+        # Later they would hold up a step.
+        self.matchers.wait_for_compiler()
+        if self.rebalancer is not None:
+            self.rebalancer.wait_for_planner()
 
     def _load_model(self, args: ServerArgs, resolved: ResolvedModel) -> int:
         """Returns the bytes of all weights."""
@@ -155,7 +158,9 @@ class ModelRunner:
         if not (args.enable_eplb and self.moe_layers):
             return None
         groups = resolved.raw.integer("n_group", 1)
-        return Rebalancer(args, self.moe_layers, self.ranks, self.device, groups)
+        made = Rebalancer(args, self.moe_layers, self.ranks, self.device, groups)
+        made.start_planner()
+        return made
 
     def _warm_steps(self, sizes: tuple[int, ...]) -> list[tuple[int, bool]]:
         mesh, same = self.ranks.mesh, self.moe.replicated
@@ -335,6 +340,11 @@ class ModelRunner:
             Step(prefill=prefill, counts=(tokens,) * groups if groups > 1 else (), rows=tokens),
         )
         return self.model.logits(hidden_TH[: self.max_running])
+
+    @property
+    def placement_version(self) -> int:
+        """How often the placement of a layer has changed; ranks of a stage agree."""
+        return sum(layer.load.placement_version for layer in self.moe_layers)
 
     def reset_statistics(self) -> None:
         """Steps of the warm-up do not count."""

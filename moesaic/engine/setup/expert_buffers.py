@@ -69,6 +69,11 @@ class BufferSizes:
         return cls(min(outbox // ALIGN * ALIGN, image * staged), image, staged)
 
     @property
+    def experts_per_step(self) -> int:
+        """Slots of a rank that flip in one step."""
+        return max(1, self.outbox // self.image)
+
+    @property
     def planes(self) -> list[PlaneSpec]:
         return [
             PlaneSpec(OUTBOX, (self.outbox,), torch.uint8),

@@ -109,7 +109,8 @@ def _read(stream: BinaryIO) -> bytes:
 
 
 class LimitedChild:
-    """Runs `module` in a process, from the first request on. One thread asks; any may close it."""
+    """Runs `module` in a process, from `start` or the first request on. One thread asks; any may
+    close it."""
 
     def __init__(self, module: str, setup: bytes, allowance: Allowance) -> None:
         self._module, self._setup, self.allowance = module, setup, allowance
@@ -124,6 +125,12 @@ class LimitedChild:
         process = self._process
         return None if process is None or process.poll() is not None else process.pid
 
+    def start(self) -> None:
+        """Starts the process unless it runs. ValueError if it cannot start."""
+        if self._process is None or self._process.poll() is not None:
+            self._end(0.0)
+            self._start()
+
     def ask(self, request: bytes) -> bytes:
         """The answer, or Exceeded, ChildUnresponsive, or ValueError if the child cannot start."""
         status = self._attempt(request)
@@ -135,9 +142,7 @@ class LimitedChild:
 
     def _attempt(self, request: bytes) -> bytes | int:
         """The answer, or the exit status if the process ended."""
-        if self._process is None or self._process.poll() is not None:
-            self._end(0.0)
-            self._start()
+        self.start()
         try:
             return self._exchange(request, ANSWER_SECONDS)
         except EOFError:

@@ -152,6 +152,7 @@ class Planner:
             "retractions": self.scheduler.num_retractions,
             "steps": self.num_steps,
             "failed_steps": self.metrics.counts.failed_steps,
+            "placement_version": self.runner.placement_version,
         }
 
     def add(self, state: RequestState) -> None:

@@ -93,7 +93,8 @@ def service_info(
     ranks: Sequence[Mapping[str, Any]],
     num_experts: int,
 ) -> dict[str, Any]:
-    """The resolved flags, the figures of all groups, and what the ranks hold."""
+    """The resolved flags, the figures of all groups, and what the ranks hold. The placement's
+    version is that of now; `experts_of_rank` are those of the start."""
     first = next((rank for rank in ranks if rank["experts"]), ranks[0])
     return {
         **args,
@@ -101,6 +102,7 @@ def service_info(
         **{key: sum(group[key] for group in groups) for key in SUMMED},
         "providers": first["providers"],
         "placement": {
+            "version": groups[0]["placement_version"],
             "num_experts": num_experts,
             "redundant_experts": redundant_slots(
                 num_experts, args["ep_num_redundant_experts"], args["ep_size"]

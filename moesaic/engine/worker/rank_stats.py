@@ -75,6 +75,9 @@ class RankStatsReporter:
                 pass
             case "rebalance" | "rebalance_state":
                 return self._rebalance(options.get("dry_run"))
+            case "forget_load":
+                if self._runner.rebalancer is not None:
+                    self._runner.rebalancer.forget_load()
             case _:
                 raise ValueError(f"unknown query {what!r}")
         return self._state()
