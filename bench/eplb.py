@@ -4,12 +4,12 @@
     python -m bench.eplb --model-path shape:qwen3-30b-a3b --dtype bfloat16 --ranks 4 8 --batch 256 \
         --page-size 64 --redundant 16 --out h200_balance
 
-Routers of dummy weights prefer some experts (--zipf). The same batch decodes with the first
-placement, with each algorithm before, during and after one rebalance, and with random routing
-(--ep-dispatch-algorithm fake), which is the bound: perfect balance but for chance. Steps are those
-of rank 0's trace. A row's `worst_step_ratio` is the longest step while experts move, in units of
-the median step without moves; `worst_other_ratio` is that of as many steps without moves: what the
-machine does anyway.
+Routers of dummy weights prefer some experts (--zipf). The same batch decodes with random routing
+(--ep-dispatch-algorithm fake), which is the bound: perfect balance but for chance; with the first
+placement; and with each algorithm during and after one rebalance. Steps are those of rank 0's
+trace. A row's `worst_step_ratio` is the longest step while experts move, in units of the median
+step without moves; `worst_other_ratio` is that of as many steps without moves: what the machine
+does anyway. Rows are written as they come.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def engine_flags(args: argparse.Namespace, ranks: int, algorithm: str) -> dict[s
         flags["max_total_tokens"] = args.kv_tokens
     if algorithm == UNIFORM:
         flags["ep_dispatch_algorithm"] = "fake"
-    elif algorithm != FIRST:
+    else:
         flags |= {
             "enable_eplb": True,
             "eplb_algorithm": algorithm,
@@ -136,20 +136,28 @@ def engine_flags(args: argparse.Namespace, ranks: int, algorithm: str) -> dict[s
     return flags
 
 
-def measure(args: argparse.Namespace, ranks: int, algorithm: str) -> Row:
+def measure(args: argparse.Namespace, ranks: int, algorithm: str) -> list[Row]:
+    """The row of an algorithm, behind that of its first placement; of UNIFORM the one that it has.
+    An engine takes long to start, so all are measured in one."""
     with Engine(**engine_flags(args, ranks, algorithm)) as engine:
         decode(engine, args, 0, 8)
+        first = Row(ranks, UNIFORM if algorithm == UNIFORM else FIRST, args.redundant, 0.0, 0.0)
+        throughput(engine, args, first)
+        if algorithm == UNIFORM:
+            return [first]
         row = Row(ranks, algorithm, args.redundant, 0.0, 0.0)
-        if algorithm not in (FIRST, UNIFORM):
-            decode(engine, args, 1, args.tokens)
-            move(engine, args, row)
-        before = expert_loads(engine.get_stats())
-        found = [decode(engine, args, 3 + n, args.tokens) for n in range(args.repeats)]
-        row.balancedness = balancedness_between(before, expert_loads(engine.get_stats()))
-        best = min(found, key=lambda one: one.seconds)
-        row.tok_s = args.batch * args.tokens / best.seconds
-        row.median_step_ms = statistics.median(ms for _, ms, _ in best.steps)
-    return row
+        move(engine, args, row)
+        throughput(engine, args, row)
+    return [first, row]
+
+
+def throughput(engine: Engine, args: argparse.Namespace, row: Row) -> None:
+    before = expert_loads(engine.get_stats())
+    found = [decode(engine, args, 3 + n, args.tokens) for n in range(args.repeats)]
+    row.balancedness = balancedness_between(before, expert_loads(engine.get_stats()))
+    best = min(found, key=lambda one: one.seconds)
+    row.tok_s = args.batch * args.tokens / best.seconds
+    row.median_step_ms = statistics.median(ms for _, ms, _ in best.steps)
 
 
 def move(engine: Engine, args: argparse.Namespace, row: Row) -> None:
@@ -215,14 +223,16 @@ def main() -> None:
     parser.add_argument("--delay", type=float, default=0.5, help="seconds until experts move")
     parser.add_argument("--out", default="eplb", help="name of the file in bench/results")
     args = parser.parse_args()
-    rows = []
-    cases = [(ranks, name) for ranks in args.ranks for name in (UNIFORM, FIRST, *args.algorithms)]
+    rows: list[Row] = []
+    cases = [(ranks, name) for ranks in args.ranks for name in (UNIFORM, *args.algorithms)]
     for ranks, name in tqdm(cases, desc="Decoding", disable=None):
-        rows.append(measure(args, ranks, name))
-        bound = next(row for row in rows if (row.ranks, row.algorithm) == (ranks, UNIFORM))
-        rows[-1].of_uniform = rows[-1].tok_s / bound.tok_s
+        for row in measure(args, ranks, name):
+            same = [one for one in rows if one.ranks == ranks]
+            row.of_uniform = row.tok_s / next(iter(same), row).tok_s
+            if row.algorithm not in [one.algorithm for one in same]:
+                rows.append(row)
+        write_json(args.out, [asdict(row) for row in rows])
     report(rows)
-    write_json(args.out, [asdict(row) for row in rows])
 
 
 if __name__ == "__main__":
