@@ -18,6 +18,8 @@ PYTEST_ARGS ?=
 TOOLS ?=
 
 BIN := .venv/bin
+# Tests start some hundred processes: each would compile the package again where this is set.
+export PYTHONDONTWRITEBYTECODE :=
 # They judge ranks by how long these take: beside tests that compute they may misjudge them. They mostly wait, so
 # that two of them at a time do not disturb each other.
 WATCHFUL := $(patsubst %,tests/distributed/test_%.py,supervisor nodes missing_peer comm tcp_links)

@@ -154,5 +154,5 @@ def sorted_experts(output: dict[str, Any], top_k: int) -> Any:
 
 
 @cache
-def on_one_rank(family: str) -> list[Answer]:
-    return answers({"model_path": model_path(family)})
+def on_one_rank(family: str, new_tokens: int) -> list[Answer]:
+    return answers({"model_path": model_path(family)}, new_tokens)

@@ -14,7 +14,7 @@ import torch
 from moesaic.engine.runner import model_runner
 from moesaic.engine.runner.model_runner import ModelRunner
 from tests.e2e.grid import DPA, prompts
-from tests.e2e.test_deterministic_ranks import Bits, serve
+from tests.e2e.test_deterministic_ranks import NEW_TOKENS, Bits, serve
 from tests.e2e.test_gpu_runner import ahead, arguments, plainly, steps_of
 
 pytestmark = pytest.mark.timeout(600)
@@ -62,7 +62,7 @@ def on_gpu(family: str, line: str, dtype: str, waves: int) -> Bits:
     if waves > 1:
         random.Random(line).shuffle(order)
     flags = ON_GPU if "--chunked-prefill-size" in line else f"{ON_GPU} --chunked-prefill-size 64"
-    return serve(f"{family} {flags} {line}", dtype, order, waves)
+    return serve(f"{family} {flags} {line}", dtype, order, NEW_TOKENS, waves)
 
 
 @cache

@@ -24,7 +24,8 @@ from tests.e2e.poison_rank import LATE, PLAN, POISONS, TARGET
 pytestmark = pytest.mark.timeout(600)
 
 BANNED = dict.fromkeys([*POISONS.values(), LATE, PLAN], -100.0)
-GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True, "logit_bias": BANNED}
+GREEDY = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True, "logit_bias": BANNED}
+LONGER = {**GREEDY, "max_new_tokens": 8}  # of the slow tests
 ALWAYS = f"qwen3_moe --tp 4 {DPA} 2 --moe-a2a-backend deepep --page-size 4"
 SLOW = (
     "qwen3_moe --tp 2 --page-size 4",
@@ -82,10 +83,10 @@ def reason(output: dict[str, Any]) -> dict[str, Any]:
 class Served:
     """Good requests alone, then beside a poisonous one."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.good = engine, prompts()
+    def __init__(self, engine: Engine, params: dict[str, Any] = GREEDY) -> None:
+        self.engine, self.good, self.params = engine, prompts(), params
         self.expected = [
-            engine.generate(input_ids=prompt, sampling_params=GREEDY)["output_ids"]
+            engine.generate(input_ids=prompt, sampling_params=params)["output_ids"]
             for prompt in self.good
         ]
 
@@ -94,7 +95,7 @@ class Served:
         self.engine.flush_cache()
         outputs = self.engine.generate(
             input_ids=mixed(self.good, bad, place),
-            sampling_params=mixed([GREEDY] * len(self.good), params, place),
+            sampling_params=mixed([self.params] * len(self.good), params, place),
         )
         assert isinstance(outputs, list)
         answer = outputs.pop(place)
@@ -103,13 +104,13 @@ class Served:
         return answer
 
     def poisoned_prompt(self, name: str, place: int) -> None:
-        answer = self.beside([7, 8, POISONS[name], 9, 10], GREEDY, place)
+        answer = self.beside([7, 8, POISONS[name], 9, 10], self.params, place)
         assert reason(answer)["type"] == "abort" and answer["output_ids"] == []
         assert f"ZeroDivisionError: poison in {name} (in fail" in reason(answer)["message"]
 
     def poisoned_token(self, name: str, place: int) -> None:
         """It chooses the poisonous token itself, and fails when that is computed."""
-        params = {**GREEDY, "logit_bias": {POISONS[name]: 100.0}}
+        params = {**self.params, "logit_bias": {POISONS[name]: 100.0}}
         answer = self.beside([7, 8, 9], params, place)
         assert reason(answer)["type"] == "abort" and answer["output_ids"] == [POISONS[name]]
         assert f"poison in {name}" in reason(answer)["message"]
@@ -117,13 +118,13 @@ class Served:
 
 def check_late(served: Served) -> None:
     """Of a request alone and beside others; its group has its results when a follower raises."""
-    alone = served.engine.generate(input_ids=[7, LATE, 9], sampling_params=GREEDY)
-    answer = served.beside([7, LATE, 9], GREEDY, 4)
+    alone = served.engine.generate(input_ids=[7, LATE, 9], sampling_params=served.params)
+    answer = served.beside([7, LATE, 9], served.params, 4)
     assert reason(answer)["type"] == "length" and answer["output_ids"] == alone["output_ids"]
 
 
 def check(engine: Engine, rounds: int) -> None:
-    check_rounds(engine, Served(engine), rounds)
+    check_rounds(engine, Served(engine, LONGER), rounds)
 
 
 def check_rounds(engine: Engine, served: Served, rounds: int) -> None:
@@ -201,7 +202,7 @@ def test_every_mesh(line: str) -> None:
     with poisoned(line) as engine:
         check(engine, 20)
         if engine.mesh.pp == 1:
-            check_late(Served(engine))
+            check_late(Served(engine, LONGER))
         kill_and_name(engine)
 
 

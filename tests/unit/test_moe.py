@@ -133,7 +133,9 @@ def route(tokens: int, top_k: int, how: str) -> TopKOutput:
 @pytest.mark.parametrize("clamped", [False, True])
 @pytest.mark.parametrize("how", ["spread", "one takes all", "one takes none"])
 @pytest.mark.parametrize("top_k", [1, 3, E])
-@pytest.mark.parametrize("tokens", [0, 1, 2, 31, 63, 200])
+@pytest.mark.parametrize(
+    "tokens", [0, 1, 63, 200, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 31))]
+)
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
 def test_experts_equal_the_oracle(
     tokens: int,
