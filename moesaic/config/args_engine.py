@@ -305,7 +305,7 @@ class ScheduleArgs:
     max_step_ms: float | None = flag(
         None,
         "Milliseconds that prompts may fill a step up to while requests decode; 0: no bound; "
-        "unset: no bound on CPU, on CUDA 2 to 4.5 times what the decodes take, at least 30.",
+        "unset: no bound on CPU, on CUDA 2 to 4 times what the decodes take, at least 30.",
         at_least=0,
     )
     enable_prefill_delayer: bool = flag(

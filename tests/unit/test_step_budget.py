@@ -94,7 +94,7 @@ def test_another_speed_is_learned():
 def test_without_steps_costs_are_high():
     work = StepWork(64, 1024 - 64, 65536, 10**6)
     assert StepCost().predict(work) == pytest.approx(20 + 50 + 5 + 4)
-    assert StepCost().predict(StepWork(64, 0, 65536, 0)) == pytest.approx(10 + 5 + 5)
+    assert StepCost().predict(StepWork(64, 0, 65536, 0)) == pytest.approx(8 + 2 + 3)
 
 
 def test_steps_that_all_have_prompts_correct_the_decodes():
@@ -120,22 +120,28 @@ def test_chunks_fill_the_bound_by_what_they_cost():
         chunks.append(chunk)
         assert chunk % 64 == 0
         assert device.ms(decodes.with_prompt(first, chunk)) <= 50 * 1.01
-        assert device.ms(decodes.with_prompt(first, chunk + 64)) > 50 * 0.99
+        # The first chunk is capped by the rate of large steps, which attend to more.
+        assert device.ms(decodes.with_prompt(first, chunk + 64)) > 50 * (0.99 if first else 0.85)
     assert chunks == sorted(chunks, reverse=True) and chunks[0] > 2 * chunks[-1]
 
 
 ALL = PromptBudget(MOST, MOST)
+CLOSED_LOOPS = [
+    (256, Device()),
+    (128, Device()),
+    (256, Device(4.0, 0.05, 0.0085, 1.4e-5, 1.2e-6, 9.0)),
+]
 
 
 def test_short_prompts_share_a_step():
     budget = StepBudget(50.0, fitted(Device()))
     decodes = StepWork(64, 0, 64 * 1000, 0)
-    assert budget.prompt_tokens(MOST, decodes, [(0, 200)] * 10, 10).cut >= 2000
+    assert budget.prompt_tokens(MOST, decodes, [(0, 200)] * 9, 9).cut >= 1800
     many = budget.prompt_tokens(MOST, decodes, [(0, 200)] * 100, 100)
     # Short prompts attend to little, so more of their tokens fit than of one long prompt.
-    assert budget.prompt_tokens(MOST, decodes, [(0, 20000)], 1).cut < many.cut < MOST
+    assert budget.prompt_tokens(MOST, decodes, [(8192, 20000)], 1).cut < many.cut < MOST
     assert many.cut == many.whole
-    assert budget.prompt_tokens(1000, decodes, [(0, 200)] * 100, 100) == PromptBudget(1000, 1000)
+    assert budget.prompt_tokens(1000, decodes, [(0, 200)] * 100, 100).whole == 1000
 
 
 @pytest.mark.parametrize("max_ms", [0.0, 50.0, None])
@@ -160,9 +166,9 @@ def test_bounds():
     many, one = StepWork(256, 0, 256 * 1000, 0), StepWork(1, 0, 1000, 0)
     auto = StepBudget(None, cost)
     for decodes, count, ms, times in (
-        (many, 1, 9 + 256 * 0.0125 + 256 * 0.02, 3.5 + 1 / 256),
-        (many, 128, 9 + 256 * 0.0125 + 256 * 0.02, 4.0),
-        (one, 9, 8 + 0.06 + 0.02, 4.5),
+        (many, 1, 9 + 256 * 0.0125 + 256 * 0.02, 3 + 1 / 256),
+        (many, 128, 9 + 256 * 0.0125 + 256 * 0.02, 3.5),
+        (one, 9, 8 + 0.06 + 0.02, 4.0),
     ):
         found = auto.prompt_tokens(MOST, decodes, prompt, count)
         cut_ms = max(30, 2 * ms)
@@ -172,10 +178,11 @@ def test_bounds():
         whole = min(found.cut + (times * ms - cut_ms) / 0.0125, most)
         assert found.cut < found.whole == pytest.approx(whole, rel=0.03)
         assert StepBudget(0.0, cost).prompt_tokens(MOST, decodes, prompt, count) == ALL
-    assert StepBudget(5.0, cost).prompt_tokens(MOST, many, prompt, 1) == PromptBudget(64, 64)
+    least = StepBudget(5.0, cost).prompt_tokens(MOST, many, prompt, 1)
+    assert (least.cut, least.whole, least.multiple) == (64, 64, 64)
     quick = StepBudget(None, fitted(Device(1.0, 0.03, 0.01, 1e-5, 1e-6, 3.0)))
     found = quick.prompt_tokens(MOST, one, [(0, 200)] * 100, 100)
-    assert 2000 < found.cut < 2700 and found.whole == found.cut
+    assert 1500 < found.cut < 2700 and found.whole == found.cut
 
 
 def test_more_tokens_than_were_seen_cost_as_in_large_steps():
@@ -186,15 +193,52 @@ def test_more_tokens_than_were_seen_cost_as_in_large_steps():
         work = decodes.with_prompt(0, length)
         cost.observe(work, max(20.0, 0.012 * (length + 16)))
 
-    observe(8192)
+    assert cost.most_tokens(36.0) == 4096
+    for _ in range(10):
+        observe(8192)
+    assert cost.most_tokens(36.0) == pytest.approx(3000, rel=0.01)
     for _ in range(100):
-        for length in (64, 256, 512):
-            observe(length)
-    assert cost.prompt_ms.token < 0.001
-    assert cost.most_tokens(36.0) == pytest.approx(3000)
-    shorts = [(0, 200)] * 100
-    cut = StepBudget(36.0, cost).prompt_tokens(MOST, decodes, shorts, 100).cut
-    assert cut == 3000 - 16
+        observe(64)
+    # Little by little it is tried whether more fit.
+    assert 3000 < cost.most_tokens(36.0) < 4000
+    found = StepBudget(36.0, cost).prompt_tokens(MOST, decodes, [(0, 200)] * 100, 100)
+    assert 1500 < found.cut == found.whole <= cost.most_tokens(36.0) - 16
+
+
+def test_a_first_step_that_took_long_is_forgotten():
+    """It may have waited for a compilation, and says that no large step fits any more."""
+    device, decodes = Device(), StepWork(64, 0, 64 * 1000, 0)
+    budget = StepBudget(None)
+    budget.cost.observe(StepWork().with_prompt(0, 8192), 5000.0)
+    lengths = []
+    for _ in range(3000):
+        budget.cost.observe(decodes, device.ms(decodes))
+        lengths.append(budget.prompt_tokens(MOST, decodes, [(0, 200)] * 30, 30).whole)
+        work = decodes.with_prompt(0, lengths[-1])
+        budget.cost.observe(work, device.ms(work))
+    assert lengths[0] < 1000 < 1500 < lengths[-1]
+
+
+@pytest.mark.parametrize(("open_requests", "device"), CLOSED_LOOPS)
+def test_a_service_that_starts_under_load_does_not_starve_prompts(
+    open_requests: int, device: Device
+):
+    """Every step has prompts, and mostly as many: what these cost is hard to tell from what all
+    steps cost. As many requests are open at any time, of 768 tokens and 96 in the answer."""
+    draw, budget = random.Random(1), StepBudget(None)
+    waiting, decoding = open_requests, list[int]()
+    queued = []
+    for _ in range(1500):
+        decodes = StepWork(len(decoding), 0, len(decoding) * 800, 0)
+        found = budget.prompt_tokens(MOST, decodes, [(0, 768)] * waiting, waiting)
+        new = min(waiting, max(1, found.whole // 768))
+        work = decodes.with_prompt(0, 768 * new) if new else decodes
+        if work.decode_tokens + work.prompt_tokens:
+            budget.cost.observe(work, device.ms(work) * draw.uniform(0.97, 1.03))
+        decoding = [left - 1 for left in decoding if left > 1] + [draw.randrange(64, 128)] * new
+        waiting = open_requests - len(decoding)
+        queued.append(waiting)
+    assert sum(queued[-500:]) / 500 < open_requests / 3
 
 
 def test_short_chunks_of_long_prompts_take_as_long_as_their_reach():

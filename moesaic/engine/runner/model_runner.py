@@ -289,6 +289,11 @@ class ModelRunner:
         """Logical experts of a layer; 0 in a stage without any."""
         return next((layer.config.num_experts for layer in self.moe_layers), 0)
 
+    @property
+    def waited_ns(self) -> int:
+        """How long the last `begin` waited for the device."""
+        return self.steps.waited_ns
+
     @torch.inference_mode()
     def begin(
         self, plan: StepPlan, agreement: StepAgreement | None = None, x_TH: Tensor | None = None

@@ -14,6 +14,7 @@ T tokens of the step · R rows that sample · L rows that the host samples · V 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -134,6 +135,8 @@ class AsynchronousSteps:
         self._timeout, self._number = args.watchdog_timeout, 0
         if self._has_peers:  # a kernel that waits for a peer times out first, and names it
             self._timeout += runner.ranks.timeout
+        self.waited_ns = 0
+        """How long `begin` waited for the device."""
         self.stuck = ""
         """Why the GPU will never finish its work: waiting for it would hang."""
         self._host_sampled: dict[int, DeviceStep] = {}
@@ -200,9 +203,11 @@ class AsynchronousSteps:
 
     def _sample_missing_tokens(self, items: Sequence[PlanItem]) -> None:
         """Samples the tokens that items begin with and that the host has yet to sample."""
+        begin = time.monotonic_ns()
         for item in items if self._host_sampled else ():
             if item.token_ids[0] < 0 and item.request_no in self._host_sampled:
                 self._host_sampled[item.request_no].wait()
+        self.waited_ns = time.monotonic_ns() - begin
 
     def _compute(
         self,
@@ -423,6 +428,7 @@ class SynchronousSteps:
     """The host samples, and all attention groups compute their logits together."""
 
     overlaps = False
+    waited_ns = 0
     stuck = ""
 
     def __init__(self, runner: ModelRunner, timeout: float) -> None:

@@ -126,7 +126,11 @@ class InflightStep:
     """And of its decodes."""
     started_at: int = field(default_factory=time.monotonic_ns)
     begun_at: int = 0
-    """When the device began it; 0: when it had ended the step before."""
+    """When it was launched, if the device had nothing else to do; else 0."""
+    is_watched: bool = False
+    """The step loop has seen the device compute it, and looks again every millisecond."""
+    ended_at: int = 0
+    """When it saw that the device was done; 0 if it did not."""
     agreement: StepAgreement = field(default_factory=lambda: StepAgreement(0))
     handle: StepHandle | None = None
     """None until the runner has accepted the step."""

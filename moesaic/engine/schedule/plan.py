@@ -236,7 +236,7 @@ class StepHandle(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Whether `wait` returns at once."""
+        """Whether it is computed; False where that is not known."""
 
     def wait(self) -> StepResult: ...
 

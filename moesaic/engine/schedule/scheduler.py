@@ -33,6 +33,8 @@ from moesaic.engine.schedule.step_budget import PromptBudget, StepBudget, StepWo
 RESERVE_START, RESERVE_MIN, RESERVE_DECAY, RESERVE_STEP = 0.5, 0.1, 0.002, 0.2
 # Remaining tokens count up to this number.
 RESERVE_TOKENS = 4096
+# Waiting requests that a plan passes because another one computes their next page.
+MOST_AWAITING = 64
 _request_no = attrgetter("request_no")
 
 
@@ -326,10 +328,10 @@ class Scheduler:
         for request in [r for r in self._prompting if r.num_output and r.is_decoding]:
             del self._prompting[request]
         computing = {self.kv.frontier(request) for request in self._prompting}
-        self._promised, retractions = None, self.num_retractions
+        self._promised, retractions, awaiting = None, self.num_retractions, 0
         with closing(self.waiting.scan()) as candidates:
             for request in candidates:
-                if room <= 0 or not self._free_rows:
+                if room <= 0 or budget.is_spent or not self._free_rows:
                     break
                 if only is not None and request not in only:
                     continue
@@ -338,6 +340,9 @@ class Scheduler:
                 node, pages = self.kv.lookup(request)
                 key = self.kv.awaited(request, len(pages))
                 if key is not None and (node, key) in computing:
+                    awaiting += 1
+                    if awaiting == MOST_AWAITING:
+                        break
                     continue
                 cached = len(pages) * self.kv.page_size
                 length = budget.length(request.num_tokens - cached, begun=False)

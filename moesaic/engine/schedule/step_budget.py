@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 # its first token; and for these where as many prompts wait as requests decode. No less than these
 # milliseconds.
 CUT_TIMES: Final = 2.0
-WHOLE_TIMES: Final = 3.5
-CROWDED_TIMES: Final = 4.5
+WHOLE_TIMES: Final = 3.0
+CROWDED_TIMES: Final = 4.0
 AUTO_MS: Final = 30.0
-# Chunks are multiples of this, so that steps have few different sizes, and end at full pages.
+# Chunks that do not end a prompt are multiples of this, so that they end at full pages.
 CHUNK_MULTIPLE: Final = 64
 
 PRIOR_WEIGHT: Final = 0.02
@@ -34,7 +34,7 @@ FORGETTING: Final = 0.98
 SOLVE_EVERY: Final = 8
 # Steps whose products are bound by computing, not by reading weights, on most devices.
 LARGE_TOKENS: Final = 2048
-LARGE_GROWTH: Final = 1.01
+LARGE_DECAY: Final = 0.002
 
 
 class StepWork(msgspec.Struct, array_like=True, frozen=True):
@@ -116,26 +116,36 @@ class StepCost:
     most devices take."""
 
     def __init__(self) -> None:
-        self._decodes = LinearFit((1.0, 64.0, 65536.0), (10.0, 5.0, 5.0))
+        self._decodes = LinearFit((1.0, 64.0, 65536.0), (8.0, 2.0, 3.0))
         self._mixed = LinearFit((1.0, 1024.0, 65536.0, 1e6, 16384.0), (20.0, 50.0, 5.0, 4.0, 5.0))
         self._large_ms = 0.0
-        """Milliseconds a token of large steps, the least of late."""
+        """Milliseconds a token of large steps; 0 before there was one."""
+        self._usual_tokens = 0.0
+        """Prompt tokens of a step that has some."""
         self.deviation = 0.0
         """The usual distance between a prediction and a step, in milliseconds."""
 
     def observe(self, work: StepWork, ms: float) -> None:
-        """One step changes little, however long it took: it may have waited for something else."""
-        if (tokens := work.decode_tokens + work.prompt_tokens) >= LARGE_TOKENS:
-            self._large_ms = min(ms / tokens, LARGE_GROWTH * self._large_ms or math.inf)
+        """One step changes little, however long it took: it may have waited for something else. But
+        none takes less than it must."""
         expected = self.predict(work)
         limit = max(expected / 2, 4 * self.deviation)
-        error = min(max(ms - expected, -limit), limit)
+        error = min(ms - expected, limit)
         self.deviation += 0.1 * (abs(error) - self.deviation)
         ms = expected + error
         if work.prompt_tokens:
             self._mixed.observe(_mixed(work), ms)
+            self._observe_large(work.decode_tokens + work.prompt_tokens, ms)
+            self._usual_tokens += 0.1 * (work.prompt_tokens - self._usual_tokens)
         if not work.prompt_tokens or ms < self.decodes(work):
             self._decodes.observe(_decodes(work), ms)
+
+    def _observe_large(self, tokens: int, ms: float) -> None:
+        """Other steps draw the figure to the fit, so that it is tried again whether more fit."""
+        if tokens >= LARGE_TOKENS:
+            self._large_ms += (0.5 if self._large_ms else 1.0) * (ms / tokens - self._large_ms)
+        elif self._large_ms:
+            self._large_ms -= LARGE_DECAY * (self._large_ms - self.prompt_ms.token)
 
     def predict(self, work: StepWork) -> float:
         return self._mixed.predict(_mixed(work)) if work.prompt_tokens else self.decodes(work)
@@ -147,17 +157,21 @@ class StepCost:
     def without_tokens(self, decodes: StepWork) -> float:
         """The milliseconds of a step with these decodes and prompts, but for the tokens of the
         prompts."""
-        return self._mixed.predict((1, decodes.decode_tokens, decodes.held, 0, 0))
+        too_much = float(self._mixed.coefficients[1]) - self.prompt_ms.token
+        fitted = self._mixed.predict((1, decodes.decode_tokens, decodes.held, 0, 0))
+        return fitted + too_much * self._usual_tokens
 
     @property
     def prompt_ms(self) -> PromptMs:
+        """Where all steps have about as many prompt tokens, the fit may give these what others
+        cost; but one costs no more than its part of a large step."""
         _, token_ms, _, pair_ms, reach_ms = map(float, self._mixed.coefficients)
-        return PromptMs(token_ms, pair_ms, reach_ms)
+        return PromptMs(min(token_ms, self._large_ms or math.inf), pair_ms, reach_ms)
 
     def most_tokens(self, ms: float) -> float:
         """A bound on the tokens of a step of so many milliseconds. Up to some number tokens cost
         little, as a step reads the weights for all of them; the fit may have seen no more."""
-        return ms / self._large_ms if self._large_ms else math.inf
+        return ms / self._large_ms if self._large_ms else 2 * LARGE_TOKENS
 
 
 class PromptMs(NamedTuple):
@@ -184,19 +198,26 @@ class PromptBudget:
 
     cut: int
     whole: int
+    multiple: int = 1
+    """Chunks that do not end their prompts are multiples of this."""
     used: int = 0
+
+    @property
+    def is_spent(self) -> bool:
+        return self.used >= max(self.cut, self.whole)
 
     def length(self, remaining: int, begun: bool) -> int:
         """How many of the remaining tokens of a prompt fit. `begun`: in an earlier step."""
         if not begun and self.used + remaining <= self.whole:
             return remaining
-        return max(0, min(remaining, self.cut - self.used))
+        fitting = max(0, self.cut - self.used)
+        return remaining if remaining <= fitting else fitting - fitting % self.multiple
 
 
 @dataclass(slots=True)
 class StepBudget:
-    """`max_ms`: the bound of a step in which requests decode; None: by CUT_TIMES and WHOLE_TIMES,
-    0: none."""
+    """`max_ms`: the bound of a step in which requests decode; None: multiples of what its decodes
+    take, 0: none."""
 
     max_ms: float | None = 0.0
     cost: StepCost = field(default_factory=StepCost)
@@ -214,17 +235,19 @@ class StepBudget:
         base_ms = self.cost.without_tokens(base)
         cut_ms = whole_ms = self.max_ms
         if cut_ms is None or whole_ms is None:
+            # The fits may have been made with fewer decodes: the lower one is nearer.
             decode_ms = min(base_ms, self.cost.decodes(base))
             crowd = min(1.0, count / base.decode_tokens)
             times = WHOLE_TIMES + crowd * (CROWDED_TIMES - WHOLE_TIMES)
             cut_ms, whole_ms = (max(AUTO_MS, x * decode_ms) for x in (CUT_TIMES, times))
         most_cut, most_whole = (
-            max(CHUNK_MULTIPLE, min(most, self.cost.most_tokens(ms) - base.decode_tokens))
+            min(most, _chunks(self.cost.most_tokens(ms) - base.decode_tokens))
             for ms in (cut_ms, whole_ms)
         )
-        cut = self._tokens_within(cut_ms - base_ms, int(most_cut), prompts)
+        cut = self._tokens_within(cut_ms - base_ms, most_cut, prompts)
         whole = cut + int((whole_ms - cut_ms) / max(self.cost.prompt_ms.token, 1e-6))
-        return PromptBudget(cut, max(cut, min(int(most_whole), whole)))
+        multiple = min(CHUNK_MULTIPLE, most)
+        return PromptBudget(cut, max(cut, min(most_whole, whole)), multiple)
 
     def _tokens_within(self, left: float, most: int, prompts: Iterable[tuple[int, int]]) -> int:
         """The tokens of prompts that take `left` milliseconds."""
@@ -234,7 +257,7 @@ class StepBudget:
             token_ms = cost.token + cost.pair * first + cost.reach
             fitting = _fitting(left - beyond, token_ms, cost.pair)
             if fitting < length:
-                total = max(1, (total + fitting) // CHUNK_MULTIPLE) * CHUNK_MULTIPLE
+                total = _chunks(total + fitting)
                 break
             left -= beyond + length * token_ms + cost.pair * length * length / 2
             total, reach = total + length, max(reach, first + length)
@@ -243,6 +266,11 @@ class StepBudget:
         else:
             return most
         return min(most, total)
+
+
+def _chunks(tokens: float) -> int:
+    """As many tokens in chunks, and one chunk at least."""
+    return max(1, int(tokens) // CHUNK_MULTIPLE) * CHUNK_MULTIPLE
 
 
 def _fitting(ms: float, token_ms: float, pair_ms: float) -> int:

@@ -47,7 +47,9 @@ class StepLoop:
         self.in_trial = False
         """Whether the current step looks for a request that breaks it."""
         self.last_completed = 0
-        self._completed_at = self._device_done_at = 0
+        self._completed_at = 0
+        self._device_free_at = 0
+        """When the device ended the step that was completed last; 0 if that is not known."""
         self._detector = SlowStepDetector()
         self._pace = StepPace()
 
@@ -64,8 +66,15 @@ class StepLoop:
         that it plans."""
         if self.group is None or not self.runner.overlaps or len(self.inflight) != 1:
             return 0.0
-        handle = self.inflight[-1].handle
-        return 0.0 if handle is None or handle.is_done else self._pace.slack()
+        step = self.inflight[-1]
+        try:
+            if step.handle is None or step.handle.is_done:
+                step.ended_at = time.monotonic_ns() if step.is_watched else 0
+                return 0.0
+        except RuntimeError:  # the device has failed, as waiting for the step will tell
+            return 0.0
+        step.is_watched = True
+        return self._pace.slack()
 
     def step(self) -> bool:
         """Begins a step and completes the oldest if enough are in flight; False without work."""
@@ -83,10 +92,11 @@ class StepLoop:
             spans.add(SpanKind.PLAN, step.started_at, tokens=step.plan.num_tokens)
             before = self.inflight[-2].handle if len(self.inflight) > 1 else None
             agreed = time.monotonic_ns()
-            handle = self.runner.begin(step.plan, step.agreement, x_TH)
-            self._pace.launched((planned - start + time.monotonic_ns() - agreed) / 1e9)
-            if before is None or before.is_done:  # the device had nothing to do
+            if before is None or before.is_done:  # the device has nothing else to do
                 step.begun_at = agreed
+            handle = self.runner.begin(step.plan, step.agreement, x_TH)
+            host = planned - start + time.monotonic_ns() - agreed - self.runner.waited_ns
+            self._pace.launched(host / 1e9, (agreed - planned) / 1e9)
             step.handle = self.stage.hand_on(step, handle)
         else:
             self.inflight.pop()
@@ -102,7 +112,8 @@ class StepLoop:
         if self.group is not None and len(self.inflight) == 1:
             step, cost = self.inflight[0], self.group.step_cost
             ms = cost.predict(step.agreement.work) - 2 * cost.deviation
-            self._pace.computes_until(max(step.begun_at, self._device_done_at) / 1e9 + ms / 1000)
+            begun = step.begun_at or self._device_free_at or time.monotonic_ns()
+            self._pace.computes_until(begun / 1e9 + ms / 1000)
 
     @property
     def _moves_experts(self) -> bool:
@@ -123,13 +134,16 @@ class StepLoop:
     def complete_oldest(self) -> None:
         step = self.inflight[0]
         assert step.handle is not None, "the step has not started"
+        # The end of a step that is done already is known only if `slack` saw it.
+        is_timed = bool(step.ended_at) or not self.runner.overlaps or not step.handle.is_done
         result = step.handle.wait()
-        begun = max(step.begun_at, self._device_done_at)
-        self._device_done_at = time.monotonic_ns()
+        begun = step.begun_at or self._device_free_at
+        self._device_free_at = (step.ended_at or time.monotonic_ns()) if is_timed else 0
         if self.group is not None:
             _check_counts(step, result)
-            ms = (self._device_done_at - begun) / 1e6
-            self.group.step_cost.observe(step.agreement.work, ms)
+            if begun and is_timed:
+                ms = (self._device_free_at - begun) / 1e6
+                self.group.step_cost.observe(step.agreement.work, ms)
         self.inflight.popleft()
         spans, tokens = self.runner.spans, step.plan.num_tokens
         # Steps that are in flight at once share the time.

@@ -13,20 +13,27 @@ from typing import Final
 MARGIN_SECONDS: Final = 1e-3
 # An early look at whether the device is done; also the least wait.
 POLL_SECONDS: Final = 1e-3
-# Of the steps' plans and launches, which the longest of the last ones stand for.
+# The share by which times follow one that is shorter, or of agreements longer, in a step.
 DECAY: Final = 0.05
 
 
 class StepPace:
-    """`lead`: seconds that planning and launching a step take."""
+    """Times are those of the last steps: the longest that the host took, and the shortest that
+    ranks took to agree, as they may have waited for one that was late."""
 
     def __init__(self) -> None:
-        self.lead = 0.0
-        self._end = 0.0
+        self._host = self._agreement = self._end = 0.0
 
-    def launched(self, seconds: float) -> None:
-        """A step took so long to plan and to launch."""
-        self.lead = max(seconds, self.lead + DECAY * (seconds - self.lead))
+    @property
+    def lead(self) -> float:
+        """Seconds from the beginning of a plan to the end of its launch."""
+        return self._host + self._agreement
+
+    def launched(self, host: float, agreement: float = 0.0) -> None:
+        """A step took the host and the ranks so long."""
+        self._host = max(host, self._host + DECAY * (host - self._host))
+        slower = self._agreement + DECAY * (agreement - self._agreement)
+        self._agreement = min(agreement, slower)
 
     def computes_until(self, end: float) -> None:
         """The device is done at this time, by the monotonic clock, at the earliest."""
