@@ -11,6 +11,7 @@ import ipaddress
 import time
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import lru_cache
 from typing import Final, Protocol
 
 BODY_BYTES: Final = 256 << 20
@@ -18,6 +19,8 @@ PROBE_CONNECTIONS: Final = 16
 # Clients that open thousands of connections at once need a moment to send their heads.
 GRACE_SECONDS: Final = 1.0
 NETWORK: Final = ~((1 << 64) - 1)
+# Addresses whose network is remembered.
+KEPT_NETWORKS: Final = 4096
 
 
 class ConnectionState(Enum):
@@ -150,6 +153,7 @@ class ConnectionTable:
             connection.evict()
 
 
+@lru_cache(KEPT_NETWORKS)
 def network_of(host: str) -> str:
     """An IPv4 address, or the /64 network of an IPv6 address: one client may have all of it."""
     try:

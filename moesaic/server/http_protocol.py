@@ -29,7 +29,7 @@ from moesaic.server.connections import (
     network_of,
 )
 from moesaic.server.errors import Refusal
-from moesaic.server.responses import BODY_WRITER
+from moesaic.server.responses import BODY_WRITER, DISCONNECT, DisconnectWatch
 
 MAX_HEAD: Final = 16 << 10
 # Bytes of a header line besides its name and value.
@@ -100,7 +100,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if running is not None and not running.response_complete:
             running.disconnected = True
             running.message_event.set()
-            _extensions(running).pop(BODY_WRITER, None)
+            _drop_extensions(running).disconnected()
         self.pipeline.clear()
 
     def data_received(self, data: bytes) -> None:
@@ -220,7 +220,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         if self._running is not None:
-            _extensions(self._running).pop(BODY_WRITER, None)
+            _drop_extensions(self._running)
         super().on_response_complete()
         self._watch_writes()
         self._update_state()
@@ -233,7 +233,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse(Refusal(503, TOO_MANY_CONNECTIONS))
             return
         self._running = cycle
-        _extensions(cycle)[BODY_WRITER] = ChunkWriter(self, cycle)
+        extensions = cast(dict[str, Any], cycle.scope)
+        extensions[BODY_WRITER] = ChunkWriter(self, cycle)
+        extensions[DISCONNECT] = DisconnectWatch(self.flow.resume_reading)
         super()._start_asgi_task(cycle, app)
 
     def _may_start(self, cycle: RequestResponseCycle) -> bool:
@@ -338,10 +340,13 @@ class ChunkWriter:
         self._write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
-def _extensions(cycle: RequestResponseCycle) -> dict[str, Any]:
-    """The scope of a request, which may have fields of ours. They refer to the request, so they are
-    removed at its end: else only the garbage collector would free it."""
-    return cast(dict[str, Any], cycle.scope)
+def _drop_extensions(cycle: RequestResponseCycle) -> DisconnectWatch:
+    """Removes our fields from the scope of a request that is over: they refer to the request, so
+    that else only the garbage collector would free it."""
+    scope = cast(dict[str, Any], cycle.scope)
+    scope.pop(BODY_WRITER, None)
+    watch: DisconnectWatch = scope.pop(DISCONNECT, None) or DisconnectWatch()
+    return watch
 
 
 def protocol_with(limits: ConnectionLimits) -> type[LimitedHttpProtocol]:

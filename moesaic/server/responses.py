@@ -23,6 +23,8 @@ RESPONSE_START: Final = "http.response.start"
 RESPONSE_BODY: Final = "http.response.body"
 # Under this key of its scope a request has a BodyWriter, if the server's protocol gives one.
 BODY_WRITER: Final = "moesaic.body_writer"
+# Under this key a request has a DisconnectWatch, if the server's protocol gives one.
+DISCONNECT: Final = "moesaic.disconnect"
 # Microseconds of work that the event loop does itself.
 LIGHT: Final = 2000
 # Bytes per call of the encoder, which holds Python's lock.
@@ -47,6 +49,29 @@ class BodyWriter(Protocol):
 
     def write(self, data: bytes) -> None:
         """Writes a part that is not empty, at once."""
+
+
+class DisconnectWatch:
+    """Tells the work for a client that its connection is lost. `resume_reading`: a connection that
+    is not read does not notice."""
+
+    __slots__ = ("_on_lost", "_resume_reading", "lost")
+
+    def __init__(self, resume_reading: Callable[[], object] = lambda: None) -> None:
+        self._resume_reading = resume_reading
+        self._on_lost: Callable[[], object] | None = None
+        self.lost = False
+
+    def call(self, on_lost: Callable[[], object] | None) -> None:
+        """Calls `on_lost` once the connection is lost, and no earlier callback."""
+        self._on_lost = on_lost
+        if on_lost is not None:
+            self._resume_reading()
+
+    def disconnected(self) -> None:
+        self.lost = True
+        if self._on_lost is not None:
+            self._on_lost()
 
 
 def json_response(value: Any) -> Response:
@@ -136,7 +161,7 @@ class EventStream(Response):
     event for an error after the status is sent. `end`: what follows the last event. `on_start` gets
     the writer of the body: what arrives while the source waits may be written to it."""
 
-    media_type = "text/event-stream"
+    head: Final = ((b"content-type", b"text/event-stream; charset=utf-8"),)
 
     def __init__(
         self,
@@ -148,10 +173,10 @@ class EventStream(Response):
         self._source, self._on_error, self._end = source, on_error, end
         self._on_start = on_start
         self.status_code, self.background = 200, None
-        self.init_headers()
+        self.raw_headers = [*self.head]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # starlette's task group with its scopes costs more than these tasks.
+        # starlette's task group with its scopes costs more.
         try:
             with suppress(ClientDisconnect):
                 await while_connected(Request(scope, receive), self._send(scope, send))
@@ -181,6 +206,29 @@ class EventStream(Response):
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """The result of the work, which is cancelled, with its requests, if the client disconnects."""
+    watch: DisconnectWatch | None = request.scope.get(DISCONNECT)
+    if watch is None:
+        return await _while_receiving(request, work)
+    if watch.lost:
+        work.close()
+        raise ClientDisconnect
+    task = asyncio.current_task()
+    assert task is not None
+    others = task.cancelling()
+    watch.call(task.cancel)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        # As asyncio.timeout does: another may have cancelled the task, too.
+        if watch.lost and task.uncancel() <= others:
+            raise ClientDisconnect from None
+        raise
+    finally:
+        watch.call(None)
+
+
+async def _while_receiving(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """For servers that report a disconnect only by ASGI's messages: it takes two tasks more."""
     task, disconnect = asyncio.create_task(work), asyncio.create_task(_disconnect(request))
     try:
         await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
