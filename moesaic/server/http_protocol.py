@@ -49,6 +49,10 @@ MAX_PIPELINED: Final = 64
 VERSIONS: Final = ("1.0", "1.1")
 # RFC 9112, section 3.2: a name or an address, and optionally a port.
 HOST: Final = re.compile(rb"(?:\[[\w:.%~-]+\]|(?:[\w.~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?")
+OK: Final = STATUS_LINE[200]
+# The end of a head whose body comes in chunks, and of one whose connection closes behind it.
+CHUNKED_END: Final = b"transfer-encoding: chunked\r\n\r\n"
+CLOSING_CHUNKED_END: Final = b"connection: close\r\n" + CHUNKED_END
 TOO_MANY_CONNECTIONS: Final = "too many connections: try again later"
 
 
@@ -334,6 +338,17 @@ class ChunkWriter:
     def accepts(self) -> bool:
         cycle = self._cycle
         return bool(cycle.chunked_encoding) and not (self._flow.write_paused or cycle.disconnected)
+
+    def start(self, headers: Iterable[tuple[bytes, bytes]], data: bytes) -> bool:
+        cycle = self._cycle
+        if cycle.access_log or self._flow.write_paused or cycle.disconnected or not data:
+            return False
+        cycle.response_started, cycle.waiting_for_100_continue = True, False
+        cycle.chunked_encoding = True
+        lines = [b"%b: %b\r\n" % line for line in (*cycle.default_headers, *headers)]
+        end = CHUNKED_END if cycle.keep_alive else CLOSING_CHUNKED_END
+        self._write(b"%b%b%b%x\r\n%b\r\n" % (OK, b"".join(lines), end, len(data), data))
+        return True
 
     def write(self, data: bytes) -> None:
         assert data, "an empty chunk would end the response"

@@ -50,6 +50,10 @@ class BodyWriter(Protocol):
     def write(self, data: bytes) -> None:
         """Writes a part that is not empty, at once."""
 
+    def start(self, headers: Iterable[tuple[bytes, bytes]], data: bytes) -> bool:
+        """Writes the head of a response with status 200 and the first part, in one piece: each call
+        of the kernel costs as much as a token. False if the head must be sent by a message."""
+
 
 class DisconnectWatch:
     """Tells the work for a client that its connection is lost. `resume_reading`: a connection that
@@ -159,7 +163,8 @@ def error_event(refusal: Refusal) -> bytes:
 class EventStream(Response):
     """Encoded server-sent events; a disconnect closes the source and its requests. `on_error`: the
     event for an error after the status is sent. `end`: what follows the last event. `on_start` gets
-    the writer of the body: what arrives while the source waits may be written to it."""
+    the writer of the body: what arrives while the source waits may be written to it. `tail`: what
+    the source left to be sent in one piece with the end."""
 
     head: Final = ((b"content-type", b"text/event-stream; charset=utf-8"),)
 
@@ -169,9 +174,10 @@ class EventStream(Response):
         on_error: Callable[[Refusal], bytes] = error_event,
         end: bytes = DONE,
         on_start: Callable[[BodyWriter], None] | None = None,
+        tail: Callable[[], bytes] = bytes,
     ) -> None:
         self._source, self._on_error, self._end = source, on_error, end
-        self._on_start = on_start
+        self._on_start, self._tail = on_start, tail
         self.status_code, self.background = 200, None
         self.raw_headers = [*self.head]
 
@@ -186,22 +192,36 @@ class EventStream(Response):
     async def _send(self, scope: Scope, send: Send) -> None:
         """Sends an error as an event, because the status is already sent."""
         writer: BodyWriter | None = scope.get(BODY_WRITER)
-        await send({"type": RESPONSE_START, "status": 200, "headers": self.raw_headers})
-        last = self._end
-        if writer is not None and self._on_start is not None:
-            self._on_start(writer)
+        error, started = b"", False
         try:
             async for data in self._source:
+                if not started:
+                    started = True
+                    if writer is not None and writer.start(self.raw_headers, data):
+                        self._connect(writer)
+                        continue
+                    await self._send_head(writer, send)
                 if data and writer is not None and writer.accepts():
                     writer.write(data)
                 else:
                     await send({"type": RESPONSE_BODY, "body": data, "more_body": True})
         except Refusal as refusal:
-            last = self._on_error(refusal) + last
+            error = self._on_error(refusal)
         except Exception:
             logger.exception("a stream failed")
-            last = self._on_error(Refusal(500, INTERNAL)) + last
+            error = self._on_error(Refusal(500, INTERNAL))
+        if not started:
+            await self._send_head(None, send)
+        last = self._tail() + error + self._end
         await send({"type": RESPONSE_BODY, "body": last, "more_body": False})
+
+    async def _send_head(self, writer: BodyWriter | None, send: Send) -> None:
+        await send({"type": RESPONSE_START, "status": 200, "headers": self.raw_headers})
+        self._connect(writer)
+
+    def _connect(self, writer: BodyWriter | None) -> None:
+        if writer is not None and self._on_start is not None:
+            self._on_start(writer)
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
