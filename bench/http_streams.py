@@ -7,7 +7,8 @@ The server is a whole one, but its rank computes nothing (bench/http_rank.py). A
 all streams have the tokens of the last one, so that each token is an event of its own however busy
 the machine is; with `--free` steps follow at once, and the server joins tokens. What counts are
 user and system time of the process that speaks HTTP while all streams are open, over the tokens
-that were generated meanwhile.
+that were generated meanwhile. The last two columns count whole requests as well, from the first
+connection to the end of the last answer: over all tokens, and what a request takes besides them.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 import aiohttp
-import psutil
 import torch
 import uvloop
 from tqdm import tqdm
@@ -65,7 +66,8 @@ LATE_SECONDS: Final = 0.5
 
 @dataclass(frozen=True)
 class Point:
-    """`cpu_us`: of the HTTP process, per token. `events`: per token."""
+    """`cpu_us`: of the HTTP process, per token. `events`: per token. `whole_us`: per token with all
+    else that requests take, which is `request_us` for each."""
 
     route: str
     streams: int
@@ -73,6 +75,8 @@ class Point:
     cpu_us: float
     events: float
     tokens_per_s: float
+    whole_us: float
+    request_us: float
 
 
 class StepPipe:
@@ -193,9 +197,9 @@ async def generated(session: aiohttp.ClientSession, server: Server) -> float:
 
 
 def cpu_seconds(server: Server) -> float:
-    assert server.pid is not None
-    times = psutil.Process(server.pid).cpu_times()
-    return times.user + times.system
+    """Of all its threads that live, to the nanosecond: psutil's clock ticks every 10 ms."""
+    tasks = Path(f"/proc/{server.pid}/task").glob("*/schedstat")
+    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
 
 async def start_streams(server: Server, route: str, load: Load, args: argparse.Namespace) -> None:
@@ -214,18 +218,23 @@ async def measure(
 ) -> Point:
     load = Load(streams, steps)
     async with aiohttp.ClientSession() as session:
+        whole = -cpu_seconds(server)
         await start_streams(server, route, load, args)
+        whole += cpu_seconds(server)  # without the requests of /metrics
         tokens, events = -await generated(session, server), -load.events
         used, start = -cpu_seconds(server), time.monotonic()
         await load.step_until_one_ends()
         used, seconds = used + cpu_seconds(server), time.monotonic() - start
         events += load.events
         tokens += await generated(session, server)
+        whole += used - cpu_seconds(server)
         await load.end(args.output)
+        whole += cpu_seconds(server)
     if not tokens:
         raise ValueError(f"--output {args.output}: a stream ended before all had begun: raise it")
-    cost = 1e6 * used / tokens
-    return Point(route, streams, args.free, cost, events / tokens, tokens / seconds)
+    cost, each = 1e6 * used / tokens, 1e6 * whole / streams
+    rates = cost, events / tokens, tokens / seconds
+    return Point(route, streams, args.free, *rates, each / args.output, each - cost * args.output)
 
 
 @contextmanager
@@ -251,8 +260,8 @@ def run(args: argparse.Namespace) -> list[Point]:
                 uvloop.run(measure(server, steps, route, streams, args))
                 for _ in range(args.repeats)
             ]
-            middle = median(point.cpu_us for point in found)
-            points.append(min(found, key=lambda point: abs(point.cpu_us - middle)))
+            middle = median(point.whole_us for point in found)
+            points.append(min(found, key=lambda point: abs(point.whole_us - middle)))
     return points
 
 
@@ -263,10 +272,13 @@ def table(points: list[Point]) -> None:
             f"{point.cpu_us:.1f}",
             f"{point.events:.2f}",
             f"{point.tokens_per_s:.0f}",
+            f"{point.whole_us:.1f}",
+            f"{point.request_us:.0f}",
         ]
         for point in points
     ]
-    print_table(["", "CPU µs / token", "events / token", "tok/s"], rows)
+    header = ["", "CPU µs / token", "events / token", "tok/s", "with requests", "µs / request"]
+    print_table(header, rows)
 
 
 def main() -> None:

@@ -112,8 +112,10 @@ class SamplingParams:
         for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim"):
             _boolean(name, getattr(self, name))
         for name, limit in LIMITS.items():
-            if (value := getattr(self, name)) is not None or name not in OPTIONAL:
-                _set(self, name, limit.checked(name, value))
+            value = getattr(self, name)
+            if value is _DEFAULTS[name] or (value is None and name in OPTIONAL):
+                continue
+            _set(self, name, limit.checked(name, value))
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             fix = f"give at most max_new_tokens={self.max_new_tokens}, or raise that"
             _refuse("min_new_tokens", self.min_new_tokens, fix)
@@ -122,7 +124,7 @@ class SamplingParams:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any] | None) -> SamplingParams:
         """Build from JSON-like values; None is the default, except for max_new_tokens."""
-        known = {f.name for f in fields(cls)}
+        known = _NAMES
         chosen: dict[str, Any] = {}
         for given, value in (values or {}).items():
             name = ALIASES.get(given, given)
@@ -195,6 +197,10 @@ class SamplingParams:
             _refuse("min_new_tokens", self.min_new_tokens, fix)
 
 
+_NAMES: Final = frozenset(field.name for field in fields(SamplingParams))
+_DEFAULTS: Final = {field.name: field.default for field in fields(SamplingParams)}
+
+
 def _set(params: SamplingParams, name: str, value: Any) -> None:
     object.__setattr__(params, name, value)
 
@@ -212,7 +218,7 @@ def _is_no_text(name: str, value: Any) -> bool:
     return value == "" and name in (*GRAMMARS, "stop", "stop_regex")
 
 
-def _unknown(name: str, known: set[str]) -> BadParameter:
+def _unknown(name: str, known: frozenset[str]) -> BadParameter:
     names = sorted(known | set(ALIASES))
     near = get_close_matches(str(name)[:LONGEST_WORD], names, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
@@ -243,7 +249,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
-    if value is None:
+    if value is None or value == ():
         return ()
     if not isinstance(value, str | list | tuple):
         _refuse(name, value, "give a string or a list of strings")
@@ -282,7 +288,7 @@ def _grammar_text(kind: str, value: Any) -> str:
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    if value is None:
+    if value is None or value == ():
         return ()
     if not isinstance(value, list | tuple | set | frozenset):
         _refuse(name, value, "give a list of token ids")

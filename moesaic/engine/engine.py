@@ -32,11 +32,11 @@ from moesaic.engine.frontend.admission import CallAdmission
 from moesaic.engine.frontend.balancedness import BalancednessReport
 from moesaic.engine.frontend.core_client import start_ranks
 from moesaic.engine.frontend.crash_dump import CrashDump
+from moesaic.engine.frontend.engine_limits import EngineLimits
 from moesaic.engine.frontend.engine_thread import Core, EngineThread
 from moesaic.engine.frontend.expert_records import ExpertRecords
 from moesaic.engine.frontend.inflight import InflightRequests
 from moesaic.engine.frontend.inputs import (
-    EngineLimits,
     GenerateInput,
     GenerateOptions,
     PromptIds,

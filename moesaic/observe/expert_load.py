@@ -43,7 +43,8 @@ def expert_loads(stats: EngineStats, ranks_per_expert: int = 1) -> list[LayerLoa
     ranks: dict[int, dict[int, int]] = {}
     for rank in stats.ranks:
         for layer, slots, tokens in zip(rank.layers, rank.experts, rank.expert_tokens, strict=True):
-            totals = experts.setdefault(layer, [0] * stats.num_experts)
+            if (totals := experts.get(layer)) is None:  # once a layer: it is as long as all ranks
+                totals = experts[layer] = [0] * stats.num_experts
             for expert, number in zip(slots, tokens, strict=True):
                 totals[expert] += number
             ranks.setdefault(layer, {})[rank.rank] = sum(tokens)

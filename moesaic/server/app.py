@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from moesaic.engine.engine import Engine
 from moesaic.server import (
@@ -36,6 +38,8 @@ from moesaic.server.routes import CLIENT, Route, plain_path
 
 logger = logging.getLogger(__name__)
 
+Endpoint = Callable[[Request], Awaitable[Response]]
+
 ROUTES = (
     *admin.ROUTES,
     *dashboard.ROUTES,
@@ -57,20 +61,22 @@ def make_app(
     """`is_stopping`: whether the server is shutting down, which explains failed requests.
     `keys`: None for the keys of the engine's flags and the environment."""
     context = Context(engine, is_stopping, Keys.of(engine.args) if keys is None else keys)
-    app = FastAPI(
+    app = App(
+        context,
         title="Moesaic",
         openapi_url=None,
         redirect_slashes=False,
         lifespan=lambda _: context.stats.running(),
     )
-    app.state.context = context
     context.shared(openai.OpenAISetup)  # raises its errors at start
     routes = (*ROUTES, openapi.route(ROUTES))
     by_path: dict[str, dict[str, Route]] = {}
     for route in routes:
         by_path.setdefault(route.path, {})[route.method] = route
     for path, methods in by_path.items():
-        app.router.add_route(path, _endpoint(context, methods), list(methods))
+        endpoint = _endpoint(context, methods)
+        app.router.add_route(path, endpoint, list(methods))
+        app.direct |= {(m, path): endpoint for m, route in methods.items() if route.generates}
     app.add_exception_handler(Exception, _unexpected)
     app.add_exception_handler(HTTPException, partial(_http, by_path))
     app.add_middleware(CountResponses, context.stats)
@@ -78,9 +84,33 @@ def make_app(
     return app
 
 
-def _endpoint(
-    context: Context, methods: Mapping[str, Route]
-) -> Callable[[Request], Awaitable[Response]]:
+class App(FastAPI):
+    """Calls the endpoints that generate without middlewares and without looking through all routes,
+    which take longer than the rest of a request's way to the engine."""
+
+    def __init__(self, context: Context, **options: Any) -> None:
+        super().__init__(**options)
+        self.state.context = context
+        self.direct: dict[tuple[str, str], Endpoint] = {}
+        """Endpoints by method and path."""
+        self._http = context.stats.http
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        key = scope.get("method", ""), scope.get("path", "")
+        if (endpoint := self.direct.get(key)) is None or scope.get("root_path"):
+            await super().__call__(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        response = await endpoint(request)
+        self._http[key[1], response.status_code] += 1
+        try:
+            await response(scope, receive, send)
+        except Exception as error:
+            _internal(request, error)
+            raise
+
+
+def _endpoint(context: Context, methods: Mapping[str, Route]) -> Endpoint:
     """The endpoint of a path, with its route for each method; HEAD is GET without the body."""
 
     async def endpoint(request: Request) -> Response:

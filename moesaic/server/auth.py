@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 from typing import Final
 
@@ -28,6 +29,8 @@ BROWSER_HEADERS: Final = frozenset(
 BROWSER_PREFIX: Final = "sec-"
 BROWSER_KINDS: Final = ("text/html", "image/")
 BROWSER_NAME: Final = "mozilla/"
+# Host headers whose check is remembered: clients send the same few.
+KEPT_NAMES: Final = 64
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -141,7 +144,7 @@ def _refuse_foreign_names(request: Request) -> None:
     """Prevents DNS rebinding: a site may point its name at this machine, and the browser then sends
     that name as the host. It cannot do so with an address."""
     host = request.headers.get("host")
-    if host is None or NAMED_PORT.sub("", host).lower() == "localhost" or _address(host):
+    if host is None or _is_own(host):
         return
     raise Refusal(
         403,
@@ -149,6 +152,12 @@ def _refuse_foreign_names(request: Request) -> None:
         "--api-key",
         code="foreign_host",
     )
+
+
+@lru_cache(KEPT_NAMES)
+def _is_own(host: str) -> bool:
+    """Whether a host is localhost or an address: no site's name."""
+    return NAMED_PORT.sub("", host).lower() == "localhost" or _address(host) is not None
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
+from functools import cache
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import msgspec
 import numpy as np
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from moesaic.core.foreign_fields import Unsupported, drop_foreign
 from moesaic.core.redact import LONGEST_WORD, shown
@@ -141,12 +142,18 @@ def _decode(data: bytes, kind: type[Body]) -> Body:
     """Fields of other APIs, and null, are looked at only if the plain way fails."""
     _check_extent(data)
     with _refused_errors(data, kind):
+        decoder = _decoder(kind)
         try:
-            return msgspec.json.decode(data, type=kind)
+            return decoder.decode(data)
         except msgspec.ValidationError:
             if (rest := _without_off_fields(data, kind)) is None:
                 raise
-        return msgspec.json.decode(rest, type=kind)
+        return decoder.decode(rest)
+
+
+@cache
+def _decoder(kind: type[Body]) -> msgspec.json.Decoder[Body]:
+    return msgspec.json.Decoder(kind)
 
 
 def _without_off_fields(data: bytes, kind: type[Body]) -> bytes | None:
@@ -284,14 +291,18 @@ def _shorten(found: re.Match[str]) -> str:
 async def _read(request: Request) -> bytes:
     """Refuses a body by its content-length before it is sent."""
     length = request.headers.get("content-length", "")
-    data = bytearray()
     if length.isdigit() and int(length[:MAX_DIGITS]) > MAX_BODY:
         raise _too_large()
-    async for chunk in request.stream():
-        data += chunk
+    data = bytearray()
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        data += message.get("body", b"")
         if len(data) > MAX_BODY:
             raise _too_large()
-    return bytes(data)
+        if not message.get("more_body", False):
+            return bytes(data)
 
 
 def _too_large() -> Refusal:

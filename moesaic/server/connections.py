@@ -11,6 +11,7 @@ import ipaddress
 import time
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import lru_cache
 from typing import Final, Protocol
 
 BODY_BYTES: Final = 256 << 20
@@ -18,6 +19,9 @@ PROBE_CONNECTIONS: Final = 16
 # Clients that open thousands of connections at once need a moment to send their heads.
 GRACE_SECONDS: Final = 1.0
 NETWORK: Final = ~((1 << 64) - 1)
+NO_WEIGHTS: Final = (0, 0, 0, 0)
+# Addresses whose network is remembered.
+KEPT_NETWORKS: Final = 4096
 
 
 class ConnectionState(Enum):
@@ -101,6 +105,9 @@ class ConnectionTable:
         self._quotas = quotas
         self._waiting, self._heads = ConnectionWeights(), ConnectionWeights()
         self._slow, self._body_bytes = ConnectionWeights(), ConnectionWeights()
+        self._all = self._waiting, self._heads, self._slow, self._body_bytes
+        self._current: dict[Connection, tuple[int, int, int, int]] = {}
+        """The weights of each connection that has any."""
         self._requests: set[Connection] = set()
 
     def register(self, connection: Connection, number: int) -> None:
@@ -139,10 +146,18 @@ class ConnectionTable:
         is_slow = (
             state in (ConnectionState.BODY, ConnectionState.UNREAD) and connection in self._requests
         )
-        self._waiting.set(connection, state is not ConnectionState.BUSY)
-        self._heads.set(connection, state is ConnectionState.HEAD)
-        self._slow.set(connection, is_slow)
-        self._body_bytes.set(connection, body_bytes if state is ConnectionState.BODY else 0)
+        new = (
+            int(state is not ConnectionState.BUSY),
+            int(state is ConnectionState.HEAD),
+            int(is_slow),
+            body_bytes if state is ConnectionState.BODY else 0,
+        )
+        old = self._current.pop(connection, NO_WEIGHTS)
+        if any(new):
+            self._current[connection] = new
+        for weights, before, now in zip(self._all, old, new, strict=True):
+            if before != now:
+                weights.set(connection, now)
 
     def _evict(self, connection: Connection | None) -> None:
         if connection is not None:
@@ -150,6 +165,7 @@ class ConnectionTable:
             connection.evict()
 
 
+@lru_cache(KEPT_NETWORKS)
 def network_of(host: str) -> str:
     """An IPv4 address, or the /64 network of an IPv6 address: one client may have all of it."""
     try:

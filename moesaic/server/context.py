@@ -11,8 +11,8 @@ from moesaic.config import ServerArgs
 from moesaic.core.foreign_fields import BadParameter, Unsupported
 from moesaic.core.request import Request
 from moesaic.engine.engine import Engine, QueueFull
+from moesaic.engine.frontend.engine_limits import PromptTooLong
 from moesaic.engine.frontend.expert_records import RecordNotWritten
-from moesaic.engine.frontend.inputs import PromptTooLong
 from moesaic.engine.frontend.profiler import ProfileRunning
 from moesaic.engine.frontend.queries import QueryTimeout
 from moesaic.server.admission import AdmissionQueue, AdmissionQueueFull

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Protocol
 
 from starlette.requests import Request
@@ -92,8 +91,7 @@ async def _updates(
     if context.engine.fault:
         raise Refusal(503, context.engine.fault, headers=CLOSE_AND_RETRY)
     admission = CallAdmission() if client is None else context.admission.new_call(client)
-    asked = replace(call, client=client, stream=stream)
-    updates = context.engine.stream(asked, admission, direct)
+    updates = context.engine.stream(call.sent_by(client, stream), admission, direct)
     log = CallLog(context.args, call)
     try:
         async for update in updates:

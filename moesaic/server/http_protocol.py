@@ -29,7 +29,7 @@ from moesaic.server.connections import (
     network_of,
 )
 from moesaic.server.errors import Refusal
-from moesaic.server.responses import BODY_WRITER
+from moesaic.server.responses import BODY_WRITER, DISCONNECT, DisconnectWatch
 
 MAX_HEAD: Final = 16 << 10
 # Bytes of a header line besides its name and value.
@@ -49,6 +49,10 @@ MAX_PIPELINED: Final = 64
 VERSIONS: Final = ("1.0", "1.1")
 # RFC 9112, section 3.2: a name or an address, and optionally a port.
 HOST: Final = re.compile(rb"(?:\[[\w:.%~-]+\]|(?:[\w.~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?")
+OK: Final = STATUS_LINE[200]
+# The end of a head whose body comes in chunks, and of one whose connection closes behind it.
+CHUNKED_END: Final = b"transfer-encoding: chunked\r\n\r\n"
+CLOSING_CHUNKED_END: Final = b"connection: close\r\n" + CHUNKED_END
 TOO_MANY_CONNECTIONS: Final = "too many connections: try again later"
 
 
@@ -100,7 +104,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if running is not None and not running.response_complete:
             running.disconnected = True
             running.message_event.set()
-            _extensions(running).pop(BODY_WRITER, None)
+            _drop_extensions(running).disconnected()
         self.pipeline.clear()
 
     def data_received(self, data: bytes) -> None:
@@ -220,7 +224,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         if self._running is not None:
-            _extensions(self._running).pop(BODY_WRITER, None)
+            _drop_extensions(self._running)
         super().on_response_complete()
         self._watch_writes()
         self._update_state()
@@ -233,7 +237,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse(Refusal(503, TOO_MANY_CONNECTIONS))
             return
         self._running = cycle
-        _extensions(cycle)[BODY_WRITER] = ChunkWriter(self, cycle)
+        extensions = cast(dict[str, Any], cycle.scope)
+        extensions[BODY_WRITER] = ChunkWriter(self, cycle)
+        extensions[DISCONNECT] = DisconnectWatch(self.flow.resume_reading)
         super()._start_asgi_task(cycle, app)
 
     def _may_start(self, cycle: RequestResponseCycle) -> bool:
@@ -333,15 +339,29 @@ class ChunkWriter:
         cycle = self._cycle
         return bool(cycle.chunked_encoding) and not (self._flow.write_paused or cycle.disconnected)
 
+    def start(self, headers: Iterable[tuple[bytes, bytes]], data: bytes) -> bool:
+        cycle = self._cycle
+        if cycle.access_log or self._flow.write_paused or cycle.disconnected or not data:
+            return False
+        cycle.response_started, cycle.waiting_for_100_continue = True, False
+        cycle.chunked_encoding = True
+        lines = [b"%b: %b\r\n" % line for line in (*cycle.default_headers, *headers)]
+        end = CHUNKED_END if cycle.keep_alive else CLOSING_CHUNKED_END
+        self._write(b"%b%b%b%x\r\n%b\r\n" % (OK, b"".join(lines), end, len(data), data))
+        return True
+
     def write(self, data: bytes) -> None:
         assert data, "an empty chunk would end the response"
         self._write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
-def _extensions(cycle: RequestResponseCycle) -> dict[str, Any]:
-    """The scope of a request, which may have fields of ours. They refer to the request, so they are
-    removed at its end: else only the garbage collector would free it."""
-    return cast(dict[str, Any], cycle.scope)
+def _drop_extensions(cycle: RequestResponseCycle) -> DisconnectWatch:
+    """Removes our fields from the scope of a request that is over: they refer to the request, so
+    that else only the garbage collector would free it."""
+    scope = cast(dict[str, Any], cycle.scope)
+    scope.pop(BODY_WRITER, None)
+    watch: DisconnectWatch = scope.pop(DISCONNECT, None) or DisconnectWatch()
+    return watch
 
 
 def protocol_with(limits: ConnectionLimits) -> type[LimitedHttpProtocol]:

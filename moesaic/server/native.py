@@ -46,7 +46,7 @@ async def generate(context: Context, request: Request) -> Response:
             context, request, outputs.call, keep_failures=not outputs.single
         )
         events = GenerateEvents(stream, outputs)
-        return EventStream(events.read(), on_start=events.write_to)
+        return EventStream(events.read(), on_start=events.write_to, tail=lambda: events.tail)
 
 
 class _Outputs:
@@ -96,11 +96,17 @@ class GenerateEvents:
 
     def __init__(self, updates: generation.Updates, outputs: _Outputs) -> None:
         self._updates, self._outputs = updates, outputs
+        self.tail = b""
+        """The last event of a single answer, which is sent with the end of the stream."""
 
     async def read(self) -> AsyncGenerator[bytes, None]:
         async with aclosing(self._updates):
             async for update in self._updates:
-                yield await self._outputs.event(update)
+                data = await self._outputs.event(update)
+                if self._outputs.single and update.progress.finished:
+                    self.tail = data
+                else:
+                    yield data
 
     def write_to(self, body: BodyWriter) -> None:
         """Writes light updates there as they arrive, without waking the task that reads."""

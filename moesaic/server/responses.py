@@ -23,6 +23,8 @@ RESPONSE_START: Final = "http.response.start"
 RESPONSE_BODY: Final = "http.response.body"
 # Under this key of its scope a request has a BodyWriter, if the server's protocol gives one.
 BODY_WRITER: Final = "moesaic.body_writer"
+# Under this key a request has a DisconnectWatch, if the server's protocol gives one.
+DISCONNECT: Final = "moesaic.disconnect"
 # Microseconds of work that the event loop does itself.
 LIGHT: Final = 2000
 # Bytes per call of the encoder, which holds Python's lock.
@@ -47,6 +49,33 @@ class BodyWriter(Protocol):
 
     def write(self, data: bytes) -> None:
         """Writes a part that is not empty, at once."""
+
+    def start(self, headers: Iterable[tuple[bytes, bytes]], data: bytes) -> bool:
+        """Writes the head of a response with status 200 and the first part, in one piece: each call
+        of the kernel costs as much as a token. False if the head must be sent by a message."""
+
+
+class DisconnectWatch:
+    """Tells the work for a client that its connection is lost. `resume_reading`: a connection that
+    is not read does not notice."""
+
+    __slots__ = ("_on_lost", "_resume_reading", "lost")
+
+    def __init__(self, resume_reading: Callable[[], object] = lambda: None) -> None:
+        self._resume_reading = resume_reading
+        self._on_lost: Callable[[], object] | None = None
+        self.lost = False
+
+    def call(self, on_lost: Callable[[], object] | None) -> None:
+        """Calls `on_lost` once the connection is lost, and no earlier callback."""
+        self._on_lost = on_lost
+        if on_lost is not None:
+            self._resume_reading()
+
+    def disconnected(self) -> None:
+        self.lost = True
+        if self._on_lost is not None:
+            self._on_lost()
 
 
 def json_response(value: Any) -> Response:
@@ -134,9 +163,10 @@ def error_event(refusal: Refusal) -> bytes:
 class EventStream(Response):
     """Encoded server-sent events; a disconnect closes the source and its requests. `on_error`: the
     event for an error after the status is sent. `end`: what follows the last event. `on_start` gets
-    the writer of the body: what arrives while the source waits may be written to it."""
+    the writer of the body: what arrives while the source waits may be written to it. `tail`: what
+    the source left to be sent in one piece with the end."""
 
-    media_type = "text/event-stream"
+    head: Final = ((b"content-type", b"text/event-stream; charset=utf-8"),)
 
     def __init__(
         self,
@@ -144,14 +174,15 @@ class EventStream(Response):
         on_error: Callable[[Refusal], bytes] = error_event,
         end: bytes = DONE,
         on_start: Callable[[BodyWriter], None] | None = None,
+        tail: Callable[[], bytes] = bytes,
     ) -> None:
         self._source, self._on_error, self._end = source, on_error, end
-        self._on_start = on_start
+        self._on_start, self._tail = on_start, tail
         self.status_code, self.background = 200, None
-        self.init_headers()
+        self.raw_headers = [*self.head]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # starlette's task group with its scopes costs more than these tasks.
+        # starlette's task group with its scopes costs more.
         try:
             with suppress(ClientDisconnect):
                 await while_connected(Request(scope, receive), self._send(scope, send))
@@ -161,26 +192,63 @@ class EventStream(Response):
     async def _send(self, scope: Scope, send: Send) -> None:
         """Sends an error as an event, because the status is already sent."""
         writer: BodyWriter | None = scope.get(BODY_WRITER)
-        await send({"type": RESPONSE_START, "status": 200, "headers": self.raw_headers})
-        last = self._end
-        if writer is not None and self._on_start is not None:
-            self._on_start(writer)
+        error, started = b"", False
         try:
             async for data in self._source:
+                if not started:
+                    started = True
+                    if writer is not None and writer.start(self.raw_headers, data):
+                        self._connect(writer)
+                        continue
+                    await self._send_head(writer, send)
                 if data and writer is not None and writer.accepts():
                     writer.write(data)
                 else:
                     await send({"type": RESPONSE_BODY, "body": data, "more_body": True})
         except Refusal as refusal:
-            last = self._on_error(refusal) + last
+            error = self._on_error(refusal)
         except Exception:
             logger.exception("a stream failed")
-            last = self._on_error(Refusal(500, INTERNAL)) + last
+            error = self._on_error(Refusal(500, INTERNAL))
+        if not started:
+            await self._send_head(None, send)
+        last = self._tail() + error + self._end
         await send({"type": RESPONSE_BODY, "body": last, "more_body": False})
+
+    async def _send_head(self, writer: BodyWriter | None, send: Send) -> None:
+        await send({"type": RESPONSE_START, "status": 200, "headers": self.raw_headers})
+        self._connect(writer)
+
+    def _connect(self, writer: BodyWriter | None) -> None:
+        if writer is not None and self._on_start is not None:
+            self._on_start(writer)
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """The result of the work, which is cancelled, with its requests, if the client disconnects."""
+    watch: DisconnectWatch | None = request.scope.get(DISCONNECT)
+    if watch is None:
+        return await _while_receiving(request, work)
+    if watch.lost:
+        work.close()
+        raise ClientDisconnect
+    task = asyncio.current_task()
+    assert task is not None
+    others = task.cancelling()
+    watch.call(task.cancel)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        # As asyncio.timeout does: another may have cancelled the task, too.
+        if watch.lost and task.uncancel() <= others:
+            raise ClientDisconnect from None
+        raise
+    finally:
+        watch.call(None)
+
+
+async def _while_receiving(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """For servers that report a disconnect only by ASGI's messages: it takes two tasks more."""
     task, disconnect = asyncio.create_task(work), asyncio.create_task(_disconnect(request))
     try:
         await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)

@@ -483,7 +483,7 @@ def test_large_events_are_made_beside_the_event_loop(
     async def streamed() -> bytes:
         answers = writer_of(running, scored=True)
         events = AnswerEvents(running.context, cast(Updates, updates()), answers)
-        return b"".join([data async for data in events.read()])
+        return b"".join([data async for data in events.read()]) + events.tail
 
     lines = asyncio.run(streamed()).splitlines()
     events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: ")]

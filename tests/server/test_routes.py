@@ -156,6 +156,20 @@ def test_a_trailing_slash_works(client: httpx.Client) -> None:
         assert client.get(path).json()["id"] == "org/Tiny-7B: x/"
 
 
+def test_routes_that_generate_skip_the_middlewares(client: httpx.Client, running: Running) -> None:
+    """They are counted all the same, whichever way they took, with the status of the response."""
+    direct = running.app.direct  # type: ignore[attr-defined]
+    assert set(direct) == {(route.method, route.path) for route in ROUTES if route.generates}
+    counts = running.context.stats.http
+    before = counts.copy()
+    good, bad = {"text": "Lay", "sampling_params": GREEDY}, {"text": 1}
+    answers = [client.post(path, json=good).json() for path in ("/generate", "/generate/")]
+    assert answers[0]["text"] == answers[1]["text"]
+    errors = [client.post(path, json=bad) for path in ("/generate", "/generate/")]
+    assert errors[0].json() == errors[1].json() and errors[0].status_code == 400
+    assert counts - before == {("/generate", 200): 2, ("/generate", 400): 2}
+
+
 def test_allow_has_all_methods(client: httpx.Client) -> None:
     for path, methods in {
         "/generate": "POST",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench import growth
-from bench.growth import Growth, Point, exponent, merged, parse_args, run, table
+from bench.growth import Axis, Growth, Point, exponent, grow, merged, parse_args, run, table
 from bench.growth_rank import Load, RankLoop
 
 QUICK = ["--size", "quick", "--repeats", "1", "--axes"]
@@ -37,6 +38,20 @@ def test_targets(slope: float, max_ms: float | None, max_unit_us: float | None, 
     found = Growth("a", "b", "request", points, slope, 80.0, max_ms, max_unit_us)
     assert found.met == met
     assert table([found])[0][-1] == ("yes" if met else "no")
+
+
+def test_each_size_keeps_its_fastest_pass() -> None:
+    times = iter([2.0, 4.0, 1.0, 8.0])
+    asked = []
+
+    def measure(size: int, _: argparse.Namespace) -> Point:
+        asked.append(size)
+        return Point(size, next(times), size)
+
+    axis = Axis("a", "b", "rank", {"quick": (1, 2)}, measure, passes=2)
+    found = grow(axis, parse_args([*QUICK, "ranks"]))
+    assert asked == [1, 2, 1, 2]
+    assert [point.ms for point in found.points] == [1.0, 4.0] and found.exponent == 2.0
 
 
 def test_all_axes_but_http() -> None:

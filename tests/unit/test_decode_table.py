@@ -121,7 +121,7 @@ def test_an_end_that_fails_harms_nobody_else():
     class Text:
         text = ""
 
-        def push(self, tokens: list[int]) -> None: ...
+        def push_one(self, token: int) -> None: ...
 
         def finish(self) -> None:
             raise ZeroDivisionError("made up")

@@ -61,6 +61,7 @@ class Service:
         self._stopped = math.inf
         """When the supervisor was first seen stopped."""
         self._wakeup_lock = threading.Lock()
+        self._is_woken = False
         self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         shared = {} if self._mps is None else self._mps.for_ranks(spec.gpu_sharers)
         # The caller's variables take precedence.
@@ -117,6 +118,7 @@ class Service:
         if self._wakeup_fd in ready:
             with suppress(BlockingIOError):
                 os.eventfd_read(self._wakeup_fd)
+            self._is_woken = False
         if (message := self._take()) is not None:
             return message
         if self._process.stdout is not None and self._process.stdout.fileno() in ready:
@@ -125,8 +127,11 @@ class Service:
 
     def wake(self) -> None:
         """Makes `receive`, or the next call of it, return at once. Any thread may call it."""
+        if self._is_woken:  # `receive` has yet to clear it, and returns then
+            return
         with self._wakeup_lock:
             if self._wakeup_fd >= 0:
+                self._is_woken = True
                 os.eventfd_write(self._wakeup_fd, 1)
 
     def close(self, deadline: float = 10.0) -> None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import random
 import re
 import uuid
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import count
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypedDict
 
 from moesaic.core.foreign_fields import BadParameter, drop_foreign
 from moesaic.core.redact import shown, shown_id
 from moesaic.core.request import Request
 from moesaic.core.sampling import ALIASES, GRAMMARS, Grammar, SamplingParams
+from moesaic.engine.frontend.engine_limits import EngineLimits
 from moesaic.engine.frontend.outputs import num_logprobs
 from moesaic.engine.frontend.request_options import (
     MAX_TOP_LOGPROBS,
@@ -47,58 +46,11 @@ PER_PROMPT = (
     "extra_key",
     "cache_salt",
 )
+# Arguments of which a list of nulls is as good as left out.
+NULLABLE = (*PER_PROMPT, "rid", "routed_dp_rank")
 
 # The ids of a prompt: its own, and that of its call if the call has several prompts.
 PromptIds = tuple[str, ...]
-
-
-class PromptTooLong(ValueError):
-    """The prompt does not fit into the context or the KV cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    vocab_size: int
-    context_length: int
-    cache_tokens: int
-    eos_ids: frozenset[int]
-    seeds: random.Random
-    """The source of seeds for requests without one."""
-    grammars: GrammarChecker
-    num_groups: int = 1
-    routed_row: int = 0
-    """The bytes of one token's routed experts."""
-    longest_token: int = 0
-    """In characters; 0 without a tokenizer."""
-    request_numbers: Iterator[int] = field(default_factory=count)
-    preferred: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling parameters that requests may leave out."""
-
-    @property
-    def max_sequence(self) -> int:
-        return min(self.context_length, self.cache_tokens)
-
-    def check_chars(self, number: int) -> None:
-        """PromptTooLong for a text that cannot fit, before time is spent on its tokens."""
-        most = self.max_sequence * self.longest_token
-        if number > most:
-            raise PromptTooLong(
-                f"the text has {number} characters; {self.max_sequence} tokens fit, which are at "
-                f"most {most} characters: shorten it"
-            )
-
-    def check_tokens(self, number: int) -> None:
-        if number >= self.context_length:
-            raise PromptTooLong(
-                f"the prompt has {number} tokens; the context holds {self.context_length}, "
-                "including at least one output token: shorten the prompt, or raise "
-                "--context-length if the model allows it"
-            )
-        if number >= self.cache_tokens:
-            raise PromptTooLong(
-                f"the prompt has {number} tokens; the KV cache holds {self.cache_tokens}: shorten "
-                "the prompt, or raise --max-total-tokens or --mem-fraction-static"
-            )
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -150,16 +102,25 @@ class GenerateInput:
     return_prompt_token_ids: bool = False
 
     def __post_init__(self) -> None:
-        for name in (*PER_PROMPT, "rid", "routed_dp_rank"):
-            if only_nulls(getattr(self, name)):
+        for name in NULLABLE:
+            if isinstance(value := getattr(self, name), list) and only_nulls(value):
                 object.__setattr__(self, name, None)
-        both = self.data_parallel_rank, self.routed_dp_rank
-        ranks = [rank for rank in both if rank is not None]
-        if len(ranks) == 2 and ranks[0] != ranks[1]:
+        if self.routed_dp_rank is None:
+            return
+        if self.data_parallel_rank not in (None, self.routed_dp_rank):
             text = "data_parallel_rank and routed_dp_rank differ: give one of them"
             raise BadParameter("routed_dp_rank", text)
-        object.__setattr__(self, "data_parallel_rank", ranks[0] if ranks else None)
+        object.__setattr__(self, "data_parallel_rank", self.routed_dp_rank)
         object.__setattr__(self, "routed_dp_rank", None)
+
+    def sent_by(self, client: Hashable, stream: bool) -> GenerateInput:
+        """The call of this client. It is not checked again, unlike by `replace`."""
+        call = object.__new__(GenerateInput)
+        for name in _FIELDS:
+            object.__setattr__(call, name, getattr(self, name))
+        object.__setattr__(call, "client", client)
+        object.__setattr__(call, "stream", stream)
+        return call
 
     @classmethod
     def from_arguments(
@@ -213,18 +174,27 @@ class GenerateInput:
     ) -> list[tuple[Request, PromptIds]]:
         """A request for each sample, `n` of each prompt. Grammars are not checked yet."""
         prompts = self._prompts(tokenizer, limits)
-        columns = [self._column(name, len(prompts)) for name in PER_PROMPT]
         ids_of_prompts = self._ids(len(prompts))
         found: list[tuple[Request, PromptIds]] = []
-        for number, (prompt_ids, *values) in enumerate(zip(prompts, *columns, strict=True)):
+        for number, (prompt_ids, call) in enumerate(
+            zip(prompts, self._calls(len(prompts)), strict=True)
+        ):
             with self._locate_errors(number):
-                options = dict(zip(PER_PROMPT, values, strict=True))
-                call = replace(self, prompt=None, input_ids=prompt_ids, **options)
-                ids = ids_of_prompts[number]
-                samples = call._samples(ids[0], tokenizer, limits, MAX_SAMPLES - len(found))
+                ids, most = ids_of_prompts[number], MAX_SAMPLES - len(found)
+                samples = call._samples(prompt_ids, ids[0], tokenizer, limits, most)
                 found += [(request, ids) for request in samples]
         _check_distinct([request for request, _ in found])
         return found
+
+    def _calls(self, number: int) -> list[GenerateInput]:
+        """The arguments for each of the prompts, as a call of its own."""
+        if not any(isinstance(getattr(self, name), list) for name in PER_PROMPT):
+            return [self] * number
+        columns = [self._column(name, number) for name in PER_PROMPT]
+        return [
+            replace(self, **dict(zip(PER_PROMPT, values, strict=True)))
+            for values in zip(*columns, strict=True)
+        ]
 
     def _column(self, name: str, number: int) -> list[Any]:
         """The value of an argument for each prompt."""
@@ -234,10 +204,14 @@ class GenerateInput:
         return _per_prompt(name, value, number)
 
     def _samples(
-        self, rid: str, tokenizer: Tokenizer | None, limits: EngineLimits, most: int
+        self,
+        prompt_ids: list[int],
+        rid: str,
+        tokenizer: Tokenizer | None,
+        limits: EngineLimits,
+        most: int,
     ) -> Iterator[Request]:
-        """The requests of a call with one prompt of token ids."""
-        prompt_ids: Any = self.input_ids
+        """The requests of one prompt; no argument has a value for each of several prompts."""
         _check_group(self.data_parallel_rank, limits.num_groups)
         _check_prompt(prompt_ids, limits)
         params = _params(self.sampling_params, tokenizer, limits)
@@ -376,6 +350,9 @@ class GenerateInput:
             raise
 
 
+_FIELDS = tuple(field.name for field in fields(GenerateInput))
+
+
 def _grammars(requests: Sequence[Request]) -> Iterator[tuple[int, Grammar]]:
     """The grammar of each prompt that has one, with the prompt's number."""
     number = position = 0
@@ -430,6 +407,8 @@ def _plain(value: Any) -> Any:
 def _token_ids(row: Any) -> list[int]:
     if not isinstance(row, list | tuple):
         raise ValueError(f"input_ids mixes token ids and lists of them: {shown(row)}")
+    if set(map(type, row)) == {int}:
+        return list(row)
     return [integer("input_ids", _plain(token)) for token in row]
 
 
@@ -475,6 +454,8 @@ def _seed_of_sample(seed: int, sample: int) -> int:
 
 
 def check_token_ids(ids: Sequence[int], vocab_size: int) -> None:
+    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
+        return
     for token in ids:
         if not 0 <= token < vocab_size:
             raise ValueError(

@@ -156,6 +156,12 @@ class OutputQueue:
             self.on_ended(ended)
 
     def _take_arrived(self) -> None:
+        if len(self.arrived) == 1:  # a call of one request, or little to deliver
+            number, progress = self.arrived.popitem()
+            self.newest[number] = progress
+            self.ended += progress.finished
+            self.begun.add(number)
+            return
         found: dict[int, Progress] = {}
         while self.arrived:  # another thread may put newer progress meanwhile
             number, progress = self.arrived.popitem()

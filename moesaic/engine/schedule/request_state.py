@@ -87,15 +87,16 @@ class RequestState:
         request.token_ids.append(token_id)
         ends = token_id in self.stop_ids
         if self.detokenizer is not None and (not ends or request.params.no_stop_trim):
-            matched = self.detokenizer.push([token_id])
+            matched = self.detokenizer.push_one(token_id)
             if matched is not None:
                 return FinishReason("stop", matched=matched)
         if ends:
             return FinishReason("stop", matched=token_id)
         if len(request.token_ids) >= self.most_tokens:
             return FinishReason("length", length=request.num_output)
-        if self.stream_interval:
-            self.notify_if_due()
+        interval = self.stream_interval
+        if interval and (interval == 1 or request.num_output % interval == 1):
+            self.notify()
         return None
 
     def finish(self, reason: FinishReason) -> None:
@@ -107,12 +108,6 @@ class RequestState:
             if self.detokenizer is not None:
                 self.detokenizer.finish()
         finally:
-            self.notify()
-
-    def notify_if_due(self) -> None:
-        request = self.request
-        num_earlier = len(request.token_ids) - len(request.prompt_ids) - 1
-        if self.stream_interval and num_earlier % self.stream_interval == 0:
             self.notify()
 
     def notify(self) -> None:

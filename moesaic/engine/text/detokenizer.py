@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Sequence
 from typing import Final
 
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.text.stop_regex import StopPatterns
-from moesaic.engine.text.token_bytes import TokenBytes
+from moesaic.engine.text.token_bytes import UTF8_DECODER, TokenBytes
 from moesaic.engine.text.tokenizer import Tokenizer
 
 # Characters of a held-back run of byte tokens up to which patterns are tried on it early.
@@ -26,7 +25,7 @@ class IncrementalDetokenizer:
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams
     ) -> None:
         self._bytes = TokenBytes(tokenizer, prompt_ids, params.skip_special_tokens)
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = UTF8_DECODER("replace")
         self._stops = _StopSearch(params.stop, params.stop_regex, params.no_stop_trim)
         self._plain_texts = tokenizer.plain_texts
         self._has_held = False
@@ -44,23 +43,26 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str | None:
         """The stop string or pattern that matched, if any; tokens after it are ignored."""
-        assert not self._finished, "push after finish"
-        if not self._stops.has_any:
-            for token_id in token_ids:
-                if self._has_held or (piece := self._plain_texts.get(token_id)) is None:
-                    piece = self._decoded(token_id)
-                self._stops.pieces.append(piece)
-            return None
         for token_id in token_ids:
-            if self._stops.matched is not None:
-                break
+            self.push_one(token_id)
+        return self._stops.matched
+
+    def push_one(self, token_id: int) -> str | None:
+        """Like `push`."""
+        assert not self._finished, "push after finish"
+        stops = self._stops
+        if not stops.has_any:
+            if self._has_held or (piece := self._plain_texts.get(token_id)) is None:
+                piece = self._decoded(token_id)
+            stops.pieces.append(piece)
+        elif stops.matched is None:
             piece = self._decoder.decode(b"".join(self._bytes.push(token_id)))
-            if not piece and self._stops.would_match(self._bytes.held):
+            if not piece and stops.would_match(self._bytes.held):
                 # The output ends here: no further token can change the held-back bytes.
                 piece = self._flush()
             if piece:
-                self._stops.feed(piece)
-        return self._stops.matched
+                stops.feed(piece)
+        return stops.matched
 
     def finish(self) -> str:
         """Releases held-back text and returns the whole text."""

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from typing import Final
 
 from moesaic.engine.text.tokenizer import BROKEN, Tokenizer
+
+UTF8_DECODER: Final = codecs.getincrementaldecoder("utf-8")
 
 
 class TokenBytes:
@@ -29,7 +32,7 @@ class TokenBytes:
         self._context = _last_text(tokenizer, before, skip_special)
         self._run: list[int | None] = []
         self._run_text: str | None = ""
-        self._run_decoder = codecs.getincrementaldecoder("utf-8")()
+        self._run_decoder = UTF8_DECODER()
 
     @property
     def has_held(self) -> bool:

@@ -10,7 +10,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moesaic.engine.frontend.inputs import GenerateInput, PromptTooLong
+from moesaic.engine.frontend.engine_limits import PromptTooLong
+from moesaic.engine.frontend.inputs import GenerateInput
 from moesaic.engine.frontend.outputs import RequestUpdate
 from moesaic.server.bodies import in_thread_if_large, read_sized
 from moesaic.server.client_warnings import warn

@@ -13,7 +13,7 @@ import msgspec
 
 from moesaic.core.redact import quoted
 from moesaic.core.sampling import MAX_GRAMMAR_BYTES
-from moesaic.engine.frontend.inputs import EngineLimits, PromptTooLong
+from moesaic.engine.frontend.engine_limits import EngineLimits, PromptTooLong
 from moesaic.engine.text.chat_roles import CallArguments
 from moesaic.engine.text.chat_template import ChatTemplateError
 from moesaic.engine.text.tokenizer import Tokenizer

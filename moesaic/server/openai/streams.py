@@ -265,7 +265,9 @@ async def respond(
     if stream:
         updates = await generation.stream(context, request, call)
         events = AnswerEvents(context, updates, answers)
-        return EventStream(events.read(), answers.error, answers.end, events.write_to)
+        return EventStream(
+            events.read(), answers.error, answers.end, events.write_to, lambda: events.tail
+        )
     found = await generation.collect(context, request, call)
     return json_response(await whole_response(context, found, answers))
 
@@ -287,6 +289,8 @@ class AnswerEvents:
     ) -> None:
         self._context, self._updates, self._answers = context, updates, answers
         self._num_sent: dict[int, int] = {}
+        self.tail = b""
+        """The last events, which are sent with the end of the stream."""
 
     async def read(self) -> AsyncGenerator[bytes, None]:
         writer, answers = self._context.shared(ResponseWriter), self._answers
@@ -298,12 +302,18 @@ class AnswerEvents:
                     data = answers.chunks(update, size)
                 else:
                     data = await writer.write(size, partial(answers.chunks, update, size))
-                if data:
+                held = answers.held
+                if (
+                    update.progress.finished
+                    and not held
+                    and len(self._updates.direct.requests) == 1
+                ):
+                    self.tail = data
+                elif data:
                     yield data
-                if held := answers.held:
+                if held:
                     yield await writer.write(held, answers.held_chunks)
-            if data := await answers.last_chunk(writer):
-                yield data
+            self.tail += await answers.last_chunk(writer)
 
     def write_to(self, body: BodyWriter) -> None:
         """Writes light updates there as they arrive, without waking the task that reads."""

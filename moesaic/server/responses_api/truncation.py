@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from moesaic.engine.frontend.inputs import PromptTooLong
+from moesaic.engine.frontend.engine_limits import PromptTooLong
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.openai.chat import PreparedChat, prepare_chat
