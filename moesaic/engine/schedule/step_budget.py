@@ -32,7 +32,8 @@ FORGETTING: Final = 0.98
 # Samples between two solutions of a fit, which cost more than a sample; the first ones are solved
 # one by one.
 SOLVE_EVERY: Final = 8
-# Steps whose products are bound by computing, not by reading weights, on most devices.
+# Steps whose products are bound by computing, not by reading weights, on most devices; and how fast
+# it is forgotten what their tokens cost.
 LARGE_TOKENS: Final = 2048
 LARGE_DECAY: Final = 0.002
 
@@ -112,8 +113,8 @@ def _least_squares(matrix: NDArray[np.float64], vector: NDArray[np.float64]) -> 
 class StepCost:
     """The milliseconds of a step as a linear function of its work: one for steps without prompts,
     and one for those with some, which read all experts however few tokens they have. A step with
-    prompts that takes less than its decodes alone should corrects these. The defaults are more than
-    most devices take."""
+    prompts that takes less than its decodes alone should corrects these. Before the first steps,
+    prompts are said to cost more than on most devices."""
 
     def __init__(self) -> None:
         self._decodes = LinearFit((1.0, 64.0, 65536.0), (8.0, 2.0, 3.0))
