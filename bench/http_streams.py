@@ -197,7 +197,8 @@ async def generated(session: aiohttp.ClientSession, server: Server) -> float:
 
 
 def cpu_seconds(server: Server) -> float:
-    """Of all its threads that live, to the nanosecond: psutil's clock ticks every 10 ms."""
+    """The CPU time of the server's living threads, read from the kernel in nanoseconds, as psutil
+    reads a clock of 10 ms."""
     tasks = Path(f"/proc/{server.pid}/task").glob("*/schedstat")
     return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 

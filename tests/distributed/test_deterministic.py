@@ -25,20 +25,12 @@ from moesaic.moe.placement import Placement
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from moesaic.moe.registry import MoeProblem
 from moesaic.moe.runner.base import Workspace
+from tests.distributed.moe_ranks import A2A as EVERY_A2A
 from tests.distributed.moe_ranks import DTYPES, slots_of
 from tests.moe_oracle import Experts, config_of, random_topk
 
 EXPERTS, HIDDEN, INNER, TOP_K, TOKENS, MOST = 24, 128, 128, 4, 75, 160
-A2A = (
-    ("none", "normal"),
-    ("deepep", "normal"),
-    ("deepep", "low_latency"),
-    ("deepep", "auto"),
-    ("mooncake", "low_latency"),
-    ("mori", "normal"),
-    ("flashinfer", "normal"),
-    ("ascend_fuseep", "low_latency"),
-)
+A2A = tuple(a2a for a2a in EVERY_A2A if a2a != ("none", "replicated"))
 RUNNERS = ("triton", "deep_gemm", "cutlass", "triton_kernel", "flashinfer_cutlass")
 
 

@@ -26,19 +26,11 @@ from moesaic.moe.layer import FusedMoE
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from moesaic.moe.registry import MoeProblem
 from moesaic.moe.runner.base import Workspace
+from tests.distributed.moe_ranks import A2A as EVERY_A2A
 from tests.moe_oracle import Experts, config_of, random_topk, reference
 
 EXPERTS, HIDDEN, INNER, TOP_K, MOST = 12, 32, 32, 3, 24
-A2A = (
-    ("none", "normal"),
-    ("deepep", "normal"),
-    ("deepep", "low_latency"),
-    ("deepep", "auto"),
-    ("mooncake", "low_latency"),
-    ("mori", "normal"),
-    ("flashinfer", "normal"),
-    ("ascend_fuseep", "low_latency"),
-)
+A2A = tuple(a2a for a2a in EVERY_A2A if a2a != ("none", "replicated"))
 each_a2a = pytest.mark.parametrize(("a2a", "mode"), A2A)
 OPERATIONS = ("dispatch_a", "dispatch_b", "run", "combine_a", "combine_b")
 Order = list[tuple[int, str]]  # (lane, operation)

@@ -175,7 +175,7 @@ def test_steps_are_planned_late_and_the_device_never_waits(
 def test_launches_that_take_longer_than_steps_are_not_counted_as_these(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The device ends a step while the next one is launched: nobody knows when."""
+    """The device ends a step while the host launches the next one, so its end is not measured."""
     _, _, group = run_loop(monkeypatch, [0, 1000], launch=30.0, steps=300)
     work = StepWork(8, 1000, 8000, 500_000, 1000)
     assert group.step_cost.predict(work) > 15

@@ -114,7 +114,7 @@ class RankLink:
         self._socket.send(encode(message))
 
     def poll(self, seconds: float) -> bool:
-        """Whether a message has come within so many seconds."""
+        """Waits up to `seconds` for a message; returns whether there is one to receive."""
         return bool(self._socket.poll(round(seconds * 1000)))
 
     def receive(

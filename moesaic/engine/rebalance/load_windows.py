@@ -21,7 +21,7 @@ FIRST_STEPS: Final = 16
 # Windows to plan with: more of them take longer, and chance decides what is hot in small ones.
 MAX_PLANNED: Final = 4
 LEAST_TOKENS: Final = 128
-"""Of an expert on average."""
+"""A window with fewer tokens for each expert, on average, is joined with its neighbour."""
 
 
 class LoadWindows:

@@ -115,7 +115,11 @@ class ModelRunner:
             self.steps = SynchronousSteps(self, args.watchdog_timeout)
         self.overlaps = self.steps.overlaps and not args.disable_overlap_schedule
         """Whether `begin` returns before a step is computed: plans may then have future tokens."""
-        # Later they would hold up a step.
+        self._wait_for_helpers()
+
+    def _wait_for_helpers(self) -> None:
+        """The compiler of grammars and the planner's process start meanwhile; later they would hold
+        up a step."""
         self.matchers.wait_for_compiler()
         if self.rebalancer is not None:
             self.rebalancer.wait_for_planner()

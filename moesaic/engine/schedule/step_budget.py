@@ -170,8 +170,8 @@ class StepCost:
         return PromptMs(min(token_ms, self._large_ms or math.inf), pair_ms, reach_ms)
 
     def most_tokens(self, ms: float) -> float:
-        """A bound on the tokens of a step of so many milliseconds. Up to some number tokens cost
-        little, as a step reads the weights for all of them; the fit may have seen no more."""
+        """The most tokens that a step of `ms` milliseconds can have, at the rate of large steps.
+        The fit does not tell: reading weights bounds small steps, so that tokens seem free."""
         return ms / self._large_ms if self._large_ms else 2 * LARGE_TOKENS
 
 
