@@ -38,6 +38,8 @@ SMALL = (
 UNIFORM, FIRST = "uniform", "none"
 NEVER = 1 << 30
 TOP_TOKEN = 4000
+# Batches that decode one after the other until experts have moved.
+MOST_DECODES = 12
 
 
 @dataclass
@@ -84,14 +86,21 @@ def decode(engine: Engine, args: argparse.Namespace, seed: int, tokens: int) -> 
 
 
 def steps_of(events: list[dict[str, Any]]) -> list[tuple[float, float, bool]]:
-    """Decode steps of the first rank; the first process of a trace is the caller's."""
-    first = min(event["pid"] for event in events if event["name"] == "step")
-    own = [event for event in events if event["pid"] == first and event["ph"] == "X"]
-    moving = {event["args"]["step"] for event in own if event["name"] == "move"}
+    """The first rank's steps in which all ranks decode their whole batches. The first process of a
+    trace is the caller's."""
+    steps = [event for event in events if event["name"] == "step"]
+    first = min(event["pid"] for event in steps)
+    batch = statistics.mode(event["args"]["tokens"] for event in steps)
+    others = {event["args"]["step"] for event in steps if event["args"]["tokens"] != batch}
+    moving = {
+        event["args"]["step"]
+        for event in events
+        if event["name"] == "move" and event["pid"] == first
+    }
     found = [
         (event["ts"], event["dur"] / 1000, event["args"]["step"] in moving)
-        for event in own
-        if event["name"] == "step"
+        for event in steps
+        if event["pid"] == first and event["args"]["step"] not in others
     ]
     return sorted(found)
 
@@ -119,6 +128,7 @@ def engine_flags(args: argparse.Namespace, ranks: int, algorithm: str) -> dict[s
         "dummy_router_zipf": args.zipf,
         "ep_num_redundant_experts": args.redundant,
         "log_level": "warning",
+        "disable_prefill_cuda_graph": True,  # which would take long to capture
     }
     if ranks > torch.cuda.device_count() > 0:
         flags["device"] = "cuda"
@@ -161,16 +171,23 @@ def throughput(engine: Engine, args: argparse.Namespace, row: Row) -> None:
 
 
 def move(engine: Engine, args: argparse.Namespace, row: Row) -> None:
-    """A rebalance in the middle of a decode, in which its steps are compared with the others."""
+    """A rebalance in the middle of a decode, in which its steps are compared with the others. Where
+    it takes longer, the batch decodes again."""
     from threading import Timer
 
     timer = Timer(args.delay, lambda: engine.rebalance(timeout=0))
     timer.start()
-    found = decode(engine, args, 2, 2 * args.tokens)
-    timer.join()
-    last = engine.rebalance_state()[0]["last"]
-    moving = [ms for _, ms, moves in found.steps if moves]
-    still = [ms for _, ms, moves in found.steps if not moves][1:]  # the first has the prompts
+    steps: list[tuple[float, float, bool]] = []
+    for _ in range(MOST_DECODES):
+        steps += decode(engine, args, 2, 2 * args.tokens).steps
+        timer.join()
+        last = engine.rebalance_state()[0]["last"]
+        if last is not None:
+            break
+    else:
+        raise RuntimeError(f"experts still move after {len(steps)} steps: {row}")
+    moving = [ms for _, ms, moves in steps if moves]
+    still = [ms for _, ms, moves in steps if not moves]
     median = statistics.median(still)
     row.worst_step_ratio = max(moving, default=0.0) / median
     row.worst_other_ratio = max(still[-len(moving) :], default=0.0) / median

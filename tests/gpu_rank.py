@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -11,6 +13,7 @@ from moesaic.comm.launch.rank_link import RankLink
 from moesaic.core.step import Step
 from moesaic.engine.runner import model_runner
 from moesaic.engine.runner.batches import IdleBatch
+from moesaic.engine.runner.graphs import MixedGraphs, MixedKey
 from moesaic.engine.runner.steps import AsynchronousSteps
 from moesaic.engine.runner.warm_up import sorted_parts, warm_steps
 from moesaic.engine.schedule.plan import StepPlan
@@ -18,12 +21,16 @@ from moesaic.engine.worker import worker as ranks
 from tests.e2e.poison_rank import Poison
 
 TWINS: Final = "tests.gpu_rank:run_twins"
+# Tokens of mixed steps that are captured.
+MIXED_SIZES: Final = (4, 12, 19)
+# Names a file to which ranks write the buckets of steps with prompts.
+BUCKETS: Final = "MOESAIC_TEST_BUCKETS"
 
 
 def run_twins(link: RankLink) -> None:
     """All that a GPU runs but its kernels, whose twins compute here."""
     model_runner.compute_device = lambda *_: torch.device("cpu")
-    link.config = {**link.config, "device": "cuda"}
+    link.config = {**link.config, "device": "cuda", "cuda_graph_bs_prefill": MIXED_SIZES}
     _serve(link)
 
 
@@ -56,7 +63,21 @@ class IdleSteps:
         IdleBatch.run = self._run  # type: ignore[method-assign]
 
 
+def _note_buckets(path: Path) -> None:
+    """Appends own and agreed bucket of every step with prompts to a file."""
+    run = MixedGraphs.run
+
+    def noted(graphs: MixedGraphs, key: MixedKey) -> None:
+        with path.open("a") as file:
+            file.write(f"{key.tokens} {key.agreed}\n")
+        run(graphs, key)
+
+    MixedGraphs.run = noted  # type: ignore[method-assign]
+
+
 def _serve(link: RankLink) -> None:
+    if BUCKETS in os.environ:
+        _note_buckets(Path(os.environ[BUCKETS]))
     with IdleSteps() as idle:
         rank = ranks.Worker(link)
     runner, mesh = rank.runner, rank.mesh

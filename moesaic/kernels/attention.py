@@ -34,6 +34,8 @@ DECODE = "moesaic.kernels.triton.attention_decode"
 PREFILL = "moesaic.kernels.triton.attention_prefill"
 FP8 = torch.float8_e4m3fn
 MAX_SPLITS = 128
+# Query heads times positions of a tile in prefill.
+PREFILL_ROWS = 128
 Out = TypeVar("Out", bound=Tensor | Rows)
 
 
@@ -84,6 +86,14 @@ class Splits:
     chunk: int
     lone: bool = False
     """Whether no processor runs more than one split."""
+
+
+def tokens_at_once(num_heads: int, device: torch.device) -> int:
+    """Prompt tokens whose tiles fill the processors of a GPU once; on others one."""
+    if device.type != "cuda":
+        return 1
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, PREFILL_ROWS * processors // num_heads)
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,12 +114,15 @@ def routed(engine: Engine) -> Any:
         *(pytest.param(flags, id=name, marks=pytest.mark.slow) for name, flags in SLOW.items()),
     ],
 )
-def test_ranks_give_the_tokens_of_one(flags: dict[str, Any]) -> None:
+def test_ranks_give_the_tokens_of_one(
+    flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All at once, so that buckets change and prompts come beside decodes; one alone, so that other
     ranks have nothing; and beside one whose step fails. Then one dies while others wait for its
     rows in kernels, which the supervisor's word ends."""
     pytest.importorskip("moesaic.layers.gpu_attention")
-    many = PARAMS * 2
+    many, buckets = PARAMS * 2, tmp_path / "buckets"
+    monkeypatch.setenv(gpu_rank.BUCKETS, str(buckets))
     with Engine(model_path=model_path("qwen3_moe"), **SMALL) as one:
         expected = answers(one, many)
         scored = answers(one, PARAMS[:2], logprobs=True)
@@ -138,6 +141,10 @@ def test_ranks_give_the_tokens_of_one(flags: dict[str, Any]) -> None:
         info = engine.get_server_info()
         assert info["failed_steps"] > 0 and len(info["ranks"]) == flags["tp_size"]
         check_death(engine)
+    if "disable_cuda_graph" not in flags:
+        ran = {tuple(map(int, line.split())) for line in buckets.read_text().splitlines()}
+        # With one attention group all ranks have the same tokens.
+        assert any(own < agreed for own, agreed in ran) == (flags.get("dp_size", 1) > 1)
 
 
 def check_death(engine: Engine) -> None:
@@ -192,7 +199,13 @@ def used_bytes() -> int:
     return total - free
 
 
-ON_GPU = {"device": "cuda", "dtype": "float32", "max_total_tokens": 2048, **SMALL}
+ON_GPU = {
+    "device": "cuda",
+    "dtype": "float32",
+    "max_total_tokens": 2048,
+    "cuda_graph_bs_prefill": gpu_rank.MIXED_SIZES,
+    **SMALL,
+}
 MANY = [GREEDY] * 10
 
 
@@ -249,3 +262,23 @@ def test_a_rank_that_dies_leaves_nothing_on_the_gpu(ranks: int) -> None:
     flags = {**ON_GPU, "max_total_tokens": 4096, **groups(ranks, "deepep")}
     with nothing_left(), Engine(model_path=model_path("qwen3_moe"), **flags) as engine:
         check_death(engine)
+
+
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=GPU) for mode in ("auto", "normal")])
+def test_experts_move_between_ranks_on_one_gpu(mode: str) -> None:
+    """Every few steps, while graphs are replayed: no token changes."""
+    flags = groups(4, "deepep") | {
+        "deepep_mode": mode,
+        "enable_eplb": True,
+        "ep_num_redundant_experts": 4,
+        "eplb_algorithm": "deepseek",
+        "eplb_rebalance_num_iterations": 3,
+        "eplb_max_bytes_per_step": 30_000,
+    }
+    expected, _ = of_one("qwen3_moe")
+    with nothing_left(), Engine(model_path=model_path("qwen3_moe"), **ON_GPU, **flags) as engine:
+        for _ in range(12):
+            assert answers(engine, MANY) == expected
+            engine.flush_cache()
+        moves = engine.get_stats().ranks[0].moves
+    assert moves.aborted == 0 and moves.rebalances > 3 and moves.bytes > 0

@@ -154,11 +154,32 @@ def test_buckets():
         assert mixed_graph_sizes(replace(args, **off), 8192) == ()
     graphs = MixedGraphs((64, 512), 100, lambda key: None, torch.device("cpu"))
     assert graphs.keys == [
-        MixedKey(64, 16),
-        MixedKey(64, 64),
-        *(MixedKey(512, some) for some in (16, 64, 100)),
+        MixedKey(64, 16, 64),
+        MixedKey(64, 64, 64),
+        *(MixedKey(512, some, 512) for some in (16, 64, 100)),
     ]
     assert [graphs.bucket(tokens) for tokens in (1, 64, 65, 512, 513)] == [64, 64, 512, 512, None]
-    assert graphs.key(512, 65) == MixedKey(512, 100) and graphs.key(64, 0) == MixedKey(64, 16)
+    assert graphs.key(512, 512, 65) == MixedKey(512, 100, 512)
+    assert graphs.key(64, 0, 0) == MixedKey(64, 16, 64)
     for tokens, singles in ((64, 64), (512, 100), (512, 16)):
-        assert graphs.key(tokens, singles) in graphs.keys
+        assert graphs.key(tokens, tokens, singles) in graphs.keys
+
+
+def test_ranks_without_prompts_have_few_rows():
+    sizes, sequences = (64, 128, 512), 100
+    graphs = MixedGraphs(sizes, sequences, lambda key: None, torch.device("cpu"), has_peers=True)
+    assert graphs.keys == [
+        *(MixedKey(64, some, 64) for some in (16, 64)),
+        *(MixedKey(128, some, 128) for some in (16, 64, 100)),
+        *(MixedKey(512, some, 512) for some in (16, 64, 100)),
+        MixedKey(128, 100, 512),
+    ]
+    for agreed in sizes:
+        for tokens in range(agreed + 1):
+            for singles in range(min(tokens, sequences) + 1):
+                key = graphs.key(agreed, tokens, singles)
+                assert key in graphs.keys and tokens <= key.tokens and singles <= key.sequences
+                assert key.tokens == (agreed if tokens > 128 else min(agreed, 128))
+    # Decodes alone may not fit a captured size.
+    few = MixedGraphs((64,), sequences, lambda key: None, torch.device("cpu"), has_peers=True)
+    assert {key.tokens for key in few.keys} == {64} and few.key(64, 3, 3) == MixedKey(64, 16, 64)

@@ -103,7 +103,7 @@ def test_steps_that_all_have_prompts_correct_the_decodes():
     decodes = StepWork(256, 0, 256 * 800, 0)
     chunks = []
     for _ in range(300):
-        chunks.append(budget.prompt_tokens(MOST, decodes, [(0, 20000)], 1).cut)
+        chunks.append(budget.prompt_tokens(MOST, decodes, [(0, 20000)], 1).long)
         work = decodes.with_prompt(0, chunks[-1])
         budget.cost.observe(work, device.ms(work))
     assert chunks[0] == 64
@@ -116,7 +116,7 @@ def test_chunks_fill_the_bound_by_what_they_cost():
     budget = StepBudget(50.0, cost)
     chunks = []
     for first in (0, 8192, 16384, 65536):
-        chunk = budget.prompt_tokens(MOST, decodes, [(first, 100_000)], 1).cut
+        chunk = budget.prompt_tokens(MOST, decodes, [(first, 100_000)], 1).long
         chunks.append(chunk)
         assert chunk % 64 == 0
         assert device.ms(decodes.with_prompt(first, chunk)) <= 50 * 1.01
@@ -136,12 +136,12 @@ CLOSED_LOOPS = [
 def test_short_prompts_share_a_step():
     budget = StepBudget(50.0, fitted(Device()))
     decodes = StepWork(64, 0, 64 * 1000, 0)
-    assert budget.prompt_tokens(MOST, decodes, [(0, 200)] * 9, 9).cut >= 1800
+    assert budget.prompt_tokens(MOST, decodes, [(0, 200)] * 9, 9).long >= 1800
     many = budget.prompt_tokens(MOST, decodes, [(0, 200)] * 100, 100)
     # Short prompts attend to little, so more of their tokens fit than of one long prompt.
-    assert budget.prompt_tokens(MOST, decodes, [(8192, 20000)], 1).cut < many.cut < MOST
-    assert many.cut == many.whole
-    assert budget.prompt_tokens(1000, decodes, [(0, 200)] * 100, 100).whole == 1000
+    assert budget.prompt_tokens(MOST, decodes, [(8192, 20000)], 1).long < many.long < MOST
+    assert many.long == many.short
+    assert budget.prompt_tokens(1000, decodes, [(0, 200)] * 100, 100).short == 1000
 
 
 @pytest.mark.parametrize("max_ms", [0.0, 50.0, None])
@@ -168,21 +168,36 @@ def test_bounds():
     for decodes, count, ms, times in (
         (many, 1, 9 + 256 * 0.0125 + 256 * 0.02, 3 + 1 / 256),
         (many, 128, 9 + 256 * 0.0125 + 256 * 0.02, 3.5),
-        (one, 9, 8 + 0.06 + 0.02, 4.0),
+        (one, 1, 8 + 0.06 + 0.02, 4.0),
     ):
         found = auto.prompt_tokens(MOST, decodes, prompt, count)
-        cut_ms = max(30, 2 * ms)
-        cut = StepBudget(cut_ms, cost).prompt_tokens(MOST, decodes, prompt, count)
-        assert cut.cut == cut.whole and abs(found.cut - cut.cut) <= 64
+        long_ms = max(30, 2 * ms)
+        long = StepBudget(long_ms, cost).prompt_tokens(MOST, decodes, prompt, count)
+        assert long.long == long.short and abs(found.long - long.long) <= 64
         most = cost.most_tokens(times * ms) - decodes.decode_tokens
-        whole = min(found.cut + (times * ms - cut_ms) / 0.0125, most)
-        assert found.cut < found.whole == pytest.approx(whole, rel=0.03)
+        short = min(found.long + (times * ms - long_ms) / 0.0125, most)
+        assert found.long < found.short == pytest.approx(short, rel=0.03)
         assert StepBudget(0.0, cost).prompt_tokens(MOST, decodes, prompt, count) == ALL
     least = StepBudget(5.0, cost).prompt_tokens(MOST, many, prompt, 1)
-    assert (least.cut, least.whole, least.multiple) == (64, 64, 64)
+    assert (least.long, least.short, least.multiple) == (64, 64, 64)
     quick = StepBudget(None, fitted(Device(1.0, 0.03, 0.01, 1e-5, 1e-6, 3.0)))
     found = quick.prompt_tokens(MOST, one, [(0, 200)] * 100, 100)
-    assert 1500 < found.cut < 2700 and found.whole == found.cut
+    assert 1500 < found.long < 2700 and found.short == found.long
+
+
+def test_prompts_get_a_part_of_steps_that_cost_much_without_them():
+    """A step with prompts takes 25 ms before the first of their tokens, one without them 8."""
+    cost = fitted(Device(8.0, 0.06, 0.0125, 2e-5, 1.5e-6, 25.0))
+    decodes, base = StepWork(4, 0, 4000, 0), 25 + 4 * 0.0125 + 0.08
+    for count, times in ((0, 1.5), (2, 2.5), (4, 3.5), (12, 7.5), (1000, 7.5)):
+        found = StepBudget(None, cost).prompt_tokens(MOST, decodes, [(0, 20000)], count)
+        long_ms = cost.predict(decodes.with_prompt(0, found.long))
+        assert long_ms == pytest.approx(1.5 * base, rel=0.04)
+        short_ms = (found.short - found.long) * 0.0125 + 1.5 * base
+        most = cost.most_tokens(times * base) - 4
+        assert short_ms == pytest.approx(times * base, rel=0.01) or (
+            found.short == pytest.approx(most, rel=0.02)
+        )
 
 
 def test_more_tokens_than_were_seen_cost_as_in_large_steps():
@@ -202,7 +217,7 @@ def test_more_tokens_than_were_seen_cost_as_in_large_steps():
     # Little by little it is tried whether more fit.
     assert 3000 < cost.most_tokens(36.0) < 4000
     found = StepBudget(36.0, cost).prompt_tokens(MOST, decodes, [(0, 200)] * 100, 100)
-    assert 1500 < found.cut == found.whole <= cost.most_tokens(36.0) - 16
+    assert 1500 < found.long == found.short <= cost.most_tokens(36.0) - 16
 
 
 def test_a_first_step_that_took_long_is_forgotten():
@@ -213,7 +228,7 @@ def test_a_first_step_that_took_long_is_forgotten():
     lengths = []
     for _ in range(3000):
         budget.cost.observe(decodes, device.ms(decodes))
-        lengths.append(budget.prompt_tokens(MOST, decodes, [(0, 200)] * 30, 30).whole)
+        lengths.append(budget.prompt_tokens(MOST, decodes, [(0, 200)] * 30, 30).short)
         work = decodes.with_prompt(0, lengths[-1])
         budget.cost.observe(work, device.ms(work))
     assert lengths[0] < 1000 < 1500 < lengths[-1]
@@ -231,7 +246,7 @@ def test_a_service_that_starts_under_load_does_not_starve_prompts(
     for _ in range(1500):
         decodes = StepWork(len(decoding), 0, len(decoding) * 800, 0)
         found = budget.prompt_tokens(MOST, decodes, [(0, 768)] * waiting, waiting)
-        new = min(waiting, max(1, found.whole // 768))
+        new = min(waiting, max(1, found.short // 768))
         work = decodes.with_prompt(0, 768 * new) if new else decodes
         if work.decode_tokens + work.prompt_tokens:
             budget.cost.observe(work, device.ms(work) * draw.uniform(0.97, 1.03))
@@ -253,40 +268,65 @@ def test_short_chunks_of_long_prompts_take_as_long_as_their_reach():
     expected = Device().ms(work) + 0.0005 * (8192 + 256)
     assert cost.predict(work) == pytest.approx(expected, rel=0.03)
     budget = StepBudget(expected, cost)
-    assert abs(budget.prompt_tokens(MOST, decodes, [(8192, 9000)], 1).cut - 256) <= 64
+    assert abs(budget.prompt_tokens(MOST, decodes, [(8192, 9000)], 1).long - 256) <= 64
 
 
-def test_whole_prompts_may_take_more_than_cut_ones():
-    budget = PromptBudget(cut=500, whole=1200)
-    assert budget.length(600, begun=True) == 500
-    assert budget.length(600, begun=False) == 600
+def test_short_prompts_may_take_more_than_long_ones():
+    budget = PromptBudget(long=500, short=1200)
+    assert budget.length(600, 1801, begun=True) == 500
+    assert budget.length(600, 1800, begun=True) == 600, "two steps are enough for all of it"
+    assert budget.length(600, 9000, begun=False) == 600, "this one is"
+    assert budget.length(2400, begun=False) == 1200
+    assert budget.length(2401, begun=False) == 500
     budget.used = 400
-    assert [budget.length(n, begun=True) for n in (50, 100, 900)] == [50, 100, 100]
-    assert [budget.length(n, begun=False) for n in (50, 800, 801)] == [50, 800, 100]
+    assert [budget.length(n, 9000, begun=True) for n in (50, 100, 900)] == [50, 100, 100]
+    assert [budget.length(n, begun=False) for n in (50, 800, 2400, 2401)] == [50, 800, 800, 100]
     budget.used = 700
-    assert [budget.length(n, begun=False) for n in (500, 501)] == [500, 0]
-    assert budget.length(1, begun=True) == 0
+    assert [budget.length(n, begun=False) for n in (500, 501, 9000)] == [500, 500, 0]
+    assert budget.length(1, 9000, begun=True) == 0
+
+
+def test_chunks_that_attend_to_many_tokens_are_whole_waves():
+    def lengths(budget: PromptBudget, computed: int) -> list[int]:
+        return [budget.length(n, computed, begun=True) for n in (300, 700, 9000)]
+
+    budget = PromptBudget(long=1100, short=1100, multiple=64, wave=512)
+    assert lengths(budget, 2047) == [300, 700, 1088]
+    assert lengths(budget, 2048) == [300, 700, 1024]
+    budget.long = budget.short = 320
+    assert lengths(budget, 2047) == [300, 320, 320]
+    assert lengths(budget, 2048) == [300, 512, 512], "a wave takes no longer than a part of it"
+    budget.used = 1
+    assert lengths(budget, 2048) == [300, 0, 0]
+
+
+def test_no_wave_has_more_tokens_than_a_step():
+    budget = StepBudget(30.0, fitted(Device()), wave=512)
+    decodes = StepWork(16, 0, 16000, 0)
+    assert budget.prompt_tokens(MOST, decodes, [(9000, 9000)], 1).wave == 512
+    found = budget.prompt_tokens(128, decodes, [(9000, 9000)], 1)
+    assert found.wave == 128 and found.length(9000, 9000, begun=True) == 128
 
 
 class FixedBudget(StepBudget):
     def prompt_tokens(self, *_: object) -> PromptBudget:
-        return PromptBudget(cut=64, whole=200)
+        return PromptBudget(long=64, short=200)
 
 
 def test_short_prompts_pass_a_long_one():
-    """A prompt that takes many steps leaves room for whole ones in each."""
+    """A prompt that takes many steps leaves room for short ones in each."""
     scheduler = scheduler_of()
     scheduler.step_budget = FixedBudget()
-    scheduler.add(make_request(list(range(1000, 1400)), 50, 1))
+    scheduler.add(make_request(list(range(1000, 1401)), 50, 1))
     scheduler.add(make_request(list(range(100)), 50, 2))
     scheduler.add(make_request(list(range(2000, 2100)), 50, 3))
-    assert run(scheduler, 8) == [(0, 164), (1, 164), *[(2, 64)] * 4, (2, 16), (3, 0)]
+    assert run(scheduler, 8) == [(0, 200), (1, 128), *[(2, 64)] * 4, (2, 17), (3, 0)]
 
 
 def test_a_long_prompt_is_not_passed_before_it_has_begun():
     scheduler = scheduler_of()
     scheduler.step_budget = FixedBudget()
-    for number, length in enumerate((150, 300, 100), 1):
+    for number, length in enumerate((150, 500, 100), 1):
         scheduler.add(make_request(list(range(1000 * number, 1000 * number + length)), 50, number))
     assert run(scheduler, 4) == [(0, 150), (1, 164), (2, 64), (2, 64)]
 

@@ -2,6 +2,9 @@
 
 A decode step uses the smallest captured size (bucket) that holds its sequences, a mixed step one
 that holds its tokens; the rows beyond them are padding. A graph reads and writes static buffers.
+
+Ranks that exchange rows agree on the bucket of the one with the most. A rank without prompts in a
+mixed step has a graph with as many rows in the exchange, but few of its own.
 """
 
 from __future__ import annotations
@@ -42,6 +45,8 @@ class MixedKey(NamedTuple):
     tokens: int
     sequences: int
     """Room for those with one new token."""
+    agreed: int
+    """The bucket of the rank with the most tokens."""
 
     @property
     def rows(self) -> int:
@@ -164,12 +169,20 @@ class MixedGraphs(CapturedGraphs[MixedKey]):
         max_sequences: int,
         body: Callable[[MixedKey], None],
         device: torch.device,
+        has_peers: bool = False,
     ) -> None:
+        """`has_peers`: whether ranks with other numbers of tokens take part in a step."""
         self.tokens = tokens
         fewer = [size for size in SEQUENCE_BUCKETS if size < max_sequences]
         self._sequences = (*fewer, max_sequences)
-        keys = [MixedKey(size, some) for size in tokens for some in self._sequences]
-        super().__init__([key for key in keys if self._is_needed(key)], body, device)
+        keys = [MixedKey(size, some, size) for size in tokens for some in self._sequences]
+        keys = [key for key in keys if self._is_needed(key)]
+        self._few = self.bucket(max_sequences) if has_peers else None
+        """Rows of ranks without prompts, if others may have more."""
+        if self._few is not None:
+            larger = (size for size in tokens if size > self._few)
+            keys += [MixedKey(self._few, max_sequences, size) for size in larger]
+        super().__init__(keys, body, device)
 
     def _is_needed(self, key: MixedKey) -> bool:
         """Whether some step of as many tokens needs room for more sequences than the next fewer."""
@@ -181,6 +194,9 @@ class MixedGraphs(CapturedGraphs[MixedKey]):
         place = bisect_left(self.tokens, tokens)
         return None if place == len(self.tokens) else self.tokens[place]
 
-    def key(self, bucket: int, sequences: int) -> MixedKey:
+    def key(self, agreed: int, tokens: int, sequences: int) -> MixedKey:
         """`sequences`: those with one new token, at most one a token."""
-        return MixedKey(bucket, self._sequences[bisect_left(self._sequences, sequences)])
+        if self._few is not None and tokens <= self._few < agreed:
+            return MixedKey(self._few, self._sequences[-1], agreed)
+        room = self._sequences[bisect_left(self._sequences, sequences)]
+        return MixedKey(agreed, room, agreed)

@@ -47,11 +47,13 @@ class MixedBatch:
         self._runner, self._uploads, self._future_tokens = runner, uploads, future_tokens
         device, ranks, most = runner.device, runner.ranks, max(sizes, default=0)
         self._buffers = runner.attention.mixed(most, runner.max_running) if sizes else None
-        tokens = () if self._buffers is None else sizes
-        self.graphs = MixedGraphs(tokens, runner.max_running, self._compute, device)
+        tokens, has_peers = () if self._buffers is None else sizes, ranks.mesh.dp > 1
+        self.graphs = MixedGraphs(tokens, runner.max_running, self._compute, device, has_peers)
         self._attention: dict[MixedKey, GpuAttention] = {}
         if self._buffers is not None:
-            self._attention = {key: self._buffers.attention(*key) for key in self.graphs.keys}
+            self._attention = {
+                key: self._buffers.attention(key.tokens, key.sequences) for key in self.graphs.keys
+            }
         self._packed = torch.zeros(PACKED, most, dtype=torch.int64, device=device)
         # The lower halves of the two numbers, which hold all of them.
         self._count_1 = self._packed[COUNT].view(torch.int32)[:1]
@@ -67,11 +69,12 @@ class MixedBatch:
         return not scores and not plan.is_routed and self._buffers.holds(plan.lengths)
 
     def run(
-        self, plan: StepPlan, bucket: int, x_TH: Tensor | None, slots: TokenSlots
+        self, plan: StepPlan, agreed: int, x_TH: Tensor | None, slots: TokenSlots
     ) -> EagerOutput:
+        """`agreed`: the bucket of the rank with the most tokens."""
         assert self._buffers is not None
         inputs, count = StepInputs.of(plan, slots), plan.num_tokens
-        key = self.graphs.key(bucket, self._buffers.num_singles(plan.lengths))
+        key = self.graphs.key(agreed, count, self._buffers.num_singles(plan.lengths))
         self._upload(inputs, key)
         if self._x_TH is not None and x_TH is not None:
             self._x_TH[:count].copy_(x_TH)
@@ -106,7 +109,7 @@ class MixedBatch:
             self._attention[key],
             Step(
                 prefill=True,
-                rows=key.rows,
+                rows=key.agreed,
                 num_tokens_1=self._count_1,
                 own_tokens_1=self._own_1,
             ),

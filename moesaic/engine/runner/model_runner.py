@@ -27,6 +27,7 @@ from moesaic.engine.runner.recorded_tokens import StepTokens
 from moesaic.engine.runner.steps import AsynchronousSteps, SynchronousSteps
 from moesaic.engine.runner.warm_up import sorted_parts, warm_steps, warm_up
 from moesaic.engine.schedule.plan import StepAgreement, StepHandle, StepPlan
+from moesaic.engine.schedule.step_budget import CHUNK_MULTIPLE
 from moesaic.engine.setup.device_memory import (
     GIB,
     CacheRequest,
@@ -43,6 +44,8 @@ from moesaic.engine.setup.moe_setup import kind_of, report_buffers
 from moesaic.engine.setup.rank_context import RankContext
 from moesaic.engine.text.grammar import Compiler, is_installed
 from moesaic.engine.text.tokenizer import Tokenizer
+from moesaic.kernels.attention import tokens_at_once
+from moesaic.layers.attention import Attention, LatentAttention
 from moesaic.layers.paged_cache import PagedCache, PageTable, PageUpdate, Sequences
 from moesaic.models.config import BuildContext
 from moesaic.models.registry import build_model
@@ -292,6 +295,15 @@ class ModelRunner:
     def num_experts(self) -> int:
         """Logical experts of a layer; 0 in a stage without any."""
         return next((layer.config.num_experts for layer in self.moe_layers), 0)
+
+    @property
+    def prefill_wave(self) -> int:
+        """Prompt tokens that the device attends with at once, in whole chunks."""
+        heads = (
+            m.num_heads for m in self.model.modules() if isinstance(m, Attention | LatentAttention)
+        )
+        tokens = tokens_at_once(next(heads), self.device)
+        return max(CHUNK_MULTIPLE, tokens - tokens % CHUNK_MULTIPLE)
 
     @property
     def waited_ns(self) -> int:

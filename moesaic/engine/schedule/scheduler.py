@@ -26,7 +26,13 @@ from moesaic.engine.schedule.kv_cache import PrefixNode
 from moesaic.engine.schedule.kv_manager import KVManager
 from moesaic.engine.schedule.plan import NO_DECODES, Ints
 from moesaic.engine.schedule.prefill_delay import PrefillDelayer
-from moesaic.engine.schedule.step_budget import PromptBudget, StepBudget, StepWork, heaviest
+from moesaic.engine.schedule.step_budget import (
+    CHUNK_MULTIPLE,
+    PromptBudget,
+    StepBudget,
+    StepWork,
+    heaviest,
+)
 
 # The share of a running request's remaining tokens for which pages stay free when another is
 # admitted; it falls with time and rises with each retraction.
@@ -49,6 +55,8 @@ class SchedulerConfig:
     """Prompts and decodes share steps; if not, decodes wait while there are prompts."""
     max_step_ms: float | None = 0.0
     """The bound of StepBudget."""
+    wave: int = CHUNK_MULTIPLE
+    """As in StepBudget."""
     delayer: PrefillDelayer | None = None
 
 
@@ -116,7 +124,7 @@ class WaitingQueue:
 class Scheduler:
     def __init__(self, config: SchedulerConfig, kv: KVManager) -> None:
         self.config, self.kv = config, kv
-        self.step_budget = StepBudget(config.max_step_ms)
+        self.step_budget = StepBudget(config.max_step_ms, wave=config.wave)
         self.delayer = config.delayer
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
@@ -238,7 +246,8 @@ class Scheduler:
         count = len(filling) + len(self.waiting)
         budget = self.step_budget.prompt_tokens(self.config.chunk_tokens, decodes, prompts, count)
         for request in filling[: self.config.max_prompts]:
-            length = budget.length(_uncomputed(request), begun=True)
+            remaining, computed = _uncomputed(request), request.num_computed
+            length = budget.length(remaining, computed, begun=True)
             budget.used += self._plan(request, length, planned)
         computes = bool(planned) or len(rows) > 0 or decodes.decode_tokens > 0
         if self.waiting and not (only is None and self._hold_back(computes)):
@@ -345,7 +354,7 @@ class Scheduler:
                         break
                     continue
                 cached = len(pages) * self.kv.page_size
-                length = budget.length(request.num_tokens - cached, begun=False)
+                length = budget.length(request.num_tokens - cached, cached, begun=False)
                 if not length or not self._fits(request, node, len(pages)):
                     break
                 self._begin(request, node, pages)

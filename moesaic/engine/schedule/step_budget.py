@@ -16,16 +16,21 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-# The bounds of a step whose time is not bounded by a flag, as multiples of what its decodes take:
-# for prompts that are cut, which may take many steps; for whole ones, of which each gives a request
-# its first token; and for these where as many prompts wait as requests decode. No less than these
-# milliseconds.
-CUT_TIMES: Final = 2.0
-WHOLE_TIMES: Final = 3.0
-CROWDED_TIMES: Final = 4.0
+# How long a step may take if no flag says it. These multiples of its decodes alone: for long
+# prompts, and for short ones, which have their first token then. The last multiple of all of it but
+# the tokens of prompts, as otherwise most of it would go by reading weights. These milliseconds.
+LONG_TIMES: Final = 2.0
+SHORT_TIMES: Final = 3.0
+BASE_TIMES: Final = 1.5
 AUTO_MS: Final = 30.0
+# Where up to this many prompts wait for each request that decodes, long steps hold up few.
+MOST_CROWD: Final = 3.0
+# A prompt is short if it takes up to this many steps by the bound for short ones.
+SHORT_STEPS: Final = 2
 # Chunks that do not end a prompt are multiples of this, so that they end at full pages.
 CHUNK_MULTIPLE: Final = 64
+# From this many waves of computed tokens on, attending to them takes most of a chunk's time.
+FAR_WAVES: Final = 4
 
 PRIOR_WEIGHT: Final = 0.02
 FORGETTING: Final = 0.98
@@ -194,25 +199,31 @@ def _mixed(work: StepWork) -> tuple[float, ...]:
 
 @dataclass(slots=True)
 class PromptBudget:
-    """The prompt tokens of a step: up to `whole` of prompts that are begun and ended in it, up to
-    `cut` if others are among them."""
+    """The prompt tokens of a step: up to `short` of short prompts, up to `long` if others are among
+    them."""
 
-    cut: int
-    whole: int
+    long: int
+    short: int
     multiple: int = 1
     """Chunks that do not end their prompts are multiples of this."""
+    wave: int = 1
+    """`StepBudget.wave`, of which chunks are multiples that attend to many tokens."""
     used: int = 0
 
     @property
     def is_spent(self) -> bool:
-        return self.used >= max(self.cut, self.whole)
+        return self.used >= max(self.long, self.short)
 
-    def length(self, remaining: int, begun: bool) -> int:
+    def length(self, remaining: int, computed: int = 0, *, begun: bool) -> int:
         """How many of the remaining tokens of a prompt fit. `begun`: in an earlier step."""
-        if not begun and self.used + remaining <= self.whole:
-            return remaining
-        fitting = max(0, self.cut - self.used)
-        return remaining if remaining <= fitting else fitting - fitting % self.multiple
+        is_short = computed + remaining <= SHORT_STEPS * self.short
+        is_short = is_short or (not begun and remaining <= self.short)
+        fitting = max(0, (self.short if is_short else self.long) - self.used)
+        multiple = self.multiple
+        if computed >= FAR_WAVES * self.wave:
+            multiple = self.wave
+            fitting = fitting if self.used else max(fitting, self.wave)
+        return remaining if remaining <= fitting else fitting - fitting % multiple
 
 
 @dataclass(slots=True)
@@ -222,6 +233,8 @@ class StepBudget:
 
     max_ms: float | None = 0.0
     cost: StepCost = field(default_factory=StepCost)
+    wave: int = CHUNK_MULTIPLE
+    """Prompt tokens that the device attends with at once; one more takes as long as as many."""
     others: StepWork = field(default_factory=StepWork)
     """The work of the other groups in the last step: their requests wait for this group's."""
 
@@ -234,21 +247,22 @@ class StepBudget:
         if self.max_ms == 0 or not base.decode_tokens:
             return PromptBudget(most, most)
         base_ms = self.cost.without_tokens(base)
-        cut_ms = whole_ms = self.max_ms
-        if cut_ms is None or whole_ms is None:
+        long_ms = short_ms = self.max_ms
+        if long_ms is None or short_ms is None:
             # The fits may have been made with fewer decodes: the lower one is nearer.
             decode_ms = min(base_ms, self.cost.decodes(base))
-            crowd = min(1.0, count / base.decode_tokens)
-            times = WHOLE_TIMES + crowd * (CROWDED_TIMES - WHOLE_TIMES)
-            cut_ms, whole_ms = (max(AUTO_MS, x * decode_ms) for x in (CUT_TIMES, times))
-        most_cut, most_whole = (
+            long_ms = max(AUTO_MS, LONG_TIMES * decode_ms, BASE_TIMES * base_ms)
+            crowd = min(MOST_CROWD, count / base.decode_tokens)
+            crowded_ms = (SHORT_TIMES + crowd) * decode_ms, (BASE_TIMES + 2 * crowd) * base_ms
+            short_ms = max(AUTO_MS, *crowded_ms)
+        most_long, most_short = (
             min(most, _chunks(self.cost.most_tokens(ms) - base.decode_tokens))
-            for ms in (cut_ms, whole_ms)
+            for ms in (long_ms, short_ms)
         )
-        cut = self._tokens_within(cut_ms - base_ms, most_cut, prompts)
-        whole = cut + int((whole_ms - cut_ms) / max(self.cost.prompt_ms.token, 1e-6))
+        long = self._tokens_within(long_ms - base_ms, most_long, prompts)
+        short = long + int((short_ms - long_ms) / max(self.cost.prompt_ms.token, 1e-6))
         multiple = min(CHUNK_MULTIPLE, most)
-        return PromptBudget(cut, max(cut, min(most_whole, whole)), multiple)
+        return PromptBudget(long, max(long, min(most_short, short)), multiple, min(self.wave, most))
 
     def _tokens_within(self, left: float, most: int, prompts: Iterable[tuple[int, int]]) -> int:
         """The tokens of prompts that take `left` milliseconds."""

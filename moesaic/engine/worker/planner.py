@@ -106,6 +106,7 @@ class Planner:
             max_prompts=args.prefill_max_requests or sys.maxsize,
             mixed=not args.disable_mixed_chunk,
             max_step_ms=args.max_step_ms,
+            wave=runner.prefill_wave,
             delayer=_delayer(args),
         )
         self.scheduler = Scheduler(config, self.kv)

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from moesaic.kernels.attention import LayerPages, PrefillRows, Queries, Softmax
+from moesaic.kernels.attention import PREFILL_ROWS, LayerPages, PrefillRows, Queries, Softmax
 from moesaic.kernels.triton.attention_blocks import (
     LOG2_E,
     LOWEST,
@@ -43,7 +43,7 @@ from moesaic.kernels.triton.attention_loads import (
 )
 from moesaic.kernels.triton.launch import dependent_launch, is_hopper, num_processors
 
-ROWS = 128
+ROWS = PREFILL_ROWS
 # Registers of a thread before the 12 warps redistribute them: 65,536 in all.
 REGISTERS = 168
 ATTENDING, LOADING = gl.constexpr(200), gl.constexpr(104)
