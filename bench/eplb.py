@@ -21,8 +21,8 @@ import random
 import statistics
 import tempfile
 import time
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -59,14 +59,24 @@ class Row:
     fetched: int = 0
     move_seconds: float = 0.0
     median_step_ms: float = 0.0
+    slowest: list[tuple[float, float]] = field(default_factory=list)
+    """The slowest steps while experts move: in units of the median, and the host's milliseconds for
+    the move."""
+
+
+class StepTime(NamedTuple):
+    begin: float
+    ms: float
+    move_ms: float | None
+    """What the host did for a move in it; None without one."""
 
 
 @dataclass(frozen=True)
 class Decode:
-    """One batch: seconds, and rank 0's steps as (begin, milliseconds, whether experts moved)."""
+    """One batch: seconds, and rank 0's steps."""
 
     seconds: float
-    steps: list[tuple[float, float, bool]]
+    steps: list[StepTime]
 
 
 def decode(engine: Engine, args: argparse.Namespace, seed: int, tokens: int) -> Decode:
@@ -85,24 +95,24 @@ def decode(engine: Engine, args: argparse.Namespace, seed: int, tokens: int) -> 
     return Decode(seconds, steps_of(events))
 
 
-def steps_of(events: list[dict[str, Any]]) -> list[tuple[float, float, bool]]:
+def steps_of(events: list[dict[str, Any]]) -> list[StepTime]:
     """The first rank's steps in which all ranks decode their whole batches. The first process of a
     trace is the caller's."""
     steps = [event for event in events if event["name"] == "step"]
     first = min(event["pid"] for event in steps)
     batch = statistics.mode(event["args"]["tokens"] for event in steps)
     others = {event["args"]["step"] for event in steps if event["args"]["tokens"] != batch}
-    moving = {
-        event["args"]["step"]
+    moves = {
+        event["args"]["step"]: event["dur"] / 1000
         for event in events
         if event["name"] == "move" and event["pid"] == first
     }
     found = [
-        (event["ts"], event["dur"] / 1000, event["args"]["step"] in moving)
+        StepTime(event["ts"], event["dur"] / 1000, moves.get(event["args"]["step"]))
         for event in steps
         if event["pid"] == first and event["args"]["step"] not in others
     ]
-    return sorted(found)
+    return sorted(found, key=lambda step: step.begin)
 
 
 def balancedness_between(before: list[LayerLoad], after: list[LayerLoad]) -> float:
@@ -167,7 +177,7 @@ def throughput(engine: Engine, args: argparse.Namespace, row: Row) -> None:
     row.balancedness = balancedness_between(before, expert_loads(engine.get_stats()))
     best = min(found, key=lambda one: one.seconds)
     row.tok_s = args.batch * args.tokens / best.seconds
-    row.median_step_ms = statistics.median(ms for _, ms, _ in best.steps)
+    row.median_step_ms = statistics.median(step.ms for step in best.steps)
 
 
 def move(engine: Engine, args: argparse.Namespace, row: Row) -> None:
@@ -177,7 +187,7 @@ def move(engine: Engine, args: argparse.Namespace, row: Row) -> None:
 
     timer = Timer(args.delay, lambda: engine.rebalance(timeout=0))
     timer.start()
-    steps: list[tuple[float, float, bool]] = []
+    steps: list[StepTime] = []
     for _ in range(MOST_DECODES):
         steps += decode(engine, args, 2, 2 * args.tokens).steps
         timer.join()
@@ -186,10 +196,11 @@ def move(engine: Engine, args: argparse.Namespace, row: Row) -> None:
             break
     else:
         raise RuntimeError(f"experts still move after {len(steps)} steps: {row}")
-    moving = [ms for _, ms, moves in steps if moves]
-    still = [ms for _, ms, moves in steps if not moves]
+    moving = [(step.ms, step.move_ms) for step in steps if step.move_ms is not None]
+    still = [step.ms for step in steps if step.move_ms is None]
     median = statistics.median(still)
-    row.worst_step_ratio = max(moving, default=0.0) / median
+    row.slowest = [(ms / median, move_ms) for ms, move_ms in sorted(moving)[:-6:-1]]
+    row.worst_step_ratio = max((ratio for ratio, _ in row.slowest), default=0.0)
     row.worst_other_ratio = max(still[-len(moving) :], default=0.0) / median
     row.moved_bytes, row.fetched = last["fetched_bytes"], last["fetched"]
     row.move_seconds = last["seconds"]
@@ -218,6 +229,10 @@ def report(rows: list[Row]) -> None:
         for row in rows
     ]
     print_table(header.split(), cells)
+    for row in rows:
+        if row.slowest:
+            told = ", ".join(f"{ratio:.2f} ({ms:.1f} ms)" for ratio, ms in row.slowest)
+            print(f"{row.ranks} ranks, {row.algorithm}: slowest (host's part) {told}")
 
 
 def main() -> None:

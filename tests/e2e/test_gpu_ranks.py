@@ -32,6 +32,13 @@ WHOLE = {"enable_dp_lm_head": True, "moe_dense_tp_size": 1}
 TENSORS = {"tp_size": 2, "ep_size": 2}
 DETERMINISTIC = {"enable_deterministic_inference": True}
 LAUNCHES = {"disable_cuda_graph": True}
+MOVES = {
+    "enable_eplb": True,
+    "ep_num_redundant_experts": 4,
+    "eplb_algorithm": "deepseek",
+    "eplb_rebalance_num_iterations": 3,
+    "eplb_max_bytes_per_step": 30_000,
+}
 BACKENDS = ("none", "mooncake", "mori", "flashinfer", "ascend_fuseep")
 SMALL = {"page_size": 4, "chunked_prefill_size": 32, "max_running_requests": 6}
 GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
@@ -66,6 +73,7 @@ def pairs_of_ranks(backend: str) -> dict[str, Any]:
 
 SLOW = {
     "tensors": TENSORS,
+    "deepep": groups(2, "deepep") | WHOLE,
     **{backend: groups(2, backend) | WHOLE for backend in BACKENDS},
     "launches": groups(2, "deepep") | WHOLE | LAUNCHES,
     "deterministic": groups(2, "deepep") | WHOLE | DETERMINISTIC,
@@ -109,7 +117,7 @@ def routed(engine: Engine) -> Any:
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param(groups(2, "deepep") | WHOLE, id="deepep"),
+        pytest.param(groups(2, "deepep") | WHOLE | MOVES, id="deepep, experts move"),
         pytest.param(parts("deepep"), id="parts"),
         *(pytest.param(flags, id=name, marks=pytest.mark.slow) for name, flags in SLOW.items()),
     ],
@@ -140,6 +148,7 @@ def test_ranks_give_the_tokens_of_one(
         assert "poison in combine" in reason(told[3])["message"]
         info = engine.get_server_info()
         assert info["failed_steps"] > 0 and len(info["ranks"]) == flags["tp_size"]
+        assert (engine.get_stats().ranks[0].moves.rebalances > 0) == ("enable_eplb" in flags)
         check_death(engine)
     if "disable_cuda_graph" not in flags:
         ran = {tuple(map(int, line.split())) for line in buckets.read_text().splitlines()}
@@ -267,14 +276,7 @@ def test_a_rank_that_dies_leaves_nothing_on_the_gpu(ranks: int) -> None:
 @pytest.mark.parametrize("mode", [pytest.param(mode, marks=GPU) for mode in ("auto", "normal")])
 def test_experts_move_between_ranks_on_one_gpu(mode: str) -> None:
     """Every few steps, while graphs are replayed: no token changes."""
-    flags = groups(4, "deepep") | {
-        "deepep_mode": mode,
-        "enable_eplb": True,
-        "ep_num_redundant_experts": 4,
-        "eplb_algorithm": "deepseek",
-        "eplb_rebalance_num_iterations": 3,
-        "eplb_max_bytes_per_step": 30_000,
-    }
+    flags = groups(4, "deepep") | MOVES | {"deepep_mode": mode}
     expected, _ = of_one("qwen3_moe")
     with nothing_left(), Engine(model_path=model_path("qwen3_moe"), **ON_GPU, **flags) as engine:
         for _ in range(12):

@@ -88,6 +88,14 @@ class CopyBuffers:
             self._end = torch.cuda.Event(enable_timing=True)
             self._end.record()
 
+    def warm_up(self, work: Callable[[], None]) -> None:
+        """Runs `work` and waits for it. It does not count, and what it found damaged neither."""
+        self.start(work)
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._seconds, self._bytes, self._begin = 0.0, 0, None
+        self.forget()
+
     def count_bytes(self, nbytes: int) -> None:
         """Counts what `start` has copied."""
         self._bytes += nbytes
@@ -279,6 +287,12 @@ class ChunkCopy:
         staged.copy_(self._buffers.outbox(arrival.rank)[piece.begin - first : piece.end - first])
         sent_sum = self._buffers.sums(arrival.rank)[arrival.sent.place]
         self._buffers.count_wrong(word_sum(staged) != sent_sum)
+
+    def warm_up(self) -> None:
+        """Writes and stages the first round of everything."""
+        self.write(0)
+        for piece in self.pieces(0):
+            self.stage(piece, 0)
 
     def adopt(self, layer: int, slots: Sequence[int]) -> int:
         """Copies what is staged for some slots of a layer into those that are this rank's. Returns

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moesaic.balance.moves import moves_of_layer
+from moesaic.balance.moves import SlotMove, moves_of_layer
 from moesaic.balance.problem import Floats, Ints, fetched_slots
 from moesaic.comm.errors import PeerTimeout, WindowAborted
 from moesaic.comm.supervise.control_page import EpochChanged, StepRolledBack
@@ -148,6 +148,23 @@ class Rebalancer:
         for longer than a step."""
         if self.is_leader:
             self._planner_start = _aside(self._planner.start)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Copies an expert in every way and updates all placements to what they are. On a GPU new
+        kernels, pinned memory and memory of another stream stop what it computes: later they would
+        hold up a step."""
+        layout, layers = self._layout, self._layers
+        own = layout.first_slot
+        other = (own + layout.slots_per_rank) % layout.num_slots
+        sent = ChunkCopy(layers[:1], [[SlotMove(other, own), SlotMove(own, other)]], self._copies)
+        kept = ChunkCopy(layers[:1], [[SlotMove(own, own)]], self._copies)
+        self._copies.warm_up(sent.warm_up)
+        self._copies.warm_up(kept.warm_up)
+        kept.adopt(0, [own])
+        for layer in layers:
+            layer.update_placement(layer.placement)
+            layer.load.placement_version = 0
 
     def wait_for_planner(self) -> None:
         """Waits for what `start_planner` began. If that failed, the first plan tries again."""

@@ -112,6 +112,8 @@ class ModelRunner:
         if asynchronous:
             self.steps = AsynchronousSteps(self, args, sizes, queries)
             self.steps.prepare(() if args.skip_server_warmup else steps)
+            if self.rebalancer is not None:
+                self.rebalancer.warm_up()
             self.reset_statistics()
             self._log_gpu_memory(self.steps)
         else:
