@@ -12,6 +12,7 @@ from moesaic.cli.common import (
     requires_extra,
     set_up_logging,
 )
+from moesaic.comm.launch.node_place import find_place
 from moesaic.comm.launch.torchrun import Torchrun
 from moesaic.config.args import ServerArgs
 from moesaic.config.parser import FlagParser
@@ -22,19 +23,34 @@ logger = logging.getLogger(__name__)
 
 DESCRIPTION = """\
 Serve a Mixture-of-Experts model over HTTP.
-With --nnodes run the same command on every node, with its --node-rank; node 0 is the server."""
+With --nnodes run the same command on every node, with its --node-rank; node 0 is the server.
+Slurm's srun, a LeaderWorkerSet, mpirun and torchrun tell which node it is."""
 
 
 def run(argv: Sequence[str]) -> int:
     parser = FlagParser("moesaic serve", "moesaic serve MODEL [flags]", DESCRIPTION)
     add_model(parser)
     parser.add_flags(ServerArgs)
-    args, notes = read_args_and_notes(parser.parse(argv))
+    given = parser.parse(argv)
+    args, notes = read_args_and_notes(given)
     set_up_logging(args.log_level)
     for note in notes:
         logger.info("%s", note)
     torchrun = Torchrun.find()
-    return _start(args) if torchrun is None else _start_under(torchrun, args)
+    if torchrun is not None:
+        return _start_under(torchrun, args)
+    names_nodes = given.get("nnodes") is not None or args.nnodes > 1 or args.node_rank > 0
+    return _start(args if names_nodes else _placed(args))
+
+
+def _placed(args: ServerArgs) -> ServerArgs:
+    """The arguments with what the launcher says of this node, if one does."""
+    place = find_place()
+    if place is None:
+        return args
+    address = args.dist_init_addr or place.address
+    logger.info("%s", replace(place, address=address))
+    return replace(args, nnodes=place.nnodes, node_rank=place.node_rank, dist_init_addr=address)
 
 
 def _start_under(torchrun: Torchrun, args: ServerArgs) -> int:

@@ -282,15 +282,15 @@ import msgspec
 from moesaic.comm.launch.service import Service, ServiceSpec, host_ranks
 logging.basicConfig(level="INFO", format="%(message)s")
 spec = msgspec.json.decode(sys.argv[1], type=ServiceSpec)
-sys.exit(host_ranks(Service(spec)))
+sys.exit(host_ranks(Service(spec), float(sys.argv[2])))
 """
 
 
 @contextmanager
-def node_process(wanted: ServiceSpec) -> Iterator[subprocess.Popen[str]]:
+def node_process(wanted: ServiceSpec, patience: float = 0.0) -> Iterator[subprocess.Popen[str]]:
     """A node as the command line runs it."""
     process = subprocess.Popen(
-        [sys.executable, "-c", NODE, msgspec.json.encode(wanted).decode()],
+        [sys.executable, "-c", NODE, msgspec.json.encode(wanted).decode(), str(patience)],
         env={**os.environ, **SECRET},
         cwd=Path(__file__).parents[2],
         stderr=subprocess.PIPE,
@@ -337,6 +337,29 @@ def test_a_node_that_is_ended(number: signal.Signals):
         assert fault.message == f"node 1 has left: {reason}"
         assert f"joined node 0 at 127.0.0.1:{port}; ranks 2 to 3 are here" in log
         assert log.index("joined node 0") < log.index("node 1 is ready")
+
+
+@pytest.mark.parametrize("how", ["node 0 ends", "told again", "too late"])
+def test_a_node_that_is_told_to_stop_waits_for_node_0(how: str):
+    """Node 0 may have been told, too, and lets open requests finish."""
+    port, patience = free_port(), 1.0 if how == "too late" else 60.0
+    with node_process(spec(1, port), patience) as second:
+        first = Service.start(spec(0, port), SECRET)
+        try:
+            start_stepping(first)
+            log = until(second, "node 1 is ready")
+            second.send_signal(signal.SIGTERM)
+            log += until(second, f"SIGTERM: node 1 waits for node 0 for up to {patience:g} s")
+            if how == "told again":
+                second.send_signal(signal.SIGINT)
+            if how != "node 0 ends":
+                assert "node 1 has left: it was stopped by SIG" in fault_of(first).message
+        finally:
+            first.close()
+        log += second.communicate(timeout=60)[1]
+    assert second.returncode == 0
+    end = {"told again": "SIGINT: node 1 leaves", "too late": "SIGTERM: node 1 leaves"}
+    assert end.get(how, "node 0 has ended the service: node 1 ends") in log
 
 
 def test_a_node_that_is_ended_while_it_waits():

@@ -242,16 +242,19 @@ class Service:
         return self._fault
 
 
-def host_ranks(service: Service) -> int:
-    """Runs a node other than node 0 until the service or this node ends; the exit status."""
+def host_ranks(service: Service, patience: float = 0.0) -> int:
+    """Runs a node other than node 0 until the service or this node ends; the exit status. Launchers
+    tell all nodes to stop at once: then node 0 lets open requests finish, for which this one waits
+    up to `patience` seconds."""
     node = service.spec.node_rank
-    with handling_signals(partial(_leave, service)):
+    with handling_signals(_Leaving(service, patience)):
         try:
             service.connect()
             logger.info("node %d is ready", node)
             while not isinstance(message := service.receive(None), Stop | Fault):
                 pass
         finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
             service.close()
     if isinstance(message, Fault):
         logger.error("%s", message.message)
@@ -260,12 +263,28 @@ def host_ranks(service: Service) -> int:
     return 0
 
 
-def _leave(service: Service, number: int, _: FrameType | None) -> None:
-    """Exits with status 0, like a server; while starting, with the status of the signal."""
-    name = signal.Signals(number).name
-    logger.info("%s: node %d leaves", name, service.spec.node_rank)
-    service.stop_message = Stop(f"it was stopped by {name}")
-    sys.exit(0 if service.facts else 128 + number)
+class _Leaving:
+    """What a node does when it is told to stop: it leaves at once while it starts, and the second
+    time."""
+
+    def __init__(self, service: Service, patience: float) -> None:
+        self._service, self._patience = service, patience
+
+    def __call__(self, number: int, _: FrameType | None) -> None:
+        """Exits with status 0, like a server; while starting, with the status of the signal."""
+        name, node = signal.Signals(number).name, self._service.spec.node_rank
+        if self._patience and self._service.facts:
+            logger.info("%s: node %d waits for node 0 for up to %g s", name, node, self._patience)
+            signal.signal(signal.SIGALRM, partial(self._leave, name))
+            signal.setitimer(signal.ITIMER_REAL, self._patience)
+            self._patience = 0.0
+        else:
+            self._leave(name, number)
+
+    def _leave(self, name: str, number: int, _: FrameType | None = None) -> None:
+        logger.info("%s: node %d leaves", name, self._service.spec.node_rank)
+        self._service.stop_message = Stop(f"it was stopped by {name}")
+        sys.exit(0 if self._service.facts else 128 + number)
 
 
 def _spawn(spec: ServiceSpec, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -30,6 +30,8 @@ from moesaic.observe.spans import SpanKind, Spans
 logger = logging.getLogger(__name__)
 
 TARGET = "moesaic.engine.worker.worker:run"
+# What a server may take to stop after its open requests have ended.
+STOP_SECONDS = 15.0
 
 
 class CoreClient:
@@ -231,7 +233,8 @@ def start_ranks(args: ServerArgs, mesh: Mesh) -> CoreClient:
 def serve_node(args: ServerArgs) -> int:
     """Runs the ranks of a further node until the first node ends the service; an exit status."""
     args = replace(args, model_path=model_folder(args))
-    return host_ranks(Service(service_spec(args, mesh_of(args))))
+    patience = args.drain_timeout + STOP_SECONDS
+    return host_ranks(Service(service_spec(args, mesh_of(args))), patience)
 
 
 def service_spec(args: ServerArgs, mesh: Mesh) -> ServiceSpec:

@@ -1,0 +1,108 @@
+"""Services of two nodes as launchers start them, on one machine: Slurm by its batch script with an
+srun of our own, a LeaderWorkerSet by its variables."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from moesaic import Engine
+from tests.distributed.test_nodes import free_port
+from tests.e2e.grid import model_path
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+SCRIPT = Path(__file__).parents[2] / "deploy/slurm/serve.sbatch"
+FLAGS = "--tp 2 --ep 2 --moe-a2a-backend deepep --skip-tokenizer-init".split()
+PROMPT = {
+    "input_ids": [5, 6, 7, 8, 9],
+    "sampling_params": {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True},
+}
+# Starts the command twice with the variables of two tasks, and ends both with a signal.
+SRUN = f"""#!{sys.executable}
+import os, signal, subprocess, sys
+at = sys.argv.index("moesaic")
+assert sys.argv[1:at] == "--ntasks-per-node 1 --kill-on-bad-exit 1".split(), sys.argv
+step = {{"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2"}}
+step |= {{"SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": "7"}}
+tasks = [
+    subprocess.Popen(sys.argv[at:], env=os.environ | step | {{"SLURM_NODEID": str(n)}})
+    for n in range(2)
+]
+signal.signal(signal.SIGTERM, lambda *_: [task.terminate() for task in tasks])
+sys.exit(max(abs(task.wait()) for task in tasks))
+"""
+
+
+@contextmanager
+def ended(*processes: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Ends them with SIGTERM, which they follow with status 0."""
+    try:
+        yield
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+        assert [process.wait(60) for process in processes] == [0] * len(processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def answer(port: int) -> list[int]:
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 120
+    while True:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                break
+        except (urllib.error.URLError, ConnectionError):
+            assert time.monotonic() < deadline, "the server has not come up"
+            time.sleep(0.2)
+    data, kind = json.dumps(PROMPT).encode(), {"Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(f"{url}/generate", data, kind)) as reply:
+        found: list[int] = json.load(reply)["output_ids"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[int]:
+    with Engine(model_path=model_path("qwen3_moe"), skip_tokenizer_init=True) as engine:
+        found: list[int] = engine.generate(**PROMPT)["output_ids"]  # type: ignore[call-overload]
+    return found
+
+
+def environment(**more: str) -> dict[str, str]:
+    here = str(Path(sys.executable).parent)
+    shared = {"PATH": f"{here}:{os.environ['PATH']}", "MASTER_PORT": str(free_port())}
+    return os.environ | shared | more
+
+
+def test_slurm(tmp_path: Path, expected: list[int]) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text(SRUN, encoding="utf-8")
+    srun.chmod(0o700)
+    given, port = environment(), free_port()
+    given["PATH"] = f"{tmp_path}:{given['PATH']}"
+    words = [str(SCRIPT), model_path("qwen3_moe"), *FLAGS, "--port", str(port)]
+    with ended(subprocess.Popen(words, env=given)):
+        assert answer(port) == expected
+
+
+def test_leader_worker_set(expected: list[int]) -> None:
+    port, group = free_port(), environment(LWS_LEADER_ADDRESS="localhost", LWS_GROUP_SIZE="2")
+    words = ["moesaic", "serve", model_path("qwen3_moe"), *FLAGS, "--port", str(port)]
+    pods = [
+        subprocess.Popen(words, env=group | {"LWS_WORKER_INDEX": str(index)}) for index in (1, 0)
+    ]
+    with ended(pods[1]):  # the first pod's server ends the service
+        assert answer(port) == expected
+    assert pods[0].wait(60) == 0

@@ -1,0 +1,120 @@
+"""What launchers say in the environment about the nodes of a service."""
+
+from __future__ import annotations
+
+import pytest
+
+from moesaic.cli.main import main
+from moesaic.comm.launch.node_place import NodePlace, find_place, first_host
+
+SLURM = {
+    "SLURM_JOB_ID": "71042",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_NODES": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NODELIST": "gpu[003-005],gpu9",
+    "SLURM_NODEID": "2",
+}
+LWS = {
+    "LWS_LEADER_ADDRESS": "moesaic-0.moesaic.default",
+    "LWS_GROUP_SIZE": "2",
+    "LWS_WORKER_INDEX": "1",
+}
+MPI = {
+    "OMPI_COMM_WORLD_SIZE": "3",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+}
+MASTER = {"MASTER_ADDR": "fd00::7", "MASTER_PORT": "1234"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        (SLURM, (4, 2, "gpu003:29542")),
+        (SLURM | {"MASTER_ADDR": "10.0.0.1"}, (4, 2, "10.0.0.1:29542")),
+        (SLURM | MASTER, (4, 2, "[fd00::7]:1234")),
+        (LWS, (2, 1, "moesaic-0.moesaic.default:29500")),
+        (MPI, (3, 1, None)),
+        (MPI | MASTER, (3, 1, "[fd00::7]:1234")),
+        (SLURM | MPI, (4, 2, "gpu003:29542")),  # mpirun's variables come from srun, too
+    ],
+)
+def test_places(environment: dict[str, str], expected: tuple[int, int, str | None]):
+    place = find_place(environment)
+    assert place is not None
+    assert (place.nnodes, place.node_rank, place.address) == expected
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        MASTER,
+        {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"},
+        SLURM | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "8"},
+        LWS | {"LWS_GROUP_SIZE": "1", "LWS_WORKER_INDEX": "0"},
+        MPI | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
+    ],
+    ids=["nothing", "only an address", "a batch script", "one node", "one pod", "one process"],
+)
+def test_one_node(environment: dict[str, str]):
+    assert find_place(environment) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "32"}, "32 tasks on 4 nodes.*--ntasks-per-node 1"),
+        (SLURM | {"SLURM_NODEID": ""}, "SLURM_NODEID=''.*give --nnodes, --node-rank"),
+        (LWS | {"LWS_GROUP_SIZE": "two"}, "LWS_GROUP_SIZE='two'"),
+        (MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, "8 processes.*--map-by ppr:1:node"),
+    ],
+)
+def test_wrong_environments(environment: dict[str, str], words: str):
+    with pytest.raises(ValueError, match=words):
+        find_place(environment)
+
+
+def test_words():
+    place = NodePlace("Open MPI", 3, 1, None)
+    assert str(place) == "Open MPI: this is node 1 of 3"
+    assert str(find_place(SLURM)) == (
+        "step 0 of Slurm's job 71042: this is node 2 of 4, which meet at gpu003:29542"
+    )
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("node7", "node7"),
+        ("a,b", "a"),
+        ("gpu[003-007,9],login1", "gpu003"),
+        ("gpu[1,3-4]x,b[1-2]", "gpu1x"),
+        ("r[1-2]n[02,04]", "r1n02"),
+        ("a-b[7].c.org,d", "a-b7.c.org"),
+        ("", ""),
+    ],
+)
+def test_first_host(hosts: str, first: str):
+    assert first_host(hosts) == first
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--tp 3", "cannot be divided evenly by --nnodes 2"),
+        ("--tp 2", "the name 'moesaic-0.moesaic.invalid' has no address"),
+        ("--tp 2 --dist-init-addr 0.0.0.0:80", "0.0.0.0:80: other nodes cannot connect to it"),
+        ("--tp 3 --nnodes 1", "no/such/model"),
+        ("--tp 3 --nnodes 3 --node-rank 1 --dist-init-addr 0.0.0.0:80", "0.0.0.0:80: other nodes"),
+    ],
+    ids=["nodes", "address", "address given", "one node given", "nodes given"],
+)
+def test_serve_reads_the_environment_unless_flags_say_something_else(
+    flags: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for name, value in (LWS | {"LWS_LEADER_ADDRESS": "moesaic-0.moesaic.invalid"}).items():
+        monkeypatch.setenv(name, value)
+    assert main(["serve", "no/such/model", *flags.split()]) == 2
+    assert words in capsys.readouterr().err
