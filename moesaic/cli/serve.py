@@ -1,8 +1,12 @@
 """`moesaic serve MODEL …`: the HTTP server."""
 
+import importlib
 import logging
+import os
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from moesaic.cli.common import (
     add_model,
@@ -12,7 +16,7 @@ from moesaic.cli.common import (
     requires_extra,
     set_up_logging,
 )
-from moesaic.comm.launch.node_place import find_place
+from moesaic.comm.launch.node_place import NodePlace, find_place, ray_place
 from moesaic.comm.launch.torchrun import Torchrun
 from moesaic.config.args import ServerArgs
 from moesaic.config.parser import FlagParser
@@ -24,7 +28,8 @@ logger = logging.getLogger(__name__)
 DESCRIPTION = """\
 Serve a Mixture-of-Experts model over HTTP.
 With --nnodes run the same command on every node, with its --node-rank; node 0 is the server.
-Slurm's srun, a LeaderWorkerSet, mpirun and torchrun tell which node it is."""
+Slurm's srun, a LeaderWorkerSet, mpirun and torchrun tell which node it is; with --use-ray it starts
+the other nodes itself."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -39,18 +44,32 @@ def run(argv: Sequence[str]) -> int:
     torchrun = Torchrun.find()
     if torchrun is not None:
         return _start_under(torchrun, args)
+    if args.use_ray:
+        return _start_with_ray(argv, args)
     names_nodes = given.get("nnodes") is not None or args.nnodes > 1 or args.node_rank > 0
-    return _start(args if names_nodes else _placed(args))
+    return _start(args if names_nodes else _placed(args, find_place()))
 
 
-def _placed(args: ServerArgs) -> ServerArgs:
+def _placed(args: ServerArgs, place: NodePlace | None) -> ServerArgs:
     """The arguments with what the launcher says of this node, if one does."""
-    place = find_place()
     if place is None:
         return args
     address = args.dist_init_addr or place.address
     logger.info("%s", replace(place, address=address))
     return replace(args, nnodes=place.nnodes, node_rank=place.node_rank, dist_init_addr=address)
+
+
+def _start_with_ray(argv: Sequence[str], args: ServerArgs) -> int:
+    args = replace(args, dist_init_addr=None)  # Ray knows the address of node 0
+    if (place := ray_place()) is not None:
+        return _start(_placed(args, place))
+    resolve(replace(args, nnodes=1))  # before Ray starts anything
+    with requires_extra("--use-ray", "ray", "ray"):
+        importlib.import_module("ray")
+    from moesaic.comm.launch.ray_nodes import ray_nodes
+
+    with ray_nodes(argv, args.nnodes, partial(os.kill, os.getpid(), signal.SIGTERM)) as place:
+        return _start(_placed(args, place))
 
 
 def _start_under(torchrun: Torchrun, args: ServerArgs) -> int:

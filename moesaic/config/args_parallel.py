@@ -103,6 +103,11 @@ class ParallelArgs:
         aliases=("--nccl-init-addr",),
         metavar="HOST:PORT",
     )
+    use_ray: bool = flag(
+        False,
+        "Start the other nodes on a Ray cluster, of which this machine is a part; without "
+        "--nnodes all of it.",
+    )
     dist_timeout: float | None = flag(
         None, "Seconds that a rank waits for its peers in one operation; unset: 300.", above=0
     )

@@ -1,5 +1,6 @@
 """Services of two nodes as launchers start them, on one machine: Slurm by its batch script with an
-srun of our own, a LeaderWorkerSet by its variables."""
+srun of our own, a LeaderWorkerSet by its variables, Ray by a cluster of two nodes where it is
+installed."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from moesaic import Engine
@@ -106,3 +108,52 @@ def test_leader_worker_set(expected: list[int]) -> None:
     with ended(pods[1]):  # the first pod's server ends the service
         assert answer(port) == expected
     assert pods[0].wait(60) == 0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """The address of a Ray cluster of two nodes, which this machine plays."""
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    made.add_node(num_cpus=1)
+    made.wait_for_nodes()
+    yield made.address
+    made.shutdown()
+
+
+def ray_server(cluster: str, port: int, *more: str) -> subprocess.Popen[bytes]:
+    words = ["moesaic", "serve", model_path("qwen3_moe"), *FLAGS, "--port", str(port), *more]
+    given = environment(RAY_ADDRESS=cluster)
+    return subprocess.Popen([*words, "--use-ray"], env=given, stderr=subprocess.PIPE)
+
+
+def test_ray(cluster: str, expected: list[int]) -> None:
+    server = ray_server(cluster, port := free_port())
+    with ended(server):
+        assert answer(port) == expected
+
+
+def test_an_actor_of_ray_that_is_killed(cluster: str) -> None:
+    server = ray_server(cluster, port := free_port())
+    try:
+        answer(port)
+        (actor,) = [
+            process
+            for process in psutil.process_iter(["cmdline"])
+            if (process.info["cmdline"] or [""])[0].startswith("ray::RayNode")
+        ]
+        actor.kill()
+        _, said = server.communicate(timeout=60)
+    finally:
+        server.kill()
+    assert server.returncode == 1
+    assert b"Ray's actor of node 1 has ended: " in said
+    assert b"node 1 has left" in said or b"node 1 is lost" in said
+
+
+def test_too_few_nodes_of_ray(cluster: str) -> None:
+    server = ray_server(cluster, free_port(), "--nnodes", "3", "--tp", "3", "--ep", "1")
+    _, said = server.communicate(timeout=60)
+    assert server.returncode == 2 and b"Ray's cluster has 2 nodes: start more" in said

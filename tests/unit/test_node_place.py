@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from moesaic.cli.main import main
@@ -118,3 +120,18 @@ def test_serve_reads_the_environment_unless_flags_say_something_else(
         monkeypatch.setenv(name, value)
     assert main(["serve", "no/such/model", *flags.split()]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_an_actor_of_ray_prevails_over_flags(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("MOESAIC_RAY_PLACE", "1 2 node-0.invalid:29500")
+    flags = "--tp 2 --use-ray --nnodes 9 --dist-init-addr 0.0.0.0:80"
+    assert main(["serve", "no/such/model", *flags.split()]) == 2
+    assert "the name 'node-0.invalid' has no address" in capsys.readouterr().err
+
+
+def test_without_ray(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main(["serve", "tiny:qwen3_moe", "--use-ray", "--tp", "2"]) == 2
+    assert "pip install 'moesaic[ray]'" in capsys.readouterr().err

@@ -15,6 +15,8 @@ from typing import Final
 Environment = Mapping[str, str]
 # Where nodes meet if MASTER_PORT is not set. Jobs of Slurm may share a node, so each has its own.
 PORT: Final = 29500
+# How an actor of Ray tells its command: node, nodes and address.
+RAY_PLACE: Final = "MOESAIC_RAY_PLACE"
 JOB_PORTS: Final = 1000
 
 
@@ -39,6 +41,14 @@ def find_place(environment: Environment = os.environ) -> NodePlace | None:
         if place is not None and place.nnodes > 1:
             return place
     return None
+
+
+def ray_place(environment: Environment = os.environ) -> NodePlace | None:
+    """What the actor of this node says; None if no actor started this process."""
+    if RAY_PLACE not in environment:
+        return None
+    node, nodes, address = environment[RAY_PLACE].split()
+    return NodePlace("Ray", int(nodes), int(node), address)
 
 
 def _slurm(environment: Environment) -> NodePlace | None:
