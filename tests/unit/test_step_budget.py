@@ -410,23 +410,3 @@ def test_prompts_are_bounded_also_if_the_decoding_requests_wait_for_their_token(
     scheduler.add(make_request(list(range(1000, 1600)), 50, 2))
     work = work_of(scheduler.schedule().items)
     assert (work.decode_tokens, work.prompt_tokens) == (0, 64)
-
-
-def test_cached_tokens_are_attended_to_but_not_computed():
-    """The budget of a step counts what a waiting request would not find in the cache."""
-    scheduler, seen = scheduler_of(), list[list[tuple[int, int]]]()
-
-    class Noted(StepBudget):
-        def prompt_tokens(self, most, decodes, prompts, count):  # type: ignore[no-untyped-def]
-            seen.append(list(prompts))
-            return PromptBudget(most, most)
-
-    scheduler.step_budget = Noted()
-    scheduler.add(make_request(list(range(40)), 1, 1))
-    run(scheduler, 1)
-    scheduler.kv.share(scheduler.running[0], 40)
-    scheduler.finish(scheduler.running[0])
-    scheduler.add(make_request([*range(40), 90, 91], 50, 2))
-    scheduler.add(make_request(list(range(200, 230)), 50, 3))
-    run(scheduler, 1)
-    assert seen == [[(0, 40)], [(40, 2), (0, 30)]]

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from operator import attrgetter
 from typing import Final, NamedTuple
 
@@ -240,7 +240,7 @@ class Scheduler:
         if not filling and not self.waiting:
             return
         filled = ((request.num_computed, _uncomputed(request)) for request in filling)
-        new = map(self._cached_and_not, islice(self.waiting, len(self._free_rows)))
+        new = ((0, len(request.token_ids)) for request in self.waiting)
         work = work_of(planned.values(), self.decode_table.first(rows))
         decodes, prompts = heaviest([work, self._awaiting]), chain(filled, new)
         count = len(filling) + len(self.waiting)
@@ -252,12 +252,6 @@ class Scheduler:
         computes = bool(planned) or len(rows) > 0 or decodes.decode_tokens > 0
         if self.waiting and not (only is None and self._hold_back(computes)):
             self._admit(budget, self.config.max_prompts - len(filling), planned, only)
-
-    def _cached_and_not(self, request: Request) -> tuple[int, int]:
-        """The tokens of a waiting request that it would find in the cache, and the others."""
-        _, pages = self.kv.lookup(request)
-        cached = len(pages) * self.kv.page_size
-        return cached, len(request.token_ids) - cached
 
     def _hold_back(self, computes: bool) -> bool:
         """Whether waiting requests stay for other groups. `computes`: others wait for the step."""
