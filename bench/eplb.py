@@ -196,6 +196,8 @@ def move(engine: Engine, args: argparse.Namespace, row: Row) -> None:
             break
     else:
         raise RuntimeError(f"experts still move after {len(steps)} steps: {row}")
+    if last["outcome"] != "moved":
+        raise RuntimeError(f"no experts have moved: {last['outcome']}")
     moving = [(step.ms, step.move_ms) for step in steps if step.move_ms is not None]
     still = [step.ms for step in steps if step.move_ms is None]
     median = statistics.median(still)

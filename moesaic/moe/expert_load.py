@@ -122,7 +122,9 @@ class SlotLoad:
         table.clear(row, slots)
 
     def clear(self) -> None:
+        """As at the start: what was counted, and under which placement."""
         self.runner_ns, self._tokens = 0, [0] * len(self._tokens)
+        self.placement_version = 0
         if self.row is not None:
             table, row = self.row
             table.clear(row)

@@ -136,6 +136,7 @@ def test_ranks_give_the_tokens_of_one(
         scored = answers(one, PARAMS[:2], logprobs=True)
         experts = routed(one)
     with twins("qwen3_moe", **flags) as engine:
+        assert engine.get_server_info()["placement"]["version"] == 0, "nothing has moved"
         assert answers(engine, many) == expected
         assert answers(engine, many[:1]) == expected[:1]
         assert answers(engine, PARAMS[:2], logprobs=True) == scored

@@ -167,7 +167,9 @@ def test_buckets():
 
 def test_ranks_without_prompts_have_few_rows():
     sizes, sequences = (64, 128, 512), 100
-    graphs = MixedGraphs(sizes, sequences, lambda key: None, torch.device("cpu"), has_peers=True)
+    graphs = MixedGraphs(
+        sizes, sequences, lambda key: None, torch.device("cpu"), tokens_differ=True
+    )
     assert graphs.keys == [
         *(MixedKey(64, some, 64) for some in (16, 64)),
         *(MixedKey(128, some, 128) for some in (16, 64, 100)),
@@ -181,5 +183,5 @@ def test_ranks_without_prompts_have_few_rows():
                 assert key in graphs.keys and tokens <= key.tokens and singles <= key.sequences
                 assert key.tokens == (agreed if tokens > 128 else min(agreed, 128))
     # Decodes alone may not fit a captured size.
-    few = MixedGraphs((64,), sequences, lambda key: None, torch.device("cpu"), has_peers=True)
+    few = MixedGraphs((64,), sequences, lambda key: None, torch.device("cpu"), tokens_differ=True)
     assert {key.tokens for key in few.keys} == {64} and few.key(64, 3, 3) == MixedKey(64, 16, 64)

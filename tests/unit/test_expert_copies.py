@@ -76,3 +76,20 @@ def test_images_are_whole_words(layer: FusedMoE) -> None:
     image = ExpertImage((5, 16, 1))
     assert image.starts == [0, 16, 32, 48] and image.nbytes == 48
     assert BufferSizes.of([layer], 1001, 1).outbox == 992
+
+
+def test_a_warm_up_leaves_no_trace(layer: FusedMoE) -> None:
+    """Damage is what an unsynchronised read of another rank's outbox looks like."""
+    _, buffers = make_copy(layer)
+
+    def work() -> None:
+        buffers.count_bytes(1000)
+        buffers.count_wrong(torch.tensor(1))
+
+    buffers.start(work)
+    with pytest.raises(WrongExpert):
+        buffers.check()
+    assert buffers.rate is not None
+    buffers.warm_up(work)
+    buffers.check()
+    assert buffers.rate is None

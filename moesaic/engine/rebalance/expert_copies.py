@@ -89,7 +89,7 @@ class CopyBuffers:
             self._end.record()
 
     def warm_up(self, work: Callable[[], None]) -> None:
-        """Runs `work` and waits for it. It does not count, and what it found damaged neither."""
+        """Runs `work` and waits for it. Neither its time nor damage that it found counts."""
         self.start(work)
         if self._stream is not None:
             self._stream.synchronize()

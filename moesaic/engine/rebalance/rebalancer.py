@@ -151,9 +151,9 @@ class Rebalancer:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Copies an expert in every way and updates all placements to what they are. On a GPU new
-        kernels, pinned memory and memory of another stream stop what it computes: later they would
-        hold up a step."""
+        """Copies an expert in every way and updates all placements to what they are; statistics are
+        cleared afterwards. On a GPU new kernels, pinned memory and memory of another stream stop
+        what it computes: later they would hold up a step."""
         layout, layers = self._layout, self._layers
         own = layout.first_slot
         other = (own + layout.slots_per_rank) % layout.num_slots
@@ -164,7 +164,6 @@ class Rebalancer:
         kept.adopt(0, [own])
         for layer in layers:
             layer.update_placement(layer.placement)
-            layer.load.placement_version = 0
 
     def wait_for_planner(self) -> None:
         """Waits for what `start_planner` began. If that failed, the first plan tries again."""

@@ -30,6 +30,9 @@ class CapturedKey(Protocol):
     @property
     def rows(self) -> int: ...
 
+    @property
+    def name(self) -> str: ...
+
 
 class GraphKey(NamedTuple):
     sequences: int
@@ -39,6 +42,10 @@ class GraphKey(NamedTuple):
     @property
     def rows(self) -> int:
         return self.sequences * self.queries
+
+    @property
+    def name(self) -> str:
+        return f"{self.rows} rows"
 
 
 class MixedKey(NamedTuple):
@@ -51,6 +58,10 @@ class MixedKey(NamedTuple):
     @property
     def rows(self) -> int:
         return self.tokens
+
+    @property
+    def name(self) -> str:
+        return f"{self.tokens} rows, {self.agreed} of the largest rank"
 
 
 Key = TypeVar("Key", bound=CapturedKey)
@@ -105,7 +116,7 @@ class CapturedGraphs(Generic[Key]):
                 self._graphs[key] = self._capture(key, stream, pool)
             except torch.OutOfMemoryError as error:
                 raise ValueError(
-                    f"a CUDA graph of {key.rows} rows does not fit beside weights and KV cache: "
+                    f"a CUDA graph of {key.name} does not fit beside weights and KV cache: "
                     f"lower --mem-fraction-static, --max-total-tokens or {self.smaller}"
                 ) from error
         torch.cuda.synchronize(self._device)
@@ -169,15 +180,15 @@ class MixedGraphs(CapturedGraphs[MixedKey]):
         max_sequences: int,
         body: Callable[[MixedKey], None],
         device: torch.device,
-        has_peers: bool = False,
+        tokens_differ: bool = False,
     ) -> None:
-        """`has_peers`: whether ranks with other numbers of tokens take part in a step."""
+        """`tokens_differ`: whether ranks have tokens of their own."""
         self.tokens = tokens
         fewer = [size for size in SEQUENCE_BUCKETS if size < max_sequences]
         self._sequences = (*fewer, max_sequences)
         keys = [MixedKey(size, some, size) for size in tokens for some in self._sequences]
         keys = [key for key in keys if self._is_needed(key)]
-        self._few = self.bucket(max_sequences) if has_peers else None
+        self._few = self.bucket(max_sequences) if tokens_differ else None
         """Rows of ranks without prompts, if others may have more."""
         if self._few is not None:
             larger = (size for size in tokens if size > self._few)

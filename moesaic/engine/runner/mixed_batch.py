@@ -47,8 +47,8 @@ class MixedBatch:
         self._runner, self._uploads, self._future_tokens = runner, uploads, future_tokens
         device, ranks, most = runner.device, runner.ranks, max(sizes, default=0)
         self._buffers = runner.attention.mixed(most, runner.max_running) if sizes else None
-        tokens, has_peers = () if self._buffers is None else sizes, ranks.mesh.dp > 1
-        self.graphs = MixedGraphs(tokens, runner.max_running, self._compute, device, has_peers)
+        tokens, differ = () if self._buffers is None else sizes, ranks.mesh.dp > 1
+        self.graphs = MixedGraphs(tokens, runner.max_running, self._compute, device, differ)
         self._attention: dict[MixedKey, GpuAttention] = {}
         if self._buffers is not None:
             self._attention = {

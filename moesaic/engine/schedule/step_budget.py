@@ -10,26 +10,30 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-# How long a step may take if no flag says it. These multiples of its decodes alone: for long
-# prompts, and for short ones, which have their first token then. The last multiple of all of it but
-# the tokens of prompts, as otherwise most of it would go by reading weights. These milliseconds.
+# How long a step may take if no flag says it: as long as its decodes alone so many times, for long
+# prompts and for short ones, which have their first token then; and long enough that the tokens of
+# prompts take a third of it, as reading weights takes the rest. At least some milliseconds.
 LONG_TIMES: Final = 2.0
 SHORT_TIMES: Final = 3.0
 BASE_TIMES: Final = 1.5
 AUTO_MS: Final = 30.0
-# Where up to this many prompts wait for each request that decodes, long steps hold up few.
+# Where more prompts wait than requests decode, long steps hold up few: the bound for short prompts
+# rises with the prompts for each that decodes, up to this many.
 MOST_CROWD: Final = 3.0
 # A prompt is short if it takes up to this many steps by the bound for short ones.
 SHORT_STEPS: Final = 2
+# Tokens of short prompts beside a long one, whatever the bound: else they would wait for its end.
+SHORT_ROOM: Final = 256
 # Chunks that do not end a prompt are multiples of this, so that they end at full pages.
 CHUNK_MULTIPLE: Final = 64
-# From this many waves of computed tokens on, attending to them takes most of a chunk's time.
+# From this many waves of computed tokens on, a chunk that takes more than a wave takes whole ones.
 FAR_WAVES: Final = 4
 
 PRIOR_WEIGHT: Final = 0.02
@@ -199,31 +203,28 @@ def _mixed(work: StepWork) -> tuple[float, ...]:
 
 @dataclass(slots=True)
 class PromptBudget:
-    """The prompt tokens of a step: up to `short` of short prompts, up to `long` if others are among
-    them."""
+    """The prompt tokens of a step: up to `short_tokens` of short prompts, up to `long_tokens` if
+    others are among them."""
 
-    long: int
-    short: int
+    long_tokens: int
+    short_tokens: int
     multiple: int = 1
     """Chunks that do not end their prompts are multiples of this."""
-    wave: int = 1
-    """`StepBudget.wave`, of which chunks are multiples that attend to many tokens."""
+    most_short: int = 0
+    """The most tokens of a short prompt."""
     used: int = 0
 
     @property
     def is_spent(self) -> bool:
-        return self.used >= max(self.long, self.short)
+        return self.used >= max(self.long_tokens, self.short_tokens)
 
     def length(self, remaining: int, computed: int = 0, *, begun: bool) -> int:
         """How many of the remaining tokens of a prompt fit. `begun`: in an earlier step."""
-        is_short = computed + remaining <= SHORT_STEPS * self.short
-        is_short = is_short or (not begun and remaining <= self.short)
-        fitting = max(0, (self.short if is_short else self.long) - self.used)
-        multiple = self.multiple
-        if computed >= FAR_WAVES * self.wave:
-            multiple = self.wave
-            fitting = fitting if self.used else max(fitting, self.wave)
-        return remaining if remaining <= fitting else fitting - fitting % multiple
+        is_short = computed + remaining <= self.most_short
+        is_short = is_short or (not begun and SHORT_STEPS * remaining <= self.most_short)
+        most = self.short_tokens if is_short else self.long_tokens
+        fitting = max(0, most - self.used)
+        return remaining if remaining <= fitting else fitting - fitting % self.multiple
 
 
 @dataclass(slots=True)
@@ -234,7 +235,8 @@ class StepBudget:
     max_ms: float | None = 0.0
     cost: StepCost = field(default_factory=StepCost)
     wave: int = CHUNK_MULTIPLE
-    """Prompt tokens that the device attends with at once; one more takes as long as as many."""
+    """Prompt tokens for which the device computes attention at once. One more takes another such
+    time."""
     others: StepWork = field(default_factory=StepWork)
     """The work of the other groups in the last step: their requests wait for this group's."""
 
@@ -259,10 +261,36 @@ class StepBudget:
             min(most, _chunks(self.cost.most_tokens(ms) - base.decode_tokens))
             for ms in (long_ms, short_ms)
         )
-        long = self._tokens_within(long_ms - base_ms, most_long, prompts)
+        rest = iter(prompts)
+        first = next(rest, (0, 0))
+        long = self._tokens_within(long_ms - base_ms, most_long, chain([first], rest))
         short = long + int((short_ms - long_ms) / max(self.cost.prompt_ms.token, 1e-6))
         multiple = min(CHUNK_MULTIPLE, most)
-        return PromptBudget(long, max(long, min(most_short, short)), multiple, min(self.wave, most))
+        short = max(long, min(most_short, short))
+        found = PromptBudget(long, short, multiple, SHORT_STEPS * short)
+        if sum(first) <= found.most_short:
+            return found
+        return self._beside(found, first, most, count)
+
+    def _beside(
+        self, found: PromptBudget, first: tuple[int, int], most: int, count: int
+    ) -> PromptBudget:
+        """The budget of a step that begins with a long prompt, which leaves room for others."""
+        computed, length = first[0], sum(first)
+        room = 0 if count == 1 else min(SHORT_ROOM, most // 2)
+        long = min(most - room, max(found.long_tokens, self._least(computed)))
+        if long > self.wave and computed >= FAR_WAVES * self.wave:
+            long -= long % self.wave
+        long = max(found.multiple, long - long % found.multiple)
+        short = min(most, max(found.short_tokens, long + room))
+        return PromptBudget(long, short, found.multiple, min(SHORT_STEPS * short, length - 1))
+
+    def _least(self, computed: int) -> int:
+        """The tokens of a chunk whose products take as long as it takes to attend to the computed
+        ones: fewer would take hardly less time. No more than a wave."""
+        cost = self.cost.prompt_ms
+        attend_ms = (cost.reach + cost.pair * self.wave) * computed
+        return min(self.wave, _chunks(attend_ms / max(cost.token, 1e-6)))
 
     def _tokens_within(self, left: float, most: int, prompts: Iterable[tuple[int, int]]) -> int:
         """The tokens of prompts that take `left` milliseconds."""
