@@ -1,10 +1,10 @@
 """Loads that bench/serving.py drives a server with, over /generate with token ids, streamed.
 
-Latencies are those of SGLang's bench_serving. TTFT: from opening the connection of a request, which
-has one of its own, to the first event with tokens. ITL: between two events of a stream; an event
-with several tokens counts as often as it has tokens, each time with its share of the gap, and what
-comes with the first event counts for TTFT alone. TPOT: from the first to the last event, by the
-tokens after the first.
+Latencies are those of SGLang's bench_serving, which waits for text where ours waits for a token.
+TTFT: from opening the connection of a request, which has one of its own, to the first event with
+tokens. ITL: between two events of a stream; an event with several tokens counts as often as it has
+tokens, each time with its share of the gap, and what comes with the first event counts for TTFT
+alone. TPOT: from the first to the last event, by the tokens after the first.
 """
 
 from __future__ import annotations
