@@ -26,6 +26,7 @@ DESCRIPTION = """\
 Describe this machine, and which backends run here and why the others do not.
 With MODEL: the layers, experts and heads of every rank, and the bytes of its weights, KV cache and
 buffers. Accepts all flags of the server; loads and starts nothing.
+With --cluster: whether the nodes of a service can work together.
 The exit status is 1 if the command line cannot work."""
 MESH = "world nnodes replicas pp tp dp attention_tp ep moe_tp dense_tp vocab_tp"
 RANKS = "replica stage tp_rank dp_rank attention_rank ep_rank moe_tp_rank"
@@ -39,10 +40,21 @@ def run(argv: Sequence[str]) -> int:
         action="store_true",
         help="the same as JSON; flags that do not parse give an error and status 2",
     )
-    parser.flags.append("--json")
+    parser.add_argument(
+        "--cluster",
+        action="store_true",
+        help="run on all nodes at once: whether they meet, have the same versions and model, and "
+        "how fast each pair is connected",
+    )
+    parser.flags += ["--json", "--cluster"]
     parser.add_flags(ServerArgs)
     given = parser.parse(argv)
-    report = examine(read_args(given))
+    args = read_args(given)
+    if given["cluster"]:
+        from moesaic.cli.doctor_cluster import run as check_nodes
+
+        return check_nodes(args, given["json"])
+    report = examine(args)
     if given["json"]:
         print(json.dumps(report, indent=2))
     else:

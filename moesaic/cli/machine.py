@@ -44,7 +44,7 @@ def describe_machine() -> dict[str, Any]:
         "cuda_missing": cuda_missing() or None,
         "mps": describe_daemon(),
         "compiler": {"command": command, "path": shutil.which(command)},
-        "versions": {"python": platform.python_version(), **dict(_versions())},
+        "versions": {"python": platform.python_version(), **dict(package_versions())},
     }
 
 
@@ -90,7 +90,7 @@ def _gpus() -> Iterator[dict[str, Any]]:
     yield from map(describe_gpu, range(torch.cuda.device_count()))
 
 
-def _versions() -> Iterator[tuple[str, str | None]]:
+def package_versions() -> Iterator[tuple[str, str | None]]:
     for name in PACKAGES:
         try:
             yield name, version(name)

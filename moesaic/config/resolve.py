@@ -138,7 +138,7 @@ def _logged(args: ServerArgs) -> Iterator[FlagChange]:
             "skip_tokenizer_init", True, "a shape has no tokenizer: requests are token ids"
         )
     if args.nnodes > 1 and args.dist_init_addr is None:
-        yield FlagChange("dist_init_addr", _master_address(), "MASTER_ADDR and MASTER_PORT say so")
+        yield FlagChange("dist_init_addr", master_address(), "MASTER_ADDR and MASTER_PORT say so")
 
 
 def _defaults(args: ServerArgs) -> Iterator[FlagChange]:
@@ -278,7 +278,7 @@ def _nodes(args: ServerArgs) -> Iterator[str]:
 def _rendezvous(args: ServerArgs) -> Iterator[str]:
     source, address = "--dist-init-addr", args.dist_init_addr
     if args.nnodes > 1 and address is None:
-        source, address = "MASTER_ADDR:MASTER_PORT", _master_address()
+        source, address = "MASTER_ADDR:MASTER_PORT", master_address()
         if address is None:
             yield (
                 f"--nnodes {args.nnodes} without a rendezvous address: give all nodes "
@@ -292,7 +292,7 @@ def _rendezvous(args: ServerArgs) -> Iterator[str]:
         )
 
 
-def _master_address() -> str | None:
+def master_address() -> str | None:
     """The address of node 0 from the environment, as torchrun sets it."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not host or not port:

@@ -63,18 +63,25 @@ def family_of(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def own_addresses() -> list[str]:
-    """The addresses of this machine, those that other nodes may reach first."""
+def interfaces() -> list[tuple[str, str]]:
+    """The interfaces of this machine and their addresses."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):
                 answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
-                found.append(socket.inet_ntoa(answer[20:24]))
+                found.append((name, socket.inet_ntoa(answer[20:24])))
     with suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
-            found.append(str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))))
-    usable = [one for one in found if not ipaddress.ip_address(one).is_link_local]
+            address, *_, name = line.split()
+            found.append((name, str(ipaddress.IPv6Address(bytes.fromhex(address)))))
+    return found
+
+
+def own_addresses() -> list[str]:
+    """The addresses of this machine, those that other nodes may reach first."""
+    addresses = [one for _, one in interfaces()]
+    usable = [one for one in addresses if not ipaddress.ip_address(one).is_link_local]
     return sorted(usable, key=lambda one: ipaddress.ip_address(one).is_loopback)
 
 

@@ -1,0 +1,87 @@
+"""`moesaic doctor --cluster …`, on all nodes at once: whether they can work together."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from moesaic import __version__
+from moesaic.cli.doctor_text import table
+from moesaic.cli.machine import package_versions
+from moesaic.comm.launch.cluster_check import (
+    ClusterReport,
+    NodeFacts,
+    PairFacts,
+    check_cluster,
+    model_digest,
+)
+from moesaic.comm.launch.node_place import NodePlace, find_place
+from moesaic.comm.supervise.address import check_init_address
+from moesaic.config.args import ServerArgs
+from moesaic.config.resolve import master_address
+
+logger = logging.getLogger(__name__)
+
+
+def run(args: ServerArgs, as_json: bool) -> int:
+    place = _place(args)
+    assert place.address is not None
+    check_init_address(place.node_rank, place.address)
+    logger.info("%s", place)
+    versions = {"python": platform.python_version(), "moesaic": __version__}
+    versions |= {name: found or "none" for name, found in package_versions()}
+    report = check_cluster(place, versions, model_digest(args.model_path))
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(report), indent=2))
+    else:
+        print("\n".join(_lines(report)))
+    return 1 if report.problems else 0
+
+
+def _place(args: ServerArgs) -> NodePlace:
+    """As `moesaic serve` finds it."""
+    found = None if args.nnodes > 1 or args.node_rank else find_place()
+    if found is None:
+        found = NodePlace("--nnodes", args.nnodes, args.node_rank, None)
+    address = args.dist_init_addr or found.address or master_address()
+    if found.nnodes == 1:
+        raise ValueError(
+            "--cluster: which nodes? Run it on all of them with --nnodes N, --node-rank R and "
+            "--dist-init-addr HOST:PORT, or by srun or mpirun"
+        )
+    if address is None:
+        raise ValueError("--cluster: where do nodes meet? Give --dist-init-addr NODE0:PORT")
+    return NodePlace(found.launcher, found.nnodes, found.node_rank, address)
+
+
+def _lines(report: ClusterReport) -> Iterator[str]:
+    yield "Nodes"
+    head: Sequence[str] = ("node", "host", "address", "interface", "its Gbit/s", "RDMA", "torch")
+    yield from table(head, (_node(n, node) for n, node in enumerate(report.nodes)))
+    yield from ("", "Pairs, the first sends")
+    head = ("pair", "there and back us", "Gbit/s", "clock ahead ms")
+    yield from table(head, (_pair(name, pair) for name, pair in report.pairs.items()))
+    if report.notes:
+        yield from ("", "Worth knowing", *(f"  - {note}" for note in report.notes))
+    yield ""
+    if report.problems:
+        yield from ("This will not work well:", *(f"  - {one}" for one in report.problems))
+    else:
+        yield f"All {len(report.nodes)} nodes can work together."
+
+
+def _node(number: int, node: NodeFacts) -> tuple[str, ...]:
+    speed = f"{node.link_mbit / 1000:g}" if node.link_mbit else "?"
+    rdma = " ".join(node.rdma) or "none"
+    torch = node.versions.get("torch", "none")
+    return str(number), node.host, node.address, node.interface or "?", speed, rdma, torch
+
+
+def _pair(name: str, pair: PairFacts) -> tuple[str, ...]:
+    if pair.error:
+        return name, "-", "-", "-"
+    return name, f"{pair.latency_us:.0f}", f"{pair.gbit_s:.1f}", f"{1000 * pair.clock_s:.1f}"

@@ -1,0 +1,120 @@
+"""Nodes that look whether they can work together: processes of this machine play them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moesaic.comm.launch.cluster_check import (
+    NodeFacts,
+    PairFacts,
+    _bad_pairs,
+    _differences,
+    model_digest,
+)
+from tests.distributed.test_nodes import SECRET, free_port
+
+NODE = NodeFacts("a", "10.0.0.1", 1, "eth0", 1000, [], {"torch": "2.13.0"}, "m", True)
+OTHER = NodeFacts("b", "10.0.0.2", 1, "eth1", 1000, [], {"torch": "2.11.0"}, "n", True)
+
+
+def doctor(node: int, nodes: int, port: int, *more: str, **env: str) -> subprocess.Popen[str]:
+    words = f"--cluster --nnodes {nodes} --node-rank {node} --dist-init-addr 127.0.0.1:{port}"
+    return subprocess.Popen(
+        [sys.executable, "-m", "moesaic.cli.main", "doctor", *words.split(), *more],
+        env=os.environ | SECRET | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_three_nodes():
+    port = free_port()
+    nodes = [doctor(node, 3, port, "--json") for node in (2, 1, 0)]
+    said = [node.communicate(timeout=120) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0, 0], said
+    reports = [json.loads(out) for out, _ in said]
+    assert reports[0] == reports[1] == reports[2]
+    assert list(reports[0]["pairs"]) == ["0-1", "0-2", "1-2"]
+    for pair in reports[0]["pairs"].values():
+        assert pair["error"] == "" and pair["gbit_s"] > 0 and 0 < pair["latency_us"] < 1e6
+        assert abs(pair["clock_s"]) < 1.0
+    assert [node["address"] for node in reports[0]["nodes"]] == ["127.0.0.1"] * 3
+    assert {node["interface"] for node in reports[0]["nodes"]} == {"lo"}
+
+
+def test_missing_and_different_nodes():
+    """Node 1 has another model; of four nodes two are missing; one has another secret."""
+    port, missing, refused = free_port(), free_port(), free_port()
+    differ = [
+        doctor(node, 2, port, f"tiny:{name}") for node, name in enumerate(("dbrx", "mixtral"))
+    ]
+    late = [doctor(node, 4, missing) for node in (0, 2)]
+    wrong = doctor(0, 2, refused), doctor(1, 2, refused, MOESAIC_SECRET="another secret, as long")
+    for node in differ:
+        out, error = node.communicate(timeout=120)
+        assert node.returncode == 1, error
+        assert "node 1 (" in out and "has another model than node 0" in out
+    for node in late:
+        _, error = node.communicate(timeout=120)
+        assert node.returncode == 2 and "node 1, node 3 of 4 did not come to" in error
+    _, error = wrong[1].communicate(timeout=120)
+    assert wrong[1].returncode == 2 and "does not know this node's secret" in error
+    _, error = wrong[0].communicate(timeout=120)
+    assert wrong[0].returncode == 2 and "node 1 of 2 did not come to" in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("", "which nodes"),
+        ("--nnodes 2", "where do nodes meet"),
+        ("--nnodes 2 --dist-init-addr 0.0.0.0:80", "other nodes cannot connect to it"),
+    ],
+)
+def test_wrong_flags(flags: str, words: str):
+    command = [sys.executable, "-m", "moesaic.cli.main", "doctor", "--cluster", *flags.split()]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 2 and words in found.stderr
+
+
+def test_what_is_told():
+    assert list(_differences([NODE, NODE])) == []
+    assert list(_differences([NODE, OTHER])) == [
+        "node 0 has torch 2.13.0, node 1 2.11.0: install the same",
+        "node 1 (b) has another model than node 0: its config or the sizes of its files differ",
+    ]
+    nodes = [NODE, OTHER, NODE]
+    good = PairFacts(100.0, 9.0, 0.001)
+    assert list(_bad_pairs(nodes, {"0-1": good, "0-2": good})) == []
+    bad = {
+        "0-1": PairFacts(100.0, 0.9, 0.0),
+        "0-2": PairFacts(100.0, 9.0, -3.0),
+        "1-2": PairFacts(error="no connection to 10.0.0.1: refused"),
+    }
+    slow, clock, gone = _bad_pairs(nodes, bad)
+    assert slow.startswith("node 0 reaches node 1 over eth1 at 0.9 Gbit/s: if there is a faster")
+    assert clock == "the clocks of node 0 and node 2 differ by -3.0 s"
+    assert gone == "node 1 and node 2 (a): no connection to 10.0.0.1: refused"
+    # Slow by comparison, too.
+    uneven = {"0-1": PairFacts(100.0, 2.9, 0.0), "0-2": PairFacts(100.0, 10.0, 0.0)}
+    assert len(list(_bad_pairs(nodes, uneven))) == 1
+
+
+def test_model_digest(tmp_path: Path):
+    assert model_digest("tiny:dbrx") == "tiny:dbrx"
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"abc")
+    first = model_digest(str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"xyz")
+    assert model_digest(str(tmp_path)) == first, "weights are not read"
+    (tmp_path / "config.json").write_text("[]")
+    second = model_digest(str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"abcd")
+    assert len({first, second, model_digest(str(tmp_path))}) == 3
