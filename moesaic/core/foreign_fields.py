@@ -155,7 +155,7 @@ FOREIGN_FIELDS: Final[dict[str, ForeignField]] = {
     **_ignored("user metadata store service_tier safety_identifier prompt_cache_key"),
     **_ignored("prompt_cache_retention prediction priority session_id conversation_id routing_key"),
     **_ignored("prompt_cache_options access_programs betas cache_control diagnostics"),
-    **_ignored("inference_geo speed user_profile_id workspace_id"),
+    **_ignored("inference_geo speed user_profile_id workspace_id billing_policy"),
     **_ignored("log_metrics custom_labels external_trace_header received_time"),
     **_ignored("return_flat_raw_top_logprobs_b64"),
     # It limits calls of tools that this server does not have.
