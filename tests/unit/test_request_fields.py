@@ -155,7 +155,7 @@ IGNORED = {
     *("prompt_cache_retention", "prediction", "priority", "session_id", "conversation_id"),
     *("routing_key", "log_metrics", "custom_labels", "external_trace_header", "received_time"),
     *("prompt_cache_options", "access_programs", "betas", "cache_control", "diagnostics"),
-    *("inference_geo", "speed", "user_profile_id", "workspace_id"),
+    *("inference_geo", "speed", "user_profile_id", "workspace_id", "billing_policy"),
     *("return_flat_raw_top_logprobs_b64", "max_tool_calls", "context_management"),
     *("fallbacks", "fallback_credit_token"),
 }
