@@ -13,6 +13,7 @@ from moesaic import __version__
 from moesaic.cli.doctor_text import table
 from moesaic.cli.machine import package_versions
 from moesaic.comm.launch.cluster_check import (
+    MEET_SECONDS,
     ClusterReport,
     NodeFacts,
     PairFacts,
@@ -34,7 +35,8 @@ def run(args: ServerArgs, as_json: bool) -> int:
     logger.info("%s", place)
     versions = {"python": platform.python_version(), "moesaic": __version__}
     versions |= {name: found or "none" for name, found in package_versions()}
-    report = check_cluster(place, versions, model_digest(args.model_path))
+    seconds = args.dist_timeout or MEET_SECONDS
+    report = check_cluster(place, versions, model_digest(args.model_path), seconds)
     if as_json:
         print(json.dumps(msgspec.to_builtins(report), indent=2))
     else:
@@ -43,7 +45,9 @@ def run(args: ServerArgs, as_json: bool) -> int:
 
 
 def _place(args: ServerArgs) -> NodePlace:
-    """As `moesaic serve` finds it."""
+    """By flags, or else by Slurm, Open MPI or a LeaderWorkerSet."""
+    if args.node_rank >= args.nnodes > 1:
+        raise ValueError(f"--node-rank {args.node_rank}: give one of 0..{args.nnodes - 1}")
     found = None if args.nnodes > 1 or args.node_rank else find_place()
     if found is None:
         found = NodePlace("--nnodes", args.nnodes, args.node_rank, None)

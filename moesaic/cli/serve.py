@@ -18,6 +18,7 @@ from moesaic.cli.common import (
 )
 from moesaic.comm.launch.node_place import NodePlace, find_place, ray_place
 from moesaic.comm.launch.torchrun import Torchrun
+from moesaic.comm.supervise.child_process import die_with_parent
 from moesaic.config.args import ServerArgs
 from moesaic.config.parser import FlagParser
 from moesaic.config.resolve import resolve
@@ -44,9 +45,9 @@ def run(argv: Sequence[str]) -> int:
     torchrun = Torchrun.find()
     if torchrun is not None:
         return _start_under(torchrun, args)
-    if args.use_ray:
-        return _start_with_ray(argv, args)
     names_nodes = given.get("nnodes") is not None or args.nnodes > 1 or args.node_rank > 0
+    if args.use_ray:
+        return _start_with_ray(argv, args, names_nodes)
     return _start(args if names_nodes else _placed(args, find_place()))
 
 
@@ -59,17 +60,22 @@ def _placed(args: ServerArgs, place: NodePlace | None) -> ServerArgs:
     return replace(args, nnodes=place.nnodes, node_rank=place.node_rank, dist_init_addr=address)
 
 
-def _start_with_ray(argv: Sequence[str], args: ServerArgs) -> int:
-    args = replace(args, dist_init_addr=None)  # Ray knows the address of node 0
+def _start_with_ray(argv: Sequence[str], args: ServerArgs, names_nodes: bool) -> int:
+    if args.dist_init_addr is not None:
+        raise ValueError("--use-ray: Ray knows where nodes meet: leave out --dist-init-addr")
     if (place := ray_place()) is not None:
+        die_with_parent()  # the actor
         return _start(_placed(args, place))
-    resolve(replace(args, nnodes=1))  # before Ray starts anything
     with requires_extra("--use-ray", "ray", "ray"):
         importlib.import_module("ray")
     from moesaic.comm.launch.ray_nodes import ray_nodes
 
-    with ray_nodes(argv, args.nnodes, partial(os.kill, os.getpid(), signal.SIGTERM)) as place:
-        return _start(_placed(args, place))
+    def check(place: NodePlace | None) -> None:
+        resolve(_placed(replace(args, nnodes=1), place))
+
+    stop = partial(os.kill, os.getpid(), signal.SIGTERM)
+    with ray_nodes(argv, args.nnodes if names_nodes else 0, check, stop) as place:
+        return _start(_placed(replace(args, nnodes=1), place))
 
 
 def _start_under(torchrun: Torchrun, args: ServerArgs) -> int:

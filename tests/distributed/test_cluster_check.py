@@ -24,6 +24,7 @@ OTHER = NodeFacts("b", "10.0.0.2", 1, "eth1", 1000, [], {"torch": "2.11.0"}, "n"
 
 
 def doctor(node: int, nodes: int, port: int, *more: str, **env: str) -> subprocess.Popen[str]:
+    more = (*more, *([] if "--dist-timeout" in more else ["--dist-timeout", "60"]))
     words = f"--cluster --nnodes {nodes} --node-rank {node} --dist-init-addr 127.0.0.1:{port}"
     return subprocess.Popen(
         [sys.executable, "-m", "moesaic.cli.main", "doctor", *words.split(), *more],
@@ -38,9 +39,12 @@ def test_three_nodes():
     port = free_port()
     nodes = [doctor(node, 3, port, "--json") for node in (2, 1, 0)]
     said = [node.communicate(timeout=120) for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0, 0], said
     reports = [json.loads(out) for out, _ in said]
     assert reports[0] == reports[1] == reports[2]
+    # A busy machine may be slow, by which nothing is judged here.
+    slow = reports[0]["problems"]
+    assert all("Gbit/s" in problem for problem in slow)
+    assert [node.returncode for node in nodes] == [1 if slow else 0] * 3, said
     assert list(reports[0]["pairs"]) == ["0-1", "0-2", "1-2"]
     for pair in reports[0]["pairs"].values():
         assert pair["error"] == "" and pair["gbit_s"] > 0 and 0 < pair["latency_us"] < 1e6
@@ -50,24 +54,26 @@ def test_three_nodes():
 
 
 def test_missing_and_different_nodes():
-    """Node 1 has another model; of four nodes two are missing; one has another secret."""
+    """Node 1 has another model; of four nodes two are missing; one has another secret. Each pair of
+    processes has time to start on a busy machine."""
     port, missing, refused = free_port(), free_port(), free_port()
     differ = [
         doctor(node, 2, port, f"tiny:{name}") for node, name in enumerate(("dbrx", "mixtral"))
     ]
-    late = [doctor(node, 4, missing) for node in (0, 2)]
-    wrong = doctor(0, 2, refused), doctor(1, 2, refused, MOESAIC_SECRET="another secret, as long")
     for node in differ:
         out, error = node.communicate(timeout=120)
         assert node.returncode == 1, error
         assert "node 1 (" in out and "has another model than node 0" in out
+    late = [doctor(node, 4, missing, "--dist-timeout", "12") for node in (0, 2)]
+    wrong = doctor(1, 2, refused, MOESAIC_SECRET="another secret, as long")
     for node in late:
         _, error = node.communicate(timeout=120)
         assert node.returncode == 2 and "node 1, node 3 of 4 did not come to" in error
-    _, error = wrong[1].communicate(timeout=120)
-    assert wrong[1].returncode == 2 and "does not know this node's secret" in error
-    _, error = wrong[0].communicate(timeout=120)
-    assert wrong[0].returncode == 2 and "node 1 of 2 did not come to" in error
+    first = doctor(0, 2, refused, "--dist-timeout", "5")
+    _, error = wrong.communicate(timeout=120)
+    assert wrong.returncode == 2 and "does not know this node's secret" in error
+    _, error = first.communicate(timeout=120)
+    assert first.returncode == 2 and "node 1 of 2 did not come to" in error
 
 
 @pytest.mark.parametrize(
@@ -75,6 +81,7 @@ def test_missing_and_different_nodes():
     [
         ("", "which nodes"),
         ("--nnodes 2", "where do nodes meet"),
+        ("--nnodes 2 --node-rank 5 --dist-init-addr h:1", "give one of 0..1"),
         ("--nnodes 2 --dist-init-addr 0.0.0.0:80", "other nodes cannot connect to it"),
     ],
 )
@@ -88,7 +95,8 @@ def test_what_is_told():
     assert list(_differences([NODE, NODE])) == []
     assert list(_differences([NODE, OTHER])) == [
         "node 0 has torch 2.13.0, node 1 2.11.0: install the same",
-        "node 1 (b) has another model than node 0: its config or the sizes of its files differ",
+        "node 1 (b) has another model than node 0: its JSON files or the sizes of its files "
+        "differ, or it is not there",
     ]
     nodes = [NODE, OTHER, NODE]
     good = PairFacts(100.0, 9.0, 0.001)
@@ -108,7 +116,7 @@ def test_what_is_told():
 
 
 def test_model_digest(tmp_path: Path):
-    assert model_digest("tiny:dbrx") == "tiny:dbrx"
+    assert [model_digest(name) for name in ("tiny:dbrx", "")] == ["tiny:dbrx", ""]
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"abc")
     first = model_digest(str(tmp_path))

@@ -30,18 +30,18 @@ PROMPT = {
     "input_ids": [5, 6, 7, 8, 9],
     "sampling_params": {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True},
 }
-# Starts the command twice with the variables of two tasks, and ends both with a signal.
+# Starts the command twice with the variables of two tasks. It reads options as srun does: the value
+# of the second is optional, so that it takes no next word.
 SRUN = f"""#!{sys.executable}
-import os, signal, subprocess, sys
-at = sys.argv.index("moesaic")
-assert sys.argv[1:at] == "--ntasks-per-node 1 --kill-on-bad-exit 1".split(), sys.argv
+import os, subprocess, sys
+assert sys.argv[1:4] == ["--ntasks-per-node", "1", "--kill-on-bad-exit=1"], sys.argv
+at = 4
 step = {{"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2"}}
 step |= {{"SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": "7"}}
 tasks = [
     subprocess.Popen(sys.argv[at:], env=os.environ | step | {{"SLURM_NODEID": str(n)}})
     for n in range(2)
 ]
-signal.signal(signal.SIGTERM, lambda *_: [task.terminate() for task in tasks])
 sys.exit(max(abs(task.wait()) for task in tasks))
 """
 
@@ -95,8 +95,17 @@ def test_slurm(tmp_path: Path, expected: list[int]) -> None:
     given, port = environment(), free_port()
     given["PATH"] = f"{tmp_path}:{given['PATH']}"
     words = [str(SCRIPT), model_path("qwen3_moe"), *FLAGS, "--port", str(port)]
-    with ended(subprocess.Popen(words, env=given)):
+    job = subprocess.Popen(words, env=given)
+    try:
         assert answer(port) == expected
+        for task in psutil.Process(job.pid).children():  # as `scancel --signal TERM` does
+            task.terminate()
+        assert job.wait(60) == 0
+    finally:
+        for task in psutil.Process(job.pid).children() if job.poll() is None else ():
+            task.kill()
+        job.kill()
+        job.wait()
 
 
 def test_leader_worker_set(expected: list[int]) -> None:
@@ -105,9 +114,13 @@ def test_leader_worker_set(expected: list[int]) -> None:
     pods = [
         subprocess.Popen(words, env=group | {"LWS_WORKER_INDEX": str(index)}) for index in (1, 0)
     ]
-    with ended(pods[1]):  # the first pod's server ends the service
-        assert answer(port) == expected
-    assert pods[0].wait(60) == 0
+    try:
+        with ended(pods[1]):  # the first pod's server ends the service
+            assert answer(port) == expected
+        assert pods[0].wait(60) == 0
+    finally:
+        pods[0].kill()
+        pods[0].wait()
 
 
 @pytest.fixture(scope="module")

@@ -123,6 +123,7 @@ def test_pods_find_each_other_and_their_settings():
     name = {"leaderworkerset.sigs.k8s.io/name": group["metadata"]["name"]}
     first = {"leaderworkerset.sigs.k8s.io/worker-index": "0"}
     assert service["spec"]["selector"] == name | first
+    assert service["metadata"]["name"] != group["metadata"]["name"], "its own service has that"
     assert found["PodDisruptionBudget"]["spec"]["selector"] == {"matchLabels": name}
     assert monitor["spec"]["selector"]["matchLabels"] == service["metadata"]["labels"]
     assert service["spec"]["ports"][0]["targetPort"] == port["name"]
@@ -164,4 +165,6 @@ def test_batch_script():
     assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
     text = path.read_text(encoding="utf-8")
     assert path.stat().st_mode & 0o111 and text.startswith("#!/bin/bash\n")
-    assert "#SBATCH --ntasks-per-node=1" in text and "srun --ntasks-per-node 1" in text
+    assert "#SBATCH --ntasks-per-node=1" in text
+    # The value of srun's second option is optional, so that a next word would be the program.
+    assert "exec srun --ntasks-per-node 1 --kill-on-bad-exit=1 moesaic serve" in text

@@ -39,7 +39,7 @@ MASTER = {"MASTER_ADDR": "fd00::7", "MASTER_PORT": "1234"}
         (LWS, (2, 1, "moesaic-0.moesaic.default:29500")),
         (MPI, (3, 1, None)),
         (MPI | MASTER, (3, 1, "[fd00::7]:1234")),
-        (SLURM | MPI, (4, 2, "gpu003:29542")),  # mpirun's variables come from srun, too
+        (SLURM | MPI, (3, 1, None)),  # mpirun starts its processes by srun
     ],
 )
 def test_places(environment: dict[str, str], expected: tuple[int, int, str | None]):
@@ -126,7 +126,7 @@ def test_an_actor_of_ray_prevails_over_flags(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("MOESAIC_RAY_PLACE", "1 2 node-0.invalid:29500")
-    flags = "--tp 2 --use-ray --nnodes 9 --dist-init-addr 0.0.0.0:80"
+    flags = "--tp 2 --use-ray --nnodes 9"
     assert main(["serve", "no/such/model", *flags.split()]) == 2
     assert "the name 'node-0.invalid' has no address" in capsys.readouterr().err
 

@@ -272,8 +272,8 @@ def _differences(nodes: Sequence[NodeFacts]) -> Iterator[str]:
                 yield f"node 0 has {name} {ours}, node {number} {theirs}: install the same"
         if node.model != first.model:
             yield (
-                f"node {number} ({node.host}) has another model than node 0: its config or the "
-                "sizes of its files differ"
+                f"node {number} ({node.host}) has another model than node 0: its JSON files or the "
+                "sizes of its files differ, or it is not there"
             )
 
 
@@ -302,7 +302,7 @@ def _notes(nodes: Sequence[NodeFacts]) -> Iterator[str]:
 def model_digest(path: str) -> str:
     """Of the texts and the sizes of a model's files; a name that is no folder as it is."""
     folder = Path(path)
-    if not folder.is_dir():
+    if not path or not folder.is_dir():
         return path
     digest = hashlib.sha256()
     for file in sorted(folder.iterdir()):

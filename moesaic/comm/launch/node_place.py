@@ -15,9 +15,9 @@ from typing import Final
 Environment = Mapping[str, str]
 # Where nodes meet if MASTER_PORT is not set. Jobs of Slurm may share a node, so each has its own.
 PORT: Final = 29500
+JOB_PORTS: Final = 1000
 # How an actor of Ray tells its command: node, nodes and address.
 RAY_PLACE: Final = "MOESAIC_RAY_PLACE"
-JOB_PORTS: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,8 @@ class NodePlace:
 
 def find_place(environment: Environment = os.environ) -> NodePlace | None:
     """None on one node, and where no launcher is known."""
-    for find in (_slurm, _leader_worker_set, _open_mpi):
+    # mpirun starts processes on other nodes by srun, where both have left variables.
+    for find in (_open_mpi, _slurm, _leader_worker_set):
         place = find(environment)
         if place is not None and place.nnodes > 1:
             return place

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from moesaic.comm.launch.node_place import RAY_PLACE, NodePlace
-from moesaic.comm.supervise.child_process import die_with_parent
+from moesaic.comm.supervise.address import family_of
 from moesaic.core.process import NODE_SECRET
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 # How long Ray may take to find room for the actors, and they to end after the service.
 PLACE_SECONDS: Final = 60.0
 END_SECONDS: Final = 60.0
+# How long supervisors may take to notice that a node is gone.
+NOTICE_SECONDS: Final = 10.0
 PROGRAM: Final = (sys.executable, "-m", "moesaic.launch_server")
 
 
@@ -36,18 +38,21 @@ class RayNode:
 
     def serve(self, argv: Sequence[str], environment: dict[str, str]) -> int:
         """Runs the command until the service ends; its exit status. It ends with the actor."""
-        process = subprocess.Popen(
-            [*PROGRAM, *argv], env=os.environ | environment, preexec_fn=die_with_parent
-        )
-        return process.wait()
+        return subprocess.run(
+            [*PROGRAM, *argv], env=os.environ | environment, check=False
+        ).returncode
 
 
 @contextmanager
 def ray_nodes(
-    argv: Sequence[str], nnodes: int, on_end: Callable[[], None]
+    argv: Sequence[str],
+    nnodes: int,
+    check: Callable[[NodePlace | None], object],
+    on_end: Callable[[], None],
 ) -> Iterator[NodePlace | None]:
-    """Starts the other nodes; `nnodes`: 1 for all of the cluster. Gives node 0's place, None if
-    there is one node only. Calls `on_end` in another thread if an actor ends before the service."""
+    """Starts the other nodes; `nnodes`: 0 for all of the cluster. Gives node 0's place, None if
+    there is one node only, after `check` has seen it. Calls `on_end` in another thread if an actor
+    fails and the service does not end by itself."""
     ray: Any = importlib.import_module("ray")
     try:
         ray.init(address="auto", logging_level=logging.WARNING)
@@ -58,18 +63,21 @@ def ray_nodes(
         ) from error
     try:
         alive = sum(node["Alive"] for node in ray.nodes())
-        nnodes = alive if nnodes == 1 else nnodes
+        nnodes = nnodes or alive
         if nnodes > alive:
             raise ValueError(
                 f"--use-ray --nnodes {nnodes}: Ray's cluster has {alive} nodes: start more, or "
                 f"give --nnodes {alive}"
             )
         if nnodes == 1:
+            check(None)
             yield None
             return
         host = ray.util.get_node_ip_address()
-        place = NodePlace("Ray", nnodes, 0, f"{host}:{_free_port(host)}")
-        os.environ.setdefault(NODE_SECRET, secrets.token_hex(16))
+        shown = f"[{host}]" if ":" in host else host
+        place = NodePlace("Ray", nnodes, 0, f"{shown}:{_free_port(host)}")
+        check(place)
+        os.environ[NODE_SECRET] = os.environ.get(NODE_SECRET) or secrets.token_hex(16)
         with _actors(ray, argv, place, host, on_end):
             yield place
     finally:
@@ -81,7 +89,7 @@ def _actors(
     ray: Any, argv: Sequence[str], place: NodePlace, host: str, on_end: Callable[[], None]
 ) -> Iterator[None]:
     """One a node, of which node 0 is here."""
-    bundles = [{"CPU": 1, f"node:{host}": 0.001}, *({"CPU": 1} for _ in range(place.nnodes - 1))]
+    bundles = [{f"node:{host}": 0.001}, *({"CPU": 1} for _ in range(place.nnodes - 1))]
     group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD", name="moesaic")
     try:
         if not group.wait(PLACE_SECONDS):
@@ -102,8 +110,10 @@ def _actors(
         watch = _Watch(ray, running, on_end)
         try:
             yield
-        finally:
-            watch.end()
+        except BaseException:
+            watch.end(0.0)
+            raise
+        watch.end(END_SECONDS)
     finally:
         ray.util.remove_placement_group(group)
 
@@ -115,7 +125,7 @@ class _Watch:
         self, ray: Any, running: dict[Any, tuple[int, Any]], on_end: Callable[[], None]
     ) -> None:
         self._ray, self._running, self._on_end = ray, running, on_end
-        self._ends = False
+        self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="moesaic-ray", daemon=True)
         self._thread.start()
 
@@ -127,26 +137,30 @@ class _Watch:
                 self._report(future)
 
     def _report(self, future: Any) -> None:
+        """A command that ends with status 0 was told to. Supervisors notice a node that is lost,
+        but not one that never came."""
         node, _ = self._running[future]
         try:
             status = self._ray.get(future)
-            how = f"its command ended with status {status}"
+            how = f"its command ended with status {status}" if status else ""
         except self._ray.exceptions.RayError as error:
             how = str(error).strip().partition("\n")[0] or type(error).__name__
-        if not self._ends:
+        if how and not self._ends.is_set():
             logger.error("Ray's actor of node %d has ended: %s", node, how)
-            self._on_end()
+            if not self._ends.wait(NOTICE_SECONDS):
+                self._on_end()
 
-    def end(self) -> None:
+    def end(self, seconds: float) -> None:
         """Node 0 has ended the service, so that the others end by themselves."""
-        self._ends = True
-        self._thread.join(END_SECONDS)
-        if self._thread.is_alive():
-            logger.warning("Ray's actors have not ended within %g s: they are killed", END_SECONDS)
+        self._ends.set()
+        self._thread.join(seconds)
+        if seconds and self._thread.is_alive():
+            logger.warning("Ray's actors have not ended within %g s: they are killed", seconds)
         for _, actor in self._running.values():
             self._ray.kill(actor)
+        self._thread.join(NOTICE_SECONDS)
 
 
 def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as listener:
+    with socket.create_server((host, 0), family=family_of(host)) as listener:
         return int(listener.getsockname()[1])

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -71,9 +72,8 @@ class StoreAddress:
     def connect(self, seconds: float, identity: Identity) -> StoreClient:
         """Raises OSError if the store is not there within `seconds` or has another secret."""
         try:
-            connection, session = connect(
-                self._open_socket, Role.STORE, identity, self.secret, seconds
-            )
+            open_socket = partial(self._open_socket, min(seconds, ANSWER_SECONDS))
+            connection, session = connect(open_socket, Role.STORE, identity, self.secret, seconds)
         except PermissionError as error:
             raise PermissionError(f"the store at {self}: {error}") from error
         except OSError as error:
@@ -81,12 +81,12 @@ class StoreAddress:
         connection.settimeout(ANSWER_SECONDS)
         return StoreClient(connection, session)
 
-    def _open_socket(self) -> socket.socket:
+    def _open_socket(self, seconds: float) -> socket.socket:
         if self.port:
-            return socket.create_connection((self.host, self.port), ANSWER_SECONDS)
+            return socket.create_connection((self.host, self.port), seconds)
         connection = socket.socket(socket.AF_UNIX)
         try:
-            connection.settimeout(ANSWER_SECONDS)
+            connection.settimeout(seconds)
             connection.connect(self.host)
         except OSError:
             connection.close()

@@ -31,6 +31,11 @@ def check_init_address(
         raise ValueError(f"--dist-init-addr {address}: other nodes cannot connect to it; {advice}")
     if node_rank == 0:
         _check_own(address, host, port)
+        if ipaddress.ip_address(host).is_loopback and name not in (host, "localhost"):
+            raise ValueError(
+                f"--dist-init-addr {address}: node 0 knows this name as {host}, which other nodes "
+                f"cannot reach; {_advice(port)}"
+            )
         return
     try:
         address_towards(host, port)
