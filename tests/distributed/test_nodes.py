@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -173,7 +173,8 @@ def waiting(first: ServiceSpec) -> Iterator[tuple[Service, list[str]]]:
         yield node, ends
     finally:
         if node.exit_code is None:
-            os.kill(node.pid, signal.SIGTERM)
+            with suppress(ProcessLookupError):  # it has ended since
+                os.kill(node.pid, signal.SIGTERM)
         thread.join(60)
     assert not thread.is_alive()
 
