@@ -273,11 +273,12 @@ class _Leaving:
     def __call__(self, number: int, _: FrameType | None) -> None:
         """Exits with status 0, like a server; while starting, with the status of the signal."""
         name, node = signal.Signals(number).name, self._service.spec.node_rank
-        if self._patience and self._service.facts:
-            logger.info("%s: node %d waits for node 0 for up to %g s", name, node, self._patience)
+        # At once: the second signal may come in the middle of this.
+        patience, self._patience = self._patience, 0.0
+        if patience and self._service.facts:
             signal.signal(signal.SIGALRM, partial(self._leave, name))
-            signal.setitimer(signal.ITIMER_REAL, self._patience)
-            self._patience = 0.0
+            signal.setitimer(signal.ITIMER_REAL, patience)
+            logger.info("%s: node %d waits for node 0 for up to %g s", name, node, patience)
         else:
             self._leave(name, number)
 
