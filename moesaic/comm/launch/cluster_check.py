@@ -296,11 +296,12 @@ def _bad_pairs(nodes: Sequence[NodeFacts], pairs: Mapping[str, PairFacts]) -> It
 
 def _notes(nodes: Sequence[NodeFacts]) -> Iterator[str]:
     if not nodes[0].has_secret:
-        yield "MOESAIC_SECRET is not set: everybody who reaches node 0's port is let in"
+        yield "MOESAIC_SECRET is not set: node 0 accepts every process that reaches its port"
 
 
 def model_digest(path: str) -> str:
-    """Of the texts and the sizes of a model's files; a name that is no folder as it is."""
+    """Hashes the JSON files of a model's folder and the names and sizes of all its files. A name
+    that is no folder is returned unchanged."""
     folder = Path(path)
     if not path or not folder.is_dir():
         return path

@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-# How long a step may take if no flag says it: as long as its decodes alone so many times, for long
-# prompts and for short ones, which have their first token then; and long enough that the tokens of
-# prompts take a third of it, as reading weights takes the rest. At least some milliseconds.
+# Without --max-step-ms a step may take the largest of three times: AUTO_MS; its decodes alone times
+# LONG_TIMES, or SHORT_TIMES for short prompts, which then have their first token; and the step
+# without prompt tokens times BASE_TIMES, so that these get a third of it.
 LONG_TIMES: Final = 2.0
 SHORT_TIMES: Final = 3.0
 BASE_TIMES: Final = 1.5
