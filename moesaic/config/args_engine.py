@@ -432,13 +432,13 @@ class RuntimeArgs:
     cuda_graph_bs_prefill: tuple[int, ...] | None = flag(
         None,
         "Numbers of tokens to capture as CUDA graphs of steps with prompts; unset: 64, 80, 96, "
-        "112, 128, 160 and so on up to 4096.",
+        "112, 128, 160 and so on up to 9216.",
         aliases=("--piecewise-cuda-graph-tokens",),
         at_least=1,
     )
     cuda_graph_max_bs_prefill: int | None = flag(
         None,
-        "Most tokens of such a graph; unset: 4096, or the largest step if that is less.",
+        "Most tokens of such a graph; unset: 9216, or the largest step if that is less.",
         aliases=("--piecewise-cuda-graph-max-tokens",),
         at_least=1,
     )

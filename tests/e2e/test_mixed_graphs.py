@@ -144,7 +144,8 @@ def test_buckets():
     sizes = mixed_graph_sizes(args, 8192 + 256)
     assert sizes[:10] == (64, 80, 96, 112, 128, 160, 192, 224, 256, 320)
     assert sizes[12:15] == (512, 576, 640)
-    assert sizes[-3:] == (3584, 3840, 4096) and len(sizes) == 37
+    assert sizes[34:38] == (3584, 3840, 4096, 5120)
+    assert sizes[38:] == (6144, 7168, 8192, 8192 + 256)
     assert mixed_graph_sizes(args, 100) == (64, 80, 96, 100)
     assert mixed_graph_sizes(args, 22) == (22,)
     assert mixed_graph_sizes(replace(args, cuda_graph_max_bs_prefill=90), 8192) == (64, 80, 90)

@@ -12,11 +12,13 @@ logger = logging.getLogger(__name__)
 STEPS = ((2, 1), (4, 2), (8, 4), (64, 8), (128, 16), (256, 32))
 LAST_STEP = 64
 # Of mixed steps: padding takes part in dense products. These are bound by reading weights up to
-# some hundred tokens: up to there buckets are a quarter apart, and an eighth above.
-FIRST_TOKENS, COARSE_TOKENS = 64, 512
+# some hundred tokens: up to there buckets are a quarter of a doubling apart, then an eighth. Steps
+# above FINE_TOKENS are rare, and a graph of them takes as long to capture as a small one.
+FIRST_TOKENS, COARSE_TOKENS, FINE_TOKENS = 64, 512, 4096
 COARSE, FINE = 4, 8
-# A longer step takes longer on the device than its launches do on the host.
-MOST_CAPTURED_TOKENS = 4096
+# The default chunk with the requests that decode beside it. A longer step takes longer on the
+# device than its launches do on the host; with fp8 weights one of half as many tokens does not.
+MOST_CAPTURED_TOKENS = 9216
 
 
 def graph_sizes(args: ServerArgs, max_running: int) -> tuple[int, ...]:
@@ -52,5 +54,6 @@ def mixed_graph_sizes(args: ServerArgs, most_tokens: int) -> tuple[int, ...]:
     sizes, size = list[int](), FIRST_TOKENS
     while size < most:
         sizes.append(size)
-        size += (1 << (size.bit_length() - 1)) // (COARSE if size < COARSE_TOKENS else FINE)
+        parts = FINE if COARSE_TOKENS <= size < FINE_TOKENS else COARSE
+        size += (1 << (size.bit_length() - 1)) // parts
     return (*sizes, most)
