@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -23,6 +23,12 @@ class PeerTimeout(RuntimeError):
         self.operation = operation
         self.seconds = seconds
         self.last_seen = dict(last_seen or {})
+
+    def among(self, members: Sequence[int]) -> PeerTimeout:
+        """The same error of a group with these ranks of the service."""
+        seen = {members[rank]: text for rank, text in self.last_seen.items()}
+        missing = tuple(members[rank] for rank in self.missing)
+        return type(self)(missing, self.operation, self.seconds, seen)
 
     def __str__(self) -> str:
         if not self.missing:

@@ -9,12 +9,13 @@ from functools import partial
 import torch
 
 from moesaic.comm.collectives.collective import SingleRank
-from moesaic.comm.collectives.device_collective import DeviceCollective
+from moesaic.comm.collectives.device_collective import DeviceCollective, NcclCollective
 from moesaic.comm.collectives.group import Peers, RankGroup
 from moesaic.moe.backends import load_backends
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
 from moesaic.moe.dispatch.device.exchange import DeviceExchange
 from moesaic.moe.dispatch.host.exchange import LANES
+from moesaic.moe.dispatch.nodes import NodeDispatcher, node_buffers
 from moesaic.moe.expert_load import DeviceCounters
 from moesaic.moe.placement import EpLayout, Placement, SlotMap, redundant_slots
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
@@ -170,8 +171,19 @@ class MoeContext:
     def make_dispatcher(self, config: DispatchConfig) -> BaseDispatcher:
         if isinstance(self.comm.group, ShapeOnlyGroup):
             return ShapeOnlyDispatcher(config, self.comm)
+        if self.spans_nodes:
+            return NodeDispatcher(config, self.comm, self._provider)
         dispatcher: BaseDispatcher = self._provider.make(config, self.comm)
         return dispatcher
+
+    @property
+    def nodes(self) -> int:
+        return len(set(self.comm.group.nodes)) or 1
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether rows cross by a collective: windows of hosts reach other nodes by themselves."""
+        return self.resolved.device == "cuda" and self.nodes > 1
 
     @property
     def _provider(self) -> Provider:
@@ -181,12 +193,14 @@ class MoeContext:
         """Raises the errors of kernels whose waits have failed; the kernels themselves go on. Call
         it when their results have arrived; it does not wait for the device."""
         for exchange in self.comm.buffers.values():
-            if isinstance(exchange, DeviceExchange | DeviceCollective):
+            if isinstance(exchange, DeviceExchange | DeviceCollective | NcclCollective):
                 exchange.check()
 
     def buffers(self, configs: Iterable[DispatchConfig]) -> BufferReport:
         """The buffers that dispatchers of these layers will allocate."""
         buffers, size = self._provider.buffers, self.comm.group.size
+        if self.spans_nodes:
+            buffers, size = partial(node_buffers, self._provider, self.nodes), size // self.nodes
         specs: dict[BufferSpec, int] = {}
         layers = {}
         for config in configs:

@@ -11,9 +11,9 @@ from moesaic.moe.dispatch.base import BaseDispatcher
 class ShapeOnlyGroup(RankGroup):
     """A rank of a group that does not run."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, nodes: tuple[int, ...] = ()) -> None:
         super().__init__(None, None, "shape_only", 0.0)
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.nodes = rank, size, nodes
 
 
 class ShapeOnlyDispatcher(BaseDispatcher):

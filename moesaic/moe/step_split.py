@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moesaic.comm.collectives.collective import Collective, SingleRank, WindowCollective
-from moesaic.comm.collectives.device_collective import DeviceCollective
+from moesaic.comm.collectives.device_collective import DeviceCollective, rail_collective
 from moesaic.kernels.split import ReplicaTable, count_pairs, fill_replicas, take_replicas
 from moesaic.moe.dispatch.base import CommContext
 from moesaic.moe.placement import EpLayout, Placement, overwrite
@@ -43,6 +43,8 @@ class CountsSpec:
         if self.device == "cpu":
             return WindowCollective(comm.group, self.part_bytes, comm.timeout)
         device = torch.get_default_device()
+        if comm.group.nodes:
+            return rail_collective(comm.group, self.part_bytes, comm.timeout, device)
         return DeviceCollective.create(comm.group, self.part_bytes, comm.timeout, device)
 
 

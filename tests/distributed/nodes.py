@@ -38,6 +38,8 @@ def on_nodes(
         yield links
     finally:
         group.nodes, group.links = (), None
+        for part in ("node_peers", "rail"):
+            vars(group).pop(part, None)
         links.close()
 
 

@@ -95,8 +95,20 @@ def check_columns(
     return found
 
 
+def check_exchange(
+    comm: WindowCollective, seed: int, rows: int, width: int, dtype: torch.dtype
+) -> None:
+    parts = [part(seed, rank, (comm.size * rows, width), dtype) for rank in range(comm.size)]
+    found = comm.exchange_rows(parts[comm.rank], f"exchange {seed}")
+    mine = slice(comm.rank * rows, (comm.rank + 1) * rows)
+    assert torch.equal(found, torch.cat([given[mine] for given in parts])), (seed, rows, width)
+
+
 def every_operation(group: RankGroup, nbytes: int) -> int:
     comm = WindowCollective(group, nbytes, SECONDS)
+    for dtype in DTYPES:
+        for rows, width in ((1, 40), (7, 70), (0, 5), (3, 1500)):
+            check_exchange(comm, 20 + rows, rows, width, dtype)
     return run_every_operation(comm, nbytes)
 
 

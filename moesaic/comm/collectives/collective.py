@@ -167,6 +167,19 @@ class WindowCollective(Collective):
                 target[:, here.start : here.stop] = theirs[_within(lines, both)]
         return out
 
+    def exchange_rows(self, x_NH: Tensor, operation: str) -> Tensor:
+        """Each rank gives as many rows for every rank, in rank order; returns those that all ranks
+        gave for this one, in the same order."""
+        x_PN = x_NH.detach().reshape(self.size, -1)
+        out_PN = torch.empty_like(x_PN)
+        head = _head("exchange_rows", x_PN.dtype, tuple(x_NH.shape))
+        most = self._capacity // self.size // x_PN.itemsize
+        for piece in cut_into(x_PN.shape[1], most):
+            mine = slice(self.rank * len(piece), (self.rank + 1) * len(piece))
+            parts = self._exchange(x_PN[:, piece.start : piece.stop], head, operation, split=True)
+            out_PN[:, piece.start : piece.stop] = parts[:, mine]
+        return out_PN.view_as(x_NH)
+
     def restart(self, membership: Membership) -> None:
         self._window.forget()
         self._round = first_epoch(membership.generation)
@@ -192,8 +205,11 @@ class WindowCollective(Collective):
             here = _common(asked, span)
             out[_within(asked, here)] = part_N[_within(span, here)]
 
-    def _exchange(self, part: Tensor, head: bytes, operation: str, needed: int = 0) -> Tensor:
-        """One round: the parts of all ranks [P, …], valid until the next round but one."""
+    def _exchange(
+        self, part: Tensor, head: bytes, operation: str, needed: int = 0, split: bool = False
+    ) -> Tensor:
+        """One round: the parts of all ranks [P, …], valid until the next round but one. `split`: a
+        part is [P, …], of which rank r reads the r-th alone."""
         half = self._round % HALVES
         self._round += 1
         body = self._body(half, part.dtype)
@@ -202,7 +218,12 @@ class WindowCollective(Collective):
         if place.data_ptr() != part.data_ptr():
             place.copy_(part)
         self._heads[half][self.rank].data[:] = needed.to_bytes(WORD, sys.byteorder) + head
-        self._window.touch(self._own[half][: HEAD_BYTES + part.nbytes])
+        if split:
+            self._window.touch(self._own[half][:HEAD_BYTES])
+            for rank, some in enumerate(place):
+                self._window.touch(some, (rank,))
+        else:
+            self._window.touch(self._own[half][: HEAD_BYTES + part.nbytes])
         self._window.signal(0, self._round, operation)
         self._window.wait(0, self._round, operation)
         if self._heads[half][:, WORD:].tobytes() != head * self.size:

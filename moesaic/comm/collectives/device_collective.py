@@ -24,6 +24,7 @@ from moesaic.comm.collectives.collective import (
     Collective,
     PartsDiffer,
     SingleRank,
+    WindowCollective,
     check_counts,
     chosen_rows,
     cut_into,
@@ -84,6 +85,15 @@ def device_collective(
         return SingleRank()
     if shares_gpu:
         return DeviceCollective.create(group, nbytes, timeout, device, neighbours)
+    return NcclCollective(group, timeout, device)
+
+
+def rail_collective(
+    group: Peers, nbytes: int, timeout: float, device: torch.device
+) -> WindowCollective | NcclCollective:
+    """The collective of ranks of different nodes; arguments as in `device_collective`."""
+    if device.type == "cpu":
+        return WindowCollective(group, nbytes, timeout)
     return NcclCollective(group, timeout, device)
 
 
@@ -304,7 +314,20 @@ class NcclCollective(Collective):
 
     def gather_rows(self, x_TH: Tensor, counts: Sequence[int], operation: str) -> Tensor:
         check_counts(self, counts, len(x_TH), "rows")
-        return torch.cat(self._gather(x_TH.detach(), counts))
+        if len(set(counts)) > 1 or not x_TH.numel():
+            return torch.cat(self._gather(x_TH.detach(), counts))
+        own = x_TH.detach().contiguous().view(torch.uint8)
+        out = own.new_empty(self.size * len(own), *own.shape[1:])
+        self._run(lambda nccl: nccl._allgather_base(out, own))
+        return out.view(x_TH.dtype)
+
+    def exchange_rows(self, x_NH: Tensor, operation: str) -> Tensor:
+        """As in `WindowCollective`."""
+        own = x_NH.detach().contiguous()
+        out = torch.empty_like(own)
+        if own.numel():
+            self._run(lambda nccl: nccl.alltoall_base(out, own, [], []))
+        return out
 
     def gather_columns(
         self, x_RV: Tensor, widths: Sequence[int], rows: slice, operation: str

@@ -57,6 +57,31 @@ class Peers(ABC):
     def register(self, participant: Participant) -> None:
         self.lifecycle.register(participant, self.members)
 
+    @cached_property
+    def node_peers(self) -> Peers:
+        """The ranks of this rank's node."""
+        return Subgroup(self, self._ranks_by_node[self.nodes[self.rank]]) if self.nodes else self
+
+    @cached_property
+    def rail(self) -> Peers:
+        """The ranks of all nodes that have this rank's place in their node."""
+        by_node = self._ranks_by_node
+        if len(set(map(len, by_node.values()))) > 1:
+            raise ValueError(
+                f"group {self.name}: nodes have "
+                f"{', '.join(str(len(ranks)) for ranks in by_node.values())} of its ranks: choose "
+                "sizes by which all have as many"
+            )
+        place = by_node[self.nodes[self.rank]].index(self.rank)
+        return Subgroup(self, [ranks[place] for ranks in by_node.values()])
+
+    @property
+    def _ranks_by_node(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for rank, node in enumerate(self.nodes):
+            found.setdefault(node, []).append(rank)
+        return found
+
     @abstractmethod
     def all_gather_bytes(self, data: bytes, operation: str) -> list[bytes]:
         """The data of each rank, of any length."""
@@ -69,6 +94,30 @@ class Peers(ABC):
     def collectives(self) -> RankGroup:
         """The same ranks with collectives over gloo; all ranks call it."""
         raise NotImplementedError(f"group {self.name} has no collectives")
+
+
+class Subgroup(Peers):
+    """Some ranks of a group. All ranks of the group run the same exchanges at once, each in a
+    subgroup of its own."""
+
+    def __init__(self, whole: Peers, ranks: Sequence[int]) -> None:
+        self._whole, self._ranks = whole, tuple(ranks)
+        self.rank, self.size = self._ranks.index(whole.rank), len(self._ranks)
+        self.name = f"{whole.name}, ranks {', '.join(map(str, ranks))}"
+        self.timeout, self.links, self.status = whole.timeout, whole.links, whole.status
+        nodes = tuple(whole.nodes[rank] for rank in ranks)
+        self.nodes = nodes if len(set(nodes)) > 1 else ()
+        self.members = tuple(whole.members[rank] for rank in ranks)
+        self.lifecycle = whole.lifecycle
+
+    def all_gather_bytes(self, data: bytes, operation: str) -> list[bytes]:
+        parts = self._whole.all_gather_bytes(data, operation)
+        return [parts[rank] for rank in self._ranks]
+
+    @property
+    def store(self) -> Store:
+        """Keys must differ from those of other subgroups."""
+        return self._whole.store
 
 
 class RankGroup(Peers):

@@ -78,9 +78,8 @@ class StoreGroup(Peers):
             raise PeerTimeout((), operation, time.monotonic() - started) from error
         if missing:
             late = tuple(keys.index(key) for key in missing)
-            raise PeerTimeout(
-                late, operation, self.timeout, dict.fromkeys(late, self._last_complete)
-            )
+            seen = dict.fromkeys(late, self._last_complete)
+            raise PeerTimeout(late, operation, self.timeout, seen).among(self.members)
         self._last_complete = operation
         return [part for part in parts if part is not None]
 

@@ -55,6 +55,8 @@ class DeviceWindow(ABC):
     ) -> None:
         """`near`: all regions are on one GPU."""
         self.rank, self.size = group_rank, len(regions)
+        self.members: Sequence[int] = range(self.size)
+        """The ranks of the service, for errors."""
         size, device = self.size, regions[0].device
         state = new_state(channels, range(size), timeout).to(device)
         bases = torch.tensor([region.data_ptr() for region in regions], device=device)
@@ -155,8 +157,8 @@ class DeviceWindow(ABC):
             for rank, flag in self.flags_seen(failure).items():
                 if rank in last_seen:
                     last_seen[rank] = self._last_seen(channel, flag, expected)
-            return PeerTimeout(peers, operation, self.timeout, last_seen)
-        return OutOfStep(f"{operation}: {_difference(peers[0], seen, expected)}")
+            return PeerTimeout(peers, operation, self.timeout, last_seen).among(self.members)
+        return OutOfStep(f"{operation}: {_difference(self.members[peers[0]], seen, expected)}")
 
     def flags_seen(self, failure: Sequence[int]) -> dict[int, int]:
         """The flag of each rank on the channel of the failed wait. After a CUDA error only host

@@ -53,12 +53,16 @@ def create_device_window(
     # Groups create tensors on the default device, and gloo needs them on the CPU; tensors created
     # in inference mode cannot be written outside it.
     with torch.device("cpu"), torch.inference_mode(False):
+        window: DeviceWindow
         if device.type == "cpu":
-            return CpuDeviceWindow.create(group, specs, timeout, channels)
-        # Builds of torch without CUDA do not have what it imports.
-        from moesaic.comm.windows.symmetric_memory import SymmetricWindow
+            window = CpuDeviceWindow.create(group, specs, timeout, channels)
+        else:
+            # Builds of torch without CUDA do not have what it imports.
+            from moesaic.comm.windows.symmetric_memory import SymmetricWindow
 
-        return SymmetricWindow.create(group, specs, timeout, channels, device)
+            window = SymmetricWindow.create(group, specs, timeout, channels, device)
+    window.members = group.members
+    return window
 
 
 def device_window_bytes(

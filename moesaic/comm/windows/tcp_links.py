@@ -93,6 +93,7 @@ class Outlet:
 
     def __init__(self, connection: socket.socket, name: str) -> None:
         self.broken = ""
+        self.bytes_sent = 0
         self._name = name
         self._connection = connection
         self._lock = threading.Lock()
@@ -138,6 +139,7 @@ class Outlet:
                     raise TimeoutError(f"it has taken nothing for {seconds:.1f} s") from None
                 continue
             deadline = time.monotonic() + seconds
+            self.bytes_sent += sent
             _advance(left, sent)
 
     def _break(self, why: str) -> None:
@@ -197,6 +199,12 @@ class TcpLinks:
             connection.settimeout(SLICE)
             outlet = self._outlets[host, port] = Outlet(connection, name)
             return outlet
+
+    @property
+    def bytes_sent(self) -> int:
+        """To other nodes so far."""
+        with self._lock:
+            return sum(outlet.bytes_sent for outlet in self._outlets.values())
 
     def _call(self, address: tuple[str, int], peer: Identity, name: str) -> socket.socket:
         dial = partial(socket.create_connection, address, CONNECT_SECONDS, (self.address, 0))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moesaic.comm.collectives.group import Peers
+from moesaic.comm.errors import PeerTimeout
 from moesaic.comm.windows.shared_memory import create_memory, map_memory, round_up
 from moesaic.comm.windows.signals import Signals, page_bytes
 
@@ -112,14 +113,22 @@ class SharedWindow:
         assert 0 <= channel < self._channels, f"channel {channel} of {self._channels}"
         seconds = self.timeout if timeout is None else timeout
         chosen = self._everyone if ranks is None else ranks
-        self._signals.wait(channel, epoch, operation, chosen, seconds)
+        self._wait(channel, epoch, operation, chosen, seconds)
+
+    def _wait(
+        self, channel: int, epoch: int, operation: str, ranks: Sequence[int], seconds: float
+    ) -> None:
+        try:
+            self._signals.wait(channel, epoch, operation, ranks, seconds)
+        except PeerTimeout as late:
+            raise late.among(self.group.members) from None
 
     def barrier(self, operation: str) -> None:
         """Waits until all ranks have called it; their earlier writes are then visible."""
         self._barriers += 1
         channel, number = self._channels, self._barriers
         self._signals.post(channel, number, operation)
-        self._signals.wait(channel, number, operation, self._everyone, self.timeout)
+        self._wait(channel, number, operation, self._everyone, self.timeout)
 
     def put(self, name: str, peer: int, start: int, source: Tensor, index: Tensor) -> None:
         """Copies rows `index` of `source` to a peer's plane, to `start` and the rows after it."""

@@ -332,10 +332,11 @@ def pipe_spec(mesh: Mesh, limits: StepLimits, hidden_size: int, dtype: torch.dty
 
 def _shape_only_rank(mesh: Mesh, rank: int) -> RankContext:
     place = mesh.place(rank)
+    nodes = tuple(map(mesh.node_of, mesh.stage_ranks(place)))
     return RankContext(
         mesh=mesh,
         place=place,
-        stage_peers=ShapeOnlyGroup(place.tp_rank, mesh.tp),
+        stage_peers=ShapeOnlyGroup(place.tp_rank, mesh.tp, nodes if len(set(nodes)) > 1 else ()),
         stage=ShapeOnlyCollective(place.tp_rank, mesh.tp),
         attention=ShapeOnlyCollective(place.attention_rank, mesh.attention_tp),
     )

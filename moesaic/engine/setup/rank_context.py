@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from moesaic.comm.collectives.collective import Collective, SingleRank
-from moesaic.comm.collectives.device_collective import device_collective
+from moesaic.comm.collectives.device_collective import device_collective, rail_collective
 from moesaic.comm.collectives.group import Peers, RankGroup
 from moesaic.comm.launch.mps import cramped, crowd
 from moesaic.comm.mesh import Mesh, RankPlace, share
@@ -60,6 +60,9 @@ class RankContext:
                 logger.warning("%s", warning)
         if self.mesh.attention_tp == 1:
             return self
+        if self.attention_peers.nodes:
+            across = rail_collective(self.attention_peers, DEVICE_BYTES, self.timeout, device)
+            return replace(self, on_device=across)
         collective = device_collective(
             self.attention_peers,
             DEVICE_BYTES,

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from moesaic.core.step import Step
 from moesaic.kernels.a2a import ChannelCall, signal, wait
-from moesaic.kernels.quantise import quantise_rows
 from moesaic.moe.dispatch.base import CommContext, DispatchConfig
 from moesaic.moe.dispatch.device.exchange import RESULTS, ROWS, SECOND_RESULTS, DeviceExchangeSpec
+from moesaic.moe.dispatch.device.payload_rows import encoded_rows
 from moesaic.moe.dispatch.device.rows import DeviceRoute, DeviceRowsDispatcher
 from moesaic.moe.formats import DispatchOutput, StandardDispatchOutput, TopKOutput
-from moesaic.moe.quant.payload import Payload
 
 
 class DeviceGather(DeviceRowsDispatcher):
@@ -85,19 +84,11 @@ class DeviceReplicated(DeviceRowsDispatcher):
         tokens = route.tokens
         return StandardDispatchOutput(
             route,
-            self._encoded(tokens.x_TH),
+            encoded_rows(self.config, tokens.x_TH),
             self.layout.local(tokens.ids_TK),
             tokens.weights_TK,
             **self._room(route.lane, tokens.x_TH.shape[0]),
         )
-
-    def _encoded(self, x_TH: Tensor) -> Payload:
-        """Some formats have a kernel; torch encodes the others."""
-        payload = self.config.payload
-        if payload.name in ("fp8", "int8"):
-            values = quantise_rows(x_TH, "fp8" if payload.name == "fp8" else "int8")
-            return Payload(*values, payload)
-        return self.config.encode(x_TH)
 
     def _first(self) -> int:
         return self._half * (self.spec.result_rows // 2)
