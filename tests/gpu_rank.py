@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from moesaic.cli.main import main as command
 from moesaic.comm.launch.rank_link import RankLink
 from moesaic.core.step import Step
+from moesaic.engine.frontend import core_client as remote
 from moesaic.engine.runner import model_runner
 from moesaic.engine.runner.batches import IdleBatch
 from moesaic.engine.runner.graphs import MixedGraphs, MixedKey
@@ -89,3 +92,13 @@ def _serve(link: RankLink) -> None:
     assert idle.steps == (rows if mesh.dp > 1 else []), f"idle at start: {idle.steps}"
     StepPoison(rank.runner)
     rank.serve()
+
+
+def main() -> int:
+    """The `moesaic` command with such ranks."""
+    remote.TARGET = TWINS
+    return command()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
