@@ -84,6 +84,10 @@ SLOW = {
     **{f"parts, {backend}": parts(backend) for backend in BACKENDS if backend != "none"},
     **{f"pairs, {name}": pairs_of_ranks(name) | WHOLE for name in ("deepep", "none")},
     "pairs, launches": pairs_of_ranks("flashinfer") | WHOLE | LAUNCHES,
+    "stages": {"tp_size": 1, "pp_size": 2},
+    "stages, launches": {"tp_size": 1, "pp_size": 2} | LAUNCHES,
+    "stages of groups": groups(2, "deepep") | WHOLE | {"pp_size": 2},
+    "stages of tensors": {**TENSORS, "pp_size": 2},
 }
 
 
@@ -148,7 +152,8 @@ def test_ranks_give_the_tokens_of_one(
         assert [one["output_ids"] for one in told] == [*expected[:3], []]
         assert "poison in combine" in reason(told[3])["message"]
         info = engine.get_server_info()
-        assert info["failed_steps"] > 0 and len(info["ranks"]) == flags["tp_size"]
+        ranks = flags["tp_size"] * flags.get("pp_size", 1)
+        assert info["failed_steps"] > 0 and len(info["ranks"]) == ranks
         assert (engine.get_stats().ranks[0].moves.rebalances > 0) == ("enable_eplb" in flags)
         check_death(engine)
     if "disable_cuda_graph" not in flags:

@@ -191,6 +191,8 @@ class AsynchronousSteps:
         if needs_host or plan.ended:
             runner.matchers.begin(plan)
         rows = sampled_rows(plan) if runner.samples else []
+        if x_TH is not None:  # it comes from the host
+            x_TH = x_TH.to(runner.device)
         output = self._compute(plan, agreement, x_TH, slots)
         runner.record_pass(plan, agreement, output.tokens)
         step = self._sample(plan, rows, slots, output)
