@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from bench import nodes
 from bench.a2a_gpu import Row, main, places, summarise
 from bench.a2a_rank import Job, device_name, work
+from bench.common import read_rows
 from moesaic.cli.main import main as command
 from moesaic.config.devices import cuda_missing
 from tests.distributed.moe_ranks import Pools
@@ -29,6 +31,16 @@ def test_ranks_measure_what_they_have_checked(
     assert 0 <= row.error < 0.01 and row.pair_us > 0 and row.limit_us > row.meet_us > 0
     # Of 8 of 128 experts some are on either rank, for these tokens: rows of 128 bytes.
     assert row.bytes == 3 * (1 + 2 + rows_back + 1) * 128
+
+
+def test_nodes_measure_what_they_have_checked(tmp_path: Path):
+    out = tmp_path / "rows.json"
+    words = "--device cpu --nodes 2x1 --hidden 64 --tokens 1 40 --payload fp8 --rounds 1".split()
+    assert nodes.main([*words, "--out", str(out)]) == 0
+    for row in read_rows(out, nodes.Row):
+        # Of 8 of 128 experts some are on either node, for these tokens.
+        assert row.crossing == 1.0 and 0 < row.error < 0.01
+        assert row.pair_us > 0 and row.collectives_us > 0
 
 
 @pytest.mark.gpu
