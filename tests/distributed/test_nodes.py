@@ -62,11 +62,15 @@ def free_port() -> int:
 
 @contextmanager
 def two_nodes(
-    mesh: Mesh = MESH, config: dict | None = None, environment: dict[str, str] | None = None
+    mesh: Mesh = MESH,
+    config: dict | None = None,
+    environment: dict[str, str] | None = None,
+    secret_file: str | None = None,
 ) -> Iterator[list[Service]]:
     """Both nodes of a service; at the end nothing is left of them."""
     port = free_port()
-    nodes = [Service(spec(node, port, mesh, config), environment) for node in range(2)]
+    specs = [spec(node, port, mesh, config) for node in range(2)]
+    nodes = [Service(replace(one, secret_file=secret_file), environment) for one in specs]
     threads = [threading.Thread(target=node.connect) for node in nodes]
     for thread in threads:
         thread.start()
