@@ -157,14 +157,22 @@ def derive_certificate(secret: bytes) -> tuple[bytes, bytes]:
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+    from cryptography.x509.oid import NameOID
 
     seed = HKDF(hashes.SHA256(), 32, salt=None, info=LABEL).derive(secret)
     key = Ed25519PrivateKey.from_private_bytes(seed)
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, NAME)])
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, NAME)])
     # Without extensions it is no authority: nothing else can be verified by it.
     certificate = (
-        x509.CertificateBuilder(name, name, key.public_key(), 1, VALID_FROM, VALID_UNTIL)
-    ).sign(key, None)
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(VALID_FROM)
+        .not_valid_after(VALID_UNTIL)
+        .sign(key, None)
+    )
     private = key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,
