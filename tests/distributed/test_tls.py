@@ -15,7 +15,14 @@ import pytest
 
 from moesaic.comm.network import quiet_log
 from moesaic.comm.network.connect import connect
-from moesaic.comm.network.handshake import GREETING, Identity, Role, identify, introduce
+from moesaic.comm.network.handshake import (
+    GREETING,
+    PROOF_SECONDS,
+    Identity,
+    Role,
+    identify,
+    introduce,
+)
 from moesaic.comm.network.listener import Listener
 from moesaic.comm.network.message_stream import MessageStream
 from moesaic.comm.network.node_secret import NO_SECRET
@@ -104,7 +111,9 @@ def flip_last(data: bytes) -> bytes:
     [flip_last, lambda data: data + data, lambda data: data[1:]],
     ids="flip twice cut".split(),
 )
-def test_a_change_on_the_wire_ends_the_connection(change: Callable[[bytes], bytes], proxy: Proxy):
+def test_a_change_on_the_wire_ends_the_connection(
+    change: Callable[[bytes], bytes], proxy: Proxy, caplog: pytest.LogCaptureFixture
+):
     """The listener hangs up, so that the caller has no answer or one that it refuses as well."""
     client = store_at(proxy.port).connect(5.0, ME)
     client.set("balance", b"1")
@@ -116,6 +125,11 @@ def test_a_change_on_the_wire_ends_the_connection(change: Callable[[bytes], byte
     with pytest.raises(OSError):
         client.has(["balance"])
     assert store_at(proxy.port).connect(5.0, ME).has(["balance"])
+    deadline = soon()
+    while not caplog.records and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "the store's connection to rank 0 of node 0 (127.0.0.1:" in caplog.text
+    assert "was changed on its way" in caplog.text
 
 
 @contextmanager
@@ -323,3 +337,15 @@ def test_only_the_same_secret_is_proved_inside():
         caller.shutdown(socket.SHUT_RDWR)
         thread.join()
         assert len(wrong) == 1
+
+
+def test_a_stranger_may_send_little():
+    """OpenSSL alone would wait for 128 KiB of a first message."""
+    first = b"\x16\x03\x01\x40\x00\x01\x01\xff\x00\x03\x03" + bytes(0x4000 - 6)
+    with served() as port, socket.create_connection(("127.0.0.1", port), 10) as stranger:
+        begun = time.monotonic()
+        with suppress(ConnectionError):
+            stranger.sendall(first)
+            stranger.sendall(b"\x16\x03\x03\x40\x00")
+            assert stranger.recv(100) == b""
+        assert time.monotonic() - begun < PROOF_SECONDS - 1

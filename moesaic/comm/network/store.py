@@ -7,12 +7,12 @@ service (handshake.py); between nodes the connection is encrypted (tls.py).
 
 from __future__ import annotations
 
+import logging
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,9 @@ from moesaic.comm.network.connect import connect
 from moesaic.comm.network.handshake import Identity, Role, Session
 from moesaic.comm.network.listener import Listener
 from moesaic.comm.network.message_stream import MessageStream
-from moesaic.comm.network.tls import Connection
+from moesaic.comm.network.tls import Connection, Tampered
+
+logger = logging.getLogger(__name__)
 
 # Of all keys and values. Ranks exchange a few kilobytes each.
 MOST_BYTES: Final = 1 << 28
@@ -105,9 +107,13 @@ class StoreTable:
 
     def serve(self, connection: Connection, session: Session, name: str) -> None:
         stream = MessageStream(connection)
-        with suppress(OSError, ValueError):
+        try:
             while True:
                 stream.send(msgspec.msgpack.encode(self.answer(stream.receive())))
+        except Tampered as error:
+            logger.warning("the store's connection to %s ends: %s", name, error)
+        except (OSError, ValueError):
+            return  # the client is gone, or reads the end of the connection
 
     def answer(self, data: bytes) -> StoreReply:
         try:
