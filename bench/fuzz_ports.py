@@ -16,6 +16,7 @@ import asyncio
 import os
 import random
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -37,9 +38,10 @@ from bench.http_server import started
 from moesaic.comm.network.handshake import GREETING, IDENTITY, NONCE_BYTES, PROOF_BYTES, Role
 from moesaic.comm.windows.tcp_links import FrameKind, frame
 
-# What a listener answers to any greeting: a nonce, an identity, whether it has a secret, a
-# proof. A stranger that is told more was taken for a process of the service.
-ANSWER_BYTES: Final = NONCE_BYTES + IDENTITY.size + 1 + PROOF_BYTES
+# What a listener answers to any greeting: a nonce, an identity, a proof; or its part of a TLS
+# handshake. A stranger that is told more was taken for a process of the service.
+ANSWER_BYTES: Final = NONCE_BYTES + IDENTITY.size + PROOF_BYTES
+TLS_ANSWER_BYTES: Final = 1024
 # A connection that proves nothing is closed after 5 s, or later on a machine with much to do.
 CLOSED_SECONDS: Final = 60.0
 ENDLESS_BYTES: Final = 4 << 20
@@ -102,6 +104,17 @@ def other_protocols(chance: random.Random, connection: socket.socket) -> None:
     connection.sendall(chance.choice(said) + chance.randbytes(chance.randrange(100)))
 
 
+def tls_handshake(chance: random.Random, connection: socket.socket) -> None:
+    """The first message of TLS, by a stranger that would accept any certificate and has none, then
+    anything in place of a proof."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    said = ssl.MemoryBIO()
+    with suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), said).do_handshake()
+    connection.sendall(said.read() + chance.randbytes(chance.choice((0, 1, 100, 1 << 15))))
+
+
 KINDS: Final[tuple[Say, ...]] = (
     silence,
     noise,
@@ -111,6 +124,7 @@ KINDS: Final[tuple[Say, ...]] = (
     endless,
     frames,
     other_protocols,
+    tls_handshake,
 )
 
 
@@ -160,7 +174,7 @@ def one_case(addresses: Sequence[Address], seed: int, number: int, outcome: Outc
         outcome.problems.append(f"case {number}: {say.__name__} at {address} is not closed")
     except OSError as error:
         outcome.problems.append(f"case {number}: {say.__name__} at {address}: {error!r}")
-    if heard > ANSWER_BYTES:
+    if heard > (TLS_ANSWER_BYTES if say is tls_handshake else ANSWER_BYTES):
         outcome.problems.append(f"case {number}: {say.__name__} at {address} heard {heard} bytes")
 
 

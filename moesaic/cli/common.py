@@ -70,9 +70,11 @@ def set_up_logging(level: str) -> None:
 def check_nodes(args: ServerArgs) -> None:
     """Raise ValueError if the nodes of resolved arguments cannot reach each other."""
     if args.nnodes > 1:
+        from moesaic.comm.network.node_secret import own_secret
         from moesaic.comm.supervise.address import check_init_address
 
-        check_init_address(args.node_rank, args.dist_init_addr or "")
+        secret = own_secret(file=args.node_secret_file)
+        check_init_address(args.node_rank, args.dist_init_addr or "", secret)
 
 
 def prepare(args: ServerArgs, needs_tokenizer: str = "") -> ServerArgs:

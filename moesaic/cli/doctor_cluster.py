@@ -21,6 +21,7 @@ from moesaic.comm.launch.cluster_check import (
     model_digest,
 )
 from moesaic.comm.launch.node_place import NodePlace, find_place
+from moesaic.comm.network.node_secret import NO_SECRET, own_secret
 from moesaic.comm.supervise.address import check_init_address
 from moesaic.config.args import ServerArgs
 from moesaic.config.resolve import master_address
@@ -31,12 +32,14 @@ logger = logging.getLogger(__name__)
 def run(args: ServerArgs, as_json: bool) -> int:
     place = _place(args)
     assert place.address is not None
-    check_init_address(place.node_rank, place.address)
+    secret = own_secret(file=args.node_secret_file)
+    check_init_address(place.node_rank, place.address, secret)
     logger.info("%s", place)
     versions = {"python": platform.python_version(), "moesaic": __version__}
     versions |= {name: found or "none" for name, found in package_versions()}
     seconds = args.dist_timeout or MEET_SECONDS
-    report = check_cluster(place, versions, model_digest(args.model_path), seconds)
+    model = model_digest(args.model_path)
+    report = check_cluster(place, secret or NO_SECRET, versions, model, seconds)
     if as_json:
         print(json.dumps(msgspec.to_builtins(report), indent=2))
     else:

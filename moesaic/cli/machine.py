@@ -16,7 +16,9 @@ from typing import Any
 from moesaic.comm.launch.mps import describe_daemon
 from moesaic.config.devices import cuda_missing
 
-PACKAGES = "torch triton numpy safetensors tokenizers jinja2 msgspec pyzmq pyyaml tqdm".split()
+PACKAGES = (
+    "torch triton numpy safetensors tokenizers jinja2 msgspec pyzmq pyyaml tqdm cryptography"
+).split()
 # Instructions that the kernels and torch use.
 INSTRUCTIONS = "amx_tile amx_bf16 amx_int8 avx512f avx512_bf16 avx512_vnni avx2 sve".split()
 # Modules of vendors, and the backends that they implement elsewhere.

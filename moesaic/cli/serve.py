@@ -18,6 +18,7 @@ from moesaic.cli.common import (
 )
 from moesaic.comm.launch.node_place import NodePlace, find_place, ray_place
 from moesaic.comm.launch.torchrun import Torchrun
+from moesaic.comm.network.node_secret import own_secret
 from moesaic.comm.supervise.child_process import die_with_parent
 from moesaic.config.args import ServerArgs
 from moesaic.config.parser import FlagParser
@@ -65,7 +66,8 @@ def _start_with_ray(argv: Sequence[str], args: ServerArgs, names_nodes: bool) ->
         raise ValueError("--use-ray: Ray knows where nodes meet: leave out --dist-init-addr")
     if (place := ray_place()) is not None:
         die_with_parent()  # the actor
-        return _start(_placed(args, place))
+        # The actor has the secret from node 0, where the file is.
+        return _start(_placed(replace(args, node_secret_file=None), place))
     with requires_extra("--use-ray", "ray", "ray"):
         importlib.import_module("ray")
     from moesaic.comm.launch.ray_nodes import ray_nodes
@@ -74,7 +76,8 @@ def _start_with_ray(argv: Sequence[str], args: ServerArgs, names_nodes: bool) ->
         resolve(_placed(replace(args, nnodes=1), place))
 
     stop = partial(os.kill, os.getpid(), signal.SIGTERM)
-    with ray_nodes(argv, args.nnodes if names_nodes else 0, check, stop) as place:
+    nnodes, secret = args.nnodes if names_nodes else 0, own_secret(file=args.node_secret_file)
+    with ray_nodes(argv, nnodes, secret, check, stop) as place:
         return _start(_placed(replace(args, nnodes=1), place))
 
 

@@ -103,6 +103,12 @@ class ParallelArgs:
         aliases=("--nccl-init-addr",),
         metavar="HOST:PORT",
     )
+    node_secret_file: str | None = flag(
+        None,
+        "File with the secret that all nodes share, of 16 bytes or more, which no other user can "
+        "read; unset: MOESAIC_SECRET. Several nodes need one unless they meet on loopback.",
+        metavar="FILE",
+    )
     use_ray: bool = flag(
         False,
         "Start the other nodes on a Ray cluster, of which this machine is a part; without "

@@ -39,7 +39,8 @@ from tests.distributed.test_supervisor import (
 MESH = Mesh(tp=2, replicas=2, nnodes=2)
 # Two ranks of one step on two nodes.
 SPLIT = Mesh(tp=2, dp=2, ep=2, nnodes=2)
-SECRET = {"MOESAIC_SECRET": "a secret of some length"}
+KEY = b"a secret of some length"
+SECRET = {"MOESAIC_SECRET": KEY.decode()}
 
 
 def spec(node: int, port: int, mesh: Mesh = MESH, config: dict | None = None) -> ServiceSpec:
@@ -61,11 +62,15 @@ def free_port() -> int:
 
 @contextmanager
 def two_nodes(
-    mesh: Mesh = MESH, config: dict | None = None, environment: dict[str, str] | None = None
+    mesh: Mesh = MESH,
+    config: dict | None = None,
+    environment: dict[str, str] | None = None,
+    secret_file: str | None = None,
 ) -> Iterator[list[Service]]:
     """Both nodes of a service; at the end nothing is left of them."""
     port = free_port()
-    nodes = [Service(spec(node, port, mesh, config), environment) for node in range(2)]
+    specs = [spec(node, port, mesh, config) for node in range(2)]
+    nodes = [Service(replace(one, secret_file=secret_file), environment) for one in specs]
     threads = [threading.Thread(target=node.connect) for node in nodes]
     for thread in threads:
         thread.start()
@@ -188,8 +193,11 @@ def test_wrong_secret(capfd: pytest.CaptureFixture[str]):
     port = free_port()
     with waiting(spec(0, port)) as (first, ends):
         for secret, told in (
-            ("another secret of some length", "MOESAIC_SECRET here is not that of node 0: give"),
-            ("", "MOESAIC_SECRET is set on node 0 but not here: set it on all nodes"),
+            (
+                "another secret of some length",
+                "MOESAIC_SECRET here is not that of node 0, or is not set there: give",
+            ),
+            ("", "MOESAIC_SECRET is set on node 0 but not here: give all nodes the same"),
         ):
             with pytest.raises(RuntimeError, match=told) as caught:
                 Service.start(spec(1, port), {"MOESAIC_SECRET": secret})
@@ -197,7 +205,7 @@ def test_wrong_secret(capfd: pytest.CaptureFixture[str]):
         assert first.exit_code is None
     assert ends == ["the service was stopped while it started"]
     log = capfd.readouterr().err
-    assert "it does not accept this node's proof: it has no or another secret" in log
+    assert "it does not accept this node's certificate, or has not the same: it has no or" in log
     assert "Traceback" not in log
 
 
@@ -383,7 +391,7 @@ def test_unusable_meeting_places(node: int):
         ("nowhere", "give HOST:PORT of node 0"),
     ):
         with pytest.raises(ValueError, match=told):
-            check_init_address(node, address, SECRET)
+            check_init_address(node, address, KEY)
     with pytest.raises(ValueError, match="MOESAIC_SECRET has 5 bytes: give 16 or more"):
         Service(spec(node, free_port()), {"MOESAIC_SECRET": "short"})
 
@@ -393,12 +401,12 @@ def test_address_of_another_machine_or_in_use():
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=rf"127\.0\.0\.1:{port}: .*in use.*another port"):
             Service(spec(0, port), SECRET)
-        check_init_address(1, f"127.0.0.1:{port}", SECRET)  # there it must be in use
+        check_init_address(1, f"127.0.0.1:{port}", KEY)  # there it must be in use
     other = (
         r"203\.0\.113\.7:5000: node 0 cannot listen there .*this machine has .*127\.0\.0\.1:5000"
     )
     with pytest.raises(ValueError, match=other):
-        check_init_address(0, "203.0.113.7:5000", SECRET)
+        check_init_address(0, "203.0.113.7:5000", KEY)
 
 
 @pytest.mark.parametrize("node", [0, 1])

@@ -31,8 +31,8 @@ from tests.distributed.nodes import (
     puts,
 )
 
-# A nonce, an identity, whether there is a secret, and a proof.
-ANSWER_BYTES = 32 + 16 + 1 + 32
+# A nonce, an identity and a proof.
+ANSWER_BYTES = 32 + 16 + 32
 
 
 def refused(group: RankGroup) -> tuple[str, str]:
@@ -143,7 +143,8 @@ def replay(group: RankGroup) -> bool:
             return getattr(self._connection, name)
 
     with socket.create_connection(("127.0.0.1", links.port), 5) as connection:
-        introduce(Overheard(connection), Role.LINK, other.identity, SECRET)  # type: ignore[arg-type]
+        overheard: Any = Overheard(connection)
+        introduce(overheard, Role.LINK, other.identity, SECRET, time.monotonic() + 5)
     answer = hear(links.port, bytes(said))
     links.close()
     other.close()

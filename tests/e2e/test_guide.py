@@ -5,6 +5,7 @@ compared elsewhere."""
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -114,6 +115,8 @@ def deployed(deployment: Deployment, logs: Path) -> Iterator[Running]:
         variables = {
             name: text.replace(MASTER, master) for name, text in deployment.environment.items()
         }
+        if deployment.nodes > 1:
+            variables["MOESAIC_SECRET"] = secrets.token_hex(32)
         for place, words in zip(places, deployment.commands(MODEL, master), strict=True):
             assert words[:3] == ["python", "-m", "moesaic.launch_server"]
             command = [sys.executable, *words[1:], "--port", str(port)]

@@ -34,6 +34,7 @@ ENGINE_MAY_IMPORT = {
     "zmq",
     "yaml",
     "tqdm",
+    "cryptography",  # only inside of functions, for several nodes: test_node_secret.py
     "llguidance",  # only inside of functions: test_grammar.py
 }
 

@@ -19,15 +19,9 @@ import msgspec
 
 from moesaic.comm.launch.node_place import NodePlace
 from moesaic.comm.network.connect import connect
-from moesaic.comm.network.handshake import (
-    NO_SECRET,
-    Identity,
-    Role,
-    Session,
-    own_secret,
-    read_exactly,
-)
+from moesaic.comm.network.handshake import Identity, Role, Session, read_exactly
 from moesaic.comm.network.listener import Listener, RoleHandler
+from moesaic.comm.network.node_secret import NO_SECRET
 from moesaic.comm.network.store import StoreAddress, StoreClient, StoreTable
 from moesaic.comm.supervise.address import address_towards, family_of, interfaces, numeric
 from moesaic.comm.supervise.service_spec import split_address
@@ -81,17 +75,21 @@ class ClusterReport(msgspec.Struct, frozen=True):
 
 
 def check_cluster(
-    place: NodePlace, versions: Mapping[str, str], model: str, seconds: float = MEET_SECONDS
+    place: NodePlace,
+    secret: bytes,
+    versions: Mapping[str, str],
+    model: str,
+    seconds: float = MEET_SECONDS,
 ) -> ClusterReport:
     """`model`: as in NodeFacts. Raises ValueError if nodes are missing."""
     assert place.address is not None
-    node, secret = place.node_rank, own_secret() or NO_SECRET
+    node = place.node_rank
     name, port = split_address(place.address)
     host = numeric(name)
     with ExitStack() as stack:
         if node == 0:
-            served = {Role.STORE: RoleHandler(secret, StoreTable().serve)}
-            stack.enter_context(closing(_listen(host, port, 0, served)[0]))
+            served = {Role.STORE: StoreTable().serve}
+            stack.enter_context(closing(_listen((host, port), 0, secret, served)[0]))
         try:
             store = StoreAddress(host, port, secret).connect(seconds, Identity(-1, node))
         except ConnectionError as error:
@@ -100,8 +98,7 @@ def check_cluster(
             ) from None
         stack.enter_context(closing(store))
         own = host if node == 0 else address_towards(host, port)
-        probes = {Role.LINK: RoleHandler(secret, _answer)}
-        listener, own_port = _listen(own, 0, node, probes)
+        listener, own_port = _listen((own, 0), node, secret, {Role.LINK: _answer})
         stack.enter_context(closing(listener))
         facts = _facts(own, own_port, versions, model, secret != NO_SECRET)
         nodes = _meet(store, place, facts, seconds)
@@ -112,10 +109,11 @@ def check_cluster(
 
 
 def _listen(
-    host: str, port: int, node: int, handlers: Mapping[Role, RoleHandler]
+    address: tuple[str, int], node: int, secret: bytes, handlers: Mapping[Role, RoleHandler]
 ) -> tuple[Listener, int]:
-    listening = socket.create_server((host, port), family=family_of(host), reuse_port=False)
-    return Listener(listening, Identity(-1, node), handlers), int(listening.getsockname()[1])
+    listening = socket.create_server(address, family=family_of(address[0]), reuse_port=False)
+    listener = Listener(listening, Identity(-1, node), secret, handlers)
+    return listener, int(listening.getsockname()[1])
 
 
 def _answer(connection: socket.socket, session: Session, name: str) -> None:
@@ -225,6 +223,7 @@ def _measure(there: NodeFacts, own: int, secret: bytes) -> PairFacts:
         )
     except OSError as error:
         return PairFacts(error=f"no connection to {there.address}: {error}")
+    assert isinstance(connection, socket.socket), "a data link is not encrypted"
     with connection:
         connection.settimeout(PAIR_SECONDS)
         try:
@@ -296,7 +295,7 @@ def _bad_pairs(nodes: Sequence[NodeFacts], pairs: Mapping[str, PairFacts]) -> It
 
 def _notes(nodes: Sequence[NodeFacts]) -> Iterator[str]:
     if not nodes[0].has_secret:
-        yield "MOESAIC_SECRET is not set: node 0 accepts every process that reaches its port"
+        yield "the nodes have no secret: node 0 accepts every process of this machine"
 
 
 def model_digest(path: str) -> str:

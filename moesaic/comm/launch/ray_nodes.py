@@ -47,12 +47,13 @@ class RayNode:
 def ray_nodes(
     argv: Sequence[str],
     nnodes: int,
+    secret: bytes,
     check: Callable[[NodePlace | None], object],
     on_end: Callable[[], None],
 ) -> Iterator[NodePlace | None]:
-    """Starts the other nodes; `nnodes`: 0 for all of the cluster. Gives node 0's place, None if
-    there is one node only, after `check` has seen it. Calls `on_end` in another thread if an actor
-    fails and the service does not end by itself."""
+    """Starts the other nodes; `nnodes`: 0 for all of the cluster; an empty `secret`: one is made.
+    Gives node 0's place, None if there is one node only, after `check` has seen it. Calls `on_end`
+    in another thread if an actor fails and the service does not end by itself."""
     ray: Any = importlib.import_module("ray")
     try:
         ray.init(address="auto", logging_level=logging.WARNING)
@@ -77,7 +78,7 @@ def ray_nodes(
         shown = f"[{host}]" if ":" in host else host
         place = NodePlace("Ray", nnodes, 0, f"{shown}:{_free_port(host)}")
         check(place)
-        os.environ[NODE_SECRET] = os.environ.get(NODE_SECRET) or secrets.token_hex(16)
+        os.environ[NODE_SECRET] = secret.decode() or secrets.token_hex(32)
         with _actors(ray, argv, place, host, on_end):
             yield place
     finally:

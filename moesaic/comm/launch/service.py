@@ -23,6 +23,7 @@ import msgspec
 import zmq
 
 from moesaic.comm.launch.mps import start_mps
+from moesaic.comm.network.node_secret import own_secret
 from moesaic.comm.supervise.address import check_init_address
 from moesaic.comm.supervise.main import LENGTH_BYTES
 from moesaic.comm.supervise.process_watch import process_state
@@ -47,9 +48,11 @@ class Service:
     `receive` returns the outputs of the serving groups; on nodes other than node 0 only the end."""
 
     def __init__(self, spec: ServiceSpec, environment: Mapping[str, str] | None = None) -> None:
+        environment = dict(environment or {})
         if spec.mesh.nnodes > 1:
-            known = {**os.environ, **(environment or {})}
-            check_init_address(spec.node_rank, spec.dist_init_addr or "", known)
+            secret = own_secret(os.environ | environment, spec.secret_file)
+            check_init_address(spec.node_rank, spec.dist_init_addr or "", secret, spec.host)
+            environment[NODE_SECRET] = secret.decode()
         self._mps = start_mps() if spec.gpu_sharers > 1 else None
         """Starts before any rank opens CUDA, and ends after the last."""
         self.spec = spec
@@ -65,7 +68,7 @@ class Service:
         self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         shared = {} if self._mps is None else self._mps.for_ranks(spec.gpu_sharers)
         # The caller's variables take precedence.
-        self._process = _spawn(spec, {**shared, **(environment or {})})
+        self._process = _spawn(spec, shared | environment)
         self.folder: Path | None = None
         """The folder of the supervisor's sockets; removed at the end of the service."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

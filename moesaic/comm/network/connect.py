@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from moesaic.comm.network.handshake import Identity, Role, Session, introduce
+from moesaic.comm.network.handshake import PROOF_SECONDS, Identity, Role, Session, introduce
 from moesaic.comm.network.listener import tune
+from moesaic.comm.network.tls import Connection, TlsConnection, tls_context
 
 PAUSE_SECONDS: Final = 0.1
 
@@ -25,7 +26,7 @@ def connect(
     seconds: float,
     *,
     waits: bool = True,
-) -> tuple[socket.socket, Session]:
+) -> tuple[Connection, Session]:
     """Retries for `seconds`, except after a refusal (PermissionError). `waits`: the listener may
     not have started yet; else only a connection that a busy listener closed is retried."""
     final = PermissionError if waits else (PermissionError, Unreachable, TimeoutError)
@@ -41,16 +42,21 @@ def connect(
 
 def _attempt(
     open_socket: Callable[[], socket.socket], role: Role, own: Identity, secret: bytes
-) -> tuple[socket.socket, Session]:
+) -> tuple[Connection, Session]:
     try:
-        connection = open_socket()
+        plain = open_socket()
     except OSError as error:
         raise Unreachable(str(error)) from error
+    connection: Connection = plain
+    deadline = time.monotonic() + PROOF_SECONDS
     try:
-        session = introduce(connection, role, own, secret)
+        tune(plain)
+        if role.is_control and plain.family != socket.AF_UNIX:
+            connection = TlsConnection(plain, tls_context(secret, calls=True), calls=True)
+            connection.hand_shake(deadline)
+        session = introduce(connection, role, own, secret, deadline)
         connection.settimeout(None)
-        tune(connection)
     except OSError:
-        connection.close()
+        plain.close()
         raise
     return connection, session

@@ -2,40 +2,39 @@
 
     caller                                     listener
     greeting, role, nonce, identity   ───▶
-                                      ◀───     nonce, identity, keyed, proof of the listener
+                                      ◀───     nonce, identity, proof of the listener
     proof of the caller               ───▶
                                       ◀───     welcome
 
 A proof is an HMAC over all earlier messages, so that it is worthless on another connection. The
 caller proves itself second: a listener without the secret learns nothing from it. Until then a
 fixed number of bytes is read from the caller, and nothing is kept.
+
+Between nodes, control connections speak TLS before and after (tls.py). Data links do not: their
+bytes go straight into shared memory.
 """
 
 from __future__ import annotations
 
 import hmac
 import os
-import socket
 import struct
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, NamedTuple
 
-from moesaic.core.process import NODE_SECRET
+from moesaic.comm.network.tls import Connection, WrongSecret
 
 PROOF_SECONDS: Final = 5.0
-SECRET_BYTES: Final = 16
-GREETING: Final = b"MOESAIC2"
+GREETING: Final = b"MOESAIC3"
 NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
 WELCOME: Final = b"\1"
 # A read allocates as much as it asks for.
 MOST_AT_ONCE: Final = 1 << 20
 IDENTITY: Final = struct.Struct("<qq")
-# The secret of a service that was started without one. It is public, and keeps no one out.
-NO_SECRET: Final = b"moesaic: no secret was given"
 
 
 class Role(IntEnum):
@@ -45,6 +44,10 @@ class Role(IntEnum):
     """Requests of a rank to the store."""
     NODE = 3
     """Messages between the supervisors of two nodes."""
+
+    @property
+    def is_control(self) -> bool:
+        return self is not Role.LINK
 
 
 class Identity(NamedTuple):
@@ -60,62 +63,40 @@ class Identity(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What both ends know after the handshake. `key` is unique to the connection."""
+    """What both ends know after the handshake."""
 
     role: Role
     peer: Identity
-    key: bytes = field(repr=False)
 
 
-class WrongSecret(PermissionError):
-    """The listener has another secret. `keyed`: whether it has one of its own."""
-
-    def __init__(self, keyed: bool) -> None:
-        super().__init__("it does not know this node's secret: give all nodes the same")
-        self.keyed = keyed
-
-
-def check_secret(secret: bytes, name: str = "the secret") -> bytes:
-    if len(secret) < SECRET_BYTES:
-        raise ValueError(
-            f"{name} has {len(secret)} bytes: give {SECRET_BYTES} or more, the same on all nodes"
-        )
-    return secret
-
-
-def own_secret(environment: Mapping[str, str] = os.environ) -> bytes:
-    """The secret of the environment; empty if none is set."""
-    secret = environment.get(NODE_SECRET, "").encode()
-    return check_secret(secret, NODE_SECRET) if secret else b""
-
-
-def introduce(connection: socket.socket, role: Role, own: Identity, secret: bytes) -> Session:
+def introduce(
+    connection: Connection, role: Role, own: Identity, secret: bytes, deadline: float
+) -> Session:
     """The caller's side; PermissionError if the listener does not belong to this service."""
-    deadline = time.monotonic() + PROOF_SECONDS
     hello = GREETING + bytes([role]) + os.urandom(NONCE_BYTES) + IDENTITY.pack(*own)
     connection.sendall(hello)
-    answer = read_exactly(connection, NONCE_BYTES + IDENTITY.size + 1, deadline)
+    answer = read_exactly(connection, NONCE_BYTES + IDENTITY.size, deadline)
     proof = read_exactly(connection, PROOF_BYTES, deadline)
     if not hmac.compare_digest(proof, _proof(secret, b"listener", hello + answer)):
-        raise WrongSecret(keyed=bool(answer[-1]))
+        raise WrongSecret
     connection.sendall(_proof(secret, b"caller", hello + answer))
     if read_exactly(connection, len(WELCOME), deadline) != WELCOME:
         raise PermissionError("it does not welcome this node")
-    there = Identity(*IDENTITY.unpack(answer[NONCE_BYTES:-1]))
-    return Session(role, there, _proof(secret, b"session", hello + answer))
+    there = Identity(*IDENTITY.unpack(answer[NONCE_BYTES:]))
+    return Session(role, there)
 
 
-def identify(connection: socket.socket, own: Identity, secrets: Mapping[Role, bytes]) -> Session:
-    """The listener's side, with the secret of each role that it serves; PermissionError if the
-    caller does not belong to this service. The caller then waits for WELCOME."""
-    deadline = time.monotonic() + PROOF_SECONDS
+def identify(
+    connection: Connection, roles: Collection[Role], own: Identity, secret: bytes, deadline: float
+) -> Session:
+    """The side of a listener that serves `roles`; PermissionError if the caller does not belong to
+    this service. The caller then waits for WELCOME."""
     hello = read_exactly(connection, len(GREETING) + 1, deadline)
-    roles = [role for role in secrets if hello == GREETING + bytes([role])]
-    if not roles:
+    role = next((role for role in roles if hello == GREETING + bytes([role])), None)
+    if role is None:
         raise PermissionError("it does not speak this protocol")
-    secret = secrets[roles[0]]
     hello += read_exactly(connection, NONCE_BYTES + IDENTITY.size, deadline)
-    answer = os.urandom(NONCE_BYTES) + IDENTITY.pack(*own) + bytes([secret != NO_SECRET])
+    answer = os.urandom(NONCE_BYTES) + IDENTITY.pack(*own)
     connection.sendall(answer + _proof(secret, b"listener", hello + answer))
     try:
         proof = read_exactly(connection, PROOF_BYTES, deadline)
@@ -125,10 +106,10 @@ def identify(connection: socket.socket, own: Identity, secrets: Mapping[Role, by
     if not hmac.compare_digest(proof, _proof(secret, b"caller", hello + answer)):
         raise PermissionError("it does not know the secret")
     there = Identity(*IDENTITY.unpack(hello[-IDENTITY.size :]))
-    return Session(roles[0], there, _proof(secret, b"session", hello + answer))
+    return Session(role, there)
 
 
-def read_exactly(connection: socket.socket, length: int, deadline: float | None = None) -> bytes:
+def read_exactly(connection: Connection, length: int, deadline: float | None = None) -> bytes:
     data = bytearray()
     while len(data) < length:
         if deadline is not None:

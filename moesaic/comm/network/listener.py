@@ -9,11 +9,19 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-from moesaic.comm.network.handshake import WELCOME, Identity, Role, Session, identify
+from moesaic.comm.network.handshake import (
+    PROOF_SECONDS,
+    WELCOME,
+    Identity,
+    Role,
+    Session,
+    identify,
+)
+from moesaic.comm.network.node_secret import check_is_secret
 from moesaic.comm.network.quiet_log import QuietLog
+from moesaic.comm.network.tls import Connection, TlsConnection, tls_context
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +33,9 @@ PAUSE_SECONDS: Final = 0.05
 SILENCE_SECONDS: Final = 5
 
 
-@dataclass(frozen=True, slots=True)
-class RoleHandler:
-    """`serve` gets connection, session and a name for messages, in a thread of the connection."""
-
-    secret: bytes
-    serve: Callable[[socket.socket, Session, str], None]
+# Gets connection, session and a name for messages, in a thread of the connection. The connection
+# is a plain socket for data links and within a node, a TlsConnection for control between nodes.
+RoleHandler = Callable[[Any, Session, str], None]
 
 
 class Listener:
@@ -39,10 +44,20 @@ class Listener:
     from another."""
 
     def __init__(
-        self, listening: socket.socket, identity: Identity, handlers: Mapping[Role, RoleHandler]
+        self,
+        listening: socket.socket,
+        identity: Identity,
+        secret: bytes,
+        handlers: Mapping[Role, RoleHandler],
     ) -> None:
         self._listening, self._identity, self._handlers = listening, identity, handlers
-        self._secrets = {role: handler.secret for role, handler in handlers.items()}
+        self._secret = secret
+        if listening.family != socket.AF_UNIX:
+            check_is_secret(secret, listening.getsockname()[0])
+        is_control = {role.is_control for role in handlers}
+        assert len(is_control) == 1, f"{handlers}: a caller's first byte says whether TLS follows"
+        encrypts = is_control == {True} and listening.family != socket.AF_UNIX
+        self._tls = tls_context(secret, calls=False) if encrypts else None
         self._lock = threading.Lock()
         self._unproved: dict[socket.socket, str] = {}
         """The host of each, the oldest first."""
@@ -103,14 +118,14 @@ class Listener:
     def _serve(self, connection: socket.socket, where: str) -> None:
         with connection:
             try:
-                session = identify(connection, self._identity, self._secrets)
+                tune(connection)
+                session, secured = self._authenticate(connection)
                 # From here on a flood cannot close it; only then is the caller welcomed.
                 if not self._settle(connection, proved=True):
                     return
-                connection.settimeout(None)
-                tune(connection)
-                connection.sendall(WELCOME)
-                self._handlers[session.role].serve(connection, session, f"{session.peer} ({where})")
+                secured.settimeout(None)
+                secured.sendall(WELCOME)
+                self._handlers[session.role](secured, session, f"{session.peer} ({where})")
             except OSError as error:
                 if not self.closed:
                     self._log.warn(f"refused a connection from {where}: {error}")
@@ -118,6 +133,15 @@ class Listener:
                 self._settle(connection)
                 with self._lock:
                     self._proved.discard(connection)
+
+    def _authenticate(self, plain: socket.socket) -> tuple[Session, Connection]:
+        deadline = time.monotonic() + PROOF_SECONDS
+        connection: Connection = plain
+        if self._tls is not None:
+            connection = TlsConnection(plain, self._tls, calls=False)
+            connection.hand_shake(deadline)
+        session = identify(connection, self._handlers, self._identity, self._secret, deadline)
+        return session, connection
 
 
 def tune(connection: socket.socket) -> None:

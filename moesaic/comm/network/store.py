@@ -2,17 +2,17 @@
 
 The supervisor of node 0 serves it: on a Unix socket in its private run folder if all ranks are on
 one machine, at --dist-init-addr for several nodes. A client proves that it knows the secret of the
-service (handshake.py), and every message is authenticated (message_stream.py).
+service (handshake.py); between nodes the connection is encrypted (tls.py).
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,11 @@ import msgspec
 
 from moesaic.comm.network.connect import connect
 from moesaic.comm.network.handshake import Identity, Role, Session
-from moesaic.comm.network.listener import Listener, RoleHandler
+from moesaic.comm.network.listener import Listener
 from moesaic.comm.network.message_stream import MessageStream
+from moesaic.comm.network.tls import Connection, Tampered
+
+logger = logging.getLogger(__name__)
 
 # Of all keys and values. Ranks exchange a few kilobytes each.
 MOST_BYTES: Final = 1 << 28
@@ -73,13 +76,13 @@ class StoreAddress:
         """Raises OSError if the store is not there within `seconds` or has another secret."""
         try:
             open_socket = partial(self._open_socket, min(seconds, ANSWER_SECONDS))
-            connection, session = connect(open_socket, Role.STORE, identity, self.secret, seconds)
+            connection, _ = connect(open_socket, Role.STORE, identity, self.secret, seconds)
         except PermissionError as error:
             raise PermissionError(f"the store at {self}: {error}") from error
         except OSError as error:
             raise ConnectionError(f"no store at {self}: {error}") from error
         connection.settimeout(ANSWER_SECONDS)
-        return StoreClient(connection, session)
+        return StoreClient(connection)
 
     def _open_socket(self, seconds: float) -> socket.socket:
         if self.port:
@@ -102,11 +105,15 @@ class StoreTable:
         self._bytes = 0
         self._lock = threading.Lock()
 
-    def serve(self, connection: socket.socket, session: Session, name: str) -> None:
-        stream = MessageStream(connection, session, calls=False)
-        with suppress(OSError, ValueError):
+    def serve(self, connection: Connection, session: Session, name: str) -> None:
+        stream = MessageStream(connection)
+        try:
             while True:
                 stream.send(msgspec.msgpack.encode(self.answer(stream.receive())))
+        except Tampered as error:
+            logger.warning("the store's connection to %s ends: %s", name, error)
+        except (OSError, ValueError):
+            return  # the client is gone, or reads the end of the connection
 
     def answer(self, data: bytes) -> StoreReply:
         try:
@@ -156,9 +163,9 @@ class StoreClient:
     """A rank's connection to the store. Any thread may use it; no request waits for another rank.
     OSError means that the store is gone."""
 
-    def __init__(self, connection: socket.socket, session: Session) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._stream = MessageStream(connection, session, calls=True)
+        self._stream = MessageStream(connection)
         self._lock = threading.Lock()
 
     def set(self, key: str, value: bytes) -> None:
@@ -222,8 +229,8 @@ class LocalStore:
         listening.bind(str(path))
         listening.listen(128)
         self.address = StoreAddress(str(path), 0, secrets.token_bytes(32))
-        handler = RoleHandler(self.address.secret, StoreTable().serve)
-        self._listener = Listener(listening, Identity(-1, 0), {Role.STORE: handler})
+        handlers = {Role.STORE: StoreTable().serve}
+        self._listener = Listener(listening, Identity(-1, 0), self.address.secret, handlers)
 
     def close(self) -> None:
         self._listener.close()

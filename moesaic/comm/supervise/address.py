@@ -5,25 +5,21 @@ from __future__ import annotations
 import errno
 import fcntl
 import ipaddress
-import os
 import socket
 import struct
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from moesaic.comm.network.handshake import own_secret
+from moesaic.comm.network.node_secret import check_is_secret
 from moesaic.comm.supervise.service_spec import split_address
 
 SIOCGIFADDR: Final = 0x8915
 
 
-def check_init_address(
-    node_rank: int, address: str, environment: Mapping[str, str] = os.environ
-) -> None:
-    """Raises ValueError, with the fix, if nodes cannot connect there or the secret is too short."""
-    own_secret(environment)
+def check_init_address(node_rank: int, address: str, secret: bytes, own: str = "") -> None:
+    """Raises ValueError, with the fix, if nodes cannot connect there, or if all could for lack of a
+    secret. `own`: the address of this node; detected if empty."""
     name, port = split_address(address)
     host = numeric(name)
     if ipaddress.ip_address(host).is_unspecified:
@@ -36,14 +32,15 @@ def check_init_address(
                 f"--dist-init-addr {address}: node 0 knows this name as {host}, which other nodes "
                 f"cannot reach; {_advice(port)}"
             )
-        return
-    try:
-        address_towards(host, port)
-    except OSError as error:
-        raise ValueError(
-            f"--dist-init-addr {address}: this machine has no route to it ({error}); give an "
-            "address of node 0 that this one reaches"
-        ) from None
+    else:
+        try:
+            own = own or address_towards(host, port)
+        except OSError as error:
+            raise ValueError(
+                f"--dist-init-addr {address}: this machine has no route to it ({error}); give an "
+                "address of node 0 that this one reaches"
+            ) from None
+    check_is_secret(secret, host, own or host)
 
 
 def numeric(host: str) -> str:

@@ -18,6 +18,7 @@ OWN_FLAGS: Final = frozenset(
         *(field.name for field in fields(ServeArgs)),
         "node_rank",
         "dist_init_addr",
+        "node_secret_file",
         "log_level",
         "model_path",
         "tokenizer_path",

@@ -11,7 +11,7 @@ from typing import Final
 
 import zmq
 
-from moesaic.comm.network.handshake import own_secret
+from moesaic.comm.network.node_secret import NO_SECRET, own_secret
 from moesaic.comm.network.store import StoreAddress
 from moesaic.comm.supervise.address import address_towards, numeric
 from moesaic.comm.supervise.config_check import facts_of
@@ -19,7 +19,6 @@ from moesaic.comm.supervise.node_supervisor import NodeSupervisor
 from moesaic.comm.supervise.service_spec import ServiceSpec, split_address
 from moesaic.comm.supervise.supervisor_links import (
     BEAT_SECONDS,
-    MADE_SECRET,
     WAIT_SECONDS,
     Connected,
     Disconnected,
@@ -119,13 +118,13 @@ class FollowerSupervisor(NodeSupervisor):
         self._lead.close()
         super().close()
 
-    def _join(self, made_secret: bytes) -> None:
+    def _join(self) -> None:
         """Starts the ranks, now that node 0 has admitted this node."""
         self._joined = True
         ranks = self.spec.ranks
         names = f"ranks {ranks.start} to {ranks.stop - 1} are" if len(ranks) > 1 else "its rank is"
         logger.info("joined node 0 at %s; %s here", self.spec.dist_init_addr, names)
-        store = StoreAddress(*self._lead.address, own_secret() or made_secret)
+        store = StoreAddress(*self._lead.address, own_secret() or NO_SECRET)
         self.start_ranks(store, self._host)
 
     def _on_lead(self) -> None:
@@ -135,8 +134,8 @@ class FollowerSupervisor(NodeSupervisor):
                     self._lead.send(messages.Hello(self.spec.node_rank, facts_of(self.spec)))
                 case Disconnected(reason, refused):
                     self._on_disconnected(reason, refused)
-                case messages.Hello(facts=facts):
-                    self._join(facts.get(MADE_SECRET, b""))
+                case messages.Hello():
+                    self._join()
                 case messages.Relay(rank, data):
                     self.send_local(rank, data)
                 case messages.RollbackStep():

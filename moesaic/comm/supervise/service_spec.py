@@ -52,6 +52,8 @@ class ServiceSpec:
     """HOST:PORT of node 0, for several nodes."""
     host: str = ""
     """This node's own address; detected if empty."""
+    secret_file: str | None = None
+    """The file with the secret of the nodes; None: it is in the environment."""
     load_balance: str = "auto"
     prefix_page: int = 0
     """Tokens in a page of the groups' prefix caches; 0: they have none."""

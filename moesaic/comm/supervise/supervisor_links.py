@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import secrets
 import socket
 import threading
 import time
@@ -19,17 +18,12 @@ from functools import partial
 from typing import Final
 
 from moesaic.comm.network.connect import connect
-from moesaic.comm.network.handshake import (
-    NO_SECRET,
-    Identity,
-    Role,
-    Session,
-    WrongSecret,
-    own_secret,
-)
-from moesaic.comm.network.listener import Listener, RoleHandler
+from moesaic.comm.network.handshake import Identity, Role, Session
+from moesaic.comm.network.listener import Listener
 from moesaic.comm.network.message_stream import MessageStream
+from moesaic.comm.network.node_secret import NO_SECRET, own_secret
 from moesaic.comm.network.store import StoreAddress, StoreTable
+from moesaic.comm.network.tls import Connection, WrongSecret
 from moesaic.comm.supervise.poll_loop import WakingQueue
 from moesaic.comm.supervise.service_spec import ServiceSpec
 from moesaic.core import messages
@@ -46,7 +40,6 @@ CONNECT_SECONDS: Final = 5.0
 LINGER_SECONDS: Final = 2.0
 # Received messages that are not handled yet; beyond this, connections are not read.
 MOST_RECEIVED: Final = 1024
-MADE_SECRET: Final = "secret"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +63,9 @@ Inbox = WakingQueue[tuple[int, Event]]
 class Channel:
     """A connection to the supervisor of another node."""
 
-    def __init__(self, connection: socket.socket, session: Session, *, calls: bool) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._stream = MessageStream(connection, session, calls=calls)
+        self._stream = MessageStream(connection)
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send, name="to a node", daemon=True)
         self._sender.start()
@@ -116,16 +109,12 @@ class FollowerLinks:
     def __init__(self, spec: ServiceSpec, listening: socket.socket) -> None:
         self._silence, self._nnodes = spec.timeouts.node, spec.mesh.nnodes
         host, port = listening.getsockname()[:2]
-        given = own_secret()
-        if not given:
+        secret = own_secret() or NO_SECRET
+        if secret == NO_SECRET:
             logger.warning(
-                "%s is not set: every process that reaches %s can join this service",
-                NODE_SECRET,
-                spec.dist_init_addr,
+                "%s is not set: every process of this machine can join this service", NODE_SECRET
             )
-        secret = given or secrets.token_bytes(32)
         self.store = StoreAddress(host, port, secret)
-        self._welcome = messages.Hello(facts={} if given else {MADE_SECRET: secret})
         self.inbox = Inbox(MOST_RECEIVED)
         self._lock = threading.Lock()
         self._channels: dict[int, Channel] = {}
@@ -134,10 +123,8 @@ class FollowerLinks:
         self._listener = Listener(
             listening,
             Identity(-1, 0),
-            {
-                Role.STORE: RoleHandler(secret, StoreTable().serve),
-                Role.NODE: RoleHandler(given or NO_SECRET, self._serve),
-            },
+            secret,
+            {Role.STORE: StoreTable().serve, Role.NODE: self._serve},
         )
 
     @property
@@ -147,7 +134,7 @@ class FollowerLinks:
 
     def welcome(self, node: int) -> None:
         self._joined.add(node)
-        self.send(node, self._welcome)
+        self.send(node, messages.Hello())
 
     def send(self, node: int, message: Message) -> None:
         with self._lock:
@@ -182,9 +169,9 @@ class FollowerLinks:
             channel.close(max(0.0, deadline - time.monotonic()))
         self._listener.close()
 
-    def _serve(self, connection: socket.socket, session: Session, name: str) -> None:
+    def _serve(self, connection: Connection, session: Session, name: str) -> None:
         node = session.peer.node
-        channel = Channel(connection, session, calls=False)
+        channel = Channel(connection)
         refusal = self._claim(node, channel)
         if refusal:
             channel.send(messages.Fault(refusal))
@@ -235,21 +222,15 @@ class LeadLink:
         dial = partial(socket.create_connection, self.address, CONNECT_SECONDS)
         own, secret = Identity(-1, self.node), own_secret()
         try:
-            connection, session = connect(dial, Role.NODE, own, secret or NO_SECRET, seconds)
-        except WrongSecret as error:
-            reason = _secret_mismatch(bool(secret), error.keyed)
-            self.inbox.put((0, Disconnected(reason, refused=True)))
+            connection, _ = connect(dial, Role.NODE, own, secret or NO_SECRET, seconds)
+        except WrongSecret:
+            given = f"{NODE_SECRET} here is not that of node 0, or is not set there"
+            reason = given if secret else f"{NODE_SECRET} is set on node 0 but not here"
+            event = Disconnected(f"{reason}: give all nodes the same", refused=True)
+            self.inbox.put((0, event))
         except OSError as error:
             self.inbox.put((0, Disconnected(str(error))))
         else:
-            self._channel = Channel(connection, session, calls=True)
+            self._channel = Channel(connection)
             self.inbox.put((0, Connected()))
             self._channel.receive_all(0, self.inbox)
-
-
-def _secret_mismatch(given: bool, keyed: bool) -> str:
-    """How the secrets differ. `given`: this node has one; `keyed`: node 0 has one."""
-    if given and keyed:
-        return f"{NODE_SECRET} here is not that of node 0: give all nodes the same"
-    here, there = ("here", "on node 0") if given else ("on node 0", "here")
-    return f"{NODE_SECRET} is set {here} but not {there}: set it on all nodes"

@@ -3,7 +3,7 @@
 A frame is a header, a text, a table of pieces (offset, length) and their bytes. One rank of the
 other node receives it straight into the node's mapping of a window, and then posts the signal there
 on behalf of the sender. Both ends of a connection prove first that they know the service's secret
-(network/handshake.py). No torch here.
+(network/handshake.py); what follows is not encrypted. No torch here.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from functools import partial
 from typing import Final
 
 from moesaic.comm.network.connect import Unreachable, connect
-from moesaic.comm.network.handshake import Identity, Role, Session, check_secret, read_exactly
-from moesaic.comm.network.listener import Listener, RoleHandler
+from moesaic.comm.network.handshake import Identity, Role, Session, read_exactly
+from moesaic.comm.network.listener import Listener
+from moesaic.comm.network.node_secret import check_secret
 from moesaic.comm.supervise.control_page import EpochChanged, RankStatus
 from moesaic.comm.windows.signals import SLICE, Signals
 
@@ -167,8 +168,7 @@ class TcpLinks:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listening = socket.create_server((address, 0), family=family, backlog=128)
         self.port: int = listening.getsockname()[1]
-        handler = RoleHandler(secret, self._serve)
-        self._listener = Listener(listening, self.identity, {Role.LINK: handler})
+        self._listener = Listener(listening, self.identity, secret, {Role.LINK: self._serve})
 
     def next_window(self, group: str) -> str:
         """A name for the next window of a group: all its ranks create them in the same order."""
@@ -216,6 +216,7 @@ class TcpLinks:
             raise OSError(f"{name} cannot be reached: {error}") from error
         except OSError as error:
             raise OSError(f"{name} refused: {error}") from error
+        assert isinstance(connection, socket.socket), "a data link is not encrypted"
         if session.peer != peer:
             connection.close()
             raise OSError(f"{name} refused: it is {session.peer}")

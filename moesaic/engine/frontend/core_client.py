@@ -246,6 +246,7 @@ def service_spec(args: ServerArgs, mesh: Mesh) -> ServiceSpec:
         config=asdict(args),
         node_rank=args.node_rank,
         dist_init_addr=args.dist_init_addr,
+        secret_file=args.node_secret_file,
         load_balance=args.load_balance_method,
         prefix_page=0 if args.disable_radix_cache else args.page_size,
         timeouts=timeouts,
