@@ -28,18 +28,18 @@ PAIR, TRIO = (0, 1), (0, 1, 2)
 
 
 def chosen() -> list[tuple[Nodes, Combination]]:
-    """Every backend between two nodes of two ranks; every payload; nodes of one rank; experts in
-    slices, inside of a node and over two."""
+    """Every backend between two nodes of two ranks, and between nodes of one; by both ways back in
+    turn; every payload; experts in slices, inside of a node and over two."""
     found = []
     for number, (a2a, mode) in enumerate(A2A):
         plain = Combination(a2a, mode, "triton", "bf16", "bf16", "bf16", 4, 4, device="cuda")
-        found += [(TWO, plain), (TWO, replace(plain, deterministic=True))]
-        nodes = (FOUR, PAIR, TRIO)[number % 3]
-        size = len(nodes)
-        found.append((nodes, replace(plain, tp=size, ep=size, deterministic=number % 2 == 1)))
+        for sums_pairs, nodes in ((False, TWO), (True, (FOUR, PAIR, TRIO)[number % 3])):
+            is_deterministic, size = sums_pairs ^ (number % 2 == 1), len(nodes)
+            changed = replace(plain, tp=size, ep=size, deterministic=is_deterministic)
+            found.append((nodes, changed))
     for number, base in enumerate(PAYLOADS):
-        found.append((TWO, Combination(*base, "bf16", 4, 4, number % 2 == 1, "cuda")))
-        found.append((PAIR, Combination(*base, "bf16", 2, 2, number % 2 == 0, "cuda")))
+        nodes = (TWO, PAIR)[number % 2]
+        found.append((nodes, Combination(*base, "bf16", *2 * [len(nodes)], device="cuda")))
     for ep in (2, 1):
         base = ("deepep", "normal", "triton", "bf16", "bf16", "bf16")
         found.append((TWO, Combination(*base, 4, ep, device="cuda")))
