@@ -67,14 +67,15 @@ def set_up_logging(level: str) -> None:
     logging.getLogger("torch").setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
-def check_nodes(args: ServerArgs) -> None:
-    """Raise ValueError if the nodes of resolved arguments cannot reach each other."""
+def check_nodes(args: ServerArgs, name_timeout: float = 0.0) -> None:
+    """Raise ValueError if the nodes of resolved arguments cannot reach each other. The name of
+    node 0 has `name_timeout` seconds to become known."""
     if args.nnodes > 1:
         from moesaic.comm.network.node_secret import own_secret
         from moesaic.comm.supervise.address import check_init_address
 
-        secret = own_secret(file=args.node_secret_file)
-        check_init_address(args.node_rank, args.dist_init_addr or "", secret)
+        secret, address = own_secret(file=args.node_secret_file), args.dist_init_addr or ""
+        check_init_address(args.node_rank, address, secret, name_timeout=name_timeout)
 
 
 def prepare(args: ServerArgs, needs_tokenizer: str = "") -> ServerArgs:

@@ -49,6 +49,11 @@ def run(args: ServerArgs, as_json: bool) -> int:
 
 def _place(args: ServerArgs) -> NodePlace:
     """By flags, or else by Slurm, Open MPI or a LeaderWorkerSet."""
+    if args.use_ray:
+        raise ValueError(
+            "--cluster --use-ray: Ray does not start this check on other nodes: run it on all of "
+            "them without --use-ray, with --nnodes N, --node-rank R and --dist-init-addr HOST:PORT"
+        )
     if args.node_rank >= args.nnodes > 1:
         raise ValueError(f"--node-rank {args.node_rank}: give one of 0..{args.nnodes - 1}")
     found = None if args.nnodes > 1 or args.node_rank else find_place()

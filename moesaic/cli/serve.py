@@ -49,7 +49,9 @@ def run(argv: Sequence[str]) -> int:
     names_nodes = given.get("nnodes") is not None or args.nnodes > 1 or args.node_rank > 0
     if args.use_ray:
         return _start_with_ray(argv, args, names_nodes)
-    return _start(args if names_nodes else _placed(args, find_place()))
+    if names_nodes:
+        return _start(args)
+    return _start(_placed(args, find_place()), waits_for_name=args.dist_init_addr is None)
 
 
 def _placed(args: ServerArgs, place: NodePlace | None) -> ServerArgs:
@@ -115,9 +117,10 @@ def _check_count(torchrun: Torchrun, args: ServerArgs) -> None:
     )
 
 
-def _start(args: ServerArgs) -> int:
+def _start(args: ServerArgs, waits_for_name: bool = False) -> int:
+    """Waits for a name that a launcher gave; one that a user typed may be wrong."""
     args = resolve(args)  # before anything slow, so a wrong flag is reported at once
-    check_nodes(args)
+    check_nodes(args, (args.dist_timeout or 0.0) if waits_for_name else 0.0)
     return join_node(args) if args.node_rank > 0 else _serve(args)
 
 

@@ -24,6 +24,7 @@ from moesaic.config.devices import (
 from moesaic.config.flags import check, convert, nearest, refuse_unbuilt, show, specs
 from moesaic.config.gpus import crowding_warning
 from moesaic.config.idle_balancing import idle_balancing
+from moesaic.core.addresses import host_and_port
 
 logger = logging.getLogger(__name__)
 
@@ -297,7 +298,7 @@ def master_address() -> str | None:
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not host or not port:
         return None
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+    return host_and_port(host, port)
 
 
 def _is_address(text: str) -> bool:

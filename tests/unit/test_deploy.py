@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,28 @@ import pytest
 import yaml
 from kubernetes_validate import ValidationError, latest_version, validate
 
+from moesaic.cli.common import add_model, read_args
 from moesaic.config import ServerArgs
 from moesaic.config.parser import FlagParser
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-KUBERNETES = DEPLOY / "kubernetes"
-# The parts of LeaderWorkerSet (v1) and ServiceMonitor (v1) that are used; pods are checked apart.
+KUBERNETES, RAY = DEPLOY / "kubernetes", DEPLOY / "ray"
+RAY_GROUP: dict[str, Any] = {
+    "type": "object",
+    "required": ["rayStartParams", "template"],
+    "additionalProperties": False,
+    "properties": {
+        "rayStartParams": {"type": "object", "additionalProperties": {"type": "string"}},
+        "template": {"type": "object"},
+    },
+}
+RAY_WORKERS = RAY_GROUP | {
+    "required": ["groupName", "rayStartParams", "template"],
+    "properties": RAY_GROUP["properties"]
+    | {"groupName": {"type": "string"}}
+    | {name: {"type": "integer"} for name in ("replicas", "minReplicas", "maxReplicas")},
+}
+# The parts of custom resources that are used; pods are checked apart.
 CUSTOM: dict[str, dict[str, Any]] = {
     "LeaderWorkerSet": {
         "apiVersion": {"const": "leaderworkerset.x-k8s.io/v1"},
@@ -61,6 +78,37 @@ CUSTOM: dict[str, dict[str, Any]] = {
             },
         },
     },
+    "RayJob": {
+        "apiVersion": {"const": "ray.io/v1"},
+        "spec": {
+            "type": "object",
+            "required": ["entrypoint", "rayClusterSpec"],
+            "additionalProperties": False,
+            "properties": {
+                "entrypoint": {"type": "string"},
+                "backoffLimit": {"type": "integer", "minimum": 0},
+                "shutdownAfterJobFinishes": {"type": "boolean"},
+                "rayClusterSpec": {
+                    "type": "object",
+                    "required": ["headGroupSpec"],
+                    "additionalProperties": False,
+                    "properties": {
+                        "rayVersion": {"type": "string"},
+                        "headGroupSpec": RAY_GROUP,
+                        "workerGroupSpecs": {"type": "array", "items": RAY_WORKERS},
+                    },
+                },
+            },
+        },
+    },
+}
+# Of each kind: where its templates of pods are.
+PODS = {
+    "LeaderWorkerSet": [("spec", "leaderWorkerTemplate", "workerTemplate")],
+    "RayJob": [
+        ("spec", "rayClusterSpec", "headGroupSpec", "template"),
+        ("spec", "rayClusterSpec", "workerGroupSpecs", 0, "template"),
+    ],
 }
 
 
@@ -70,11 +118,22 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def resources() -> dict[str, dict[str, Any]]:
+def resources(folder: Path = KUBERNETES) -> dict[str, dict[str, Any]]:
     """By kind, as the kustomization lists them."""
-    listed = read(KUBERNETES / "kustomization.yaml")["resources"]
-    assert sorted([*listed, "kustomization.yaml"]) == sorted(p.name for p in KUBERNETES.iterdir())
-    return {found["kind"]: found for found in map(read, (KUBERNETES / name for name in listed))}
+    custom = read(folder / "kustomization.yaml")
+    named = [*custom["resources"], *custom.get("configurations", []), "kustomization.yaml"]
+    assert sorted(named) == sorted(path.name for path in folder.iterdir())
+    return {found["kind"]: found for found in map(read, (folder / n for n in custom["resources"]))}
+
+
+def at(resource: Any, path: Sequence[str | int]) -> Any:
+    for key in path:
+        resource = resource[key]
+    return resource
+
+
+def pod_templates(resource: dict[str, Any]) -> list[dict[str, Any]]:
+    return [at(resource, path) for path in PODS.get(resource["kind"], [])]
 
 
 def check(resource: dict[str, Any]) -> None:
@@ -84,15 +143,29 @@ def check(resource: dict[str, Any]) -> None:
         return
     schema = {"type": "object", "required": ["spec", "metadata"], "properties": CUSTOM[kind]}
     jsonschema.validate(resource, schema)
-    template = resource["spec"].get("leaderWorkerTemplate", {}).get("workerTemplate")
-    if template is not None:
-        pod = {"apiVersion": "v1", "kind": "Pod", **template}
-        validate(pod, latest_version(), strict=True)
+    for template in pod_templates(resource):
+        validate({"apiVersion": "v1", "kind": "Pod", **template}, latest_version(), strict=True)
 
 
-def test_schemas():
-    found = resources()
-    assert set(found) == {*CUSTOM, "Service", "PodDisruptionBudget"}
+def served(words: Sequence[str]) -> ServerArgs:
+    """The arguments of `moesaic serve WORDS`, as it reads them."""
+    parser = FlagParser("moesaic serve", "", "")
+    add_model(parser)
+    parser.add_flags(ServerArgs)
+    return read_args(parser.parse(words))
+
+
+@pytest.mark.parametrize(
+    ("folder", "kinds"),
+    [
+        (KUBERNETES, "LeaderWorkerSet ServiceMonitor Service PodDisruptionBudget"),
+        (RAY, "RayJob Service"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_schemas(folder: Path, kinds: str):
+    found = resources(folder)
+    assert set(found) == set(kinds.split())
     for resource in found.values():
         check(resource)
 
@@ -109,6 +182,10 @@ def test_the_check_finds_mistakes():
     group["spec"]["leaderWorkerTemplate"]["restartPolicy"] = "Never"
     with pytest.raises(jsonschema.ValidationError):
         check(group)
+    job = resources(RAY)["RayJob"]
+    pod_templates(job)[1]["spec"]["containers"][0]["volumeMount"] = []
+    with pytest.raises(ValidationError):
+        check(job)
 
 
 def test_pods_find_each_other_and_their_settings():
@@ -152,12 +229,38 @@ def test_flags_exist():
         "spec"
     ]["containers"][0]
     assert container["command"] == ["moesaic", "serve"]
-    parser = FlagParser("moesaic serve", "", "")
-    parser.add_flags(ServerArgs)
-    given = parser.parse(container["args"][1:])
+    args = served(container["args"])
     size = resources()["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]["size"]
-    assert int(given["tp_size"]) % size == 0
-    assert given["port"] == str(container["ports"][0]["containerPort"])
+    assert args.tp_size % size == 0
+    assert args.port == container["ports"][0]["containerPort"]
+
+
+def test_ray_job():
+    found = resources(RAY)
+    job, service = found["RayJob"], found["Service"]
+    cluster = job["spec"]["rayClusterSpec"]
+    program, command, *words = job["spec"]["entrypoint"].split()
+    args = served(words)
+    assert (program, command) == ("moesaic", "serve") and args.use_ray
+    workers = cluster["workerGroupSpecs"]
+    assert args.nnodes == 1 + sum(group["replicas"] for group in workers)
+    assert args.tp_size % args.nnodes == 0
+    head, *others = pod_templates(job)
+    (container,) = head["spec"]["containers"]
+    assert container["ports"] == [{"name": "http", "containerPort": args.port}]
+    assert service["spec"]["ports"][0]["targetPort"] == "http"
+    assert service["spec"]["selector"] == head["metadata"]["labels"] | {"ray.io/node-type": "head"}
+    for template in (head, *others):  # all nodes read the model from one path, and have one image
+        (one,) = template["spec"]["containers"]
+        assert one["image"] == container["image"] and one["volumeMounts"] == [
+            {"name": template["spec"]["volumes"][0]["name"], "mountPath": "/models"}
+            | {"readOnly": True}
+        ]
+    image = (DEPLOY / "docker/Dockerfile.ray").read_text(encoding="utf-8")
+    assert f"ray[default]=={cluster['rayVersion']}" in image
+    paths = {tuple(entry["path"].split("/")) for entry in read(RAY / "images.yaml")["images"]}
+    containers = {tuple(key for key in path if key != 0) for path in PODS["RayJob"]}
+    assert paths == {(*path, "spec", "containers", "image") for path in containers}
 
 
 def test_batch_script():

@@ -8,6 +8,8 @@ import pytest
 
 from moesaic.cli.main import main
 from moesaic.comm.launch.node_place import NodePlace, find_place, first_host
+from moesaic.comm.supervise import address
+from moesaic.core.addresses import host_and_port
 
 SLURM = {
     "SLURM_JOB_ID": "71042",
@@ -106,7 +108,7 @@ def test_first_host(hosts: str, first: str):
     ("flags", "words"),
     [
         ("--tp 3", "cannot be divided evenly by --nnodes 2"),
-        ("--tp 2", "the name 'moesaic-0.moesaic.invalid' has no address"),
+        ("--tp 2 --dist-timeout 1", "the name 'moesaic-0.moesaic.invalid' has no address"),
         ("--tp 2 --dist-init-addr 0.0.0.0:80", "0.0.0.0:80: other nodes cannot connect to it"),
         ("--tp 3 --nnodes 1", "no/such/model"),
         ("--tp 3 --nnodes 3 --node-rank 1 --dist-init-addr 0.0.0.0:80", "0.0.0.0:80: other nodes"),
@@ -135,3 +137,44 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(["serve", "tiny:qwen3_moe", "--use-ray", "--tp", "2"]) == 2
     assert "pip install 'moesaic[ray]'" in capsys.readouterr().err
+
+
+def test_a_launchers_name_that_becomes_known(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    tries: list[str] = []
+
+    def numeric(host: str) -> str:
+        tries.append(host)
+        if len(tries) < 3:
+            raise ValueError("no address")
+        return "127.0.0.1"
+
+    monkeypatch.setattr(address, "numeric", numeric)
+    monkeypatch.setattr(address, "NAME_SECONDS", 0.0)
+    with caplog.at_level("INFO"):
+        address.wait_for_name("moesaic-0", 60)
+    assert len(tries) == 3
+    (said,) = caplog.messages
+    assert said == "the name 'moesaic-0' has no address yet: waiting up to 60 s"
+    tries.clear()
+    address.wait_for_name("typed-by-a-user", 0)
+    assert not tries
+
+
+def test_ray_and_the_check_of_a_cluster(capsys: pytest.CaptureFixture[str]):
+    assert main(["doctor", "tiny:qwen3_moe", "--cluster", "--use-ray", "--nnodes", "2"]) == 2
+    assert "run it on all of them without --use-ray" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("host", "text"),
+    [
+        ("node0", "node0:29500"),
+        ("10.0.0.1", "10.0.0.1:29500"),
+        ("fd00::1", "[fd00::1]:29500"),
+        ("[fd00::1]", "[fd00::1]:29500"),
+    ],
+)
+def test_host_and_port(host: str, text: str):
+    assert host_and_port(host, 29500) == text

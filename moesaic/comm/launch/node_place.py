@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from moesaic.core.addresses import host_and_port
+
 Environment = Mapping[str, str]
 # Where nodes meet if MASTER_PORT is not set. Jobs of Slurm may share a node, so each has its own.
 PORT: Final = 29500
@@ -110,8 +112,7 @@ def _meeting_point(environment: Environment, host: str, port: int) -> str | None
     """MASTER_ADDR and MASTER_PORT prevail."""
     host = environment.get("MASTER_ADDR") or host
     text = environment.get("MASTER_PORT") or str(port)
-    bare = ":" in host and not host.startswith("[")
-    return f"[{host}]:{text}" if bare else f"{host}:{text}" if host else None
+    return host_and_port(host, text) if host else None
 
 
 def first_host(hosts: str) -> str:

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from moesaic.comm.launch.node_place import RAY_PLACE, NodePlace
 from moesaic.comm.supervise.address import family_of
+from moesaic.core.addresses import host_and_port
 from moesaic.core.process import NODE_SECRET
 
 logger = logging.getLogger(__name__)
@@ -75,8 +76,7 @@ def ray_nodes(
             yield None
             return
         host = ray.util.get_node_ip_address()
-        shown = f"[{host}]" if ":" in host else host
-        place = NodePlace("Ray", nnodes, 0, f"{shown}:{_free_port(host)}")
+        place = NodePlace("Ray", nnodes, 0, host_and_port(host, _free_port(host)))
         check(place)
         os.environ[NODE_SECRET] = secret.decode() or secrets.token_hex(32)
         with _actors(ray, argv, place, host, on_end):

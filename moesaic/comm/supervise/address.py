@@ -5,22 +5,32 @@ from __future__ import annotations
 import errno
 import fcntl
 import ipaddress
+import logging
 import socket
 import struct
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from moesaic.comm.network.node_secret import check_is_secret
 from moesaic.comm.supervise.service_spec import split_address
+from moesaic.core.addresses import host_and_port
+
+logger = logging.getLogger(__name__)
 
 SIOCGIFADDR: Final = 0x8915
+NAME_SECONDS: Final = 1.0
 
 
-def check_init_address(node_rank: int, address: str, secret: bytes, own: str = "") -> None:
+def check_init_address(
+    node_rank: int, address: str, secret: bytes, own: str = "", name_timeout: float = 0.0
+) -> None:
     """Raises ValueError, with the fix, if nodes cannot connect there, or if all could for lack of a
-    secret. `own`: the address of this node; detected if empty."""
+    secret. `own`: the address of this node; detected if empty. The name has `name_timeout` seconds
+    to become known."""
     name, port = split_address(address)
+    wait_for_name(name, name_timeout)
     host = numeric(name)
     if ipaddress.ip_address(host).is_unspecified:
         advice = _advice(port) if node_rank == 0 else "give an address of node 0"
@@ -52,6 +62,21 @@ def numeric(host: str) -> str:
             f"--dist-init-addr: the name {host!r} has no address ({error}): give the address of "
             "node 0, or a name that all nodes know"
         ) from None
+
+
+def wait_for_name(host: str, seconds: float) -> None:
+    """Returns when the name has an address, or after that time. Kubernetes publishes the name of a
+    pod some seconds after the pod has started."""
+    deadline, told = time.monotonic() + seconds, False
+    while time.monotonic() < deadline:
+        try:
+            numeric(host)
+            return
+        except ValueError:
+            if not told:
+                logger.info("the name %r has no address yet: waiting up to %g s", host, seconds)
+            told = True
+            time.sleep(min(NAME_SECONDS, max(0.0, deadline - time.monotonic())))
 
 
 def address_towards(host: str, port: int) -> str:
@@ -103,5 +128,5 @@ def _check_own(address: str, host: str, port: int) -> None:
 
 
 def _advice(port: int) -> str:
-    shown = [f"[{one}]:{port}" if ":" in one else f"{one}:{port}" for one in own_addresses()]
+    shown = [host_and_port(one, port) for one in own_addresses()]
     return f"give an address of node 0; this machine has {', '.join(shown)}"
