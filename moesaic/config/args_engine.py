@@ -305,7 +305,8 @@ class ScheduleArgs:
     max_step_ms: float | None = flag(
         None,
         "Milliseconds that prompts may fill a step up to while requests decode; 0: no bound; "
-        "unset: no bound on CPU, on CUDA 2 to 4 times what the decodes take, at least 30.",
+        "unset: no bound on CPU, on CUDA 30 or, if more, 2 to 7.5 times what the step takes "
+        "without them, by how many prompts wait. A chunk of a long prompt may exceed it.",
         at_least=0,
     )
     enable_prefill_delayer: bool = flag(

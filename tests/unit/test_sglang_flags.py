@@ -402,7 +402,7 @@ def test_the_server_logs_what_it_accepts(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     started: list[ServerArgs] = []
-    monkeypatch.setattr("moesaic.cli.serve._start", lambda args: started.append(args) or 0)
+    monkeypatch.setattr("moesaic.cli.serve._start", lambda args, **_: started.append(args) or 0)
     with caplog.at_level(logging.INFO):
         assert main("serve m --tp 2 --sleep-on-idle --batch-notify-size 4".split()) == 0
     assert started == [ServerArgs(model_path="m", tp_size=2)]

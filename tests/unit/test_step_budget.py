@@ -227,6 +227,31 @@ def test_more_tokens_than_were_seen_cost_as_in_large_steps():
     assert 1500 < found.long_tokens == found.short_tokens <= cost.most_tokens(36.0) - 16
 
 
+@pytest.mark.parametrize(("waiting", "bound"), [(4, 36.0), (16, 61.0)])
+def test_a_burst_after_small_prompts_stays_within_the_bound(waiting: int, bound: float):
+    """Small steps all take as long as reading the weights does, so that tokens seem free; when
+    larger ones come, their time must not count as what every step takes."""
+    cost, decodes = StepCost(), StepWork(16, 0, 16 * 500, 0)
+    budget = StepBudget(None, cost)
+
+    def run(prompt_tokens: int) -> float:
+        work = decodes.with_prompt(0, prompt_tokens) if prompt_tokens else decodes
+        tokens = work.decode_tokens + work.prompt_tokens
+        ms = max(18.0, 0.012 * tokens) if prompt_tokens else 10.8
+        cost.observe(work, ms)
+        return ms
+
+    for _ in range(10):
+        run(8192)
+    for _ in range(1000):
+        run(0), run(96)
+    times = [
+        run(budget.prompt_tokens(MOST, decodes, [(0, 400)] * 100, waiting).short_tokens)
+        for _ in range(40)
+    ]
+    assert max(times) < 1.1 * bound and times[-1] > 0.9 * bound
+
+
 def test_a_first_step_that_took_long_is_forgotten():
     """It may have waited for a compilation, and says that no large step fits any more."""
     device, decodes = Device(), StepWork(64, 0, 64 * 1000, 0)
@@ -470,3 +495,21 @@ def test_steps_of_one_size_keep_their_whole_cost():
     token_ms = cost.prompt_ms.token
     assert token_ms < 0.9 * cost._mixed.coefficients[1], "the fit alone would give more"
     assert cost.without_tokens(decodes) + 1000 * token_ms == pytest.approx(40.0, rel=0.05)
+
+
+def test_the_attention_to_cached_tokens_counts_for_the_bound():
+    """30 prompts of 64 new tokens each, behind 16,000 that are cached: all would take 86 ms."""
+    device, shared = Device(), list(range(16_000))
+    kv = KVManager(100_000, 4, True, lambda pages: None)
+    scheduler = Scheduler(SchedulerConfig(max_running=64, chunk_tokens=8192), kv)
+    scheduler.add(make_request(shared, 200, 1))
+    for _ in range(4):
+        carry_out(scheduler)
+    kv.share(scheduler.running[0], len(shared))
+    scheduler.step_budget = StepBudget(50.0, fitted(device))
+    for number in range(30):
+        new = [10**6 + 1000 * number + place for place in range(64)]
+        scheduler.add(make_request([*shared, *new], 50, 10 + number))
+    work = carry_out(scheduler)
+    assert 35.0 < device.ms(work) < 50.0 and work.prompt_tokens % 64 == 0
+    assert work.prompt_tokens > 500

@@ -243,12 +243,12 @@ class Scheduler:
         new = ((0, len(request.token_ids)) for request in self.waiting)
         work = work_of(planned.values(), self.decode_table.first(rows))
         decodes, prompts = heaviest([work, self._awaiting]), chain(filled, new)
-        count = len(filling) + len(self.waiting)
+        count = len(filling) + min(len(self.waiting), len(self._free_rows))
         budget = self.step_budget.prompt_tokens(self.config.chunk_tokens, decodes, prompts, count)
         for request in filling[: self.config.max_prompts]:
             remaining, computed = _uncomputed(request), request.num_computed
             length = budget.length(remaining, computed, begun=True)
-            budget.used += self._plan(request, length, planned)
+            budget.spend(self._plan(request, length, planned), computed, begun=True)
         computes = bool(planned) or len(rows) > 0 or decodes.decode_tokens > 0
         if self.waiting and not (only is None and self._hold_back(computes)):
             self._admit(budget, self.config.max_prompts - len(filling), planned, only)
@@ -360,7 +360,7 @@ class Scheduler:
                 self._begin(request, node, pages)
                 room -= 1
                 computing.add(self.kv.frontier(request))
-                budget.used += self._plan(request, length, planned)
+                budget.spend(self._plan(request, length, planned), cached, begun=False)
                 if self.num_retractions != retractions:
                     break
                 if self._promised is not None:

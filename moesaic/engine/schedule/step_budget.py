@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Final, NamedTuple
 
@@ -38,8 +38,8 @@ FAR_WAVES: Final = 4
 
 PRIOR_WEIGHT: Final = 0.02
 FORGETTING: Final = 0.98
-# Samples between two solutions of a fit, which cost more than a sample; the first ones are solved
-# one by one.
+# Samples between two solutions of a fit, so that a step that is larger than usual is tried more
+# than once before its time counts; the first samples are solved one by one.
 SOLVE_EVERY: Final = 8
 # Steps whose products are bound by computing, not by reading weights, on most devices; and how fast
 # it is forgotten what their tokens cost.
@@ -93,14 +93,15 @@ class LinearFit:
         self._matrix, self._vector = self._prior, self._prior @ default
         self._prior_vector = self._vector
         self.coefficients: NDArray[np.float64] = np.array(default) / self._units
-        self._num_samples = 0
+        self._num_samples, self.is_solved = 0, False
 
     def observe(self, features: Sequence[float], value: float) -> None:
         x, new = features / self._units, 1 - FORGETTING
         self._matrix = FORGETTING * self._matrix + x[:, None] * x + new * self._prior
         self._vector = FORGETTING * self._vector + value * x + new * self._prior_vector
         self._num_samples += 1
-        if self._num_samples < SOLVE_EVERY or self._num_samples % SOLVE_EVERY == 0:
+        self.is_solved = self._num_samples < SOLVE_EVERY or self._num_samples % SOLVE_EVERY == 0
+        if self.is_solved:
             self.coefficients = _least_squares(self._matrix, self._vector) / self._units
 
     def predict(self, features: Sequence[float]) -> float:
@@ -130,8 +131,9 @@ class StepCost:
         self._mixed = LinearFit((1.0, 1024.0, 65536.0, 1e6, 16384.0), (20.0, 50.0, 5.0, 4.0, 5.0))
         self._large_ms = 0.0
         """Milliseconds a token of large steps; 0 before there was one."""
-        self._usual_tokens = 0.0
-        """Prompt tokens of a step that has some."""
+        self._mean_tokens = self._usual_tokens = 0.0
+        """Prompt tokens of a step that has some: now, and when the coefficients were solved. With
+        newer ones `without_tokens` would make a change of traffic part of every step."""
         self.deviation = 0.0
         """The usual distance between a prediction and a step, in milliseconds."""
 
@@ -146,7 +148,9 @@ class StepCost:
         if work.prompt_tokens:
             self._mixed.observe(_mixed(work), ms)
             self._observe_large(work.decode_tokens + work.prompt_tokens, ms)
-            self._usual_tokens += 0.1 * (work.prompt_tokens - self._usual_tokens)
+            self._mean_tokens += 0.1 * (work.prompt_tokens - self._mean_tokens)
+            if self._mixed.is_solved:
+                self._usual_tokens = self._mean_tokens
         if not work.prompt_tokens or ms < self.decodes(work):
             self._decodes.observe(_decodes(work), ms)
 
@@ -212,7 +216,9 @@ class PromptBudget:
     """Chunks that do not end their prompts are multiples of this."""
     most_short: int = 0
     """The most tokens of a short prompt."""
-    used: int = 0
+    pair_share: float = 0.0
+    """What attending to a token costs, as a share of what a prompt token does."""
+    used: float = 0.0
 
     @property
     def is_spent(self) -> bool:
@@ -223,8 +229,17 @@ class PromptBudget:
         is_short = computed + remaining <= self.most_short
         is_short = is_short or (not begun and SHORT_STEPS * remaining <= self.most_short)
         most = self.short_tokens if is_short else self.long_tokens
-        fitting = max(0, most - self.used)
+        fitting = max(0, int((most - self.used) / self._weight(computed, begun=begun)))
         return remaining if remaining <= fitting else fitting - fitting % self.multiple
+
+    def spend(self, length: int, computed: int, *, begun: bool) -> None:
+        self.used += length * self._weight(computed, begun=begun)
+
+    def _weight(self, computed: int, *, begun: bool) -> float:
+        """The attention of prompts that have begun is known when the budget is made. That of a new
+        one to what it finds in the cache is not: looking that up for all that wait would take too
+        long."""
+        return 1.0 if begun else 1.0 + self.pair_share * computed
 
 
 @dataclass(slots=True)
@@ -267,7 +282,8 @@ class StepBudget:
         short = long + int((short_ms - long_ms) / max(self.cost.prompt_ms.token, 1e-6))
         multiple = min(CHUNK_MULTIPLE, most)
         short = max(long, min(most_short, short))
-        found = PromptBudget(long, short, multiple, SHORT_STEPS * short)
+        share = self.cost.prompt_ms.pair / max(self.cost.prompt_ms.token, 1e-6)
+        found = PromptBudget(long, short, multiple, SHORT_STEPS * short, share)
         if sum(first) <= found.most_short:
             return found
         return self._beside(found, first, most, count)
@@ -283,7 +299,8 @@ class StepBudget:
             long -= long % self.wave
         long = max(found.multiple, long - long % found.multiple)
         short = min(most, max(found.short_tokens, long + room))
-        return PromptBudget(long, short, found.multiple, min(SHORT_STEPS * short, length - 1))
+        most_short = min(SHORT_STEPS * short, length - 1)
+        return replace(found, long_tokens=long, short_tokens=short, most_short=most_short)
 
     def _least(self, computed: int) -> int:
         """The tokens of a chunk whose products take as long as it takes to attend to the computed
