@@ -141,6 +141,13 @@ def _compare(comparison: Comparison, args: BalanceCommandArgs) -> list[Row]:
     from moesaic.balance.compare import compare
 
     redundancies, algorithms = args.redundant or (0,), args.algorithms or ALGORITHMS
+    experts, ranks = comparison.judge_SLE.shape[2], comparison.ranks
+    most = experts * (ranks - 1)
+    if max(redundancies) > most:
+        raise ValueError(
+            f"--redundant {max(redundancies)}: with {most} each of {ranks} ranks has all {experts} "
+            "experts; give at most that"
+        )
     total = len(redundancies) * (1 + len(algorithms))
     off = True if args.disable_tqdm else None
     with tqdm(total=total, desc="placements", leave=False, disable=off) as bar:

@@ -219,6 +219,7 @@ def test_placements_keep_their_form(tmp_path: Path):
         ("--nnodes 3", "8 ranks cannot be laid evenly over 3 nodes"),
         ("--num-groups 3", "256 experts do not form 3 groups of equal size"),
         ("--redundant -8", "--redundant is "),
+        ("--ep 2 --redundant 9000 --num-layers 1", "--redundant 9000: with 256 each of 2 ranks"),
     ],
 )
 def test_refusals(words: str, message: str, capsys: pytest.CaptureFixture[str]):

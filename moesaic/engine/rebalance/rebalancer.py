@@ -479,7 +479,7 @@ def _log_end(result: RebalanceResult) -> None:
         return
     logger.info(
         "eplb: rebalance %d by %s (%s): %s; balancedness %.3f, predicted %.3f; %d experts of %d "
-        "layers fetched (%.1f MiB) in %.2f s",
+        "layers %s (%.1f MiB) in %.2f s",
         result.number,
         result.algorithm,
         result.reason,
@@ -488,6 +488,7 @@ def _log_end(result: RebalanceResult) -> None:
         result.predicted,
         result.fetched,
         result.layers,
+        "to fetch" if result.dry_run else "fetched",
         result.fetched_bytes / 2**20,
         result.seconds,
     )
