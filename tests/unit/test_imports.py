@@ -22,7 +22,7 @@ LEVELS = (
 )
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
 # Modules of the package's root that belong to a command, and so have its level.
-ROOT_MODULES = {"launch_server": "cli"}
+ROOT_MODULES = {"__main__": "cli", "launch_server": "cli"}
 ENGINE_MAY_IMPORT = {
     "torch",
     "triton",
