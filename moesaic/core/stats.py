@@ -62,6 +62,8 @@ class RankStats(msgspec.Struct, array_like=True):
     state_age: float = 0.0
     pid: int = 0
     moves: MoveStats = msgspec.field(default_factory=MoveStats)
+    held: list[list[int]] = []
+    """For each MoE layer of the rank, the logical expert in each slot now."""
 
 
 class GroupStats(msgspec.Struct, array_like=True):

@@ -286,16 +286,17 @@ class Engine:
         """The resolved all-to-all and MoE runner backends."""
         return self._core.providers
 
-    def routing_info(self) -> dict[str, Any]:
+    def routing_info(self, stats: EngineStats | None = None) -> dict[str, Any]:
         """The sizes of an answer's routed experts, and for each rank its MoE layers and the logical
-        experts that it holds in each of them."""
+        experts that it holds in each of them, by `stats`, or now; none for a rank that is late."""
         facts = self._core.facts
+        held = {rank.rank: rank.held for rank in (stats or self.get_stats()).ranks}
         return {
             "num_layers": facts.num_layers,
             "top_k": facts.top_k,
             "ranks": [
-                {"layers": rank["moe_layers"], "experts": rank["experts"]}
-                for rank in self._core.rank_facts
+                {"layers": rank["moe_layers"], "experts": held.get(number, [])}
+                for number, rank in enumerate(self._core.rank_facts)
             ],
         }
 

@@ -117,6 +117,12 @@ def test_the_placement_is_told_and_a_warm_up_is_no_load(engine: Engine, mesh: st
     placement = engine.get_server_info()["placement"]
     assert placement["version"] > 0, "experts have moved"
     assert placement["redundant_experts"] == MESHES[mesh].get("ep_num_redundant_experts", 0)
+    number, routing = engine.get_stats().num_experts, engine.routing_info()
+    by_layer = list(zip(*(rank["experts"] for rank in routing["ranks"]), strict=True))
+    assert len(by_layer) == routing["num_layers"]
+    assert all(set().union(*held) == set(range(number)) for held in by_layer)
+    first = placement["experts_of_rank"]
+    assert any([*held] != first for held in by_layer), "as it is now, not at the start"
     engine.generate(input_ids=[[1, 2, 3]], sampling_params={"max_new_tokens": 1})
     engine.forget_load()
     (state,) = engine.rebalance(dry_run=True)

@@ -358,9 +358,9 @@ def check_routing(data: dict[str, Any], answers: Any) -> None:
     for layer, load in enumerate(data["experts"]["layers"]):
         counts = np.bincount(experts[:, layer].ravel(), minlength=number)
         assert counts.tolist() == load["experts"]
-        held = {str(r): rank["experts"] for r, rank in enumerate(routing["ranks"])}
+        held = {str(r): rank["experts"][layer] for r, rank in enumerate(routing["ranks"])}
         assert {r: counts[found].sum() for r, found in held.items()} == load["ranks"]
     assert routing["ranks"] == [
-        {"layers": [0, 1], "experts": [0, 1, 2, 3]},
-        {"layers": [0, 1], "experts": [4, 5, 6, 7]},
+        {"layers": [0, 1], "experts": [[0, 1, 2, 3]] * 2},
+        {"layers": [0, 1], "experts": [[4, 5, 6, 7]] * 2},
     ]

@@ -107,6 +107,7 @@ class RankStatsReporter:
             expert_tokens=tokens_of([layer.load for layer in layers]),
             pid=os.getpid(),
             moves=MoveStats() if runner.rebalancer is None else runner.rebalancer.totals,
+            held=[list(layer.local_experts) for layer in self._layers],
         )
 
     def _read(self, first: int) -> RecordingState:

@@ -28,13 +28,13 @@ class Routing {
   }
 }
 
-// Where experts are. `mesh`: [{rank, replica, group, ep}]; `held`: the layers and experts of each rank.
+// Where experts are. `mesh`: [{rank, replica, group, ep}]; `held`: the layers of each rank, and the experts in each of them.
 class Placement {
   constructor(mesh, held, group) {
     const home = mesh.find((one) => one.group === group) ?? (mesh.every((one) => one.group === mesh[0].group) ? mesh[0] : null);
     this.group = home?.group ?? null;
     this.members = mesh.filter((one) => home === null || one.replica === home.replica);
-    this.holds = held.map(({ layers, experts }) => ({ layers: new Set(layers), experts: new Set(experts) }));
+    this.holds = held.map(({ layers, experts }) => new Map(layers.map((layer, place) => [layer, new Set(experts[place])])));
   }
 
   // Whether some ranks have the token and others do not.
@@ -46,12 +46,12 @@ class Placement {
 
   // The ranks that have a layer and compute the attention of the request's group.
   home(layer) {
-    return this.members.filter(({ rank, group }) => group === this.group && this.holds[rank].layers.has(layer)).map((one) => one.rank);
+    return this.members.filter(({ rank, group }) => group === this.group && this.holds[rank].has(layer)).map((one) => one.rank);
   }
 
   // The ranks that have an expert; `sure` if all of them compute it, else one of them does.
   find(layer, expert) {
-    const found = this.members.filter(({ rank }) => this.holds[rank].layers.has(layer) && this.holds[rank].experts.has(expert));
+    const found = this.members.filter(({ rank }) => this.holds[rank].get(layer)?.has(expert));
     const copies = new Set(found.map(({ replica, ep }) => `${replica} ${ep}`));
     return { ranks: found.map((one) => one.rank), sure: copies.size < 2 };
   }
