@@ -312,6 +312,10 @@ class Engine:
         each copy of the model; ValueError without `enable_eplb`."""
         return self._rebalances.run(dry_run, timeout)
 
+    def hold_rebalances(self) -> None:
+        """No rebalance becomes due before `forget_load`."""
+        self._thread.query("hold_rebalances")
+
     def forget_load(self) -> None:
         """No rebalance plans from the tokens up to now, as if they had not been computed."""
         self._thread.query("forget_load")

@@ -77,6 +77,8 @@ def serve(args: ServerArgs, listener: socket.socket) -> int:
 def warm_up(engine: Engine) -> None:
     """Runs a short request on every rank, so that the first client does not wait for lazy setup."""
     start, groups = time.monotonic(), list(range(engine.mesh.num_groups))
+    if engine.server_args.enable_eplb:
+        engine.hold_rebalances()
     engine.generate(
         input_ids=[[0, 0, 0, 0] for _ in groups],
         sampling_params={"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True},

@@ -123,7 +123,11 @@ def test_the_placement_is_told_and_a_warm_up_is_no_load(engine: Engine, mesh: st
     assert all(set().union(*held) == set(range(number)) for held in by_layer)
     first = placement["experts_of_rank"]
     assert any([*held] != first for held in by_layer), "as it is now, not at the start"
-    engine.generate(input_ids=[[1, 2, 3]], sampling_params={"max_new_tokens": 1})
+    engine.hold_rebalances()
+    wait_until(lambda: engine.rebalance_state()[0]["running"] is None)
+    before = engine.rebalance_state()[0]["rebalances"]
+    answers(engine)
+    assert engine.rebalance_state()[0]["rebalances"] == before, "none while they are held"
     engine.forget_load()
     (state,) = engine.rebalance(dry_run=True)
     assert state["result"]["outcome"].startswith("nothing to plan from: no tokens")

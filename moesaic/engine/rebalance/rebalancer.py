@@ -131,6 +131,8 @@ class Rebalancer:
         self._new_LP: Ints = np.empty((0, 0), np.int64)
         self._running: Running | None = None
         self._windows = LoadWindows(*shape)
+        self.is_held = False
+        """Until `forget_load` experts move only when an operator asks."""
         self._asked: Order | None = None
         """What an operator wants next."""
         self._begun = Order()
@@ -197,7 +199,8 @@ class Rebalancer:
         number = self._begun.number + 1
         if self._asked is not None:
             return self._asked._replace(number=number)
-        return Order(number) if self._trigger.is_due(self._all_finished) else None
+        is_due = not self.is_held and self._trigger.is_due(self._all_finished)
+        return Order(number) if is_due else None
 
     def ask(self, dry_run: bool) -> int:
         """An operator wants a rebalance; returns its number. One that runs is not disturbed, and of
@@ -208,6 +211,7 @@ class Rebalancer:
 
     def forget_load(self) -> None:
         """Tokens up to now are no load to plan from, as they are not those of clients."""
+        self.is_held = False
         total_LE = self._tokens()
         self._windows.restart(total_LE)
         if self._running is not None and self._running.tokens_LE is not None:

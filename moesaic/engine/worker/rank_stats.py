@@ -75,6 +75,9 @@ class RankStatsReporter:
                 pass
             case "rebalance" | "rebalance_state":
                 return self._rebalance(options.get("dry_run"))
+            case "hold_rebalances":
+                if self._runner.rebalancer is not None:
+                    self._runner.rebalancer.is_held = True
             case "forget_load":
                 if self._runner.rebalancer is not None:
                     self._runner.rebalancer.forget_load()
