@@ -84,6 +84,7 @@ class Touch:
         (json.dumps({"logical_count": [[[1] * 5] * 2]}), "is of 5 experts.*the model has 4"),
         (json.dumps({"logical_count": [[[1] * 4] * 7]}), "is of 7 layers"),
         (json.dumps({"logical_count": [[[0] * 4] * 2]}), "has counted no tokens"),
+        (json.dumps({"logical_count": [[[1] * 4, [0] * 4]]}), "has no tokens of layer"),
         ('{"physical_to_logical_map": "x"}', "--init-expert-location: the JSON: .*no array"),
     ],
 )

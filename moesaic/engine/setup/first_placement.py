@@ -38,6 +38,7 @@ def first_placements(
             _check_slots(slots_LP.shape[1], experts, slots, source)
         else:
             total_LE = _rows(_loads(found, source, experts), moe_layers, num_layers, source)
+            _check_counted(total_LE, moe_layers, source)
             slots_LP = _planned(args, total_LE, slots, source)
         check_placement(slots_LP, len(moe_layers), experts, slots)
     except ValueError as error:
@@ -92,6 +93,16 @@ def _loads(found: Mapping[str, Any], source: Path, experts: int) -> Floats:
     if not loads_SLE.any():
         raise ValueError(f"{source} has counted no tokens: record some")
     return loads_SLE.sum(0)
+
+
+def _check_counted(total_LE: Floats, moe_layers: Sequence[int], source: Path) -> None:
+    """Every layer computes every token, so that one without counts had no experts there."""
+    empty = [layer for layer, row in zip(moe_layers, total_LE, strict=True) if not row.any()]
+    if empty:
+        raise ValueError(
+            f"{source} has no tokens of layer {empty[0]}, which has experts here: it belongs to "
+            "another model"
+        )
 
 
 def _planned(args: ServerArgs, total_LE: Floats, slots: int, source: Path) -> Ints:
