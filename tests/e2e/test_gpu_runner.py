@@ -449,6 +449,39 @@ def test_a_large_shape_fits_and_answers():
     assert len({tuple(answer["output_ids"]) for answer in answers}) > 20
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.timeout(300)
+def test_graphs_of_thousands_of_tokens_change_no_answer():
+    """Few layers of a large shape, in deterministic mode: kernels that are wrong only for many rows
+    show. A request decodes meanwhile, so that steps have prompts and a token."""
+    params = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+    sizes = ((4097,), (5000,), (8192,), (700,) * 12, (1, 8190), (3000, 3000, 2447))
+    found = []
+    for disable in (False, True):
+        with Engine(
+            model_path="shape:qwen3-30b-a3b",
+            load_format="dummy",
+            device="cuda",
+            context_length=16_384,
+            json_model_override_args='{"num_hidden_layers": 3}',
+            enable_deterministic_inference=True,
+            disable_radix_cache=True,
+            disable_prefill_cuda_graph=disable,
+            max_step_ms=0.0,
+        ) as engine:
+            decoding = {**params, "max_new_tokens": 200}
+            stream = engine.generate(input_ids=[1, 2, 3], sampling_params=decoding, stream=True)
+            next(iter(stream))
+            for lengths in sizes:
+                ids = [[(7 * n + 31 * k) % 150_000 for k in range(n)] for n in lengths]
+                told = engine.generate(input_ids=ids, sampling_params=params)
+                found.append([answer["output_ids"] for answer in told])
+            found.append(list(stream)[-1]["output_ids"])
+    half = len(found) // 2
+    assert found[:half] == found[half:]
+
+
 def test_a_graph_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(key: GraphKey, stream: object, pool: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
