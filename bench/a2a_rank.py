@@ -91,10 +91,9 @@ def device_name(group: RankGroup, place: TimedRank) -> str:
     return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
-def dispatcher_of(group: RankGroup, job: Job) -> DeviceRowsDispatcher:
-    load_backends()
+def config_of(group: RankGroup, job: Job) -> DispatchConfig:
     most = max(job.tokens)
-    config = DispatchConfig(
+    return DispatchConfig(
         layout=EpLayout(job.experts, group.size, 1, group.rank),
         top_k=job.top_k,
         hidden_size=job.hidden,
@@ -105,7 +104,12 @@ def dispatcher_of(group: RankGroup, job: Job) -> DeviceRowsDispatcher:
         mode=job.mode,
         lanes=1,
     )
-    made = A2A_REGISTRY[job.backend].providers["cuda"](config, CommContext(group, TIMEOUT))
+
+
+def dispatcher_of(group: RankGroup, job: Job) -> DeviceRowsDispatcher:
+    load_backends()
+    config, comm = config_of(group, job), CommContext(group, TIMEOUT)
+    made = A2A_REGISTRY[job.backend].providers["cuda"](config, comm)
     assert isinstance(made, DeviceRowsDispatcher), f"{job.backend} has no rows that travel"
     return made
 

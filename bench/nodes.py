@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 
 from bench.a2a_gpu import daemon, places
-from bench.a2a_rank import MOST_ERROR, Job, device_name, error_of, identity, route
+from bench.a2a_rank import MOST_ERROR, Job, config_of, device_name, error_of, identity, route
 from bench.common import RESULTS, Distinct, check_out, positive, read_rows, show_table
 from bench.gpu import named
 from moesaic.comm.collectives.group import RankGroup
@@ -42,11 +42,9 @@ from moesaic.config.devices import cuda_missing
 from moesaic.core.step import Step
 from moesaic.kernels.timing_ranks import NUM_CHANNELS, RankTimer, RunLength, TimedRank
 from moesaic.moe.backends import load_backends
-from moesaic.moe.dispatch.base import CommContext, DispatchConfig
+from moesaic.moe.dispatch.base import CommContext
 from moesaic.moe.dispatch.nodes import NodeDispatcher
 from moesaic.moe.formats import RowsCombineInput, StandardDispatchOutput
-from moesaic.moe.placement import EpLayout
-from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from moesaic.moe.registry import A2A_REGISTRY
 
 EXPERTS, TOP_K, HIDDEN = 128, 8, 2048
@@ -125,20 +123,8 @@ def work(group: RankGroup, asked: NodeJob, place: TimedRank) -> list[Found]:
 
 def dispatcher_of(group: RankGroup, job: Job) -> NodeDispatcher:
     load_backends()
-    most = max(job.tokens)
-    config = DispatchConfig(
-        layout=EpLayout(job.experts, group.size, 1, group.rank),
-        top_k=job.top_k,
-        hidden_size=job.hidden,
-        dtype=torch.bfloat16,
-        payload=PAYLOAD_FORMATS[job.payload],
-        max_tokens=most,
-        max_decode_tokens=most,
-        mode=job.mode,
-        lanes=1,
-    )
     provider = A2A_REGISTRY[job.backend].provider("cuda")
-    return NodeDispatcher(config, CommContext(group, TIMEOUT), provider)
+    return NodeDispatcher(config_of(group, job), CommContext(group, TIMEOUT), provider)
 
 
 def measure(dispatcher: NodeDispatcher, job: Job, tokens: int, timer: RankTimer) -> Found:
