@@ -174,7 +174,7 @@ def given_back(out: StandardDispatchOutput) -> RowsCombineInput:
 def needed(dispatcher: NodeDispatcher, ids_TK: torch.Tensor) -> int:
     """Rows that must leave the node: a token's to each other node with one of its experts."""
     nodes_TK = ids_TK.cpu() // (dispatcher.config.layout.num_slots // dispatcher.nodes)
-    found = [set(row) - {dispatcher.rank} for row in nodes_TK.tolist()]
+    found = [set(row) - {dispatcher.node} for row in nodes_TK.tolist()]
     return sum(map(len, found))
 
 

@@ -104,10 +104,10 @@ class NodeDispatcher(BaseDispatcher):
     def __init__(self, config: DispatchConfig, comm: CommContext, provider: Provider) -> None:
         super().__init__(config, comm)
         self.spans = Spans()  # the inner dispatcher records
-        self.rank, self.nodes = comm.group.rail.rank, comm.group.rail.size
+        self.node, self.nodes = comm.group.rail.rank, comm.group.rail.size
         self._routes: dict[int, NodeRoute] = {}
         """Of each lane, between dispatch and combine."""
-        self.slots = slots_of_node(config.layout, self.nodes, self.rank)
+        self.slots = slots_of_node(config.layout, self.nodes, self.node)
         inner = inner_config(config, self.nodes)
         self.row = wire_row(inner)
         self.inner: BaseDispatcher = provider.make(
