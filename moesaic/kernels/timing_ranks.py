@@ -113,7 +113,8 @@ def _one_by_one(call: NumberedCall, count: int) -> Callable[[], None]:
 
 def _captured(call: NumberedCall, count: int) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Threads of NCCL ask for events meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for number in range(count):
             call(number)
     return graph.replay

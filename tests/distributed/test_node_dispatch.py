@@ -13,6 +13,7 @@ from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.errors import PeerTimeout
 from moesaic.comm.launch.local_ranks import LocalRanks
 from moesaic.core.step import Step
+from moesaic.moe.dispatch.nodes import NodeDispatcher
 from tests.distributed import moe_rounds
 from tests.distributed import test_deterministic as deterministic
 from tests.distributed import test_in_flight as flights
@@ -126,6 +127,8 @@ def crossing(group: RankGroup) -> tuple[list[int], list[int]]:
     links = group.links
     assert links is not None
     layer(*batch(5, group.rank), Step(True, 0, rows=7))
+    dispatcher = layer.dispatcher
+    assert isinstance(dispatcher, NodeDispatcher) and not dispatcher._routes, "no rows are kept"
     before = links.bytes_sent
     layer(*batch(5, group.rank), Step(True, 0, rows=7))
     traffic = layer.context.comm.traffic["nodes"]

@@ -183,10 +183,11 @@ class RankGroup(Peers):
         return parts
 
     def all_gather_bytes(self, data: bytes, operation: str) -> list[bytes]:
-        length = torch.tensor([len(data)])
-        lengths = [int(part) for part in self.all_gather(length, operation)]
-        padded = bytearray(data.ljust(max(1, *lengths), b"\0"))
-        parts = self.all_gather(torch.frombuffer(padded, dtype=torch.uint8), operation)
+        with torch.device("cpu"):  # a model may be in the making on another one
+            length = torch.tensor([len(data)])
+            lengths = [int(part) for part in self.all_gather(length, operation)]
+            padded = bytearray(data.ljust(max(1, *lengths), b"\0"))
+            parts = self.all_gather(torch.frombuffer(padded, dtype=torch.uint8), operation)
         return [
             part.numpy().tobytes()[:length] for part, length in zip(parts, lengths, strict=True)
         ]

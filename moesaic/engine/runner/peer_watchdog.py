@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 
+from moesaic.comm.collectives.device_collective import NcclCollective
 from moesaic.comm.errors import WindowAborted
 from moesaic.comm.lifecycle import Lifecycle
 from moesaic.comm.supervise.control_page import RankStatus
@@ -41,6 +42,7 @@ class PeerWatchdog:
         found = [getattr(owner, "window", None) for owner in owners]
         windows = [window for window in found if isinstance(window, DeviceWindow)]
         waits = windows or ranks.on_device is not None
+        waits = waits or any(isinstance(owner, NcclCollective) for owner in owners)
         return cls(moe.comm.group.lifecycle, ranks.status if waits else None, windows)
 
     @property

@@ -184,7 +184,9 @@ class NodeDispatcher(BaseDispatcher):
 
     def _combine_a(self, results: CombineInput) -> NodeRoute:
         found = (route for route in self._routes.values() if route.inner is results.handle)
-        return replace(next(found), inner=self.inner.combine_a(results))
+        route = next(found)
+        del self._routes[route.lane]  # it holds the rows of all nodes
+        return replace(route, inner=self.inner.combine_a(results))
 
     def _combine_b(self, route: NodeRoute) -> Tensor:
         config, operation = self.config, self.operation("combine")
