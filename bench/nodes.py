@@ -59,7 +59,7 @@ class Row:
     device: str
     nodes: int
     ranks: int
-    """Of a node."""
+    """Ranks on each node."""
     payload: str
     hidden: int
     tokens: int

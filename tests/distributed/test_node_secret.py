@@ -103,7 +103,7 @@ def test_no_listener_without_a_secret_beyond_loopback():
 
 
 def test_two_nodes_with_a_file(tmp_path: Path):
-    """The supervisors have the secret in their environment, and nobody else has."""
+    """The supervisors have the secret in their environment; ranks do not."""
     path = secret_file(tmp_path, SECRET)
     with two_nodes(secret_file=path) as nodes:
         for node in nodes:

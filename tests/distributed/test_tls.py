@@ -37,7 +37,7 @@ from moesaic.comm.network.tls import (
 )
 
 ME, SECRET = Identity(0, 0), b"a secret of some length"
-MARKER = b"a marker that nobody else may read"
+MARKER = b"a marker that must not be on the wire"
 
 
 @contextmanager

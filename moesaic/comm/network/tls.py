@@ -1,8 +1,8 @@
 """TLS 1.3 on control connections between nodes, keyed by the secret of the service. No torch here.
 
 All nodes derive one key pair from the secret, and from that one certificate, byte for byte the
-same. Both ends of a connection present it, and trust no other: nobody has to make or distribute
-certificates. `cryptography` is imported at first use, as a service on one node does not need it.
+same. Both ends of a connection present it and trust no other, so that no certificates have to be
+made or distributed. `cryptography` is imported at first use, as a service on one node does not need it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import ssl
 import threading
 import time
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Final, Self
 
 LABEL: Final = b"moesaic: the key of control connections, 1"
@@ -136,6 +137,7 @@ class TlsConnection:
 Connection = socket.socket | TlsConnection
 
 
+@lru_cache(maxsize=4)  # callers retry
 def tls_context(secret: bytes, *, calls: bool) -> ssl.SSLContext:
     """For either end: it presents the certificate of the secret, and demands the same."""
     certificate, key = derive_certificate(secret)

@@ -16,8 +16,8 @@ LAST_STEP = 64
 # above FINE_TOKENS are rare, and a graph of them takes as long to capture as a small one.
 FIRST_TOKENS, COARSE_TOKENS, FINE_TOKENS = 64, 512, 4096
 COARSE, FINE = 4, 8
-# The default chunk with the requests that decode beside it. A longer step takes longer on an H200
-# than its launches do on the host; with fp8 weights that needs up to 12,000 tokens.
+# The default chunk with the requests that decode beside it: kernel by kernel, the host would hold
+# up steps of that size.
 MOST_CAPTURED_TOKENS = 9216
 
 

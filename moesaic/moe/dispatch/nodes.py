@@ -106,7 +106,7 @@ class NodeDispatcher(BaseDispatcher):
         self.spans = Spans()  # the inner dispatcher records
         self.node, self.nodes = comm.group.rail.rank, comm.group.rail.size
         self._routes: dict[int, NodeRoute] = {}
-        """Of each lane, between dispatch and combine."""
+        """The tokens of each lane that are between dispatch and combine."""
         self.slots = slots_of_node(config.layout, self.nodes, self.node)
         inner = inner_config(config, self.nodes)
         self.row = wire_row(inner)
@@ -211,7 +211,7 @@ class NodeDispatcher(BaseDispatcher):
 
 
 def inner_config(config: DispatchConfig, nodes: int) -> DispatchConfig:
-    """Of the dispatcher inside of a node, which takes the rows of all nodes."""
+    """The config of the dispatcher inside of a node, which takes the rows of all nodes."""
     layout, each, top_k = config.layout, 1, config.top_k
     if config.deterministic:
         each, top_k = top_k, 1
