@@ -2,7 +2,8 @@
 
 All nodes derive one key pair from the secret, and from that one certificate, byte for byte the
 same. Both ends of a connection present it and trust no other, so that no certificates have to be
-made or distributed. `cryptography` is imported at first use, as a service on one node does not need it.
+made or distributed. `cryptography` is imported at first use: a service on one node does not need
+it.
 """
 
 from __future__ import annotations
@@ -137,7 +138,6 @@ class TlsConnection:
 Connection = socket.socket | TlsConnection
 
 
-@lru_cache(maxsize=4)  # callers retry
 def tls_context(secret: bytes, *, calls: bool) -> ssl.SSLContext:
     """For either end: it presents the certificate of the secret, and demands the same."""
     certificate, key = derive_certificate(secret)
@@ -152,6 +152,7 @@ def tls_context(secret: bytes, *, calls: bool) -> ssl.SSLContext:
     return context
 
 
+@lru_cache(maxsize=4)  # callers retry
 def derive_certificate(secret: bytes) -> tuple[bytes, bytes]:
     """The certificate of a secret and its private key, as PEM. A signature of Ed25519 depends on
     key and content alone, and DER has one encoding: the same secret gives the same bytes."""
