@@ -35,7 +35,7 @@ from bench.a2a_rank import MOST_ERROR, Job, config_of, device_name, error_of, id
 from bench.common import RESULTS, Distinct, check_out, positive, read_rows, show_table
 from bench.gpu import named
 from moesaic.comm.collectives.group import RankGroup
-from moesaic.comm.launch.local_ranks import LocalRanks
+from moesaic.comm.launch.local_ranks import LocalRanks, PerRank
 from moesaic.comm.windows.factory import create_device_window
 from moesaic.comm.windows.tcp_links import TcpLinks
 from moesaic.config.devices import cuda_missing
@@ -184,9 +184,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     with daemon(most, args.device) as mps:
         for nodes, ranks in shapes:
             size, layout = nodes * ranks, tuple(n for n in range(nodes) for _ in range(ranks))
-            where = places(size, mps, args.device)
-            for number, place in enumerate(where.values):
-                place.environment.update(NCCL_HOSTID=f"rank {number}", NCCL_SOCKET_IFNAME="lo")
+            where = PerRank(list(map(as_host, enumerate(places(size, mps, args.device).values))))
             with LocalRanks(size, SECONDS, peer_timeout=TIMEOUT) as pool:
                 device = pool.run(device_name, where)[0]
                 for payload in args.payload:
@@ -198,6 +196,13 @@ def run(args: argparse.Namespace) -> list[Row]:
                         for tokens, points in zip(job.tokens, zip(*found, strict=True), strict=True)
                     ]
     return rows
+
+
+def as_host(numbered: tuple[int, TimedRank]) -> TimedRank:
+    """A rank that is a host of its own to NCCL, which refuses two ranks of a host on one GPU."""
+    number, place = numbered
+    host = {"NCCL_HOSTID": f"rank {number}", "NCCL_SOCKET_IFNAME": "lo"}
+    return replace(place, environment=place.environment | host)
 
 
 def row_of(

@@ -21,9 +21,11 @@ from moesaic.engine.runner.steps import AsynchronousSteps
 from moesaic.engine.runner.warm_up import sorted_parts, warm_steps
 from moesaic.engine.schedule.plan import StepPlan
 from moesaic.engine.worker import worker as ranks
+from moesaic.moe.dispatch.base import BaseDispatcher
 from tests.e2e.poison_rank import Poison
 
 TWINS: Final = "tests.gpu_rank:run_twins"
+POISONED: Final = "tests.gpu_rank:run_poisoned"
 # Tokens of mixed steps that are captured.
 MIXED_SIZES: Final = (4, 12, 19)
 # Names a file to which ranks write the buckets of steps with prompts.
@@ -37,6 +39,13 @@ def run_twins(link: RankLink) -> None:
     _serve(link)
 
 
+def run_poisoned(link: RankLink) -> None:
+    """On a GPU. Graphs do not notice poison: it must be in a prompt that is longer than those."""
+    rank = ranks.Worker(link)
+    StepPoison(rank.runner)
+    rank.serve()
+
+
 class StepPoison(Poison):
     """In prompts only: the host may not know other tokens."""
 
@@ -44,6 +53,11 @@ class StepPoison(Poison):
         prompts = [item.token_ids for item in plan.items if len(item.token_ids) > 1]
         self.tokens = {token for prompt in prompts for token in prompt}
         return self._begin(plan, *args)
+
+    def after_dispatch(self, dispatcher: BaseDispatcher, output: Any) -> None:
+        """What is captured cannot be looked at."""
+        if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
+            super().after_dispatch(dispatcher, output)
 
 
 class IdleSteps:
@@ -95,8 +109,8 @@ def _serve(link: RankLink) -> None:
 
 
 def main() -> int:
-    """The `moesaic` command with such ranks."""
-    remote.TARGET = TWINS
+    """The `moesaic` command with ranks of the target that is the first word."""
+    remote.TARGET = sys.argv.pop(1)
     return command()
 
 

@@ -50,9 +50,14 @@ def num_ranks(args: ServerArgs) -> int:
     return args.tp_size * args.pp_size * (1 if args.enable_dp_attention else args.dp_size)
 
 
+def ranks_here(args: ServerArgs) -> int:
+    """The ranks of each node."""
+    return num_ranks(args) // args.nnodes
+
+
 def _too_few(args: ServerArgs) -> str:
     """Why ranks would share a GPU: that is slow, so it must be asked for."""
-    ranks, gpus = num_ranks(args), num_gpus() - args.base_gpu_id
+    ranks, gpus = ranks_here(args), num_gpus() - args.base_gpu_id
     if ranks <= gpus:
         return ""
     return f"{ranks} ranks would have to share {count_gpus(gpus)}: --device cuda does so"
@@ -65,17 +70,13 @@ def unsupported_on_cuda(args: ServerArgs) -> str:
     if args.base_gpu_id >= max(1, gpus):  # `cuda_missing` reports that there is none
         counted = f"there {'is' if gpus == 1 else 'are'} {count_gpus(gpus)}"
         return f"--base-gpu-id {args.base_gpu_id}: {counted}, numbered from 0"
-    if args.pp_size > 1:
-        return f"--pp-size {args.pp_size}: pipeline stages are built for cpu only"
-    if args.nnodes > 1:
-        return f"--nnodes {args.nnodes}: several nodes are built for cpu only"
     if dp > 1 and args.moe_dense_tp_size not in (None, 1):
         return (
             f"--moe-dense-tp-size {args.moe_dense_tp_size} with --enable-dp-attention splits "
             "dense layers over attention groups, which is built for cpu only (1 works on both)"
         )
     copies = num_ranks(args) // (tp * args.pp_size)
-    if copies > 1 and num_ranks(args) > gpus - args.base_gpu_id:
+    if copies > 1 and ranks_here(args) > gpus - args.base_gpu_id:
         groups = "" if tp % copies == 0 else f"--tp-size {tp * copies} "
         return (
             f"--dp-size {copies} means {copies} replicas of the model, which cannot share a GPU: "
@@ -87,8 +88,8 @@ def unsupported_on_cuda(args: ServerArgs) -> str:
 
 def gpus_of(args: ServerArgs) -> tuple[int, ...]:
     """The GPU of each rank of this node, for arguments that CUDA supports."""
-    first, ranks = args.base_gpu_id, num_ranks(args) // args.nnodes
-    return tuple(first + number for number in share_gpus(ranks, num_gpus() - first))
+    first = args.base_gpu_id
+    return tuple(first + number for number in share_gpus(ranks_here(args), num_gpus() - first))
 
 
 def cuda_missing() -> str:

@@ -9,8 +9,9 @@ from functools import partial
 import torch
 
 from moesaic.comm.collectives.collective import SingleRank
-from moesaic.comm.collectives.device_collective import DeviceCollective, NcclCollective
+from moesaic.comm.collectives.device_collective import DeviceCollective
 from moesaic.comm.collectives.group import Peers, RankGroup
+from moesaic.comm.collectives.nccl_collective import NcclCollective
 from moesaic.moe.backends import load_backends
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
 from moesaic.moe.dispatch.device.exchange import DeviceExchange

@@ -17,11 +17,11 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from moesaic.comm.collectives.collective import PartsDiffer, SingleRank
 from moesaic.comm.collectives.device_collective import (
     DeviceCollective,
-    NcclCollective,
     device_collective,
     lanes_of,
 )
 from moesaic.comm.collectives.group import LOOPBACK, RankGroup, _gloo
+from moesaic.comm.collectives.nccl_collective import NcclCollective
 from moesaic.comm.errors import PeerTimeout, RankFailed, WindowAborted
 from moesaic.comm.launch.mps import CROWD
 from moesaic.comm.lifecycle import Membership

@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 
-from moesaic.comm.collectives.device_collective import NcclCollective
 from moesaic.comm.collectives.group import RankGroup
+from moesaic.comm.collectives.nccl_collective import NcclCollective
 from moesaic.comm.launch.local_ranks import LocalRanks
 from moesaic.comm.lifecycle import Membership
 from moesaic.config.devices import cuda_missing

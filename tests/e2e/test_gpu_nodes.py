@@ -1,5 +1,5 @@
 """Ranks on several nodes that compute as on a GPU: on CPU tensors, by the twins of kernels, with
-windows over TCP in the place of NCCL."""
+windows over TCP in the place of NCCL; and on a GPU where there is one, which all nodes share."""
 
 from __future__ import annotations
 
@@ -13,18 +13,27 @@ from typing import Any
 import pytest
 
 from moesaic import Engine
+from moesaic.comm.launch.mps import start_mps
+from moesaic.engine.frontend import core_client as remote
+from tests import gpu_rank
 from tests.e2e.grid import model_path
 from tests.e2e.poison_rank import POISONS
 from tests.e2e.test_gpu_ranks import (
     DETERMINISTIC,
+    GPU,
     GREEDY,
     LAUNCHES,
+    MANY,
+    ON_GPU,
     PARAMS,
     SMALL,
     TENSORS,
     WHOLE,
     answers,
+    check_death,
     groups,
+    nothing_left,
+    of_one,
     parts,
     twins,
 )
@@ -50,20 +59,25 @@ SLOW = {
 
 
 @contextmanager
-def second_node(flags: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def second_node(
+    flags: dict[str, Any],
+    base: dict[str, Any] = SMALL,
+    target: str = gpu_rank.TWINS,
+    fails: bool = False,
+) -> Iterator[dict[str, Any]]:
     """Runs node 1; gives the flags of node 0."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
     flags = {**flags, "nnodes": 2, "dist_init_addr": address}
-    words = [
-        f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
-        for name, value in {**SMALL, **flags}.items()
-    ]
-    command = [sys.executable, "-m", "tests.gpu_rank", "serve", model_path("qwen3_moe"), *words]
-    other = subprocess.Popen([*command, "--node-rank=1"])
+    words = list[str]()
+    for name, value in {**base, **flags}.items():
+        values = value if isinstance(value, tuple) else () if value is True else (value,)
+        words += [f"--{name.replace('_', '-')}", *map(str, values)]
+    command = [sys.executable, "-m", "tests.gpu_rank", target, "serve", model_path("qwen3_moe")]
+    other = subprocess.Popen([*command, *words, "--node-rank", "1"])
     try:
         yield flags
-        assert other.wait(60) == 0
+        assert (other.wait(60) != 0) == fails
     finally:
         other.kill()
         other.wait()
@@ -92,3 +106,68 @@ def test_nodes_give_the_tokens_of_one_rank(
         assert isinstance(told, list)
         assert [one["output_ids"] for one in told] == [*expected[:3], []]
         assert "poison in combine" in reason(told[3])["message"]
+
+
+STAGES = {"tp_size": 1, "pp_size": 2}
+ON_GPUS: dict[str, dict[str, Any]] = {
+    "two ranks each": groups(4, "deepep"),
+    "one rank each": groups(2, "deepep"),
+    "low latency": groups(4, "deepep") | {"deepep_mode": "low_latency"},
+    "none": groups(4, "none"),
+    "flashinfer": groups(4, "flashinfer"),
+    "launches": groups(4, "mori") | LAUNCHES,
+    "deterministic": groups(4, "deepep") | DETERMINISTIC,
+    "tensors": TENSORS | {"tp_size": 4, "ep_size": 4},
+    "parts": parts("deepep", tp_size=4, ep_size=4),
+    "lp": groups(4, "deepep") | REPLICAS,
+    "a stage each": STAGES,
+    "a stage of two ranks each": groups(2, "deepep") | {"pp_size": 2},
+}
+
+
+@pytest.fixture
+def one_daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nodes on one GPU share an MPS daemon: processes of two take turns on it."""
+    monkeypatch.setenv("MOESAIC_SECRET", "a secret of some length")
+    of_one("qwen3_moe")  # in this process, whose part of the GPU stays
+    with nothing_left(), start_mps() as mps:
+        for name, value in mps.environment.items():
+            monkeypatch.setenv(name, value)
+        yield
+
+
+@pytest.mark.parametrize(
+    "flags", [pytest.param(flags, id=name, marks=GPU) for name, flags in ON_GPUS.items()]
+)
+def test_nodes_on_one_gpu(
+    flags: dict[str, Any], one_daemon: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step fails, too: NCCL begins anew, and graphs are captured again."""
+    expected = of_one("qwen3_moe")[0]
+    monkeypatch.setattr(remote, "TARGET", gpu_rank.POISONED)
+    base = {**ON_GPU, "cuda_graph_bs_prefill": (4,)}  # which has no room for poison
+    bad = [7, 8, POISONS["combine"], *range(1, 20)]
+    with (
+        second_node(flags, base, gpu_rank.POISONED) as placed,
+        Engine(model_path=model_path("qwen3_moe"), **base, **placed) as engine,
+    ):
+        assert answers(engine, MANY) == expected
+        assert answers(engine, MANY[:1]) == expected[:1]
+        told = engine.generate(input_ids=[*prompts()[:3], bad], sampling_params=GREEDY)
+        assert isinstance(told, list)
+        assert [one["output_ids"] for one in told] == [*expected[:3], []]
+        assert "poison in combine" in reason(told[3])["message"]
+        for _ in range(2):
+            engine.flush_cache()
+            assert answers(engine, MANY) == expected
+
+
+@pytest.mark.parametrize("flags", [pytest.param(groups(2, "deepep"), marks=GPU)])
+def test_a_rank_of_another_node_dies(flags: dict[str, Any], one_daemon: None) -> None:
+    """While others wait for it in NCCL: it is named, and nothing stays."""
+    base = {**ON_GPU, "max_total_tokens": 4096}
+    with (
+        second_node(flags, base, gpu_rank.POISONED, fails=True) as placed,
+        Engine(model_path=model_path("qwen3_moe"), **base, **placed) as engine,
+    ):
+        check_death(engine)

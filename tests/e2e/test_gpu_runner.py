@@ -482,6 +482,49 @@ def test_graphs_of_thousands_of_tokens_change_no_answer():
     assert found[:half] == found[half:]
 
 
+class Replays:
+    """In the place of a graph: notes what is replayed."""
+
+    def __init__(self, key: GraphKey, replayed: list[GraphKey]) -> None:
+        self.key, self.replayed = key, replayed
+
+    def replay(self) -> None:
+        self.replayed.append(self.key)
+
+
+def test_dropped_graphs_are_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second step that needs one; not if there is no memory left."""
+    ran: list[GraphKey] = []
+    replayed: list[GraphKey] = []
+    room = {"is left": True}
+
+    def capture(key: GraphKey, stream: object, pool: object) -> Replays:
+        if not room["is left"]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return Replays(key, replayed)
+
+    for name in ("Stream", "graph_pool_handle", "synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1))
+    one, four = GraphKey(1), GraphKey(4)
+    cache = GraphCache((1, 4), ran.append, torch.device("cpu"))
+    monkeypatch.setattr(cache, "_warm_up", lambda key, stream: None)
+    monkeypatch.setattr(cache, "_capture", capture)
+    cache.capture(None)
+    cache.run(four)
+    assert (ran, replayed) == ([], [four])
+    for _ in range(2):  # also before all are captured again
+        ran.clear(), replayed.clear()
+        cache.drop()
+        for key in (four, four, four, one):
+            cache.run(key)
+        assert (ran, replayed) == ([four, one], [four, four])
+    room["is left"] = False
+    for _ in range(3):
+        cache.run(one)
+    assert (ran, replayed) == ([four, one, one, one, one], [four, four])
+
+
 def test_a_graph_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(key: GraphKey, stream: object, pool: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -490,6 +533,7 @@ def test_a_graph_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     cache = GraphCache((1, 4), lambda key: None, torch.device("cpu"))
+    monkeypatch.setattr(cache, "_warm_up", lambda key, stream: None)
     monkeypatch.setattr(cache, "_capture", full)
     with pytest.raises(ValueError, match=r"of 4 rows does not fit.*--mem-fraction-static"):
         cache.capture(None)

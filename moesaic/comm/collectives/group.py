@@ -42,6 +42,8 @@ class Peers(ABC):
     timeout: float
     nodes: tuple[int, ...] = ()
     links: TcpLinks | None = None
+    host: str = LOOPBACK
+    """This rank's address for connections between nodes."""
     status: RankStatus | None = None
 
     @cached_property
@@ -104,7 +106,8 @@ class Subgroup(Peers):
         self._whole, self._ranks = whole, tuple(ranks)
         self.rank, self.size = self._ranks.index(whole.rank), len(self._ranks)
         self.name = f"{whole.name}, ranks {', '.join(map(str, ranks))}"
-        self.timeout, self.links, self.status = whole.timeout, whole.links, whole.status
+        self.timeout, self.links, self.host = whole.timeout, whole.links, whole.host
+        self.status = whole.status
         nodes = tuple(whole.nodes[rank] for rank in ranks)
         self.nodes = nodes if len(set(nodes)) > 1 else ()
         self.members = tuple(whole.members[rank] for rank in ranks)

@@ -23,7 +23,7 @@ from moesaic.comm.network.handshake import Identity, Role, Session, read_exactly
 from moesaic.comm.network.listener import Listener, RoleHandler
 from moesaic.comm.network.node_secret import NO_SECRET
 from moesaic.comm.network.store import StoreAddress, StoreClient, StoreTable
-from moesaic.comm.supervise.address import address_towards, family_of, interfaces, numeric
+from moesaic.comm.supervise.address import address_towards, family_of, interface_of, numeric
 from moesaic.comm.supervise.service_spec import split_address
 
 # How long nodes wait for each other, and for the measurement of a pair.
@@ -141,7 +141,7 @@ def _discard(connection: socket.socket, size: int) -> None:
 def _facts(
     address: str, port: int, versions: Mapping[str, str], model: str, has_secret: bool
 ) -> NodeFacts:
-    interface = _interface_of(address)
+    interface = interface_of(address)
     speed = _text(Path("/sys/class/net", interface, "speed")) if interface else ""
     devices = Path("/sys/class/infiniband")
     return NodeFacts(
@@ -162,11 +162,6 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="ascii").strip()
     except OSError:  # also what drivers without a speed answer
         return ""
-
-
-def _interface_of(address: str) -> str:
-    """The interface that has an address; empty if that is not found out."""
-    return next((name for name, found in interfaces() if found == address), "")
 
 
 def _meet(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from functools import cached_property
 
-from moesaic.comm.collectives.group import LOOPBACK, Peers, RankGroup
+from moesaic.comm.collectives.group import Peers, RankGroup
 from moesaic.comm.errors import PeerTimeout
 from moesaic.comm.network.store import StoreClient
 from moesaic.comm.network.torch_store import TorchStore
@@ -37,8 +37,6 @@ class StoreGroup(Peers):
         self._store = store if size > 1 else None
         self._sequence = 0
         self._last_complete = ""
-        self.host = LOOPBACK
-        """The address that gloo binds, if collectives are requested."""
         self.collective_timeout = timeout
 
     @cached_property

@@ -105,6 +105,11 @@ def interfaces() -> list[tuple[str, str]]:
     return found
 
 
+def interface_of(address: str) -> str:
+    """The interface that has an address; empty if that is not found out."""
+    return next((name for name, found in interfaces() if found == address), "")
+
+
 def own_addresses() -> list[str]:
     """The addresses of this machine, those that other nodes may reach first."""
     addresses = [one for _, one in interfaces()]

@@ -80,22 +80,42 @@ class CapturedGraphs(Generic[Key]):
     ) -> None:
         self.keys, self._body, self._device = keys, body, device
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+        self._dropped: dict[Key, bool] = {}
+        """Graphs to capture again, and whether a step has run their body since."""
+        self._pool: Any = None
         self.nbytes = 0
         """Memory of all graphs, estimated."""
 
     def run(self, key: Key) -> None:
+        if self._dropped.get(key):
+            self._recapture(key)
         graph = self._graphs.get(key)
-        if graph is None:
-            self._body(key)
-        else:
+        if graph is not None:
             graph.replay()
+            return
+        self._body(key)
+        if key in self._dropped:
+            self._dropped[key] = True
 
     def drop(self) -> None:
-        """Makes all later steps eager. No graph may be in flight."""
+        """Drops all graphs, none of which may be in flight. Each is captured again in the second
+        step that needs it: a communicator of NCCL connects in the first, and all ranks are in that
+        one, whether they have the graph or not."""
         if self._graphs:
-            logger.warning("CUDA graphs are dropped: steps are launched kernel by kernel")
+            logger.warning("CUDA graphs are dropped, and captured again when they are needed")
+        self._dropped = dict.fromkeys([*self._dropped, *self._graphs], False)
         self._graphs.clear()
-        self.nbytes = 0
+        self._pool, self.nbytes = None, 0
+
+    def _recapture(self, key: Key) -> None:
+        """Steps stay eager if there is no memory left for their graph."""
+        del self._dropped[key]
+        if self._pool is None:  # a pool ends with its last graph
+            self._pool = torch.cuda.graph_pool_handle()
+        try:
+            self._graphs[key] = self._capture(key, torch.cuda.Stream(self._device), self._pool)
+        except torch.OutOfMemoryError as error:
+            logger.warning("no CUDA graph of %s any more: %s", key.name, error)
 
     def capture(self, pool: Any) -> None:
         """Captures the largest first: smaller ones then reuse its memory."""
@@ -113,6 +133,7 @@ class CapturedGraphs(Generic[Key]):
         for key in order:
             order.set_postfix(rows=key.rows, refresh=False)
             try:
+                self._warm_up(key, stream)
                 self._graphs[key] = self._capture(key, stream, pool)
             except torch.OutOfMemoryError as error:
                 raise ValueError(
@@ -132,13 +153,15 @@ class CapturedGraphs(Generic[Key]):
             self.nbytes / GIB,
         )
 
-    def _capture(self, key: Key, stream: torch.cuda.Stream, pool: Any) -> torch.cuda.CUDAGraph:
-        """Runs the body once first: a capture must neither compile nor let libraries allocate."""
+    def _warm_up(self, key: Key, stream: torch.cuda.Stream) -> None:
+        """Runs the body once: a capture must neither compile nor let libraries allocate."""
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             self._body(key)
         torch.cuda.current_stream(self._device).wait_stream(stream)
         torch.cuda.synchronize(self._device)
+
+    def _capture(self, key: Key, stream: torch.cuda.Stream, pool: Any) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the GPU meanwhile; their work is not captured.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):

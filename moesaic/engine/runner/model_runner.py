@@ -353,7 +353,7 @@ class ModelRunner:
         return torch.zeros(shape, dtype=self.model.config.dtype, device=self.device)
 
     def dummy_logits(self, sequences: Sequences, prefill: bool) -> Tensor:
-        """Runs a step of arbitrary tokens."""
+        """Runs a step of arbitrary tokens; no rows before the last stage."""
         tokens = int(sequences.lengths_B.sum())
         number_T, groups = torch.arange(tokens, device=self.device), self.ranks.mesh.dp
         hidden_TH = self.model(
@@ -361,7 +361,10 @@ class ModelRunner:
             number_T % self.context_length,
             self.attention.attend(sequences),
             Step(prefill=prefill, counts=(tokens,) * groups if groups > 1 else (), rows=tokens),
+            None if self.ranks.is_first else self.hidden_buffer(tokens),
         )
+        if not self.ranks.is_last:
+            return hidden_TH[:0]
         return self.model.logits(hidden_TH[: self.max_running])
 
     @property

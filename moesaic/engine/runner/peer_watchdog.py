@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 
-from moesaic.comm.collectives.device_collective import NcclCollective
+from moesaic.comm.collectives.nccl_collective import NcclCollective
 from moesaic.comm.errors import WindowAborted
 from moesaic.comm.lifecycle import Lifecycle
 from moesaic.comm.supervise.control_page import RankStatus

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from moesaic.config import ServerArgs
-from moesaic.config.devices import num_ranks
+from moesaic.config.devices import ranks_here
 from moesaic.config.gpus import share_gpus
 from moesaic.engine.setup.moe_setup import StepLimits
 from moesaic.layers.attention import Attention, LatentAttention
@@ -60,17 +60,22 @@ def compute_device(args: ServerArgs, rank: int = 0) -> torch.device:
         raise ValueError(
             f"--base-gpu-id {first}: torch sees {count} GPUs, numbered from 0; give a smaller id"
         )
-    device = torch.device("cuda", first + share_gpus(num_ranks(args), count - first)[rank])
+    device = torch.device("cuda", first + _gpus_here(args)[rank % ranks_here(args)])
     torch.cuda.set_device(device)
     return device
 
 
 def gpu_sharers(args: ServerArgs, rank: int = 0) -> int:
     """The number of ranks on this rank's GPU."""
-    if args.device != "cuda" or num_ranks(args) == 1:
+    if args.device != "cuda" or ranks_here(args) == 1:
         return 1
-    devices = share_gpus(num_ranks(args), torch.cuda.device_count() - args.base_gpu_id)
-    return devices.count(devices[rank])
+    devices = _gpus_here(args)
+    return devices.count(devices[rank % len(devices)])
+
+
+def _gpus_here(args: ServerArgs) -> tuple[int, ...]:
+    """The GPU of each rank of this node, counted from --base-gpu-id."""
+    return share_gpus(ranks_here(args), torch.cuda.device_count() - args.base_gpu_id)
 
 
 def cache_dtype(args: ServerArgs, dtype: torch.dtype) -> torch.dtype:

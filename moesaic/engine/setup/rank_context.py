@@ -11,6 +11,7 @@ import torch
 from moesaic.comm.collectives.collective import Collective, SingleRank
 from moesaic.comm.collectives.device_collective import device_collective, rail_collective
 from moesaic.comm.collectives.group import Peers, RankGroup
+from moesaic.comm.collectives.nccl_collective import set_up_nccl
 from moesaic.comm.launch.mps import cramped, crowd
 from moesaic.comm.mesh import Mesh, RankPlace, share
 from moesaic.comm.supervise.control_page import RankStatus
@@ -24,7 +25,7 @@ DEVICE_BYTES = 32 << 20
 
 def neighbours(mesh: Mesh) -> int:
     """How many ranks may wait on a GPU at once."""
-    return max(mesh.tp, crowd())
+    return max(mesh.ranks_per_node, crowd())
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,10 @@ class RankContext:
             facts = torch.cuda.get_device_properties(device)
             if warning := cramped(facts.multi_processor_count):
                 logger.warning("%s", warning)
+        if device.type == "cuda":
+            rank, mesh = self.place.rank, self.mesh
+            node = mesh.node_of(rank) if mesh.nnodes > 1 else None
+            set_up_nccl(rank, node, self.replica.host, shares_gpu)
         if self.mesh.attention_tp == 1:
             return self
         if self.attention_peers.nodes:

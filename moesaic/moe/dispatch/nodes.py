@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from moesaic.comm.collectives.collective import WindowCollective
-from moesaic.comm.collectives.device_collective import NcclCollective, rail_collective
+from moesaic.comm.collectives.device_collective import rail_collective
+from moesaic.comm.collectives.nccl_collective import NcclCollective
 from moesaic.core.step import Step
 from moesaic.kernels.experts import weigh_pairs
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig

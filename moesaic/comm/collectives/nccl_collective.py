@@ -1,0 +1,193 @@
+"""Collectives by NCCL, and the environment that it needs.
+
+T tokens · H channels · R rows · V vocabulary · N elements of a rank's part.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from moesaic.comm.collectives.collective import Collective, check_counts, chosen_rows
+from moesaic.comm.collectives.group import Peers
+from moesaic.comm.errors import WindowAborted
+from moesaic.comm.lifecycle import Membership
+from moesaic.comm.supervise.address import interface_of
+
+logger = logging.getLogger(__name__)
+
+HOST: Final = "NCCL_HOSTID"
+INTERFACE: Final = "NCCL_SOCKET_IFNAME"
+PROGRAMS: Final = "NCCL_MAX_CTAS"
+# torch's watchdogs would end the process: ours name the rank that is missing, and begin anew.
+UNWATCHED: Final = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+# torch's own limit of an operation, in which another rank may compile or load.
+LONGEST: Final = timedelta(days=1)
+
+
+def set_up_nccl(rank: int, node: int | None, address: str, shares_gpu: bool) -> None:
+    """Call it before the first communicator. `node`, `address`: of this rank, where there are
+    several nodes. What the user has set stays.
+
+    NCCL refuses ranks with the same GPU of the same host, so each is given a host of its own, and
+    few programs, as those of all of them wait on that GPU.
+    """
+    chosen = dict(UNWATCHED)
+    if node is not None:
+        chosen[HOST] = f"{socket.gethostname()} node {node}"
+        if name := interface_of(address):
+            chosen[INTERFACE] = f"={name}"
+    if shares_gpu:
+        chosen[HOST] = f"{socket.gethostname()} node {node or 0} rank {rank}"
+        chosen[PROGRAMS] = "2"
+    for name, value in chosen.items():
+        os.environ.setdefault(name, value)
+    if node is not None:
+        logger.info("NCCL: between nodes over %s=%s", INTERFACE, os.environ.get(INTERFACE, ""))
+
+
+class NcclCollective(Collective):
+    """Ranks with a GPU each.
+
+    NCCL adds in its own order, in the type of the tensor, and rounds at every step: its sums differ
+    from those of other collectives, and with the number of rows. Deterministic mode has no sums
+    whose order matters. Ranks do not know which rows the others need, so all rows are summed.
+
+    A missing rank is waited for until the operation is aborted. Graphs hold addresses of the
+    communicator, which lives as long as they do: they must be dropped between `abort` and
+    `restart`.
+    """
+
+    keeps_graphs = False
+
+    def __init__(self, group: Peers, timeout: float, device: torch.device) -> None:
+        self.rank, self.size = group.rank, group.size
+        self._timeout, self._device = timeout, device
+        # A fresh prefix: keys of an earlier communicator of the group would be reused.
+        name = group.all_gather_bytes(os.urandom(8).hex().encode(), "name a communicator")[0]
+        # torch does not keep a store alive whose methods are in Python.
+        self._group_store = group.store
+        self._store = PrefixStore(f"nccl {name.decode()}", self._group_store)
+        self._nccl = self._form(self._store)
+        self._lock = threading.Lock()
+        self._reason = ""
+        self._end: Future[None] | None = None
+        """The end of the communicator, once it is aborted for `_reason`."""
+        group.register(self)
+
+    def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
+        chosen_rows(rows, len(x_NH))
+        total = x_NH.detach().clone(memory_format=torch.contiguous_format)
+        if total.numel():
+            self._run(lambda nccl: nccl.allreduce([total]))
+        return total[rows]
+
+    def gather_rows(self, x_TH: Tensor, counts: Sequence[int], operation: str) -> Tensor:
+        check_counts(self, counts, len(x_TH), "rows")
+        if len(set(counts)) > 1 or not x_TH.numel():
+            return torch.cat(self._gather(x_TH.detach(), counts))
+        own = x_TH.detach().contiguous().view(torch.uint8)
+        out = own.new_empty(self.size * len(own), *own.shape[1:])
+        self._run(lambda nccl: nccl._allgather_base(out, own))
+        return out.view(x_TH.dtype)
+
+    def exchange_rows(self, x_NH: Tensor, operation: str) -> Tensor:
+        """As in `WindowCollective`."""
+        own = x_NH.detach().contiguous()
+        out = torch.empty_like(own)
+        if own.numel():
+            self._run(lambda nccl: nccl.alltoall_base(out, own, [], []))
+        return out
+
+    def gather_columns(
+        self, x_RV: Tensor, widths: Sequence[int], rows: slice, operation: str
+    ) -> Tensor:
+        check_counts(self, widths, x_RV.shape[1], "columns")
+        parts = self._gather(x_RV.detach().t(), widths)
+        return torch.cat(parts).t()[rows].contiguous()
+
+    def abort(self, reason: str) -> None:
+        """Returns at once: NCCL waits until no graph holds its kernels, which the caller drops."""
+        with self._lock:
+            if self._end is None:
+                self._reason, self._end = reason, Future()
+                ends = (self._nccl, self._end)
+                threading.Thread(target=_abort, args=ends, daemon=True, name="nccl abort").start()
+
+    def restart(self, membership: Membership) -> None:
+        """Forms a new communicator: ranks may have started different numbers of operations."""
+        self.abort("it begins anew")
+        assert self._end is not None
+        try:
+            self._end.result(self._timeout)
+        except TimeoutError:
+            raise TimeoutError(
+                f"NCCL has not given up its communicator within {self._timeout:g} s: CUDA graphs "
+                "may still hold operations of it"
+            ) from None
+        self._nccl = self._form(PrefixStore(str(membership.generation), self._store))
+        with self._lock:
+            self._reason, self._end = "", None
+
+    def check(self) -> None:
+        """An aborted operation has no result. NCCL raises all other errors itself."""
+        if self._end is not None:
+            raise WindowAborted(self._reason)
+
+    def close(self) -> None:
+        if self._end is None:
+            self._nccl.shutdown()
+
+    def _run(self, start: Callable[[Any], Any]) -> None:
+        self.check()
+        try:
+            start(self._nccl).wait()
+        except RuntimeError as error:
+            if self._end is not None:  # NCCL reports an abort as another error
+                raise WindowAborted(self._reason) from error
+            raise
+
+    def _form(self, store: Store) -> Any:
+        """Connects at once, since a graph may be captured later."""
+        factory: Any = torch.distributed.ProcessGroupNCCL
+        options = factory.Options()
+        options._timeout = LONGEST
+        nccl = factory(store, self.rank, self.size, options)
+        nccl.allreduce([torch.zeros(1, device=self._device)]).wait()
+        return nccl
+
+    def _gather(self, x_NH: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        """The parts of all ranks, sent with as many rows as the longest."""
+        most = max(counts)
+        if not most * math.prod(x_NH.shape[1:]):
+            return [x_NH.new_empty(count, *x_NH.shape[1:]) for count in counts]
+        own = x_NH.new_empty(most, *x_NH.shape[1:])
+        own[: len(x_NH)] = x_NH
+        parts = [torch.empty_like(own) for _ in counts]
+        wires = [part.view(torch.uint8) for part in parts]
+        self._run(lambda nccl: nccl.allgather([wires], [own.view(torch.uint8)]))
+        return [part[:count] for part, count in zip(parts, counts, strict=True)]
+
+
+def _abort(nccl: Any, end: Future[None]) -> None:
+    try:
+        nccl.abort()
+    except Exception as error:
+        end.set_exception(error)
+    else:
+        end.set_result(None)
