@@ -83,7 +83,7 @@ def examine(args: ServerArgs) -> dict[str, Any]:
     machine = describe_machine()
     found = _check(args)
     layout = None if found.layout is None else _describe_layout(found.layout, found)
-    problem = None if found.layout is None else found.layout.moe.resolved
+    problem = None if found.layout is None else found.layout.model.moe.resolved
     return {
         "ok": not found.problems,
         "problems": found.problems,
@@ -108,6 +108,7 @@ def _check(args: ServerArgs) -> Findings:
 
 def _check_model(args: ServerArgs, resolved: ServerArgs, found: Findings) -> Findings:
     from moesaic.engine.setup.device_memory import compute_device
+    from moesaic.engine.setup.memory_plan import free_room
 
     found = replace(found, flags=flag_changes(args))
     try:
@@ -117,8 +118,7 @@ def _check_model(args: ServerArgs, resolved: ServerArgs, found: Findings) -> Fin
         return replace(found, problems=[*found.problems, str(error)])
     found = replace(found, layout=layout)
     try:
-        layout.check_memory()
-        return replace(found, cache_tokens=layout.cache_tokens(args))
+        return replace(found, cache_tokens=layout.cache_tokens(free_room(resolved)))
     except ValueError as error:
         return replace(found, problems=[*found.problems, str(error)])
 
@@ -206,7 +206,8 @@ def _describe_backends(asked: MoeProblem | None) -> dict[str, Any]:
 
 
 def _describe_layout(layout: MemoryPlan, found: Findings) -> dict[str, Any]:
-    mesh, choice, tokens = layout.mesh, layout.moe.resolved, found.cache_tokens
+    mesh, model, tokens = layout.mesh, layout.model, found.cache_tokens
+    choice = model.moe.resolved
     devices = found.devices or (None,) * mesh.world
     ranks = [
         {**_describe_rank(share, tokens or 0), "gpu": gpu}
@@ -217,14 +218,14 @@ def _describe_layout(layout: MemoryPlan, found: Findings) -> dict[str, Any]:
         "moe": {
             **_attributes(choice, "a2a mode runner payload"),
             "weights": choice.weights.name,
-            "copies": layout.moe.copies,
-            "deterministic": layout.moe.deterministic,
-            "reasons": list(layout.moe.reasons),
+            "copies": model.moe.copies,
+            "deterministic": model.moe.deterministic,
+            "reasons": list(model.moe.reasons),
         },
         "device": choice.device,
-        "dtype": str(layout.dtype).removeprefix("torch."),
-        "num_layers": layout.num_layers,
-        "context_length": layout.context_length,
+        "dtype": str(model.moe.dtype).removeprefix("torch."),
+        "num_layers": model.num_layers,
+        "context_length": model.context_length,
         "cache_tokens": tokens,
         "ranks": ranks,
         "node_bytes": [
@@ -262,7 +263,7 @@ def _describe_rank(share: RankShare, tokens: int) -> dict[str, Any]:
         "experts": list(share.experts),
         **_attributes(share, "query_heads kv_heads dense_bytes expert_bytes cache_bytes_per_token"),
         "cache_bytes": cache_bytes,
-        **_attributes(share, "a2a_bytes collective_bytes"),
+        **_attributes(share, "a2a_bytes collective_bytes moving_bytes table_bytes"),
         "total_bytes": share.fixed_bytes + cache_bytes,
         "step_bytes": share.step.total,
     }

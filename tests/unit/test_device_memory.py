@@ -16,14 +16,14 @@ from moesaic.engine.setup.device_memory import (
     SAFETY,
     CacheRequest,
     DeviceRoom,
-    Replicas,
     StepBytes,
+    TooLittleMemory,
     cache_dtype,
-    check_weights_fit,
     compute_device,
     default_share,
     gpu_cache_tokens,
     gpu_sharers,
+    planned_tokens,
     smaller_weights,
 )
 from moesaic.engine.setup.memory_plan import chunk_tokens, max_running
@@ -48,7 +48,7 @@ MANY = 10**9
 def tokens(
     args: ServerArgs, room: DeviceRoom = H200, wanted: int = MANY, step: StepBytes = STEP
 ) -> int:
-    return gpu_cache_tokens(args, CacheRequest(SPEC.bytes_per_token(2), wanted, 0, step), room)
+    return gpu_cache_tokens(args, CacheRequest(SPEC.bytes_per_token(2), wanted, 0, 0, step), room)
 
 
 def test_the_share_counts_weights_and_cache():
@@ -87,16 +87,27 @@ def test_what_does_not_fit_is_refused_with_numbers():
     assert tokens(ServerArgs(max_total_tokens=most)) == most // 16 * 16
     with pytest.raises(ValueError, match="is less than one page of 16 tokens"):
         tokens(ServerArgs(max_total_tokens=15))
-    with pytest.raises(ValueError, match=r"the weights of m take 83.0 GiB; the GPU has 140.0 GiB"):
-        check_weights_fit("m", 83 * GIB, H200, "a smaller model")
-    check_weights_fit("m", 82 * GIB, H200, "a smaller model")
-    # 3 GiB too much, where each of 4 ranks has 8 redundant slots of 2 GiB: two of them must go.
-    replicas = Replicas(32, 2 * GIB, 4)
-    with pytest.raises(ValueError, match=r"use --ep-num-redundant-experts 24, a smaller model"):
-        check_weights_fit("m", 85 * GIB, H200, "a smaller model", replicas)
-    with pytest.raises(ValueError, match=r"free: use a smaller model"):
-        check_weights_fit("m", 99 * GIB, H200, "a smaller model", replicas)
     assert H200.after(2 * GIB) == DeviceRoom(140 * GIB, 80 * GIB, 59 * GIB)
+
+
+def test_weights_are_planned_beside_a_page():
+    empty = DeviceRoom(total=140 * GIB, free=140 * GIB, held=0)
+
+    def planned(args: ServerArgs, fixed: int) -> int:
+        cache = CacheRequest(SPEC.bytes_per_token(2), MANY, fixed, fixed, STEP)
+        return planned_tokens(args, cache, empty, "a smaller model")
+
+    assert (
+        planned(ServerArgs(), 57 * GIB) == int(0.92 * 140 * GIB - 57 * GIB) // PER_TOKEN // 16 * 16
+    )
+    with pytest.raises(
+        TooLittleMemory, match=r"take 141.0 GiB; the GPU has .*: use a smaller model"
+    ):
+        planned(ServerArgs(), 141 * GIB)
+    args = ServerArgs(mem_fraction_static=0.5)
+    assert planned(args, 70 * GIB - 16 * PER_TOKEN) == 16
+    with pytest.raises(TooLittleMemory, match="nothing is left for a KV cache"):
+        planned(args, 70 * GIB - 16 * PER_TOKEN + 1)
 
 
 def test_ranks_on_one_gpu_have_equal_parts():

@@ -94,7 +94,7 @@ def test_one_rank_holds_the_model(
     assert rank["cache_bytes"] == 64 * rank["cache_bytes_per_token"]
     assert (rank["a2a_bytes"], rank["collective_bytes"]) == (0, 0)
     assert rank["total_bytes"] == sum(
-        rank[f"{kind}_bytes"] for kind in ("dense", "expert", "cache")
+        rank[f"{kind}_bytes"] for kind in ("dense", "expert", "cache", "table")
     )
 
 
@@ -270,14 +270,14 @@ def test_all_wrong_flags_are_listed_without_a_model(capsys: pytest.CaptureFixtur
 def test_weights_that_do_not_fit(
     folders: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("moesaic.engine.setup.memory_plan.total_memory", lambda: 2**20)
+    monkeypatch.setattr("moesaic.engine.setup.device_memory.total_memory", lambda: 2**20)
     report = ask(capsys, f"{folders['qwen3_moe']} --tp 2", 1)
     (problem,) = report["problems"]
     assert problem.startswith("weights and buffers of the 2 ranks of a node take")
     assert report["layout"]["cache_tokens"] is None
     assert len(ranks(report)) == 2
     monkeypatch.undo()
-    monkeypatch.setattr("moesaic.engine.setup.memory_plan.free_memory", lambda: 2**20)
+    monkeypatch.setattr("moesaic.engine.setup.device_memory.free_memory", lambda: 2**20)
     (problem,) = ask(capsys, f"{folders['qwen3_moe']} --tp 2", 1)["problems"]
     assert problem.startswith("nothing is left for a KV cache")
 
@@ -311,7 +311,7 @@ def test_the_default_cache_is_half_of_what_is_free(
         for rank in ranks(ask(capsys, f"{folders['qwen3_moe']} --tp 2"))
     )
     monkeypatch.setattr(
-        "moesaic.engine.setup.memory_plan.free_memory", lambda: fixed + 4 * 100 * 16 * 256
+        "moesaic.engine.setup.device_memory.free_memory", lambda: fixed + 4 * 100 * 16 * 256
     )
     report = ask(capsys, f"{folders['qwen3_moe']} --tp 2")
     assert report["layout"]["cache_tokens"] == 100 * 16

@@ -108,10 +108,8 @@ class Rebalancer:
         self._spans: Spans = layers[0].context.comm.spans
         self._rate = COPY_RATE[layers[0].context.resolved.device]
         sizes = buffer_sizes(args, layers)
-        self.nbytes = sizes.nbytes(ranks.mesh.tp, device)
-        """Bytes of this rank's buffers."""
         self.window_bytes = sizes.window_bytes(ranks.mesh.tp, device)
-        """The part of them that torch's allocator does not count on a GPU."""
+        """The part of its buffers that torch's allocator does not count on a GPU."""
         self._copies = CopyBuffers(ranks.stage_peers, sizes, ranks.timeout, device)
         shape = len(layers), layers[0].config.num_experts
         specs = [

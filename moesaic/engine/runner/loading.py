@@ -2,46 +2,31 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from moesaic.config import ServerArgs
-from moesaic.engine.setup.device_memory import (
-    GIB,
-    CacheRequest,
-    DeviceRoom,
-    Replicas,
-    check_weights_fit,
-    cpu_cache_tokens,
-    gpu_cache_tokens,
-    gpu_sharers,
-    total_memory,
-)
+from moesaic.engine.setup.device_memory import DeviceRoom, HostRoom, gpu_sharers
 from moesaic.engine.setup.rank_context import RankContext
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
     """The machine's memory, which the ranks of a node share."""
 
-    ranks: int
+    ranks: RankContext = field(repr=False)
 
-    def check_weights(self, name: str, nbytes: int, smaller: str, replicas: Replicas) -> None:
-        """Without this check the kernel would kill the process while weights are written."""
-        if nbytes * self.ranks > total_memory():
-            smaller = replicas.fewer(nbytes - total_memory() // self.ranks) + smaller
-            each = f" in {self.ranks} ranks" if self.ranks > 1 else ""
-            raise ValueError(
-                f"the weights of {name} take {nbytes * self.ranks / GIB:.1f} GiB{each} and this "
-                f"machine has {total_memory() / GIB:.1f} GiB: use {smaller}"
-            )
+    def room(self, windows: int) -> HostRoom:
+        """What is there before any rank loads weights; `windows` are not filled yet."""
+        room = self.left()
+        _wait_for_all(self.ranks)
+        # Other replicas do not wait: what is free may already lack their weights.
+        return room if self.ranks.mesh.replicas == 1 else replace(room, free=room.total)
 
-    def cache_tokens(self, args: ServerArgs, cache: CacheRequest) -> int:
-        return cpu_cache_tokens(args, cache, self.ranks)
+    def left(self, windows: int = 0) -> HostRoom:
+        """What is free now."""
+        return HostRoom.now(self.ranks.mesh.ranks_per_node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +37,20 @@ class GpuMemory:
     sharers: int
     ranks: RankContext = field(repr=False)
 
-    def check_weights(self, name: str, nbytes: int, smaller: str, replicas: Replicas) -> None:
-        room = self._room()
-        self.ranks.least(0, "look at what is free")  # before any rank allocates
-        check_weights_fit(name, nbytes, room, smaller, replicas)
+    def room(self, windows: int) -> DeviceRoom:
+        """The part before any rank loads weights, and without the `windows` allocated so far."""
+        room = self.left()
+        _wait_for_all(self.ranks)
+        return replace(room, free=room.free + windows)
 
-    def cache_tokens(self, args: ServerArgs, cache: CacheRequest) -> int:
-        room = self._room().holding(cache.window_bytes)
-        logger.info("memory: %s", room)
-        return gpu_cache_tokens(args, cache, room)
+    def left(self, windows: int = 0) -> DeviceRoom:
+        """What is free now; this rank holds `windows` outside torch's allocator."""
+        return DeviceRoom.of(self.device).part(self.sharers).holding(windows)
 
-    def _room(self) -> DeviceRoom:
-        return DeviceRoom.of(self.device).part(self.sharers)
+
+def _wait_for_all(ranks: RankContext) -> None:
+    """Until all ranks of the replica have looked at what is free."""
+    ranks.least(0, "look at what is free")
 
 
 def rank_memory(
@@ -71,4 +58,4 @@ def rank_memory(
 ) -> HostMemory | GpuMemory:
     if device.type == "cuda":
         return GpuMemory(device, gpu_sharers(args, ranks.place.rank), ranks)
-    return HostMemory(ranks.mesh.ranks_per_node)
+    return HostMemory(ranks)

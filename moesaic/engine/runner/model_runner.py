@@ -30,16 +30,13 @@ from moesaic.engine.schedule.plan import StepAgreement, StepHandle, StepPlan
 from moesaic.engine.schedule.step_budget import CHUNK_MULTIPLE
 from moesaic.engine.setup.device_memory import (
     GIB,
-    CacheRequest,
-    Replicas,
-    StepBytes,
+    DeviceRoom,
     compute_device,
     gpu_sharers,
     release_unused,
-    smaller_weights,
 )
 from moesaic.engine.setup.graph_sizes import graph_sizes
-from moesaic.engine.setup.memory_plan import ResolvedModel
+from moesaic.engine.setup.memory_plan import RankShare, ResolvedModel, check_rank, loaded_tokens
 from moesaic.engine.setup.moe_setup import kind_of, report_buffers
 from moesaic.engine.setup.rank_context import RankContext
 from moesaic.engine.text.grammar import Compiler, is_installed
@@ -90,11 +87,9 @@ class ModelRunner:
         self.matchers = Matchers(partial(self._compiler, args), 2 * self.max_running)
         if self.samples and _serves_grammars(args):
             self.matchers.begin_compiler()
-        weight_bytes = self._load_model(args, resolved)
+        share = self._load_model(args, resolved)
         self._check_placements()
         self.rebalancer = self._make_rebalancer(args, resolved)
-        if self.rebalancer is not None:
-            weight_bytes += self.rebalancer.nbytes
         self.watchdog = PeerWatchdog.of(self.moe, ranks)
         # Before the KV cache takes the memory that is left.
         self.recorder = ExpertRecorder.of(args, self)
@@ -104,10 +99,10 @@ class ModelRunner:
         steps = self._warm_steps(sizes)
         if self.device.type == "cuda":
             self._warm_up_device(args, steps)
-        self._make_cache(args, weight_bytes)
+        self._make_cache(args, resolved, share)
         if ranks.status is not None:
             self._announce_layers(ranks.status)
-        self._log_loaded(args, weight_bytes, time.monotonic() - started)
+        self._log_loaded(args, share.weight_bytes, time.monotonic() - started)
         self.steps: AsynchronousSteps | SynchronousSteps
         if asynchronous:
             self.steps = AsynchronousSteps(self, args, sizes, queries)
@@ -129,15 +124,13 @@ class ModelRunner:
         if self.rebalancer is not None:
             self.rebalancer.wait_for_planner()
 
-    def _load_model(self, args: ServerArgs, resolved: ResolvedModel) -> int:
-        """Returns the bytes of all weights."""
+    def _load_model(self, args: ServerArgs, resolved: ResolvedModel) -> RankShare:
+        """Returns what was planned for this rank."""
         folder, self.parallel = Path(args.model_path), resolved.parallel(self.ranks)
         part = resolved.shape_only_part(self.parallel)
-        weight_bytes = part.nbytes + report_buffers(self.moe, part)
-        tables = part.rope.nbytes * self.context_length  # the part has one position
-        experts = [module for module in part.modules() if isinstance(module, FusedMoE)]
-        replicas, smaller = Replicas.of(self.moe, experts), smaller_weights(self.moe)
-        self._memory.check_weights(str(folder), weight_bytes + tables, smaller, replicas)
+        report_buffers(self.moe, part)
+        share = resolved.share(args, self.ranks, part)
+        check_rank(args, resolved, share, self._memory.room(share.collective_bytes))
         with self.device:
             context = BuildContext(self.context_length, self.moe, self.parallel, resolved.dense)
             self.model = build_model(resolved.raw, context)
@@ -148,7 +141,7 @@ class ModelRunner:
         else:
             load_weights(self.model, folder, resolved.scheme)
             sync_input_scales(self.model, folder)
-        return weight_bytes
+        return share
 
     def _check_placements(self) -> None:
         """ValueError unless all ranks of the stage have read the same first placements."""
@@ -207,19 +200,17 @@ class ModelRunner:
         sizes = (pages, args.page_size, self._cache_dtype)
         return PagedCache(self.model.cache, *sizes, self.device)
 
-    def _make_cache(self, args: ServerArgs, weight_bytes: int) -> None:
+    def _make_cache(self, args: ServerArgs, resolved: ResolvedModel, share: RankShare) -> None:
         """Takes as many pages as every rank of the replica has room for beside the page table."""
         table = self._new_table(args, self.max_running, self.context_length)
         self.ranks.least(0, "load the weights")  # free memory is known once all have loaded
-        self.step_bytes = StepBytes.of(self.model, self.limits, self.context_length)
-        request = CacheRequest(
-            self.model.cache.bytes_per_token(self._cache_dtype.itemsize),
-            self.max_running * self.context_length,
-            weight_bytes,
-            self.step_bytes,
-            self.watchdog.nbytes + (0 if self.rebalancer is None else self.rebalancer.window_bytes),
-        )
-        tokens = self._memory.cache_tokens(args, request)
+        self.step_bytes, windows = share.step, self.watchdog.nbytes
+        if self.rebalancer is not None:
+            windows += self.rebalancer.window_bytes
+        room = self._memory.left(windows)
+        if isinstance(room, DeviceRoom):
+            logger.info("memory: %s", room)
+        tokens = loaded_tokens(args, resolved, share, room)
         self.num_pages = self.ranks.least(tokens // args.page_size, "size the KV cache")
         self.use_cache(self._new_cache(args, self.num_pages), table)
 

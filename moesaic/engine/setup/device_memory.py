@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,10 @@ SLOT_BYTES = 4
 # A token's counter for the penalties of a request.
 COUNTER_BYTES = 4
 CACHE_TYPES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
+
+
+class TooLittleMemory(ValueError):
+    """Weights and buffers, or the KV cache beside them, do not fit."""
 
 
 def compute_device(args: ServerArgs, rank: int = 0) -> torch.device:
@@ -135,6 +139,25 @@ def gpu_room() -> DeviceRoom:
 
 
 @dataclass(frozen=True, slots=True)
+class HostRoom:
+    """The bytes of a machine, which `sharers` ranks share."""
+
+    total: int
+    free: int
+    sharers: int = 1
+
+    @classmethod
+    def now(cls, sharers: int) -> HostRoom:
+        return cls(total_memory(), free_memory(), sharers)
+
+    def after(self, nbytes: int) -> HostRoom:
+        return replace(self, free=max(0, self.free - nbytes))
+
+
+Room = DeviceRoom | HostRoom
+
+
+@dataclass(frozen=True, slots=True)
 class StepBytes:
     """Estimated memory of the largest step, without weights and KV cache."""
 
@@ -190,9 +213,9 @@ class CacheRequest:
     """The most that requests can use."""
     fixed_bytes: int
     """Weights and buffers."""
+    node_bytes: int
+    """Those of all ranks of the node."""
     step: StepBytes
-    window_bytes: int = 0
-    """Held on a GPU outside torch's allocator."""
 
 
 def _dense(model: CausalLM) -> list[torch.Tensor]:
@@ -240,36 +263,23 @@ def smaller_weights(moe: MoeContext) -> str:
     return "a smaller model" + (f" or fewer bits ({', '.join(flags)})" if flags else "")
 
 
-@dataclass(frozen=True, slots=True)
-class Replicas:
-    """Redundant slots of experts, and the bytes of one slot in all layers of a rank."""
-
-    number: int = 0
-    slot_bytes: int = 0
-    ranks: int = 1
-
-    @classmethod
-    def of(cls, moe: MoeContext, layers: Sequence[FusedMoE]) -> Replicas:
-        nbytes = sum(tensor.nbytes for layer in layers for tensor in layer.store.tensors(0))
-        return cls(moe.redundant_experts, nbytes, moe.resolved.ep)
-
-    def fewer(self, excess: int) -> str:
-        """The flag that saves `excess` bytes of a rank; empty if fewer replicas are not enough."""
-        slots = -(-excess // self.slot_bytes) * self.ranks if self.slot_bytes else 0
-        if not 0 < slots <= self.number:
-            return ""
-        return f"--ep-num-redundant-experts {self.number - slots}, "
-
-
-def check_weights_fit(
-    name: str, weight_bytes: int, room: DeviceRoom, smaller: str, replicas: Replicas = Replicas()
-) -> None:
-    if weight_bytes > room.free:
-        fewer = replicas.fewer(weight_bytes - room.free)
-        raise ValueError(
-            f"the weights of {name} take {weight_bytes / GIB:.1f} GiB; {room}: use {fewer}"
-            f"{smaller}, or stop other processes there"
+def planned_tokens(args: ServerArgs, cache: CacheRequest, room: Room, smaller: str) -> int:
+    """Tokens of the KV cache once weights and buffers are allocated; TooLittleMemory if they do not
+    fit into `room`, with the advice to use `smaller`, or not even one page does beside them."""
+    if isinstance(room, DeviceRoom):
+        if cache.fixed_bytes > room.free:
+            raise TooLittleMemory(
+                f"weights and buffers take {cache.fixed_bytes / GIB:.1f} GiB; {room}: use "
+                f"{smaller}, or stop other processes there"
+            )
+        return gpu_cache_tokens(args, cache, room.after(cache.fixed_bytes))
+    if cache.node_bytes > room.total:
+        raise TooLittleMemory(
+            f"weights and buffers of the {room.sharers} rank{'s' * (room.sharers > 1)} of a node "
+            f"take {cache.node_bytes / GIB:.1f} GiB and this machine has {room.total / GIB:.1f} "
+            f"GiB: use more nodes (--nnodes), {smaller}"
         )
+    return cpu_cache_tokens(args, cache, room.after(cache.node_bytes))
 
 
 def gpu_cache_tokens(args: ServerArgs, cache: CacheRequest, room: DeviceRoom) -> int:
@@ -279,7 +289,7 @@ def gpu_cache_tokens(args: ServerArgs, cache: CacheRequest, room: DeviceRoom) ->
         _check_page(args.max_total_tokens, page)
         most = max(0, room.free - step.total) // per_token
         if args.max_total_tokens > most:
-            raise ValueError(
+            raise TooLittleMemory(
                 f"--max-total-tokens {args.max_total_tokens} needs "
                 f"{args.max_total_tokens * per_token / GIB:.1f} GiB: {room}, and the largest step "
                 f"takes about {step.total / GIB:.2f} GiB; give at most {most}"
@@ -290,7 +300,7 @@ def gpu_cache_tokens(args: ServerArgs, cache: CacheRequest, room: DeviceRoom) ->
     budget = min(allowed, room.free - step.total)
     tokens = tokens_in_pages(budget, per_token, cache.wanted_tokens, page)
     if tokens < page:
-        raise ValueError(
+        raise TooLittleMemory(
             f"nothing is left for a KV cache, in which a page of {page} tokens takes "
             f"{page * per_token / GIB:.3f} GiB: {room}; --mem-fraction-static {share:.3g} allows "
             f"{max(0, allowed) / GIB:.2f} GiB and the largest step takes about "
@@ -300,29 +310,31 @@ def gpu_cache_tokens(args: ServerArgs, cache: CacheRequest, room: DeviceRoom) ->
     return tokens
 
 
-def cpu_cache_tokens(args: ServerArgs, cache: CacheRequest, sharers: int) -> int:
-    """The same on a CPU, whose memory `sharers` ranks share."""
+def cpu_cache_tokens(args: ServerArgs, cache: CacheRequest, room: HostRoom) -> int:
+    """The same on a CPU, whose memory the ranks of a node share."""
     page, per_token, weight_bytes = args.page_size, cache.token_bytes, cache.fixed_bytes
     if args.max_total_tokens is not None:
         _check_page(args.max_total_tokens, page)
-        _check_fits(args.max_total_tokens, per_token, weight_bytes, sharers)
+        _check_fits(args.max_total_tokens, cache, room)
         return args.max_total_tokens // page * page
     if args.mem_fraction_static is None:
-        budget = int(DEFAULT_FREE_SHARE * free_memory() / sharers)
+        budget = int(DEFAULT_FREE_SHARE * room.free / room.sharers)
     else:
-        budget = int(args.mem_fraction_static * total_memory() / sharers) - weight_bytes
+        budget = int(args.mem_fraction_static * room.total / room.sharers) - weight_bytes
         if budget < per_token * page:
-            least = (weight_bytes + per_token * page) * sharers / total_memory()
-            raise ValueError(
+            least = (weight_bytes + per_token * page) * room.sharers / room.total
+            raise TooLittleMemory(
                 f"--mem-fraction-static {args.mem_fraction_static} leaves no room for a KV cache: "
-                f"the weights take {weight_bytes * sharers / GIB:.2f} GiB of "
-                f"{total_memory() / GIB:.2f} GiB; give more than {least:.3g}"
+                f"the weights take {weight_bytes * room.sharers / GIB:.2f} GiB of "
+                f"{room.total / GIB:.2f} GiB; give more than {least:.3g}"
             )
     tokens = tokens_in_pages(budget, per_token, cache.wanted_tokens, page)
     if tokens == 0:
-        raise ValueError(
-            f"one page of {page} tokens takes {page * per_token / GIB:.2f} GiB and the KV cache "
-            f"may have {budget / GIB:.2f} GiB: lower --page-size"
+        raise TooLittleMemory(
+            f"nothing is left for a KV cache, in which a page of {page} tokens takes "
+            f"{page * per_token / GIB:.3f} GiB: {room.free / GIB:.2f} GiB of this machine are free "
+            f"beside weights and buffers, and a rank's cache may have {budget / GIB:.2f} GiB: free "
+            "some, use more nodes (--nnodes), or lower --page-size"
         )
     return tokens
 
@@ -340,14 +352,15 @@ def _check_page(tokens: int, page: int) -> None:
         )
 
 
-def _check_fits(tokens: int, per_token: int, weight_bytes: int, sharers: int) -> None:
-    most = (total_memory() // sharers - weight_bytes) // per_token
+def _check_fits(tokens: int, cache: CacheRequest, room: HostRoom) -> None:
+    per_token, sharers = cache.token_bytes, room.sharers
+    most = (room.total // sharers - cache.fixed_bytes) // per_token
     if tokens > most:
         each, shared = (" on each rank", f" for {sharers} ranks") if sharers > 1 else ("", "")
-        raise ValueError(
+        raise TooLittleMemory(
             f"--max-total-tokens {tokens} needs {tokens * per_token / GIB:.1f} GiB next to "
-            f"{weight_bytes / GIB:.1f} GiB of weights{each}, and this machine has "
-            f"{total_memory() / GIB:.1f} GiB{shared}: give at most {most}"
+            f"{cache.fixed_bytes / GIB:.1f} GiB of weights{each}, and this machine has "
+            f"{room.total / GIB:.1f} GiB{shared}: give at most {most}"
         )
 
 

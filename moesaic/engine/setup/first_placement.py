@@ -47,6 +47,12 @@ def first_placements(
     return {layer: Placement(experts, tuple(row)) for layer, row in rows}
 
 
+def fixes_slots(args: ServerArgs) -> bool:
+    """Whether the flag is a placement, which has a number of slots of its own."""
+    location = args.init_expert_location
+    return location != TRIVIAL and PLACEMENT_KEY in _read(location)[1]
+
+
 def _read(text: str) -> tuple[Path, Mapping[str, Any]]:
     """The values of a file or of inline JSON, and a name for their source. A folder of a recorder's
     files has none of its own."""

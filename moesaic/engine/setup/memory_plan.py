@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -15,22 +19,20 @@ from moesaic.config import ServerArgs
 from moesaic.config.resolve import CHUNKS
 from moesaic.engine.setup.dense_setup import dense_weights
 from moesaic.engine.setup.device_memory import (
-    DEFAULT_FREE_SHARE,
-    GIB,
     CacheRequest,
+    DeviceRoom,
+    HostRoom,
+    Room,
     StepBytes,
+    TooLittleMemory,
     cache_dtype,
-    check_weights_fit,
-    cpu_cache_tokens,
-    free_memory,
-    gpu_cache_tokens,
     gpu_room,
     gpu_sharers,
+    planned_tokens,
     smaller_weights,
-    tokens_in_pages,
-    total_memory,
 )
 from moesaic.engine.setup.expert_buffers import buffer_sizes
+from moesaic.engine.setup.first_placement import fixes_slots
 from moesaic.engine.setup.graph_sizes import mixed_graph_sizes
 from moesaic.engine.setup.moe_setup import (
     StepLimits,
@@ -82,93 +84,117 @@ class RankShare:
     step: StepBytes
     moving_bytes: int = 0
     """Buffers of experts that move (--enable-eplb)."""
+    table_bytes: int = 0
+    """The rotations of all positions."""
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.dense_bytes + self.expert_bytes
 
     @property
     def fixed_bytes(self) -> int:
         """Everything but the KV cache."""
         buffers = self.a2a_bytes + self.collective_bytes + self.moving_bytes
-        return self.dense_bytes + self.expert_bytes + buffers
+        return self.weight_bytes + self.table_bytes + buffers
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
+    args: ServerArgs
     mesh: Mesh
-    dtype: torch.dtype
-    num_layers: int
-    context_length: int
-    limits: StepLimits
-    moe: MoeContext
-    """The resolved backends of the first rank, and the reasons for them."""
+    model: ResolvedModel
+    """Its backends are those of the first rank."""
     ranks: tuple[RankShare, ...]
-    wanted: int
-    """The most tokens of a KV cache that a serving group can use."""
-    sharers: int = 1
-    """The most ranks on one GPU."""
 
-    def fixed_bytes(self, node: int) -> int:
-        return sum(share.fixed_bytes for share in self.ranks if share.node == node)
+    def cache_tokens(self, room: Room) -> int:
+        """Tokens of each rank's KV cache: what fits on the fullest rank if each has this `room`.
+        TooLittleMemory, with the redundant experts that do fit, if nothing does."""
+        try:
+            return self.tokens(room)
+        except TooLittleMemory as error:
+            raise TooLittleMemory(f"{error}{self.fewer_replicas(room)}") from None
 
-    def check_memory(self) -> None:
-        """ValueError if a machine like this one cannot hold the ranks of a node."""
-        if self.moe.resolved.device == "cuda":
-            most = max(share.fixed_bytes for share in self.ranks)
-            room = gpu_room().part(self.sharers)
-            check_weights_fit("the model", most, room, smaller_weights(self.moe))
-            return
-        most = max(map(self.fixed_bytes, range(self.mesh.nnodes)))
-        if most > total_memory():
-            count = self.mesh.ranks_per_node
-            raise ValueError(
-                f"weights and buffers of the {count} rank{'s' * (count > 1)} of a node take "
-                f"{most / GIB:.1f} GiB and this machine has {total_memory() / GIB:.1f} GiB: use "
-                f"more nodes (--nnodes), {smaller_weights(self.moe)}"
+    def tokens(self, room: Room) -> int:
+        """The same without advice."""
+        model, smaller = self.model, smaller_weights(self.model.moe)
+        wanted = model.limits.decode_tokens * model.context_length
+        requests = (
+            CacheRequest(
+                share.cache_bytes_per_token,
+                wanted,
+                share.fixed_bytes,
+                self.node_bytes[share.node],
+                share.step,
             )
+            for share in self.ranks
+        )
+        return min(planned_tokens(self.args, request, room, smaller) for request in requests)
 
-    def cache_tokens(self, args: ServerArgs) -> int:
-        """Tokens of each rank's KV cache: what fits on the fullest rank of a node like this."""
-        return min(self._tokens_of(args, share) for share in self.ranks)
+    @cached_property
+    def node_bytes(self) -> Counter[int]:
+        """Everything but the KV caches of each node."""
+        nodes: Counter[int] = Counter()
+        for share in self.ranks:
+            nodes[share.node] += share.fixed_bytes
+        return nodes
 
-    def _tokens_of(self, args: ServerArgs, share: RankShare) -> int:
-        sharers, per_token = self.mesh.ranks_per_node, share.cache_bytes_per_token
-        cache = CacheRequest(per_token, self.wanted, share.fixed_bytes, share.step)
-        if self.moe.resolved.device == "cuda":
-            room = gpu_room().part(self.sharers).after(share.fixed_bytes)
-            return gpu_cache_tokens(args, cache, room)
-        if args.max_total_tokens is not None or args.mem_fraction_static is not None:
-            return cpu_cache_tokens(args, cache, sharers)
-        # By default the cache takes a share of what is free once all ranks of the node have loaded.
-        free = max(0, free_memory() - self.fixed_bytes(share.node))
-        budget = int(DEFAULT_FREE_SHARE * free / sharers)
-        tokens = tokens_in_pages(budget, per_token, self.wanted, args.page_size)
-        if tokens == 0:
-            raise ValueError(
-                f"nothing is left for a KV cache: {free_memory() / GIB:.1f} GiB of this machine "
-                f"are free and the ranks of a node take {self.fixed_bytes(share.node) / GIB:.1f} "
-                "GiB without it: free some, or use more nodes (--nnodes)"
-            )
-        return tokens
+    def fewer_replicas(self, room: Room) -> str:
+        """The end of a refusal."""
+        if not self.args.ep_num_redundant_experts or fixes_slots(self.args):
+            return ""
+        most = self.most_redundant(room)
+        if most is None:
+            return "; it does not fit without redundant experts either"
+        return f"; with --ep-num-redundant-experts {most} it fits"
+
+    def most_redundant(self, room: Room) -> int | None:
+        """The most redundant experts, fewer than planned, with which all fits; None if it does not
+        without any."""
+
+        def is_refused(number: int) -> bool:
+            args = replace(self.args, ep_num_redundant_experts=number)
+            try:
+                self.model.with_redundant(number).plan(args).tokens(room)
+            except TooLittleMemory:
+                return True
+            return False
+
+        refused = bisect_left(range(self.args.ep_num_redundant_experts), True, key=is_refused)
+        return refused - 1 if refused else None
 
 
 def plan_memory(args: ServerArgs) -> MemoryPlan:
     """`args` are resolved and name a folder; ValueError if the model cannot be split this way."""
-    mesh = mesh_of(args)
-    model = ResolvedModel.of(args, _shape_only_rank(mesh, 0))
-    places = (_shape_only_rank(mesh, rank) for rank in range(mesh.pp * mesh.tp))
-    shares = [model.share(args, place) for place in places]
-    return MemoryPlan(
-        mesh=mesh,
-        dtype=model.moe.dtype,
-        num_layers=model.num_layers,
-        context_length=model.context_length,
-        limits=model.limits,
-        moe=model.moe,
-        ranks=tuple(
-            replace(shares[rank % len(shares)], place=mesh.place(rank), node=mesh.node_of(rank))
-            for rank in range(mesh.world)
-        ),
-        wanted=model.limits.decode_tokens * model.context_length,
-        sharers=gpu_sharers(args),
-    )
+    return ResolvedModel.of(args, _shape_only_rank(mesh_of(args), 0)).plan(args)
+
+
+def free_room(args: ServerArgs) -> Room:
+    """What each rank may use of this machine, before any has started."""
+    if args.device == "cuda":
+        return gpu_room().part(gpu_sharers(args))
+    return HostRoom.now(mesh_of(args).ranks_per_node)
+
+
+def check_rank(args: ServerArgs, model: ResolvedModel, share: RankShare, room: Room) -> None:
+    """TooLittleMemory if the ranks do not fit. While they would if all were like this one, the
+    others need not be planned: where they do not, the largest rank of the node finds out."""
+    try:
+        model.plan(args, [share]).tokens(room)
+    except TooLittleMemory:
+        model.plan(args).cache_tokens(room)
+
+
+def loaded_tokens(args: ServerArgs, model: ResolvedModel, share: RankShare, room: Room) -> int:
+    """Tokens of this rank's KV cache in the `room` that is left when all ranks have loaded. They
+    may hold more than was planned: the advice of a refusal counts that."""
+    alike = model.plan(args, [share])
+    held = share.fixed_bytes if isinstance(room, DeviceRoom) else alike.node_bytes[share.node]
+    before = room.after(-held)
+    try:
+        return alike.tokens(before)
+    except TooLittleMemory as error:
+        advice = model.plan(args).fewer_replicas(before)
+        raise TooLittleMemory(f"{error}{advice}") from None
 
 
 def check_plan(args: ServerArgs) -> None:
@@ -228,18 +254,35 @@ class ResolvedModel:
         with torch.device("meta"):
             return build_model(self.raw, BuildContext(1, moe, parallel, self.dense))
 
-    def share(self, args: ServerArgs, ranks: RankContext) -> RankShare:
-        moe, parallel = self.moe, self.parallel(ranks)
-        model = self.shape_only_part(parallel)
+    def with_redundant(self, number: int) -> ResolvedModel:
+        """The same model with as many redundant experts, in the default placement."""
+        return replace(self, moe=replace(self.moe, redundant_experts=number, placements={}))
+
+    def plan(self, args: ServerArgs, shares: Sequence[RankShare] = ()) -> MemoryPlan:
+        """`shares`: those of one replica's ranks, or of one rank if all are alike."""
+        mesh = mesh_of(args)
+        places = (_shape_only_rank(mesh, rank) for rank in range(mesh.pp * mesh.tp))
+        shares = shares or [
+            self.share(args, place, self.shape_only_part(self.parallel(place))) for place in places
+        ]
+        ranks = (
+            replace(shares[rank % len(shares)], place=mesh.place(rank), node=mesh.node_of(rank))
+            for rank in range(mesh.world)
+        )
+        return MemoryPlan(args, mesh, self, tuple(ranks))
+
+    def share(self, args: ServerArgs, ranks: RankContext, model: CausalLM) -> RankShare:
+        """`model`: the rank's shape-only part."""
+        moe, layers = self.moe, self.parallel(ranks).layers
+        assert layers is not None
         experts = [module for module in model.modules() if isinstance(module, FusedMoE)]
         in_experts = sum(map(expert_bytes, experts))
         attention = (m for m in model.modules() if isinstance(m, Attention | LatentAttention))
         gpu = torch.device("cuda") if moe.resolved.device == "cuda" else None
-        assert parallel.layers is not None
         return RankShare(
             place=ranks.place,
             node=ranks.mesh.node_of(ranks.place.rank),
-            layers=parallel.layers,
+            layers=layers,
             moe_layers=tuple(layer.dispatcher.config.layer for layer in experts),
             first_slot=experts[0].layout.first_slot if experts else 0,
             experts=experts[0].local_experts if experts else (),
@@ -258,6 +301,7 @@ class ResolvedModel:
                 if args.enable_eplb and experts
                 else 0
             ),
+            table_bytes=model.rope.nbytes * self.context_length,  # the part has one position
         )
 
 
