@@ -58,6 +58,11 @@ class Mesh:
         return self.tp // self.ep
 
     @property
+    def dense_spans_groups(self) -> bool:
+        """Whether the ranks that share dense layers belong to several attention groups."""
+        return self.dense_tp not in (1, self.attention_tp)
+
+    @property
     def ranks_per_node(self) -> int:
         return self.world // self.nnodes
 

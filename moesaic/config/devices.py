@@ -65,16 +65,10 @@ def _too_few(args: ServerArgs) -> str:
 
 def unsupported_on_cuda(args: ServerArgs) -> str:
     """The first flag that CUDA does not support, and why; empty: none."""
-    tp, dp = args.tp_size, args.dp_size if args.enable_dp_attention else 1
-    gpus = num_gpus()
+    tp, gpus = args.tp_size, num_gpus()
     if args.base_gpu_id >= max(1, gpus):  # `cuda_missing` reports that there is none
         counted = f"there {'is' if gpus == 1 else 'are'} {count_gpus(gpus)}"
         return f"--base-gpu-id {args.base_gpu_id}: {counted}, numbered from 0"
-    if dp > 1 and args.moe_dense_tp_size not in (None, 1):
-        return (
-            f"--moe-dense-tp-size {args.moe_dense_tp_size} with --enable-dp-attention splits "
-            "dense layers over attention groups, which is built for cpu only (1 works on both)"
-        )
     copies = num_ranks(args) // (tp * args.pp_size)
     if copies > 1 and ranks_here(args) > gpus - args.base_gpu_id:
         groups = "" if tp % copies == 0 else f"--tp-size {tp * copies} "

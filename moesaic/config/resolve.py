@@ -127,8 +127,10 @@ def _logged(args: ServerArgs) -> Iterator[FlagChange]:
     if args.device == "auto" and DEVICE_VARIABLE not in os.environ:
         yield FlagChange("device", device_of(args), device_reason(args))
     if device_of(args) == "cuda" and args.enable_dp_attention and args.dp_size > 1:
-        why = "on CUDA each attention group computes its own dense layers and logits"
-        yield FlagChange("moe_dense_tp_size", 1, why)
+        if args.moe_dense_tp_size is None:
+            why = "the default with --enable-dp-attention on CUDA"
+            yield FlagChange("moe_dense_tp_size", 1, why)
+        why = "on CUDA each attention group computes its own logits"
         yield FlagChange("enable_dp_lm_head", True, why)
     if device_of(args) == "cpu":
         for field in (name for names in GRAPH_FLAGS for name in names[1:]):

@@ -71,6 +71,11 @@ def pairs_of_ranks(backend: str) -> dict[str, Any]:
     return {**groups(4, backend), "dp_size": 2}
 
 
+def cut_dense(flags: dict[str, Any]) -> dict[str, Any]:
+    """Dense layers and shared experts are cut over the ranks of all attention groups."""
+    return {**flags, "enable_dp_lm_head": True, "moe_dense_tp_size": flags["tp_size"]}
+
+
 SLOW = {
     "tensors": TENSORS,
     "deepep": groups(2, "deepep") | WHOLE,
@@ -88,6 +93,16 @@ SLOW = {
     "stages, launches": {"tp_size": 1, "pp_size": 2} | LAUNCHES,
     "stages of groups": groups(2, "deepep") | WHOLE | {"pp_size": 2},
     "stages of tensors": {**TENSORS, "pp_size": 2},
+}
+# Models with dense layers; only those without latents have graphs of steps with prompts.
+CUT_DENSE = {
+    "four": ("deepseek_v2", groups(4, "flashinfer")),
+    "none": ("deepseek_v3", groups(2, "none")),
+    "deterministic": ("qwen2_moe", groups(2, "deepep") | DETERMINISTIC),
+    "launches": ("qwen2_moe", groups(2, "mori") | LAUNCHES),
+    "pairs": ("qwen2_moe", pairs_of_ranks("deepep")),
+    "pairs, none": ("deepseek_v3", pairs_of_ranks("none")),
+    "stages": ("deepseek_v3", groups(2, "deepep") | {"pp_size": 2}),
 }
 
 
@@ -129,17 +144,37 @@ def routed(engine: Engine) -> Any:
 def test_ranks_give_the_tokens_of_one(
     flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    check_twins("qwen3_moe", flags, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("family", "flags"),
+    [
+        pytest.param("deepseek_v3", groups(2, "deepep"), id="latents"),
+        pytest.param("qwen2_moe", groups(3, "deepep"), id="three"),
+        *(pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in CUT_DENSE.items()),
+    ],
+)
+def test_attention_groups_share_dense_layers(
+    family: str, flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_twins(family, cut_dense(flags), tmp_path, monkeypatch)
+
+
+def check_twins(
+    family: str, flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All at once, so that buckets change and prompts come beside decodes; one alone, so that other
     ranks have nothing; and beside one whose step fails. Then one dies while others wait for its
     rows in kernels, which the supervisor's word ends."""
     pytest.importorskip("moesaic.layers.gpu_attention")
     many, buckets = PARAMS * 2, tmp_path / "buckets"
     monkeypatch.setenv(gpu_rank.BUCKETS, str(buckets))
-    with Engine(model_path=model_path("qwen3_moe"), **SMALL) as one:
+    with Engine(model_path=model_path(family), **SMALL) as one:
         expected = answers(one, many)
         scored = answers(one, PARAMS[:2], logprobs=True)
         experts = routed(one)
-    with twins("qwen3_moe", **flags) as engine:
+    with twins(family, **flags) as engine:
         assert engine.get_server_info()["placement"]["version"] == 0, "nothing has moved"
         assert answers(engine, many) == expected
         assert answers(engine, many[:1]) == expected[:1]
@@ -156,7 +191,9 @@ def test_ranks_give_the_tokens_of_one(
         assert info["failed_steps"] > 0 and len(info["ranks"]) == ranks
         assert (engine.get_stats().ranks[0].moves.rebalances > 0) == ("enable_eplb" in flags)
         check_death(engine)
-    if "disable_cuda_graph" not in flags:
+    has_graphs = "disable_cuda_graph" not in flags and not family.startswith("deepseek")
+    assert buckets.exists() == has_graphs, "latents have no graphs of steps with prompts"
+    if has_graphs:
         ran = {tuple(map(int, line.split())) for line in buckets.read_text().splitlines()}
         # With one attention group all ranks have the same tokens.
         assert any(own < agreed for own, agreed in ran) == (flags.get("dp_size", 1) > 1)
@@ -266,6 +303,11 @@ def test_ranks_on_one_gpu_give_the_tokens_of_one(family: str, ranks: int, backen
         ("qwen3_moe", pairs_of_ranks("deepep")),
         ("deepseek_v3", pairs_of_ranks("none")),
         ("qwen3_moe", pairs_of_ranks("deepep") | {"tp_size": 8, "ep_size": 8}),
+        ("deepseek_v3", cut_dense(groups(4, "deepep"))),
+        ("deepseek_v3", cut_dense(pairs_of_ranks("none"))),
+        ("qwen2_moe", cut_dense(groups(2, "deepep"))),
+        ("qwen2_moe", cut_dense(groups(3, "flashinfer")) | LAUNCHES),
+        ("qwen2_moe", cut_dense(pairs_of_ranks("deepep"))),
     ),
 )
 def test_a_model_cut_over_ranks_on_one_gpu(family: str, flags: dict[str, Any]) -> None:

@@ -776,16 +776,6 @@ GROUPS = {"tp_size": 4, "dp_size": 4, "ep_size": 4, "enable_dp_attention": True}
             "--nnodes 2: several nodes are built for cpu only",
         ),
         (
-            {**GROUPS, "moe_dense_tp_size": 4},
-            "--moe-dense-tp-size 4 with --enable-dp-attention splits dense layers over "
-            "attention groups, which is built for cpu only (1 works on both)",
-        ),
-        (
-            {**GROUPS, "dp_size": 2, "moe_dense_tp_size": 4},
-            "--moe-dense-tp-size 4 with --enable-dp-attention splits dense layers over "
-            "attention groups, which is built for cpu only (1 works on both)",
-        ),
-        (
             {"dp_size": 2},
             "--dp-size 2 means 2 replicas of the model, which cannot share a GPU: nothing "
             "divides its memory between them (attention groups of one replica can share: "
@@ -837,6 +827,10 @@ def test_ranks_share_a_gpu_only_if_asked_to(
     assert (rows.device, rows.ep_size, rows.moe_dense_tp_size) == ("cuda", 4, 4)
     pairs = resolve(make(**{**GROUPS, "dp_size": 2}))
     assert (pairs.device, pairs.moe_dense_tp_size, pairs.enable_dp_lm_head) == ("cuda", 1, True)
+    for groups in (2, 4):  # which share dense layers if asked to, but never logits
+        cut = resolve(make(**{**GROUPS, "dp_size": groups}, moe_dense_tp_size=4))
+        assert (cut.device, cut.moe_dense_tp_size, cut.enable_dp_lm_head) == ("cuda", 4, True)
+        assert resolve(cut) == cut
     monkeypatch.setenv(devices.VISIBLE, "3,1")
     assert devices.num_gpus() == 2
     with pytest.raises(ValueError, match="--base-gpu-id 2: there are 2 GPUs, numbered from 0; "):

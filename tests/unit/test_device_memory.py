@@ -178,6 +178,29 @@ def test_experts_are_estimated_for_the_parts_that_ranks_bring(a2a: str, dp: int,
     assert step.experts == rows * (8 * (768 + 2048) + 2 * 2048) * 2
 
 
+@pytest.mark.parametrize(
+    ("dp", "dense_tp", "gathered"),
+    [
+        (1, 4, 0),
+        (4, 1, 0),
+        (4, 4, 4 * 8447 * (3 * 2048 + 2 * 2 * 10944 // 4)),
+        (2, 4, 4 * 4224 * (3 * 2048 + 2 * 2 * 10944 // 4)),
+    ],
+)
+def test_dense_layers_are_estimated_for_the_rows_of_all_groups(
+    dp: int, dense_tp: int, gathered: int
+):
+    raw = RawConfig(shape_config("deepseek-v2-lite"), "d")
+    single = BuildContext.single(torch.bfloat16, 1)
+    parallel = Parallel(ShapeOnlyCollective(0, 4 // dp), ShapeOnlyCollective(0, 4), dp, dense_tp)
+    with torch.device("meta"):
+        model = build_model(raw, replace(single, parallel=parallel))
+    step = StepBytes.of(model, StepLimits(8447, 256), 32768)
+    matrices = (p for layer in model.model.layers for p in layer.parameters() if p.dim() == 2)
+    widest = max(len(matrix) for matrix in matrices)
+    assert step.dense == 8447 * 2 * (4 * 2048 + 2 * widest) + 2 * gathered
+
+
 def test_latents_are_expanded_in_the_estimate():
     raw = RawConfig(shape_config("deepseek-v2-lite"), "d")
     with torch.device("meta"):

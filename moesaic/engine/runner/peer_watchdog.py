@@ -38,10 +38,10 @@ class PeerWatchdog:
     @classmethod
     def of(cls, moe: MoeContext, ranks: RankContext) -> PeerWatchdog:
         """Watches dispatch buffers and collectives on a device."""
-        owners = [*moe.comm.buffers.values(), ranks.on_device]
+        owners = [*moe.comm.buffers.values(), *ranks.device_collectives]
         found = [getattr(owner, "window", None) for owner in owners]
         windows = [window for window in found if isinstance(window, DeviceWindow)]
-        waits = windows or ranks.on_device is not None
+        waits = bool(windows or ranks.device_collectives)
         waits = waits or any(isinstance(owner, NcclCollective) for owner in owners)
         return cls(moe.comm.group.lifecycle, ranks.status if waits else None, windows)
 

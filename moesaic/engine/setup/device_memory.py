@@ -16,6 +16,7 @@ from moesaic.config.devices import ranks_here
 from moesaic.config.gpus import share_gpus
 from moesaic.engine.setup.moe_setup import StepLimits
 from moesaic.layers.attention import Attention, LatentAttention
+from moesaic.layers.mlp import GatedMLP
 from moesaic.models.blocks import CausalLM
 from moesaic.moe.context import MoeContext
 from moesaic.moe.layer import FusedMoE
@@ -179,7 +180,7 @@ class StepBytes:
     @classmethod
     def of(cls, model: CausalLM, limits: StepLimits, context_length: int) -> StepBytes:
         config, tokens, size = model.config, limits.tokens, model.config.dtype.itemsize
-        widest, experts, attention, routed, graphs = [0], [0], [0], 0, 0
+        widest, experts, attention, gathered, routed, graphs = [0], [0], [0], [0], 0, 0
         if limits.graph_tokens and model.cache.value_dim:  # latents have no such graphs
             captured = StepLimits(limits.graph_tokens, limits.decode_tokens)
             graph = cls.of(model, captured, context_length)
@@ -191,12 +192,14 @@ class StepBytes:
                 routed += 2 * tokens * module.config.top_k * SLOT_BYTES
             elif isinstance(module, Attention | LatentAttention):
                 attention.append(_attention_bytes(module, limits, context_length, size))
+            elif isinstance(module, GatedMLP):
+                gathered.append(_gathered_bytes(module, tokens, size))
         widest += [matrix.shape[0] for matrix in _dense(model)]
         return cls(
             logits=limits.decode_tokens * config.vocab_size * LOGIT_BYTES,
             experts=max(experts),
             # The residual, its norm, the widest product and its result.
-            dense=tokens * size * (4 * config.hidden_size + 2 * max(widest)),
+            dense=tokens * size * (4 * config.hidden_size + 2 * max(widest)) + max(gathered),
             attention=max(attention),
             routed=routed,
             counters=limits.decode_tokens * config.vocab_size * COUNTER_BYTES,
@@ -232,6 +235,17 @@ def _expert_bytes(layer: FusedMoE, tokens: int, part: int) -> int:
     return (
         pairs * (layer.inner + config.hidden_size) * size + 2 * tokens * config.hidden_size * size
     )
+
+
+def _gathered_bytes(layer: GatedMLP, tokens: int, size: int) -> int:
+    """If the layer is split over several attention groups: the rows of all of them, both products
+    and a sum, or in deterministic mode the whole rows in between."""
+    parallel, down = layer.parallel, layer.down_proj
+    if not parallel.spans_groups(parallel.dense_tp):
+        return 0
+    rows = parallel.stage.size * parallel.most_rows(tokens)
+    hidden, inner = down.pieces[0].shape[0], 2 * sum(layer.gate_up_proj.sizes)
+    return rows * size * (3 * hidden + inner + (2 * sum(down.widths) if down.gathers else 0))
 
 
 def _attention_bytes(

@@ -323,10 +323,12 @@ def collective_bytes(
     dtype: torch.dtype,
     gpu: torch.device | None = None,
 ) -> int:
-    """A rank's windows: of its stage, attention group and pipeline; on a GPU of the group only."""
+    """A rank's windows: of its stage, attention group and pipeline; on a GPU of the group, and of
+    the stage if dense layers are split over several groups."""
     if gpu is not None:
-        size = mesh.attention_tp
-        return DeviceCollective.window_bytes(size, DEVICE_BYTES, gpu, neighbours(mesh))
+        sizes = [mesh.attention_tp] + [mesh.tp] * mesh.dense_spans_groups
+        most = neighbours(mesh)
+        return sum(DeviceCollective.window_bytes(n, DEVICE_BYTES, gpu, most) for n in sizes)
     windows = [
         (size, WindowCollective.window_bytes(size, COLLECTIVE_BYTES))
         for size in {mesh.tp, mesh.attention_tp}

@@ -43,7 +43,9 @@ class RankContext:
     status: RankStatus | None = None
     timeout: float = 60.0
     on_device: Collective | None = None
-    """The collective of layers on a GPU; `attention` and `stage` exchange data of the host."""
+    """As `attention`, for layers on a GPU; `attention` and `stage` exchange data of the host."""
+    stage_on_device: Collective | None = None
+    """As `stage`, for layers on a GPU that are split over several attention groups."""
 
     @property
     def is_first(self) -> bool:
@@ -54,7 +56,7 @@ class RankContext:
         return self.place.stage == self.mesh.pp - 1
 
     def computing_on(self, device: torch.device, shares_gpu: bool) -> RankContext:
-        """Adds the collective of layers on a GPU, or where a GPU's code runs."""
+        """Adds the collectives of layers on a GPU, or where a GPU's code runs."""
         if device.type == "cuda" and self.place.rank == 0:
             facts = torch.cuda.get_device_properties(device)
             if warning := cramped(facts.multi_processor_count):
@@ -63,20 +65,31 @@ class RankContext:
             rank, mesh = self.place.rank, self.mesh
             node = mesh.node_of(rank) if mesh.nnodes > 1 else None
             set_up_nccl(rank, node, self.replica.host, shares_gpu)
-        if self.mesh.attention_tp == 1:
-            return self
-        if self.attention_peers.nodes:
-            across = rail_collective(self.attention_peers, DEVICE_BYTES, self.timeout, device)
-            return replace(self, on_device=across)
-        collective = device_collective(
-            self.attention_peers,
+        group = stage = None
+        if self.mesh.attention_tp > 1:
+            group = self._device_collective(self.attention_peers, device, shares_gpu)
+        if self.mesh.dense_spans_groups:
+            stage = self._device_collective(self.stage_peers, device, shares_gpu)
+        return replace(self, on_device=group, stage_on_device=stage)
+
+    def _device_collective(
+        self, peers: Peers, device: torch.device, shares_gpu: bool
+    ) -> Collective:
+        if peers.nodes:
+            return rail_collective(peers, DEVICE_BYTES, self.timeout, device)
+        return device_collective(
+            peers,
             DEVICE_BYTES,
             self.timeout,
             device,
             shares_gpu=shares_gpu or device.type == "cpu",
             neighbours=neighbours(self.mesh),
         )
-        return replace(self, on_device=collective)
+
+    @property
+    def device_collectives(self) -> tuple[Collective, ...]:
+        """Those that `computing_on` has added."""
+        return tuple(filter(None, (self.on_device, self.stage_on_device)))
 
     def parallel(self, num_layers: int, deterministic: bool) -> Parallel:
         layers = share(num_layers, self.place.stage, self.mesh.pp)
@@ -88,8 +101,8 @@ class RankContext:
         group = self.on_device or self.attention
         return Parallel(
             attention=group,
-            # On a GPU nothing is sharded over several attention groups.
-            stage=group if self.mesh.dp == 1 else self.stage,
+            # On a GPU only dense layers are sharded over several attention groups.
+            stage=group if self.mesh.dp == 1 else self.stage_on_device or self.stage,
             dp=self.mesh.dp,
             dense_tp=self.mesh.dense_tp,
             vocab_tp=self.mesh.vocab_tp,
