@@ -53,6 +53,7 @@ from bench.common import (
     complaints_in_a_line,
     device_name,
     engine_flags,
+    merge,
     positive,
     read_rows,
     show_table,
@@ -85,7 +86,8 @@ ALONE_BATCH = 1
 # before the requests are.
 LEAST_OUTPUT, LEAST_PROFILED = 3, DECODE_STEPS + 2
 # What --ep decides, and what has nothing to say to one rank.
-LAID_OUT = ("tp_size", "dp_size", "pp_size", "ep_size", "enable_dp_attention", "nnodes")
+LAID_OUT = ("tp_size", "dp_size", "pp_size", "ep_size", "enable_dp_attention")
+LAID_OUT += ("nnodes", "node_rank", "dist_init_addr")
 ALONE = {"moe_a2a_backend": "none", "deepep_mode": "auto", "deepep_config": None}
 
 
@@ -148,9 +150,12 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def read_flags(rest: Sequence[str], options: argparse.Namespace) -> ServerArgs:
-    """The engine's, with what this benchmark wants where they say nothing."""
-    given = engine_flags("ep", rest)
+def read_flags(
+    rest: Sequence[str], options: argparse.Namespace, module: str = "ep", by: str = "--ep"
+) -> ServerArgs:
+    """The engine's, with what this benchmark wants where they say nothing. `by`: the flag of the
+    benchmark that lays out ranks."""
+    given = engine_flags(module, rest)
     path = given["config"]
     file = {} if path is None else read_config(ServerArgs, path)
     most = str(max(options.batch))
@@ -160,7 +165,7 @@ def read_flags(rest: Sequence[str], options: argparse.Namespace) -> ServerArgs:
     for name in LAID_OUT:
         if name in given or name in file:
             flag = specs(ServerArgs)[name].name
-            raise ValueError(f"{flag}: ranks are laid out by --ep here, so leave it out")
+            raise ValueError(f"{flag}: ranks are laid out by {by} here, so leave it out")
     return read_args({k: v for k, v in defaults.items() if k not in file} | given)
 
 
@@ -186,7 +191,16 @@ def engine_args(read: ServerArgs, options: argparse.Namespace, ep: int) -> dict[
 
 def check(read: ServerArgs, options: argparse.Namespace, ep: int) -> None:
     """ValueError for what would go wrong once the engine is started."""
-    args = resolve(ServerArgs(**engine_args(read, options, ep)))
+    args = check_args(engine_args(read, options, ep), options)
+    running = args.max_running_requests or 0
+    reasons = [unfit(batch, ep, running) for batch in options.batch]
+    if all(reasons):
+        raise ValueError(f"nothing to measure: {'; '.join(reasons)}")
+
+
+def check_args(made: dict[str, Any], options: argparse.Namespace) -> ServerArgs:
+    """The resolved arguments of an engine; ValueError where they or the lengths do not work."""
+    args = resolve(ServerArgs(**made))
     args = replace(args, model_path=materialise(args.model_path))
     check_plan(args)
     most = context_length(args, RawConfig.read(Path(args.model_path)))
@@ -199,10 +213,7 @@ def check(read: ServerArgs, options: argparse.Namespace, ep: int) -> None:
     if options.output_len < least:
         profiled = " with --profile" if options.profile else ""
         raise ValueError(f"--output-len {options.output_len}{profiled}: give at least {least}")
-    running = args.max_running_requests or 0
-    reasons = [unfit(batch, ep, running) for batch in options.batch]
-    if all(reasons):
-        raise ValueError(f"nothing to measure: {'; '.join(reasons)}")
+    return args
 
 
 def unfit(batch: int, ep: int, running: int) -> str:
@@ -390,16 +401,6 @@ def stage_table(
 
 def _place(name: str) -> tuple[int, str]:
     return (ORDER.index(name) if name in ORDER else -1), name
-
-
-def merge(path: Path, rows: Sequence[Row]) -> None:
-    """Rows of the same model, backend, device and size are replaced."""
-    new = {row.key for row in rows}
-    kept = [row for row in read_rows(path, Row) if row.key not in new] if path.exists() else []
-    made = [asdict(row) for row in sorted([*kept, *rows], key=lambda row: row.key)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {path}")
 
 
 def run_apart(words: Sequence[str], ep: int, folder: Path) -> tuple[list[Row], bool]:

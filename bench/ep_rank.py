@@ -30,8 +30,12 @@ STEPS: Final = 8
 
 
 def run(link: RankLink) -> None:
+    serve(link, Recorder)
+
+
+def serve(link: RankLink, recorder: type[Recorder]) -> None:
     rank = Worker(link)
-    Recorder(rank, Path(os.environ[FOLDER]))
+    recorder(rank, Path(os.environ[FOLDER]))
     gc.collect()
     gc.freeze()
     rank.serve()
@@ -97,4 +101,5 @@ def kernels_of(events: Iterable[Any], steps: int, on_gpu: bool) -> StepKernels:
             if (event.device_type != DeviceType.CPU) == on_gpu
         ),
         steps,
+        on_gpu,
     )

@@ -331,7 +331,7 @@ def measure(
     return point
 
 
-def generate(engine: Engine, prompts: list[list[int]], tokens: int) -> None:
+def generate(engine: Engine, prompts: list[list[int]], tokens: int) -> list[list[int]]:
     answers = engine.generate(
         input_ids=prompts,
         sampling_params={"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
@@ -341,6 +341,7 @@ def generate(engine: Engine, prompts: list[list[int]], tokens: int) -> None:
         reason = answer["meta_info"]["finish_reason"]
         if len(answer["output_ids"]) != tokens:
             raise SystemExit(f"a request ended early: {reason}")
+    return [answer["output_ids"] for answer in answers]
 
 
 def timing(spans: Sequence[Span], batch: int) -> Timing:

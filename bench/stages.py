@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -90,17 +90,27 @@ class StepKernels:
     step_us: float = 0.0
 
 
-def step_kernels(ran: Iterable[Ran], steps: int) -> StepKernels:
+def step_kernels(ran: Iterable[Ran], steps: int, on_gpu: bool = True) -> StepKernels:
     """The whole step of median length: who was recorded first waits in a step of its for those
-    whose recording begins then. Where no steps are told apart, the mean of `steps`."""
+    whose recording begins then. Where no steps are told apart, as by operators on a CPU, the mean
+    of `steps`."""
     ran = sorted(ran, key=lambda one: one.end)
-    ends = [one.end for one in ran if one.name == LAST]
+    ends = _step_ends(ran, steps) if on_gpu else []
     if len(ends) < 2:
         return StepKernels({name: us / steps for name, us in _sums(ran).items()})
     begin, end = _middle(list(pairwise(ends)))
     inside = [one for one in ran if begin < one.end <= end]
     idle = end - begin - covered_us(inside, begin)
     return StepKernels(_sums(inside), idle, end - begin)
+
+
+def _step_ends(ran: Sequence[Ran], steps: int) -> list[float]:
+    """By the kernel that ends a step, or, in a pipeline stage that does not sample, by the last of
+    those that each step has once."""
+    count = Counter(one.name for one in ran)
+    once = (one.name for one in reversed(ran) if count[one.name] == steps)
+    last = LAST if LAST in count else next(once, None)
+    return [one.end for one in ran if one.name == last]
 
 
 def _middle(spans: list[tuple[float, float]]) -> tuple[float, float]:

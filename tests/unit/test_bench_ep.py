@@ -13,12 +13,11 @@ import pytest
 from torch.autograd import DeviceType
 
 from bench import ep
-from bench.common import RESULTS, read_rows
+from bench.common import RESULTS, merge, read_rows
 from bench.ep import (
     Row,
     compare,
     engine_args,
-    merge,
     parser,
     read_flags,
     unfit,
