@@ -11,6 +11,7 @@ from torch import Tensor
 from moesaic.core.step import Step
 from moesaic.kernels.experts import PairSum, weigh_pairs
 from moesaic.moe.dispatch.base import BaseDispatcher, DispatchConfig
+from moesaic.moe.dispatch.device.payload_rows import encoded_rows
 from moesaic.moe.formats import (
     CombineInput,
     DeferredCombineInput,
@@ -49,6 +50,10 @@ class LocalDispatcher(BaseDispatcher):
 
 class LocalDeviceDispatcher(LocalDispatcher):
     """One rank on a GPU: invalid pairs have rows, too."""
+
+    def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> StandardDispatchOutput:
+        rows = encoded_rows(self.config, x_TH)
+        return StandardDispatchOutput(topk, rows, topk.ids_TK, topk.weights_TK)
 
     @property
     def defers_reduce(self) -> bool:
