@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 MODELS = ("deepseek-ai/DeepSeek-V3", "deepseek-ai/DeepSeek-V3.1")
 MASTER = "<MASTER_NODE_IP>"
@@ -169,5 +169,12 @@ python -m moesaic.launch_server \
 """,
     ),
 )
+# Not in the guide: the same with 2 ranks in a stage, which share a GPU with the others.
+SMALL_EP_PP = replace(
+    EP_PP,
+    lines=tuple(line.replace("--tp 8 --ep 8", "--tp 2 --ep 2") for line in EP_PP.lines),
+    ranks=8,
+)
 ALWAYS = (EP_DPA, TWO_SMALL_NODES)
 SLOW = (BASIC, MULTI_NODE, MODES, EP_TP, EP_PP, EP_IS_TP, HYBRID)
+ON_ONE_GPU = (TWO_SMALL_NODES, SMALL_EP_PP, EP_TP, HYBRID)

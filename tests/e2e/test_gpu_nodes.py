@@ -162,6 +162,25 @@ def test_nodes_on_one_gpu(
             assert answers(engine, MANY) == expected
 
 
+@pytest.mark.parametrize("flags", [pytest.param(groups(4, "deepep"), marks=GPU)])
+def test_the_same_bits_on_any_nodes(flags: dict[str, Any], one_daemon: None) -> None:
+    """In deterministic mode, in bfloat16."""
+    base = {**ON_GPU, **DETERMINISTIC, "dtype": "bfloat16"}
+    with Engine(model_path=model_path("qwen3_moe"), **base) as one:
+        expected = logprobs(one)
+    with (
+        second_node(flags, base, gpu_rank.POISONED) as placed,
+        Engine(model_path=model_path("qwen3_moe"), **base, **placed) as engine,
+    ):
+        assert logprobs(engine) == expected
+
+
+def logprobs(engine: Engine) -> list[Any]:
+    told = engine.generate(input_ids=prompts()[:6], sampling_params=GREEDY, return_logprob=True)
+    assert isinstance(told, list)
+    return [one["meta_info"]["output_token_logprobs"] for one in told]
+
+
 @pytest.mark.parametrize("flags", [pytest.param(groups(2, "deepep"), marks=GPU)])
 def test_a_rank_of_another_node_dies(flags: dict[str, Any], one_daemon: None) -> None:
     """While others wait for it in NCCL: it is named, and nothing stays."""

@@ -20,9 +20,11 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
+from moesaic.comm.launch.mps import start_mps
 from moesaic.engine.engine import Engine
-from tests.e2e.guide_lines import ALWAYS, MASTER, SLOW, Deployment
+from tests.e2e.guide_lines import ALWAYS, MASTER, ON_ONE_GPU, SLOW, Deployment
 from tests.e2e.namespaces import Node, NotAllowed, nodes
 
 # Sixteen ranks share its heads and experts, four stages its layers.
@@ -102,11 +104,13 @@ class Running:
 
 
 @contextmanager
-def deployed(deployment: Deployment, logs: Path) -> Iterator[Running]:
-    """As the guide says; where there are several nodes, each in its own network namespace."""
+def deployed(
+    deployment: Deployment, logs: Path, flags: tuple[str, ...] = (), apart: bool = True
+) -> Iterator[Running]:
+    """As the guide says, with more flags; several nodes each in a network namespace, if `apart`."""
     with ExitStack() as stack:
-        places: list[Node | None] = [None]
-        if deployment.nodes > 1:
+        places: list[Node | None] = [None] * deployment.nodes
+        if deployment.nodes > 1 and apart:
             places = [*stack.enter_context(nodes(deployment.nodes))]
         master = places[0].address if places[0] is not None else LOCAL
         port = free_port()
@@ -119,7 +123,7 @@ def deployed(deployment: Deployment, logs: Path) -> Iterator[Running]:
             variables["MOESAIC_SECRET"] = secrets.token_hex(32)
         for place, words in zip(places, deployment.commands(MODEL, master), strict=True):
             assert words[:3] == ["python", "-m", "moesaic.launch_server"]
-            command = [sys.executable, *words[1:], "--port", str(port)]
+            command = [sys.executable, *words[1:], "--port", str(port), *flags]
             if place is not None:
                 command = place.command([*command, "--host", master])
             running.start(command, variables)
@@ -149,6 +153,33 @@ def test_command_line(deployment: Deployment, expected: list[list[int]], tmp_pat
             assert running.processes() == [], running.log()
     except NotAllowed as reason:
         pytest.skip(f"no network namespaces here: {reason}")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.timeout(START_SECONDS + 200)
+@pytest.mark.parametrize("deployment", ON_ONE_GPU, ids=lambda deployment: deployment.name)
+def test_command_line_on_one_gpu(
+    deployment: Deployment,
+    expected: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All nodes share it, and an MPS daemon."""
+    flags = ("--dtype", "float32", "--max-total-tokens", "2048", "--max-running-requests", "8")
+    monkeypatch.setenv("MOESAIC_DEVICE", "cuda")
+    with start_mps() as mps:
+        for name, value in mps.environment.items():
+            monkeypatch.setenv(name, value)
+        with deployed(deployment, tmp_path, flags, apart=False) as running:
+            running.await_health()
+            answers = running.post({"text": PROMPTS, "sampling_params": SAMPLING})
+            assert [answer["output_ids"] for answer in answers] == expected
+            info = httpx.get(f"{running.url}/get_server_info").json()
+            assert (info["providers"]["device"], len(info["ranks"])) == ("cuda", deployment.ranks)
+            running.servers[0].send_signal(signal.SIGTERM)
+            assert running.await_exit() == [0] * deployment.nodes, running.log()
+            assert running.processes() == [], running.log()
 
 
 @pytest.mark.timeout(START_SECONDS + 200)
