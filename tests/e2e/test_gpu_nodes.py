@@ -19,6 +19,7 @@ from tests.e2e.test_gpu_ranks import (
     DETERMINISTIC,
     GREEDY,
     LAUNCHES,
+    MOVES,
     PARAMS,
     SMALL,
     TENSORS,
@@ -46,6 +47,7 @@ SLOW = {
     "tensors": TENSORS,
     "parts": parts("deepep", tp_size=4, ep_size=4),
     "lp": groups(4, "deepep") | WHOLE | REPLICAS,
+    "experts move": groups(4, "deepep") | WHOLE | MOVES,
 }
 
 
@@ -92,3 +94,16 @@ def test_nodes_give_the_tokens_of_one_rank(
         assert isinstance(told, list)
         assert [one["output_ids"] for one in told] == [*expected[:3], []]
         assert "poison in combine" in reason(told[3])["message"]
+        if "enable_eplb" in flags:
+            check_moves(engine, many, expected)
+
+
+def check_moves(engine: Engine, params: list[dict[str, Any]], expected: list[Any]) -> None:
+    """No token changes until all experts that were to move have done so, twice."""
+    for _ in range(20):
+        engine.flush_cache()
+        assert answers(engine, params) == expected
+        moves = [rank.moves for rank in engine.get_stats().ranks]
+        if moves[0].rebalances > 1:
+            break
+    assert moves[0].rebalances > 1 and sum(rank.bytes for rank in moves) > 0

@@ -82,6 +82,8 @@ class RankShare:
     step: StepBytes
     moving_bytes: int = 0
     """Buffers of experts that move (--enable-eplb)."""
+    host_bytes: int = 0
+    """Those in the memory of the node, if the rank computes on a GPU."""
 
     @property
     def fixed_bytes(self) -> int:
@@ -114,6 +116,7 @@ class MemoryPlan:
             most = max(share.fixed_bytes for share in self.ranks)
             room = gpu_room().part(self.sharers)
             check_weights_fit("the model", most, room, smaller_weights(self.moe))
+            self._check_host_memory()
             return
         most = max(map(self.fixed_bytes, range(self.mesh.nnodes)))
         if most > total_memory():
@@ -122,6 +125,15 @@ class MemoryPlan:
                 f"weights and buffers of the {count} rank{'s' * (count > 1)} of a node take "
                 f"{most / GIB:.1f} GiB and this machine has {total_memory() / GIB:.1f} GiB: use "
                 f"more nodes (--nnodes), {smaller_weights(self.moe)}"
+            )
+
+    def _check_host_memory(self) -> None:
+        most = max(share.host_bytes for share in self.ranks) * self.mesh.ranks_per_node
+        if most > total_memory():
+            raise ValueError(
+                f"experts that move between nodes take {most / GIB:.1f} GiB of each node's memory "
+                f"and this machine has {total_memory() / GIB:.1f} GiB: lower "
+                "--eplb-max-bytes-per-step"
             )
 
     def cache_tokens(self, args: ServerArgs) -> int:
@@ -235,6 +247,8 @@ class ResolvedModel:
         in_experts = sum(map(expert_bytes, experts))
         attention = (m for m in model.modules() if isinstance(m, Attention | LatentAttention))
         gpu = torch.device("cuda") if moe.resolved.device == "cuda" else None
+        moves = args.enable_eplb and experts
+        moving = buffer_sizes(args, experts, ranks.stage_peers) if moves else None
         assert parallel.layers is not None
         return RankShare(
             place=ranks.place,
@@ -253,11 +267,8 @@ class ResolvedModel:
                 ranks.mesh, self.limits, model.config.hidden_size, moe.dtype, gpu
             ),
             step=StepBytes.of(model, self.limits, self.context_length),
-            moving_bytes=(
-                buffer_sizes(args, experts).nbytes(ranks.mesh.tp, gpu or torch.device("cpu"))
-                if args.enable_eplb and experts
-                else 0
-            ),
+            moving_bytes=moving.nbytes(ranks.mesh.tp, gpu or torch.device("cpu")) if moving else 0,
+            host_bytes=moving.host_bytes if moving else 0,
         )
 
 
