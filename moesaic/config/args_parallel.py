@@ -241,8 +241,8 @@ class BalanceArgs:
     )
     eplb_max_bytes_per_step: int | None = flag(
         None,
-        "Bytes of experts that a rank copies in one pass while they move. Unset: 4 MiB on CPU, 64 "
-        "MiB on CUDA.",
+        "Bytes of experts that a rank copies in one pass while they move. Unset: 4 MiB on CPU and "
+        "between nodes, 64 MiB on CUDA.",
         at_least=1024,
     )
     ep_num_redundant_experts: int = flag(

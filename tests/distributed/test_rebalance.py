@@ -22,12 +22,14 @@ from moesaic.core.step import Step
 from moesaic.engine.rebalance.orders import RankReport
 from moesaic.engine.rebalance.planner_child import PlannerProcess
 from moesaic.engine.rebalance.rebalancer import Rebalancer
+from moesaic.engine.setup.expert_buffers import OUTBOX
 from moesaic.engine.setup.rank_context import RankContext
 from moesaic.moe.context import MoeContext
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from moesaic.moe.registry import MoeProblem
+from moesaic.moe.runner.base import Workspace
 from tests.distributed.moe_ranks import A2A_FLAGS
 from tests.moe_oracle import Experts, config_of, random_topk, reference
 
@@ -52,6 +54,13 @@ class Setting:
     """An expert has 98,304: some travel in two parts."""
     rebalances: int = 1
     tolerance: float = 1e-4
+    device: str = "cpu"
+    """Whose providers; without a GPU those of CUDA compute on CPU, by the twins of kernels."""
+
+    @property
+    def where(self) -> torch.device:
+        on_gpu = self.device == "cuda" and torch.cuda.is_available()
+        return torch.device("cuda", 0) if on_gpu else torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -96,8 +105,10 @@ class Bench:
             eplb_rebalance_layers_per_chunk=setting.per_chunk,
             eplb_rebalance_num_iterations=2,
         )
-        self.mover = Rebalancer(args, self.layers, ranks, torch.device("cpu"))
+        self.mover = Rebalancer(args, self.layers, ranks, setting.where)
         self.mover._planner = PLANNERS.setdefault("shared", self.mover._planner)
+        if setting.device == "cuda":
+            self.mover.warm_up()
         self.all_sums = self._gather_sums()
         self.steps, self.worst, self.routed = 0, 0.0, [0] * EXPERTS
 
@@ -111,12 +122,13 @@ class Bench:
             tp=RANKS,
             ep=setting.ep,
             phases=("decode",),
+            device=setting.device,
         )
         context = MoeContext.make(
             problem,
             torch.float32,
             self.group,
-            timeout=30.0,
+            timeout=30.0 if setting.where.type == "cpu" else 60.0,  # others may compile
             max_tokens=64,
             max_decode_tokens=64,
             redundant_experts=setting.redundant,
@@ -124,7 +136,9 @@ class Bench:
             dispatch_algorithm=setting.dispatch,
             deterministic=setting.deterministic,
         )
-        layer = FusedMoE(config_of(self.experts[number], TOP_K), context, number)
+        context = replace(context, workspace=Workspace(setting.where.type))
+        with setting.where:
+            layer = FusedMoE(config_of(self.experts[number], TOP_K), context, number)
         self.experts[number].fill(layer)
         return layer
 
@@ -149,14 +163,18 @@ class Bench:
             topk = random_topk(tokens, EXPERTS, TOP_K, 7 * seed + self.group.rank)
             topk.ids_TK[: tokens // 2] = (torch.arange(TOP_K) + seed // 20) % EXPERTS  # hot ones
             x_TH = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
-            step = Step(prefill=self.setting.dispatch == "lp", lane=seed % 2)
-            slots_TK = (layer.split_of(step) or layer.slot_map)(topk.ids_TK)
-            y_TH = layer(x_TH, TopKOutput(slots_TK, topk.weights_TK), step)
+            prefill, where = self.setting.dispatch == "lp", self.setting.where
+            rows = max(TOKENS) if self.setting.device == "cuda" else 0
+            step = Step(prefill, lane=seed % 2, rows=rows)
+            slots_TK = (layer.split_of(step) or layer.slot_map)(topk.ids_TK.to(where))
+            y_TH = layer(x_TH.to(where), TopKOutput(slots_TK, topk.weights_TK.to(where)), step)
             assert isinstance(y_TH, torch.Tensor)
-            results.append(y_TH.clone())
+            y_TH = y_TH.cpu().clone()
+            results.append(y_TH)
             wanted = reference(experts, x_TH, topk)
             if tokens:
-                self.worst = max(self.worst, float((y_TH.double() - wanted).abs().max()))
+                off_TH = (y_TH.double() - wanted).abs().nan_to_num(torch.inf)
+                self.worst = max(self.worst, float(off_TH.max()))
             for expert in topk.ids_TK.flatten().tolist() if number == 0 else []:
                 self.routed[expert] += 1
         self.mover.count_step(
@@ -259,15 +277,15 @@ def test_slices_formats_chunks_and_bits(pools: Callable[[int], LocalRanks]) -> N
     check(pools(RANKS).run(serve, settings), settings)
 
 
-def disturb(group: RankGroup, rebalances: int) -> Found:
+def disturb(group: RankGroup, rebalances: int, setting: Setting = Setting()) -> Found:
     """In turn: a rebalance as it should be; one whose planner was killed before; one that sends
     damaged experts; one without a plan."""
-    bench = Bench(group, Setting())
+    bench = Bench(group, setting)
     mover, copies = bench.mover, bench.mover._copies
     args, publish = mover._args, copies.publish
 
     def damage(number: int, used: int) -> None:
-        words = copies.outbox().view(torch.int64)
+        words = copies.window.plane(OUTBOX).view(torch.int64)
         words[:2] = words[:2].flip(0)  # the next expert's have changed places
         publish(number, used)
 
@@ -283,8 +301,7 @@ def disturb(group: RankGroup, rebalances: int) -> Found:
     return bench.found()
 
 
-def check_disturbed(pool: LocalRanks, rebalances: int) -> None:
-    found = pool.run(disturb, rebalances)
+def check_disturbed(found: list[Found], rebalances: int) -> None:
     check([[one] for one in found], [Setting(rebalances=rebalances + 1)])
     # A planner that was killed is started again, but for one whose end is noticed too late.
     (aborted,) = {one.aborted for one in found}
@@ -294,18 +311,23 @@ def check_disturbed(pool: LocalRanks, rebalances: int) -> None:
 
 
 def test_faults_leave_nothing_half_moved(pools: Callable[[int], LocalRanks]) -> None:
-    check_disturbed(pools(RANKS), 4)
+    check_disturbed(pools(RANKS).run(disturb, 4), 4)
 
 
 @pytest.mark.slow
 def test_a_thousand_moves_with_faults(pools: Callable[[int], LocalRanks]) -> None:
-    check_disturbed(pools(RANKS), 128)
+    check_disturbed(pools(RANKS).run(disturb, 128), 128)
 
 
-def abandon_steps(group: RankGroup, rebalances: int) -> Found:
+def abandon_steps(
+    group: RankGroup,
+    rebalances: int,
+    setting: Setting = Setting(step_bytes=200_000),
+    fault_after: int = 39,
+) -> Found:
     """Two of three steps are abandoned after the exchange, as a rollback does it: one rank, each
     time another one, has not advanced, the others have, and nothing is computed."""
-    bench = Bench(group, Setting(step_bytes=200_000))
+    bench = Bench(group, setting)
     for number in count():
         own = [*bench.mover.report(0), bench.ended]
         packed = group.all_gather_bytes(msgspec.msgpack.encode(own), "agree on a step")
@@ -320,12 +342,16 @@ def abandon_steps(group: RankGroup, rebalances: int) -> Found:
             assert len(set(busy)) == 1, "else some would sleep and others wait for them"
             bench.step(bench.steps, exchange=False)
         # In some phase; the first time the rank that fails also misses the next step.
-        if number % 39 == 0 and bench.mover.is_busy and group.rank == number // 39 % RANKS:
+        turn, left = divmod(number, fault_after)
+        if left == 0 and bench.mover.is_busy and group.rank == turn % RANKS:
             bench.mover._failed, bench.mover._error = bench.mover._num_aborts + 1, "by the test"
     raise AssertionError
 
 
 def test_a_rank_that_missed_a_step_follows(pools: Callable[[int], LocalRanks]) -> None:
-    found = pools(RANKS).run(abandon_steps, 6)
+    check_abandoned(pools(RANKS).run(abandon_steps, 6))
+
+
+def check_abandoned(found: list[Found]) -> None:
     check([[one] for one in found], [Setting(rebalances=6)])
     assert all(0 < one.aborted < 6 for one in found)

@@ -24,6 +24,7 @@ from tests.e2e.test_gpu_ranks import (
     GREEDY,
     LAUNCHES,
     MANY,
+    MOVES,
     ON_GPU,
     PARAMS,
     SMALL,
@@ -55,6 +56,7 @@ SLOW = {
     "tensors": TENSORS,
     "parts": parts("deepep", tp_size=4, ep_size=4),
     "lp": groups(4, "deepep") | WHOLE | REPLICAS,
+    "experts move": groups(4, "deepep") | WHOLE | MOVES,
 }
 
 
@@ -106,6 +108,19 @@ def test_nodes_give_the_tokens_of_one_rank(
         assert isinstance(told, list)
         assert [one["output_ids"] for one in told] == [*expected[:3], []]
         assert "poison in combine" in reason(told[3])["message"]
+        if "enable_eplb" in flags:
+            check_moves(engine, many, expected)
+
+
+def check_moves(engine: Engine, params: list[dict[str, Any]], expected: list[Any]) -> None:
+    """No token changes until all experts that were to move have done so, twice."""
+    for _ in range(20):
+        engine.flush_cache()
+        assert answers(engine, params) == expected
+        moves = [rank.moves for rank in engine.get_stats().ranks]
+        if moves[0].rebalances > 1:
+            break
+    assert moves[0].rebalances > 1 and sum(rank.bytes for rank in moves) > 0
 
 
 STAGES = {"tp_size": 1, "pp_size": 2}
@@ -120,6 +135,7 @@ ON_GPUS: dict[str, dict[str, Any]] = {
     "tensors": TENSORS | {"tp_size": 4, "ep_size": 4},
     "parts": parts("deepep", tp_size=4, ep_size=4),
     "lp": groups(4, "deepep") | REPLICAS,
+    "experts move": groups(4, "deepep") | MOVES,
     "a stage each": STAGES,
     "a stage of two ranks each": groups(2, "deepep") | {"pp_size": 2},
 }
@@ -160,6 +176,8 @@ def test_nodes_on_one_gpu(
         for _ in range(2):
             engine.flush_cache()
             assert answers(engine, MANY) == expected
+        if "enable_eplb" in flags:
+            check_moves(engine, MANY, expected)
 
 
 @pytest.mark.parametrize("flags", [pytest.param(groups(4, "deepep"), marks=GPU)])

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from moesaic.balance.moves import SlotMove, moves_of_layer
 from moesaic.comm.collectives.group import RankGroup
+from moesaic.comm.windows.window import SharedWindow
+from moesaic.config import ServerArgs
+from moesaic.config.resolve import resolve
 from moesaic.engine.rebalance.copy_phases import ReadPhase, WritePhase
 from moesaic.engine.rebalance.expert_copies import ChunkCopy, CopyBuffers, WrongExpert
-from moesaic.engine.setup.expert_buffers import BufferSizes, ExpertImage
+from moesaic.engine.setup.device_memory import total_memory
+from moesaic.engine.setup.expert_buffers import BufferSizes, ExpertImage, buffer_sizes
+from moesaic.engine.setup.memory_plan import plan_memory
+from moesaic.models.locate import model_folder
 from moesaic.moe.context import MoeContext
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.placement import Placement
+from moesaic.moe.shape_only import ShapeOnlyGroup
 from tests.moe_oracle import Experts, config_of
+from tests.server.serving import wait_until
 
 CPU = torch.device("cpu")
 EXPERTS = Experts.random(3, 32, 16)
@@ -76,6 +87,68 @@ def test_images_are_whole_words(layer: FusedMoE) -> None:
     image = ExpertImage((5, 16, 1))
     assert image.starts == [0, 16, 32, 48] and image.nbytes == 48
     assert BufferSizes.of([layer], 1001, 1).outbox == 992
+
+
+def test_buffers_between_nodes_are_in_host_memory(layer: FusedMoE) -> None:
+    image, gpu = ExpertImage.of(layer).nbytes, torch.device("cuda", 0)
+    sizes = BufferSizes.of([layer], 4096, 1, nodes=3, on_gpu=True)
+    planes = 4096 + 4 * 8
+    assert sizes.through_host and sizes.window_bytes(6, gpu) == 0
+    assert sizes.nbytes(6, gpu) == planes + 4 * image, "the rank's outbox and its staging area"
+    assert sizes.host_bytes == 3 * planes, "two ranks of a node have the outboxes of six"
+    on_cpu = BufferSizes.of([layer], 4096, 1, nodes=3)
+    assert on_cpu.nbytes(6, CPU) == 3 * planes + 4 * image
+    assert on_cpu.host_bytes == BufferSizes.of([layer], 4096, 1, on_gpu=True).host_bytes == 0
+
+
+def test_a_step_between_nodes_copies_what_a_network_carries(layer: FusedMoE) -> None:
+    args = ServerArgs(model_path="tiny", enable_eplb=True)
+    on_gpu = replace(layer.context.resolved, device="cuda")
+    layer.context = replace(layer.context, resolved=on_gpu)
+    one = buffer_sizes(args, [layer], ShapeOnlyGroup(0, 4))
+    two = buffer_sizes(args, [layer], ShapeOnlyGroup(0, 4, (0, 0, 1, 1)))
+    assert (one.nodes, two.nodes) == (1, 2) and two.through_host and not one.through_host
+    own = replace(args, eplb_max_bytes_per_step=2048)
+    assert buffer_sizes(own, [layer], ShapeOnlyGroup(0, 4, (0, 0, 1, 1))).outbox == 2048
+
+
+def test_the_plan_of_a_node_counts_all_outboxes() -> None:
+    flags = {"tp_size": 4, "ep_size": 4, "nnodes": 2, "dist_init_addr": "127.0.0.1:29500"}
+    args = resolve(ServerArgs(model_path="tiny:qwen3_moe", enable_eplb=True, **flags))
+    plan = plan_memory(replace(args, model_path=model_folder(args)))
+    assert all(share.moving_bytes and not share.host_bytes for share in plan.ranks), "on CPU"
+    plan._check_host_memory()
+    much = tuple(replace(share, host_bytes=total_memory()) for share in plan.ranks)
+    with pytest.raises(ValueError, match=r"of each node's memory .*--eplb-max-bytes-per-step"):
+        replace(plan, ranks=much)._check_host_memory()
+
+
+class FailedSend(RuntimeError):
+    pass
+
+
+def test_what_cannot_be_sent_is_told(layer: FusedMoE, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the phase that has begun to send; the outbox is not written again before that."""
+    copy, buffers = make_copy(layer)
+    window, may_end = buffers.window, threading.Event()
+    assert isinstance(window, SharedWindow)
+
+    def signal(*_: object) -> None:
+        assert may_end.wait(10)
+        raise FailedSend
+
+    monkeypatch.setattr(window, "spans_nodes", True)
+    monkeypatch.setattr(window, "signal", signal)
+    writing = WritePhase(copy, buffers, 0)
+    assert not writing(1) and not writing(1), "another thread sends"
+    with pytest.raises(AssertionError, match="still being written or sent"):
+        buffers.publish(2, 0)
+    after = WritePhase(copy, buffers, 0)
+    assert not after(2) and after._used == -1, "it waits for what was dropped"
+    may_end.set()
+    wait_until(lambda: buffers._sending is not None and buffers._sending.done())
+    with pytest.raises(FailedSend):
+        writing(1)
 
 
 def test_a_warm_up_leaves_no_trace(layer: FusedMoE) -> None:

@@ -19,17 +19,24 @@ from moesaic.moe.placement import Placement
 
 
 class WritePhase:
-    """Fills the outbox with the next part of this rank's stream."""
+    """Fills the outbox with the next part of this rank's stream. Once that is written it is sent to
+    other nodes."""
 
     def __init__(self, copy: ChunkCopy, buffers: CopyBuffers, round: int) -> None:
         self._copy, self._buffers, self._round = copy, buffers, round
         self._used = -1
+        self._is_published = False
 
     def __call__(self, number: int) -> bool:
-        if self._used < 0:
-            self._buffers.start(self._write)
-            self._buffers.publish(number, self._used)
-        return self._buffers.is_done
+        buffers = self._buffers
+        # A rebalance that was dropped may still be copying and sending.
+        if self._used < 0 and buffers.is_done:
+            buffers.forget()
+            buffers.start(self._write)
+        if self._used >= 0 and not self._is_published and buffers.is_done:
+            buffers.publish(number, self._used)
+            self._is_published = True
+        return self._is_published and buffers.is_done
 
     def _write(self) -> None:
         self._used = self._copy.write(self._round)

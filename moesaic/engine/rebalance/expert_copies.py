@@ -3,6 +3,7 @@
 Each rank has an outbox that the others read, and a staging area. The experts that a rank has to
 send stand behind each other in its stream, each of them once; in every round the outbox holds the
 next part of it. What arrives is staged and compared with sums, and only `adopt` changes weights.
+Between nodes outboxes are in host memory, from where they are sent: GPUs copy to and from it.
 
 All ranks derive the same streams from the same moves. The caller makes sure that ranks read an
 outbox only after it is written, and that it is written again only after all have read it.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,7 +23,9 @@ from torch import Tensor
 from moesaic.balance.moves import SlotMove
 from moesaic.comm.collectives.group import Peers
 from moesaic.comm.windows.factory import create_device_window, create_window
+from moesaic.comm.windows.page_lock import lock_pages
 from moesaic.comm.windows.window import SharedWindow
+from moesaic.engine.rebalance.background import in_background
 from moesaic.engine.setup.expert_buffers import OUTBOX, SUMS, BufferSizes, ExpertImage
 from moesaic.moe.layer import FusedMoE
 
@@ -56,34 +60,58 @@ class CopyBuffers:
         on_gpu = device.type == "cuda"
         self.window = (
             create_device_window(group, sizes.planes, timeout, 1, device)
-            if on_gpu
+            if on_gpu and not sizes.through_host
             else create_window(group, sizes.planes, timeout, 1)
         )
+        self._own: dict[str, Tensor] = {}
+        """What this rank writes if others do not read it there: on its device."""
         with torch.inference_mode(False):
+            if sizes.through_host:
+                self._own = {
+                    spec.name: torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+                    for spec in sizes.planes
+                }
             self.staging = torch.empty(sizes.staged, sizes.image, dtype=torch.uint8, device=device)
             self._wrong = torch.zeros((), dtype=torch.int64, device=device)
             self._num_wrong = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=on_gpu)
         self._stream = torch.cuda.Stream(device) if on_gpu else None
         self._end: torch.cuda.Event | None = None
         self._begin: torch.cuda.Event | None = None
+        self._sending: Future[float] | None = None
+        """The seconds of what is being sent to other nodes."""
         self._seconds = 0.0
         self._bytes = 0
-        if not on_gpu:
-            self._touch_pages(group.size)
+        if isinstance(self.window, SharedWindow):
+            self._touch_pages(self.window)
+            if self._stream is not None:
+                planes = [self.window.stacked(spec.name) for spec in sizes.planes]
+                lock_pages(planes, self, self._stream)
 
-    def _touch_pages(self, ranks: int) -> None:
+    def _touch_pages(self, window: SharedWindow) -> None:
         """Makes the system map all pages now: in the first step that moves experts that takes
         longer than to copy them."""
         self.staging.zero_()
-        self.outbox().zero_()
-        for rank in range(ranks):
-            self.outbox(rank).max()
+        window.plane(OUTBOX).zero_()
+        for rank in range(window.size):
+            window.plane(OUTBOX, rank).max()
 
     def outbox(self, rank: int | None = None) -> Tensor:
-        return self.window.plane(OUTBOX, rank)
+        """What a rank has sent; None: what this rank is to send, on its device."""
+        return self._plane(OUTBOX, rank)
 
     def sums(self, rank: int | None = None) -> Tensor:
-        return self.window.plane(SUMS, rank)
+        return self._plane(SUMS, rank)
+
+    def _plane(self, name: str, rank: int | None) -> Tensor:
+        if rank is None and name in self._own:
+            return self._own[name]
+        return self.window.plane(name, rank)
+
+    def copy_to_host(self, used: int) -> None:
+        """Copies what this rank has written, `used` bytes of experts, to where others read it."""
+        for name, own in self._own.items():
+            part = slice(used) if name == OUTBOX else slice(None)
+            self.window.plane(name)[part].copy_(own[part], non_blocking=True)
 
     def start(self, work: Callable[[], None]) -> None:
         """Runs `work`; on a GPU beside the steps that follow, and after those that were begun."""
@@ -114,7 +142,8 @@ class CopyBuffers:
 
     @property
     def rate(self) -> float | None:
-        """Bytes that were copied in a second; None before the first copy has ended."""
+        """Bytes that were copied in a second, the time between nodes included; None before the
+        first copy has ended."""
         return self._bytes / self._seconds if self._bytes and self._seconds else None
 
     def count_wrong(self, differs: Tensor) -> None:
@@ -134,7 +163,13 @@ class CopyBuffers:
 
     @property
     def is_done(self) -> bool:
-        """Whether all that was started has ended. Never waits."""
+        """Whether all that was started has ended, and all that was published is on its way. Never
+        waits. Raises the error of what was published."""
+        if self._sending is not None:
+            if not self._sending.done():
+                return False
+            sending, self._sending = self._sending, None
+            self._seconds += sending.result()
         if self._end is None or not self._end.query():
             return self._end is None
         if self._begin is not None:
@@ -143,16 +178,30 @@ class CopyBuffers:
         return True
 
     def publish(self, number: int, used: int) -> None:
-        """Sends the first `used` bytes of the outbox, and the sums, to ranks on other nodes."""
-        if isinstance(self.window, SharedWindow):
-            self.window.touch(self.outbox()[:used])
-            self.window.touch(self.sums())
-            self.window.signal(0, number, "send experts")
+        """Begins to send the first `used` bytes of the outbox, and the sums, to ranks on other
+        nodes: call it when they are written."""
+        assert self.is_done, "the outbox is still being written or sent"
+        if not isinstance(window := self.window, SharedWindow):
+            return
+        if window.spans_nodes:  # beside the step, which would wait for the network
+            self._sending = in_background(lambda: _send(window, number, used))
+        else:
+            _send(window, number, used)
 
     def await_published(self, number: int) -> None:
-        """Waits for data on its way between nodes; on one node there is nothing to wait for."""
+        """Waits for what all ranks have published. The report that a rank has ended its phase goes
+        through the same connection after it, so that it is here when a step begins."""
         if isinstance(self.window, SharedWindow):
             self.window.wait(0, number, "receive experts")
+
+
+def _send(window: SharedWindow, number: int, used: int) -> float:
+    """Returns the seconds that it took."""
+    begin = time.monotonic()
+    window.touch(window.plane(OUTBOX)[:used])
+    window.touch(window.plane(SUMS))
+    window.signal(0, number, "send experts")
+    return time.monotonic() - begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +309,7 @@ class ChunkCopy:
                 self._write_piece(sent, begin, piece)
                 sums[sent.place].copy_(word_sum(piece))
                 used = end - first
+        self._buffers.copy_to_host(used)
         self._buffers.count_bytes(used)
         return used
 
@@ -296,7 +346,8 @@ class ChunkCopy:
                 view.copy_(part)
             return
         staged = row[piece.begin - arrival.sent.start : piece.end - arrival.sent.start]
-        staged.copy_(self._buffers.outbox(arrival.rank)[piece.begin - first : piece.end - first])
+        sent = self._buffers.outbox(arrival.rank)[piece.begin - first : piece.end - first]
+        staged.copy_(sent, non_blocking=True)
         sent_sum = self._buffers.sums(arrival.rank)[arrival.sent.place]
         self._buffers.count_wrong(word_sum(staged) != sent_sum)
 

@@ -15,13 +15,12 @@ W windows of time · S those to plan with · L layers · E experts · P slots.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -36,6 +35,7 @@ from moesaic.comm.windows.factory import create_window
 from moesaic.comm.windows.window import PlaneSpec
 from moesaic.config import ServerArgs
 from moesaic.core.stats import MoveStats
+from moesaic.engine.rebalance.background import in_background
 from moesaic.engine.rebalance.copy_phases import (
     FlipPhase,
     LayerMove,
@@ -55,7 +55,6 @@ from moesaic.moe.layer import FusedMoE
 from moesaic.observe.spans import SpanKind, Spans
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 LOADS, PLAN = "loads", "plan"
 LEADER: Final = 0
@@ -106,17 +105,17 @@ class Rebalancer:
         self._args, self._layers, self._ranks = args, layers, ranks
         self._layout, self._num_groups = layers[0].layout, num_groups
         self._spans: Spans = layers[0].context.comm.spans
-        self._rate = COPY_RATE[layers[0].context.resolved.device]
-        sizes = buffer_sizes(args, layers)
+        sizes = buffer_sizes(args, layers, ranks.stage_peers)
+        self._rate = COPY_RATE["cuda" if sizes.on_gpu and not sizes.through_host else "cpu"]
         self.window_bytes = sizes.window_bytes(ranks.mesh.tp, device)
         """The part of its buffers that torch's allocator does not count on a GPU."""
-        self._copies = CopyBuffers(ranks.stage_peers, sizes, ranks.timeout, device)
         shape = len(layers), layers[0].config.num_experts
         specs = [
             PlaneSpec(LOADS, (MAX_WINDOWS, *shape), torch.int64),
             PlaneSpec(PLAN, (len(layers), self._layout.num_slots), torch.int32),
         ]
         with torch.device("cpu"):
+            self._copies = CopyBuffers(ranks.stage_peers, sizes, ranks.timeout, device)
             self._control = create_window(ranks.stage_peers, specs, ranks.timeout, 1)
         self._trigger = Trigger(
             args.eplb_rebalance_num_iterations, args.eplb_rebalance_num_requests
@@ -147,7 +146,7 @@ class Rebalancer:
         """The planner's process starts beside the rest of the service: a start takes a processor
         for longer than a step."""
         if self.is_leader:
-            self._planner_start = _aside(self._planner.start)
+            self._planner_start = in_background(self._planner.start)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -336,7 +335,7 @@ class Rebalancer:
             self._control.wait(0, number - 1, "read loads")
             loads_WLE = self._control.stacked(LOADS).sum(0).to(torch.float32).numpy()
             request = self._request(planned_windows(loads_WLE))
-            running.plan = _aside(lambda: self._planner.plan(request))
+            running.plan = in_background(lambda: self._planner.plan(request))
         if not running.plan.done():
             return False
         self._publish(running, running.plan, number)
@@ -459,20 +458,6 @@ class Rebalancer:
             "results": [asdict(result) for result in self._results],
             **msgspec.structs.asdict(self.totals),
         }
-
-
-def _aside(work: Callable[[], T]) -> Future[T]:
-    """Runs `work` in a thread that a rank which ends does not wait for."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="moesaic-eplb", daemon=True).start()
-    return future
 
 
 def _log_end(result: RebalanceResult) -> None:

@@ -19,6 +19,7 @@ from moesaic.config import ServerArgs
 from moesaic.config.resolve import CHUNKS
 from moesaic.engine.setup.dense_setup import dense_weights
 from moesaic.engine.setup.device_memory import (
+    GIB,
     CacheRequest,
     DeviceRoom,
     HostRoom,
@@ -30,6 +31,7 @@ from moesaic.engine.setup.device_memory import (
     gpu_sharers,
     planned_tokens,
     smaller_weights,
+    total_memory,
 )
 from moesaic.engine.setup.expert_buffers import buffer_sizes
 from moesaic.engine.setup.first_placement import fixes_slots
@@ -84,6 +86,8 @@ class RankShare:
     step: StepBytes
     moving_bytes: int = 0
     """Buffers of experts that move (--enable-eplb)."""
+    host_bytes: int = 0
+    """Those in the memory of the node, if the rank computes on a GPU."""
     table_bytes: int = 0
     """The rotations of all positions."""
 
@@ -116,6 +120,7 @@ class MemoryPlan:
 
     def tokens(self, room: Room) -> int:
         """The same without advice."""
+        self._check_host_memory()
         model, smaller = self.model, smaller_weights(self.model.moe)
         wanted = model.limits.decode_tokens * model.context_length
         requests = (
@@ -129,6 +134,15 @@ class MemoryPlan:
             for share in self.ranks
         )
         return min(planned_tokens(self.args, request, room, smaller) for request in requests)
+
+    def _check_host_memory(self) -> None:
+        most = max(share.host_bytes for share in self.ranks) * self.mesh.ranks_per_node
+        if most > total_memory():
+            raise ValueError(
+                f"experts that move between nodes take {most / GIB:.1f} GiB of each node's memory "
+                f"and this machine has {total_memory() / GIB:.1f} GiB: lower "
+                "--eplb-max-bytes-per-step"
+            )
 
     @cached_property
     def node_bytes(self) -> Counter[int]:
@@ -279,6 +293,8 @@ class ResolvedModel:
         in_experts = sum(map(expert_bytes, experts))
         attention = (m for m in model.modules() if isinstance(m, Attention | LatentAttention))
         gpu = torch.device("cuda") if moe.resolved.device == "cuda" else None
+        moves = args.enable_eplb and experts
+        moving = buffer_sizes(args, experts, ranks.stage_peers) if moves else None
         return RankShare(
             place=ranks.place,
             node=ranks.mesh.node_of(ranks.place.rank),
@@ -296,11 +312,8 @@ class ResolvedModel:
                 ranks.mesh, self.limits, model.config.hidden_size, moe.dtype, gpu
             ),
             step=StepBytes.of(model, self.limits, self.context_length),
-            moving_bytes=(
-                buffer_sizes(args, experts).nbytes(ranks.mesh.tp, gpu or torch.device("cpu"))
-                if args.enable_eplb and experts
-                else 0
-            ),
+            moving_bytes=moving.nbytes(ranks.mesh.tp, gpu or torch.device("cpu")) if moving else 0,
+            host_bytes=moving.host_bytes if moving else 0,
             table_bytes=model.rope.nbytes * self.context_length,  # the part has one position
         )
 
