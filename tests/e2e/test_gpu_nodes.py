@@ -3,6 +3,7 @@ windows over TCP in the place of NCCL; and on a GPU where there is one, which al
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -110,6 +111,11 @@ def test_nodes_give_the_tokens_of_one_rank(
         assert "poison in combine" in reason(told[3])["message"]
         if "enable_eplb" in flags:
             check_moves(engine, many, expected)
+        if (number := flags.get("dp_size", 1)) > 1:
+            digits = {"temperature": 0, "regex": "[0-9]{3}"}
+            told = engine.generate("Hi", digits, data_parallel_rank=number - 1)
+            assert isinstance(told, dict)
+            assert re.fullmatch("[0-9]{3}", told["text"]), "the last group is on node 1"
 
 
 def check_moves(engine: Engine, params: list[dict[str, Any]], expected: list[Any]) -> None:
@@ -207,4 +213,4 @@ def test_a_rank_of_another_node_dies(flags: dict[str, Any], one_daemon: None) ->
         second_node(flags, base, gpu_rank.POISONED, fails=True) as placed,
         Engine(model_path=model_path("qwen3_moe"), **base, **placed) as engine,
     ):
-        check_death(engine)
+        check_death(engine, r"rank 1 (.*SIGKILL|.*was killed|is lost .*node 1 \(127\.0\.0\.1:)")

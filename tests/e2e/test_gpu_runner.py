@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from moesaic import Engine
+from moesaic.comm.errors import WindowAborted
 from moesaic.config import ServerArgs, resolve
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
@@ -496,15 +497,15 @@ def test_dropped_graphs_are_captured_again(monkeypatch: pytest.MonkeyPatch) -> N
     """In the second step that needs one; not if there is no memory left."""
     ran: list[GraphKey] = []
     replayed: list[GraphKey] = []
-    room = {"is left": True}
+    errors: list[Exception] = []
 
     def capture(key: GraphKey, stream: object, pool: object) -> Replays:
-        if not room["is left"]:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+        if errors:
+            raise errors.pop()
         return Replays(key, replayed)
 
     for name in ("Stream", "graph_pool_handle", "synchronize", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+        monkeypatch.setattr(torch.cuda, name, lambda *_: object())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1))
     one, four = GraphKey(1), GraphKey(4)
     cache = GraphCache((1, 4), ran.append, torch.device("cpu"))
@@ -519,10 +520,15 @@ def test_dropped_graphs_are_captured_again(monkeypatch: pytest.MonkeyPatch) -> N
         for key in (four, four, four, one):
             cache.run(key)
         assert (ran, replayed) == ([four, one], [four, four])
-    room["is left"] = False
-    for _ in range(3):
+    errors.append(WindowAborted("a peer failed"))
+    with pytest.raises(WindowAborted):
         cache.run(one)
-    assert (ran, replayed) == ([four, one, one, one, one], [four, four])
+    cache.drop()
+    ran.clear(), replayed.clear()
+    errors.append(torch.OutOfMemoryError("CUDA out of memory"))
+    for key in (four, four, four, one, one):
+        cache.run(key)
+    assert (ran, replayed) == ([four, four, four, one], [one])
 
 
 def test_a_graph_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -760,8 +760,20 @@ def test_the_variable_is_named_where_it_chose_cuda(
     with pytest.raises(ValueError, match=r"^--device cuda cannot work here"):
         resolve(make(device="cuda"))
     monkeypatch.setattr(devices, "_num_gpus", lambda: 1)
-    with pytest.raises(ValueError, match=r"^MOESAIC_DEVICE=cuda cannot do this: --pp-size 2: "):
-        resolve(make(pp_size=2))
+    with pytest.raises(ValueError, match=r"^MOESAIC_DEVICE=cuda cannot do this: --dp-size 2 means"):
+        resolve(make(dp_size=2))
+
+
+def test_nodes_and_stages_on_gpus(gpus: Callable[[str | None, int], None]):
+    """Ranks are counted on each node."""
+    gpus("13.0", 2)
+    stages, nodes = make(pp_size=2), make(tp_size=4, nnodes=2, dist_init_addr="h:1")
+    for args in (stages, nodes):
+        assert resolve(args).device == "cuda" and devices.gpus_of(args) == (0, 1)
+    shared = make(tp_size=4, pp_size=2, nnodes=2, dist_init_addr="h:1", device="cuda")
+    assert devices.gpus_of(resolve(shared)) == (0, 0, 1, 1)
+    unasked = make(tp_size=4, pp_size=2, nnodes=2, dist_init_addr="h:1")
+    assert resolve(unasked).device == "cpu"
 
 
 GROUPS = {"tp_size": 4, "dp_size": 4, "ep_size": 4, "enable_dp_attention": True}
@@ -770,11 +782,6 @@ GROUPS = {"tp_size": 4, "dp_size": 4, "ep_size": 4, "enable_dp_attention": True}
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
-        ({"pp_size": 2}, "--pp-size 2: pipeline stages are built for cpu only"),
-        (
-            {"tp_size": 2, "nnodes": 2, "dist_init_addr": "h:1"},
-            "--nnodes 2: several nodes are built for cpu only",
-        ),
         (
             {"dp_size": 2},
             "--dp-size 2 means 2 replicas of the model, which cannot share a GPU: nothing "

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moesaic.comm.windows.page_lock import lock_pages
+from moesaic.comm.windows.page_lock import PAGE, lock_pages
 
 
 class Cuda:
@@ -45,14 +45,18 @@ def made(room: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Owner, list[i
     cuda, owner = Cuda(room), Owner()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    parts = [torch.zeros(2, 8, dtype=torch.uint8), torch.zeros(3, dtype=torch.int64)]
+    memory = torch.zeros(6 * PAGE, dtype=torch.uint8)
+    skip = -memory.data_ptr() % PAGE
+    pages = memory[skip : skip + 5 * PAGE].unflatten(0, (5, PAGE))
+    # The last two share a page.
+    parts = [pages[4, 16:], pages[0, 8:24], pages[3:].flatten()[8 : PAGE + 8]]
     lock_pages(parts, owner, cuda)  # type: ignore[arg-type]
-    return cuda, owner, [part.data_ptr() for part in parts]
+    return cuda, owner, [pages[0].data_ptr(), pages[3].data_ptr()]
 
 
 def test_pages_are_locked_until_their_owner_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, owner, (first, last) = made(100, monkeypatch)
-    assert cuda.calls == [("lock", first, 16), ("lock", last, 24)]
+    cuda, owner, (first, last) = made(3 * PAGE, monkeypatch)
+    assert cuda.calls == [("lock", first, PAGE), ("lock", last, 2 * PAGE)]
     cuda.calls.clear()
     del owner
     gc.collect()
@@ -63,9 +67,10 @@ def test_a_refusal_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        cuda, owner, (first, _) = made(20, monkeypatch)
+        cuda, owner, (first, _) = made(PAGE, monkeypatch)
     (told,) = caplog.messages
-    assert told.startswith("24 bytes of shared memory cannot be page-locked (CUDA error 304)")
+    size = 2 * PAGE
+    assert told.startswith(f"{size} bytes of shared memory cannot be page-locked (CUDA error 304)")
     del owner
     gc.collect()
-    assert cuda.calls == [("lock", first, 16), "synchronize", ("unlock", first)]
+    assert cuda.calls == [("lock", first, PAGE), "synchronize", ("unlock", first)]

@@ -5,7 +5,7 @@ T tokens · H channels · R rows · V vocabulary · N elements of a rank's part.
 
 from __future__ import annotations
 
-import logging
+import ipaddress
 import math
 import os
 import socket
@@ -25,44 +25,45 @@ from moesaic.comm.errors import WindowAborted
 from moesaic.comm.lifecycle import Membership
 from moesaic.comm.supervise.address import interface_of
 
-logger = logging.getLogger(__name__)
-
-HOST: Final = "NCCL_HOSTID"
-INTERFACE: Final = "NCCL_SOCKET_IFNAME"
-PROGRAMS: Final = "NCCL_MAX_CTAS"
-# torch's watchdogs would end the process: ours name the rank that is missing, and begin anew.
-UNWATCHED: Final = {
+HOST_VARIABLE: Final = "NCCL_HOSTID"
+INTERFACE_VARIABLE: Final = "NCCL_SOCKET_IFNAME"
+CTAS_VARIABLE: Final = "NCCL_MAX_CTAS"
+LOOPBACK_INTERFACE: Final = "lo"
+ALWAYS: Final = {
+    # torch's watchdogs would end the process: ours name the rank that is missing, and begin anew.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # A rank may run a step kernel by kernel while others replay its graph, so a captured operation
+    # must not differ from a launched one.
+    "NCCL_GRAPH_REGISTER": "0",
 }
+SHARED_GPU_CTAS: Final = "2"
 # torch's own limit of an operation, in which another rank may compile or load.
-LONGEST: Final = timedelta(days=1)
+OPERATION_LIMIT: Final = timedelta(days=1)
 
 
 def set_up_nccl(rank: int, node: int | None, address: str, shares_gpu: bool) -> None:
-    """Call it before the first communicator. `node`, `address`: of this rank, where there are
-    several nodes. What the user has set stays.
+    """Sets the environment of NCCL, which reads it when the first communicator is formed. What the
+    user has set stays. `node`, `address`: of this rank, where there are several nodes.
 
-    NCCL refuses ranks with the same GPU of the same host, so each is given a host of its own, and
-    few programs, as those of all of them wait on that GPU.
+    NCCL refuses two ranks of one host on one GPU. So ranks that share one each have a host of their
+    own, and few programs, as those of all of them wait on that GPU; and nodes on one machine, whose
+    addresses are of loopback, are hosts.
     """
-    chosen = dict(UNWATCHED)
-    if node is not None:
-        chosen[HOST] = f"{socket.gethostname()} node {node}"
-        if name := interface_of(address):
-            chosen[INTERFACE] = f"={name}"
+    chosen = dict(ALWAYS)
+    if node is not None and ipaddress.ip_address(address).is_loopback:
+        chosen[HOST_VARIABLE] = f"{socket.gethostname()} node {node}"
+        chosen[INTERFACE_VARIABLE] = f"={interface_of(address) or LOOPBACK_INTERFACE}"
     if shares_gpu:
-        chosen[HOST] = f"{socket.gethostname()} node {node or 0} rank {rank}"
-        chosen[PROGRAMS] = "2"
+        chosen[HOST_VARIABLE] = f"{socket.gethostname()} node {node or 0} rank {rank}"
+        chosen[CTAS_VARIABLE] = SHARED_GPU_CTAS
     for name, value in chosen.items():
         os.environ.setdefault(name, value)
-    if node is not None:
-        logger.info("NCCL: between nodes over %s=%s", INTERFACE, os.environ.get(INTERFACE, ""))
 
 
 class NcclCollective(Collective):
-    """Ranks with a GPU each.
+    """Ranks on several nodes, or with a GPU each.
 
     NCCL adds in its own order, in the type of the tensor, and rounds at every step: its sums differ
     from those of other collectives, and with the number of rows. Deterministic mode has no sums
@@ -125,6 +126,7 @@ class NcclCollective(Collective):
         """Returns at once: NCCL waits until no graph holds its kernels, which the caller drops."""
         with self._lock:
             if self._end is None:
+                # Before NCCL's kernels return, as what they leave is no result.
                 self._reason, self._end = reason, Future()
                 ends = (self._nccl, self._end)
                 threading.Thread(target=_abort, args=ends, daemon=True, name="nccl abort").start()
@@ -145,7 +147,8 @@ class NcclCollective(Collective):
             self._reason, self._end = "", None
 
     def check(self) -> None:
-        """An aborted operation has no result. NCCL raises all other errors itself."""
+        """An aborted operation has no result. Other errors of NCCL are raised at a launch, if at
+        all: a connection that breaks while all ranks live shows as a step that does not end."""
         if self._end is not None:
             raise WindowAborted(self._reason)
 
@@ -166,7 +169,7 @@ class NcclCollective(Collective):
         """Connects at once, since a graph may be captured later."""
         factory: Any = torch.distributed.ProcessGroupNCCL
         options = factory.Options()
-        options._timeout = LONGEST
+        options._timeout = OPERATION_LIMIT
         nccl = factory(store, self.rank, self.size, options)
         nccl.allreduce([torch.zeros(1, device=self._device)]).wait()
         return nccl

@@ -25,7 +25,7 @@ from moesaic.comm.collectives.group import Peers
 from moesaic.comm.windows.factory import create_device_window, create_window
 from moesaic.comm.windows.page_lock import lock_pages
 from moesaic.comm.windows.window import SharedWindow
-from moesaic.engine.rebalance.background import in_background
+from moesaic.core.background import in_background
 from moesaic.engine.setup.expert_buffers import OUTBOX, SUMS, BufferSizes, ExpertImage
 from moesaic.moe.layer import FusedMoE
 

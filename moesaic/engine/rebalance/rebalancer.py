@@ -34,8 +34,8 @@ from moesaic.comm.supervise.control_page import EpochChanged, StepRolledBack
 from moesaic.comm.windows.factory import create_window
 from moesaic.comm.windows.window import PlaneSpec
 from moesaic.config import ServerArgs
+from moesaic.core.background import in_background
 from moesaic.core.stats import MoveStats
-from moesaic.engine.rebalance.background import in_background
 from moesaic.engine.rebalance.copy_phases import (
     FlipPhase,
     LayerMove,

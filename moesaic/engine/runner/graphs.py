@@ -83,6 +83,7 @@ class CapturedGraphs(Generic[Key]):
         self._dropped: dict[Key, bool] = {}
         """Graphs to capture again, and whether a step has run their body since."""
         self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
         self.nbytes = 0
         """Memory of all graphs, estimated."""
 
@@ -101,28 +102,29 @@ class CapturedGraphs(Generic[Key]):
         """Drops all graphs, none of which may be in flight. Each is captured again in the second
         step that needs it: a communicator of NCCL connects in the first, and all ranks are in that
         one, whether they have the graph or not."""
-        if self._graphs:
-            logger.warning("CUDA graphs are dropped, and captured again when they are needed")
         self._dropped = dict.fromkeys([*self._dropped, *self._graphs], False)
         self._graphs.clear()
         self._pool, self.nbytes = None, 0
 
     def _recapture(self, key: Key) -> None:
         """Steps stay eager if there is no memory left for their graph."""
-        del self._dropped[key]
+        assert self._stream is not None, "what was dropped had been captured"
         if self._pool is None:  # a pool ends with its last graph
             self._pool = torch.cuda.graph_pool_handle()
+        free = torch.cuda.mem_get_info(self._device)[0]
         try:
-            self._graphs[key] = self._capture(key, torch.cuda.Stream(self._device), self._pool)
+            self._graphs[key] = self._capture(key, self._stream, self._pool)
         except torch.OutOfMemoryError as error:
             logger.warning("no CUDA graph of %s any more: %s", key.name, error)
+        self.nbytes += max(0, free - torch.cuda.mem_get_info(self._device)[0])
+        del self._dropped[key]
 
     def capture(self, pool: Any) -> None:
         """Captures the largest first: smaller ones then reuse its memory."""
         if not self.keys:
             return
         started, free = time.monotonic(), torch.cuda.mem_get_info(self._device)[0]
-        stream = torch.cuda.Stream(self._device)
+        self._stream = stream = torch.cuda.Stream(self._device)
         order = tqdm(
             sorted(self.keys, key=lambda key: key.rows, reverse=True),
             desc=f"Capturing CUDA graphs of {self.kind} steps",

@@ -51,8 +51,10 @@ class PeerWatchdog:
         return sum(window.region_bytes for window in self.windows)
 
     def raise_if_rolled_back(self, error: Exception) -> None:
-        """Raises StepRolledBack if that is why kernels were aborted."""
-        if isinstance(error, WindowAborted) and self._status is not None:
+        """Raises StepRolledBack if that is why kernels were aborted; a capture that ends so raises
+        an error of its own."""
+        causes = (error, error.__context__)
+        if self._status is not None and any(isinstance(one, WindowAborted) for one in causes):
             self._status.check()
 
     def waiting_longer(self, seconds: float) -> AbstractContextManager[object]:

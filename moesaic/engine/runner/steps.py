@@ -404,6 +404,7 @@ class AsynchronousSteps:
             try:
                 torch.cuda.synchronize(self._runner.device)
                 if not self._runner.watchdog.lifecycle.keeps_graphs:
+                    logger.warning("CUDA graphs are captured again when steps need them")
                     self.graphs.drop()
                     self.mixed_batch.graphs.drop()
                 torch.cuda.empty_cache()

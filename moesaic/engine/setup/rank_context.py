@@ -61,7 +61,7 @@ class RankContext:
             facts = torch.cuda.get_device_properties(device)
             if warning := cramped(facts.multi_processor_count):
                 logger.warning("%s", warning)
-        if device.type == "cuda":
+        if device.type == "cuda" and self.mesh.world > 1:  # else the process may be a user's own
             rank, mesh = self.place.rank, self.mesh
             node = mesh.node_of(rank) if mesh.nnodes > 1 else None
             set_up_nccl(rank, node, self.replica.host, shares_gpu)

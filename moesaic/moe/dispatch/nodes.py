@@ -271,7 +271,8 @@ def _masked(ids_TK: Tensor, num_tokens_1: Tensor | None) -> Tensor:
 
 
 def _dense(rows: Payload, dtype: torch.dtype) -> Tensor:
-    """Quantised rows in float32: the inner dispatcher encodes them again, to the same values."""
+    """Quantised rows in float32: the inner dispatcher encodes them again, to the same values but
+    for the last bit of a scale."""
     plain = rows.scales is None and rows.values.dtype == dtype
     return rows.values if plain else rows.dense(torch.float32)
 

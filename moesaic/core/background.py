@@ -20,5 +20,5 @@ def in_background(work: Callable[[], T]) -> Future[T]:
         except Exception as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name="moesaic-eplb", daemon=True).start()
+    threading.Thread(target=run, name="moesaic-background", daemon=True).start()
     return future
