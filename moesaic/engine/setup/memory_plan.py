@@ -207,8 +207,10 @@ def loaded_tokens(args: ServerArgs, model: ResolvedModel, share: RankShare, room
     try:
         return alike.tokens(before)
     except TooLittleMemory as error:
-        advice = model.plan(args).fewer_replicas(before)
-        raise TooLittleMemory(f"{error}{advice}") from None
+        whole = model.plan(args)
+        if isinstance(room, HostRoom):  # which ranks share that are not alike
+            return whole.cache_tokens(room.after(-whole.node_bytes[share.node]))
+        raise TooLittleMemory(f"{error}{whole.fewer_replicas(before)}") from None
 
 
 def check_plan(args: ServerArgs) -> None:
