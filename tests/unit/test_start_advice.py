@@ -15,7 +15,7 @@ from moesaic.config.args import ServerArgs
 from moesaic.config.resolve import resolve
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.setup.device_memory import DeviceRoom, HostRoom, TooLittleMemory
-from moesaic.engine.setup.memory_plan import check_plan, plan_memory
+from moesaic.engine.setup.memory_plan import check_plan, loaded_tokens, plan_memory
 from moesaic.models.locate import model_folder
 
 RANKS = {"tp_size": 3, "ep_size": 3, "dp_size": 3, "enable_dp_attention": True}
