@@ -134,7 +134,7 @@ def _discard(connection: socket.socket, size: int) -> None:
     while size > 0:
         count = connection.recv_into(buffer[: min(size, len(buffer))])
         if not count:
-            raise ConnectionError("it ended in the middle")
+            raise ConnectionError("the connection was closed")
         size -= count
 
 
