@@ -7,6 +7,7 @@ import json
 import math
 import platform
 import random
+import re
 import statistics
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -209,6 +210,13 @@ def positive(word: str) -> int:
     if not word.isdecimal() or int(word) < 1:
         raise argparse.ArgumentTypeError(f"{word!r} is no whole number above 0")
     return int(word)
+
+
+def node_shape(word: str) -> str:
+    """Type of an argument: nodes, and ranks on each."""
+    if not re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", word):
+        raise argparse.ArgumentTypeError(f"{word!r}: give NODESxRANKS such as 2x2")
+    return word
 
 
 def above_zero(word: str) -> float:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from bench.common import RESULTS, Distinct, check_out, positive, read_rows, show_table
+from bench.common import RESULTS, Distinct, check_out, node_shape, positive, read_rows, show_table
 from bench.nodes import SECONDS, TIMEOUT, on_nodes
 from moesaic.comm.collectives.collective import WindowCollective
 from moesaic.comm.collectives.group import RankGroup
@@ -30,6 +30,7 @@ from moesaic.comm.launch.local_ranks import LocalRanks
 NODES = ("2x1", "2x2")
 SIZES = (64, 16384, 1 << 20, 8 << 20)
 LARGE = 1 << 20
+ROUNDS = 7
 
 
 @dataclass
@@ -98,26 +99,37 @@ def show(rows: Sequence[Row], markdown: bool) -> None:
     show_table(["nodes", "bytes of a rank", "links us", "gloo us", "gloo / links"], cells, markdown)
 
 
+def default_out(args: argparse.Namespace) -> Path:
+    """The file of the docs' table has all of it; git ignores the other."""
+    is_whole = (args.nodes, args.bytes, args.rounds) == (list(NODES), list(SIZES), ROUNDS)
+    return RESULTS / ("node_links.json" if is_whole else "cpu_node_links.json")
+
+
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m bench.node_links", description=(__doc__ or "").split("\n")[0]
     )
     several = {"nargs": "+", "action": Distinct}
-    parser.add_argument("--nodes", default=list(NODES), metavar="NODESxRANKS", **several)
+    parser.add_argument(
+        "--nodes", type=node_shape, default=list(NODES), metavar="NODESxRANKS", **several
+    )
     parser.add_argument("--bytes", type=positive, default=list(SIZES), **several)
-    parser.add_argument("--rounds", type=positive, default=7)
-    parser.add_argument("--out", type=Path, default=RESULTS / "node_links.json", help="JSON list")
+    parser.add_argument("--rounds", type=positive, default=ROUNDS)
+    parser.add_argument(
+        "--out", type=Path, help="JSON list; without it what is not all goes to cpu_node_links.json"
+    )
     parser.add_argument("--markdown", action="store_true", help="no run: the table for the docs")
     args = parser.parse_args(words)
     if args.markdown:
-        show(read_rows(args.out, Row), markdown=True)
+        show(read_rows(args.out or RESULTS / "node_links.json", Row), markdown=True)
         return 0
-    check_out(args.out)
+    out = args.out or default_out(args)
+    check_out(out)
     rows = run(args)
     show(rows, markdown=False)
     text = json.dumps([asdict(row) for row in rows], indent=1) + "\n"
-    args.out.write_text(text, encoding="utf-8")
-    print(f"wrote {args.out}")
+    out.write_text(text, encoding="utf-8")
+    print(f"wrote {out}")
     return 0
 
 

@@ -32,7 +32,7 @@ import torch
 
 from bench.a2a_gpu import daemon, places
 from bench.a2a_rank import MOST_ERROR, Job, config_of, device_name, error_of, identity, route
-from bench.common import RESULTS, Distinct, check_out, positive, read_rows, show_table
+from bench.common import RESULTS, Distinct, check_out, node_shape, positive, read_rows, show_table
 from bench.gpu import named
 from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.launch.local_ranks import LocalRanks, PerRank
@@ -237,7 +237,9 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     several = {"nargs": "+", "action": Distinct}
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--nodes", default=list(NODES), metavar="NODESxRANKS", **several)
+    parser.add_argument(
+        "--nodes", type=node_shape, default=list(NODES), metavar="NODESxRANKS", **several
+    )
     parser.add_argument("--tokens", type=positive, default=list(TOKENS), **several)
     parser.add_argument("--payload", choices=("bf16", "fp8"), default=["bf16", "fp8"], **several)
     parser.add_argument("--hidden", type=positive, default=HIDDEN)

@@ -43,8 +43,8 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--cluster",
         action="store_true",
-        help="run on all nodes at once: whether they meet, have the same versions and model, and "
-        "how fast each pair is connected",
+        help="run on all nodes at once: whether they meet, have the same versions, flags and "
+        "model, and how fast each pair is connected",
     )
     parser.flags += ["--json", "--cluster"]
     parser.add_flags(ServerArgs)

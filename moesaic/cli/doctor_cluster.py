@@ -6,6 +6,7 @@ import json
 import logging
 import platform
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 
 import msgspec
 
@@ -15,6 +16,7 @@ from moesaic.cli.machine import package_versions
 from moesaic.comm.launch.cluster_check import (
     MEET_SECONDS,
     ClusterReport,
+    Installed,
     NodeFacts,
     PairFacts,
     check_cluster,
@@ -23,6 +25,7 @@ from moesaic.comm.launch.cluster_check import (
 from moesaic.comm.launch.node_place import NodePlace, find_place
 from moesaic.comm.network.node_secret import NO_SECRET, own_secret
 from moesaic.comm.supervise.address import check_init_address
+from moesaic.comm.supervise.config_check import shared_flags
 from moesaic.config.args import ServerArgs
 from moesaic.config.resolve import master_address
 
@@ -38,8 +41,9 @@ def run(args: ServerArgs, as_json: bool) -> int:
     versions = {"python": platform.python_version(), "moesaic": __version__}
     versions |= {name: found or "none" for name, found in package_versions()}
     seconds = args.dist_timeout or MEET_SECONDS
-    model = model_digest(args.model_path)
-    report = check_cluster(place, secret or NO_SECRET, versions, model, seconds)
+    flags = shared_flags(asdict(replace(args, nnodes=place.nnodes)))
+    installed = Installed(versions, model_digest(args.model_path), flags)
+    report = check_cluster(place, secret or NO_SECRET, installed, seconds)
     if as_json:
         print(json.dumps(msgspec.to_builtins(report), indent=2))
     else:

@@ -99,7 +99,7 @@ def _backend(row: dict[str, Any], device: str) -> tuple[str, str, str]:
 def _layout(model: str, layout: dict[str, Any], machine: dict[str, Any]) -> Iterator[str]:
     mesh, moe = layout["mesh"], layout["moe"]
     sizes = ", ".join(f"{name} {mesh[name]}" for name in mesh if name != "world")
-    yield f"Layout of {model}: {mesh['world']} ranks"
+    yield f"Layout of {model}: {mesh['world']} rank{'s' * (mesh['world'] > 1)}"
     yield f"  {sizes}"
     yield (
         f"  {layout['num_layers']} layers in {layout['dtype']}, experts in {moe['weights']}, "

@@ -16,7 +16,7 @@ from moesaic.cli.common import (
     requires_extra,
     set_up_logging,
 )
-from moesaic.comm.launch.node_place import NodePlace, find_place, ray_place
+from moesaic.comm.launch.node_place import NodePlace, find_place, ray_place, unused_ranks
 from moesaic.comm.launch.torchrun import Torchrun
 from moesaic.comm.network.node_secret import own_secret
 from moesaic.comm.supervise.child_process import die_with_parent
@@ -51,7 +51,10 @@ def run(argv: Sequence[str]) -> int:
         return _start_with_ray(argv, args, names_nodes)
     if names_nodes:
         return _start(args)
-    return _start(_placed(args, find_place()), waits_for_name=args.dist_init_addr is None)
+    place = find_place()
+    if place is None and (warning := unused_ranks()):
+        logger.warning("%s", warning)
+    return _start(_placed(args, place), waits_for_name=args.dist_init_addr is None)
 
 
 def _placed(args: ServerArgs, place: NodePlace | None) -> ServerArgs:
@@ -90,14 +93,7 @@ def _start_under(torchrun: Torchrun, args: ServerArgs) -> int:
         return 0
     with torchrun.launching():
         _check_count(torchrun, args)
-        return _start(
-            replace(
-                args,
-                nnodes=torchrun.nnodes,
-                node_rank=torchrun.node_rank,
-                dist_init_addr=torchrun.dist_init_addr,
-            )
-        )
+        return _start(_placed(replace(args, dist_init_addr=None), torchrun.place))
 
 
 def _check_count(torchrun: Torchrun, args: ServerArgs) -> None:
@@ -111,8 +107,10 @@ def _check_count(torchrun: Torchrun, args: ServerArgs) -> None:
     tp = torchrun.world // rest
     if tp * rest == torchrun.world and tp % args.ep_size == 0:
         advice.append(f"--tp-size {tp}")
+    started = f"{torchrun.world} process{'es' * (torchrun.world > 1)}"
+    wanted = f"{world} rank{'s' * (world > 1)}"
     raise ValueError(
-        f"torchrun started {torchrun.world} processes and the flags ask for {world} ranks: give "
+        f"torchrun started {started} and the flags ask for {wanted}: give "
         + (", or ".join(advice) or "as many processes as ranks")
     )
 

@@ -19,8 +19,12 @@ from moesaic.comm.launch.cluster_check import (
 )
 from tests.distributed.test_nodes import SECRET, free_port
 
-NODE = NodeFacts("a", "10.0.0.1", 1, "eth0", 1000, [], {"torch": "2.13.0"}, "m", True)
-OTHER = NodeFacts("b", "10.0.0.2", 1, "eth1", 1000, [], {"torch": "2.11.0"}, "n", True)
+NODE = NodeFacts(
+    "a", "10.0.0.1", 1, "eth0", 1000, [], {"torch": "2.13.0"}, "m", {"tp_size": 2}, True
+)
+OTHER = NodeFacts(
+    "b", "10.0.0.2", 1, "eth1", 1000, [], {"torch": "2.11.0"}, "n", {"tp_size": 4}, True
+)
 
 
 def doctor(node: int, nodes: int, port: int, *more: str, **env: str) -> subprocess.Popen[str]:
@@ -76,6 +80,19 @@ def test_missing_and_different_nodes():
     assert first.returncode == 2 and "node 1 of 2 did not come to" in error
 
 
+def test_the_same_node_twice_and_other_flags():
+    port = free_port()
+    twice = [doctor(1, 2, port, "--tp", "4") for _ in range(2)]
+    first = doctor(0, 2, port, "--tp", "2")
+    said = [node.communicate(timeout=120) for node in (first, *twice)]
+    assert sorted(node.returncode for node in twice) == [1, 2], said
+    for node, (out, error) in zip((first, *twice), said, strict=True):
+        if node.returncode == 2:
+            assert "another node came with --node-rank 1 before: give each node its own" in error
+        else:
+            assert "different settings: --tp-size is 2 on node 0 and 4 on node 1" in out
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -97,6 +114,7 @@ def test_what_is_told():
         "node 0 has torch 2.13.0, node 1 2.11.0: install the same",
         "node 1 (b) has another model than node 0: its JSON files or the sizes of its files "
         "differ, or it is not there",
+        "nodes 0 and 1 have different settings: --tp-size is 2 on node 0 and 4 on node 1",
     ]
     nodes = [NODE, OTHER, NODE]
     good = PairFacts(100.0, 9.0, 0.001)

@@ -46,7 +46,11 @@ def test_the_secret_of_a_file(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "mode", "told"),
     [
-        (b"0123456789abcdef", 0o644, r"\(mode 644, of user \d+\) is open to other users: run `ch"),
+        (
+            b"0123456789abcdef",
+            0o644,
+            r"\(mode 644, of user \d+\) is open to other users: run `chmod 600 ",
+        ),
         (b"0123456789abcdef", 0o640, r"chmod 600 .*/secret`"),
         (b"0123456789abcde\n", 0o600, "has 15 bytes: give 16 or more, the same on all nodes"),
         (b"", 0o600, "has 0 bytes"),
@@ -71,7 +75,7 @@ def test_a_file_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         os.chown(path, 12345, -1)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    with pytest.raises(ValueError, match="is open to other users"):
+    with pytest.raises(ValueError, match=r"is open to other users: run `chown \d+ .*; chmod 600 "):
         own_secret({}, path)
 
 

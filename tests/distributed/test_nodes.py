@@ -154,10 +154,15 @@ def test_lost_node(victim: int):
         if victim == 1:
             fault = fault_of(nodes[0])
             assert fault.ranks == [2, 3]
-            assert fault.message.startswith("node 1 (ranks 2 to 3) is lost: its connection ended")
+            assert fault.message == (
+                "node 1 (127.0.0.1, ranks 2 to 3) is lost: the connection was closed"
+            )
         else:
             fault = end_of(nodes[1])
-            assert f"node 0 ({nodes[0].spec.dist_init_addr}) is lost: it ended" in fault.message
+            assert (
+                f"node 0 ({nodes[0].spec.dist_init_addr}) is lost: the connection was closed"
+                in fault.message
+            )
             nodes[1].close()
             assert nodes[1].exit_code == 1
 
@@ -437,6 +442,7 @@ def test_environment_of_torchrun():
     found = Torchrun.find(TORCHRUN)
     assert found == Torchrun(8, 1, 2, 1, "10.0.0.1:29501", 0)
     assert not found.is_launcher
+    assert str(found.place) == "torchrun: this is node 1 of 2, which meet at 10.0.0.1:29501"
     alone = Torchrun.find(TORCHRUN | {"WORLD_SIZE": "4", "GROUP_RANK": "0", "LOCAL_RANK": "0"})
     assert (alone.nnodes, alone.dist_init_addr, alone.is_launcher) == (1, None, True)
     with pytest.raises(ValueError, match="'RANK'"):
@@ -488,6 +494,7 @@ def test_processes_of_torchrun_wait_for_the_launcher(tmp_path: Path, end: str):
     [
         ("--tp 2", "the flags ask for 2 ranks: give --nproc-per-node 2, or --tp-size 4"),
         ("--tp 4 --pp 2", "the flags ask for 8 ranks: give --nproc-per-node 8, or --tp-size 2"),
+        ("--tp 1", "the flags ask for 1 rank: give --nproc-per-node 1, or --tp-size 4"),
         ("--tp 6 --ep 6", "the flags ask for 6 ranks: give --nproc-per-node 6"),
     ],
 )
@@ -500,6 +507,16 @@ def test_wrong_count_of_processes(
     assert main(["serve", "no/such/model", *flags.split()]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error == f"error: torchrun started 4 processes and {advice}"
+
+
+def test_torchruns_node_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    for name, value in (TORCHRUN | {"LOCAL_RANK": "0", "RANK": "4"}).items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level("INFO"):
+        assert main(["serve", "no/such/model", "--tp", "8"]) == 2
+    assert "torchrun: this is node 1 of 2, which meet at 10.0.0.1:29501" in caplog.messages
 
 
 def test_strangers_at_every_listener():

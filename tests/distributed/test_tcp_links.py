@@ -284,9 +284,7 @@ def test_sending_to_nobody_is_told():
     for route in sender.routes:
         route.outlet._connection.close()
     window.signal(0, 1, "a step")
-    with pytest.raises(
-        PeerLost, match=r"rank 2 is lost in 'a step': node 1 \(ranks 2\): rank 2 of"
-    ):
+    with pytest.raises(PeerLost, match=r"rank 2 is lost in 'a step': node 1 \(rank 2\): rank 2 of"):
         window.wait(0, 1, "a step", ranks=[0, 2])
 
 

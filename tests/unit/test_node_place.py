@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from moesaic.cli.main import main
-from moesaic.comm.launch.node_place import NodePlace, find_place, first_host
+from moesaic.comm.launch.node_place import NodePlace, find_place, first_host, unused_ranks
 from moesaic.comm.supervise import address
 from moesaic.core.addresses import host_and_port
 
@@ -70,14 +70,37 @@ def test_one_node(environment: dict[str, str]):
     ("environment", "words"),
     [
         (SLURM | {"SLURM_STEP_NUM_TASKS": "32"}, "32 tasks on 4 nodes.*--ntasks-per-node 1"),
-        (SLURM | {"SLURM_NODEID": ""}, "SLURM_NODEID=''.*give --nnodes, --node-rank"),
-        (LWS | {"LWS_GROUP_SIZE": "two"}, "LWS_GROUP_SIZE='two'"),
+        (
+            SLURM | {"SLURM_NODEID": ""},
+            "SLURM_NODEID, which is not set: give --nnodes, --node-rank",
+        ),
+        (LWS | {"LWS_GROUP_SIZE": "two"}, "LWS_GROUP_SIZE='two', which is no number"),
         (MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, "8 processes.*--map-by ppr:1:node"),
     ],
 )
 def test_wrong_environments(environment: dict[str, str], words: str):
     with pytest.raises(ValueError, match=words):
         find_place(environment)
+
+
+JOB = {"RANK": "1", "WORLD_SIZE": "2"} | MASTER
+
+
+def test_ranks_of_no_known_launcher(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    assert find_place(JOB) is None
+    assert unused_ranks({}) == unused_ranks(MASTER) == unused_ranks(JOB | {"WORLD_SIZE": "1"}) == ""
+    said = unused_ranks(JOB)
+    assert said.startswith("RANK=1, WORLD_SIZE=2, MASTER_ADDR=fd00::7, MASTER_PORT=1234 are in the")
+    assert "give --nnodes, --node-rank and --dist-init-addr" in said
+    for name, value in JOB.items():
+        monkeypatch.setenv(name, value)
+    assert main(["serve", "no/such/model"]) == 2
+    assert said in caplog.messages
+    caplog.clear()
+    assert main(["serve", "no/such/model", "--nnodes", "1"]) == 2
+    assert said not in caplog.messages
 
 
 def test_words():

@@ -11,9 +11,10 @@ import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -24,7 +25,9 @@ from moesaic.comm.network.listener import Listener, RoleHandler
 from moesaic.comm.network.node_secret import NO_SECRET
 from moesaic.comm.network.store import StoreAddress, StoreClient, StoreTable
 from moesaic.comm.supervise.address import address_towards, family_of, interface_of, numeric
+from moesaic.comm.supervise.config_check import differences
 from moesaic.comm.supervise.service_spec import split_address
+from moesaic.comm.supervise.supervisor_links import taken
 
 # How long nodes wait for each other, and for the measurement of a pair.
 MEET_SECONDS: Final = 10.0
@@ -41,6 +44,15 @@ PING, DATA = b"p", b"d"
 NUMBER: Final = struct.Struct("<d")
 
 
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """What is on this node before it meets others, as in NodeFacts."""
+
+    versions: dict[str, str]
+    model: str
+    flags: dict[str, Any]
+
+
 class NodeFacts(msgspec.Struct, frozen=True):
     host: str
     address: str
@@ -54,6 +66,8 @@ class NodeFacts(msgspec.Struct, frozen=True):
     versions: dict[str, str]
     model: str
     """A digest of its files; empty without a model."""
+    flags: dict[str, Any]
+    """Those that all nodes must have in common."""
     has_secret: bool
 
 
@@ -77,11 +91,10 @@ class ClusterReport(msgspec.Struct, frozen=True):
 def check_cluster(
     place: NodePlace,
     secret: bytes,
-    versions: Mapping[str, str],
-    model: str,
+    installed: Installed,
     seconds: float = MEET_SECONDS,
 ) -> ClusterReport:
-    """`model`: as in NodeFacts. Raises ValueError if nodes are missing."""
+    """Raises ValueError if nodes are missing."""
     assert place.address is not None
     node = place.node_rank
     name, port = split_address(place.address)
@@ -97,10 +110,12 @@ def check_cluster(
                 f"node 0 is not at {place.address} within {seconds:g} s: {error}"
             ) from None
         stack.enter_context(closing(store))
+        if store.add(f"came/{node}", 1) > 1:
+            raise ValueError(taken(node))
         own = host if node == 0 else address_towards(host, port)
         listener, own_port = _listen((own, 0), node, secret, {Role.LINK: _answer})
         stack.enter_context(closing(listener))
-        facts = _facts(own, own_port, versions, model, secret != NO_SECRET)
+        facts = _facts(own, own_port, installed, secret != NO_SECRET)
         nodes = _meet(store, place, facts, seconds)
         pairs = _measure_all(store, nodes, node, secret)
         _leave_together(store, place, range(place.nnodes))
@@ -134,13 +149,11 @@ def _discard(connection: socket.socket, size: int) -> None:
     while size > 0:
         count = connection.recv_into(buffer[: min(size, len(buffer))])
         if not count:
-            raise ConnectionError("it ended in the middle")
+            raise ConnectionError("the connection was closed")
         size -= count
 
 
-def _facts(
-    address: str, port: int, versions: Mapping[str, str], model: str, has_secret: bool
-) -> NodeFacts:
+def _facts(address: str, port: int, installed: Installed, has_secret: bool) -> NodeFacts:
     interface = interface_of(address)
     speed = _text(Path("/sys/class/net", interface, "speed")) if interface else ""
     devices = Path("/sys/class/infiniband")
@@ -151,8 +164,9 @@ def _facts(
         interface=interface,
         link_mbit=int(speed) if speed.isdecimal() else 0,
         rdma=sorted(one.name for one in devices.iterdir()) if devices.is_dir() else [],
-        versions=dict(versions),
-        model=model,
+        versions=installed.versions,
+        model=installed.model,
+        flags=installed.flags,
         has_secret=has_secret,
     )
 
@@ -269,6 +283,9 @@ def _differences(nodes: Sequence[NodeFacts]) -> Iterator[str]:
                 f"node {number} ({node.host}) has another model than node 0: its JSON files or the "
                 "sizes of its files differ, or it is not there"
             )
+        unlike = differences({"flags": first.flags}, {"flags": node.flags}, number)
+        if unlike:
+            yield f"nodes 0 and {number} have different settings: {unlike}"
 
 
 def _bad_pairs(nodes: Sequence[NodeFacts], pairs: Mapping[str, PairFacts]) -> Iterator[str]:

@@ -18,6 +18,9 @@ Environment = Mapping[str, str]
 # Where nodes meet if MASTER_PORT is not set. Jobs of Slurm may share a node, so each has its own.
 PORT: Final = 29500
 JOB_PORTS: Final = 1000
+# What launchers of one process a rank set for torch.distributed: how many ranks a node has, and so
+# which node this is, they do not say.
+RANK_NAMES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # How an actor of Ray tells its command: node, nodes and address.
 RAY_PLACE: Final = "MOESAIC_RAY_PLACE"
 
@@ -44,6 +47,20 @@ def find_place(environment: Environment = os.environ) -> NodePlace | None:
         if place is not None and place.nnodes > 1:
             return place
     return None
+
+
+def unused_ranks(environment: Environment = os.environ) -> str:
+    """A warning where RANK and WORLD_SIZE say that this is one of several processes, as in a
+    PyTorchJob of Kubeflow; else empty."""
+    world = environment.get("WORLD_SIZE", "")
+    if "RANK" not in environment or not world.isdecimal() or int(world) < 2:
+        return ""
+    found = ", ".join(f"{n}={environment[n]}" for n in RANK_NAMES if n in environment)
+    return (
+        f"{found} are in the environment and are not used, as they do not say which node this is: "
+        "this is a server of its own. For one of several nodes give --nnodes, --node-rank and "
+        "--dist-init-addr; --nnodes 1 if it is none"
+    )
 
 
 def ray_place(environment: Environment = os.environ) -> NodePlace | None:
@@ -101,9 +118,9 @@ def _open_mpi(environment: Environment) -> NodePlace | None:
 def _number(environment: Environment, name: str, launcher: str) -> int:
     text = environment.get(name, "")
     if not text.isdecimal():
+        found = f"{name}={text!r}, which is no number" if text else f"{name}, which is not set"
         raise ValueError(
-            f"{launcher} has {name}={text!r} in the environment, which is no number: give "
-            "--nnodes, --node-rank and --dist-init-addr"
+            f"{launcher} tells the node by {found}: give --nnodes, --node-rank and --dist-init-addr"
         )
     return int(text)
 

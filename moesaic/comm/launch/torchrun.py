@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from moesaic.comm.launch.node_place import NodePlace
 from moesaic.comm.supervise.run_folder import held, mark_of, user_folder
 
 NAMES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
@@ -25,7 +26,7 @@ LAST_PORT: Final = 65535
 
 @dataclass(frozen=True, slots=True)
 class Torchrun:
-    """torchrun's environment; `nnodes`, `node_rank` and `dist_init_addr` override those flags."""
+    """torchrun's environment; `place` overrides the flags of nodes."""
 
     world: int
     local_rank: int
@@ -56,6 +57,10 @@ class Torchrun:
             dist_init_addr=_meeting_point(environment) if nnodes > 1 else None,
             restarts=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
+
+    @property
+    def place(self) -> NodePlace:
+        return NodePlace("torchrun", self.nnodes, self.node_rank, self.dist_init_addr)
 
     @property
     def is_launcher(self) -> bool:

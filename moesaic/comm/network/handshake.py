@@ -116,7 +116,7 @@ def read_exactly(connection: Connection, length: int, deadline: float | None = N
             connection.settimeout(max(0.001, deadline - time.monotonic()))
         more = connection.recv(min(length - len(data), MOST_AT_ONCE))
         if not more:
-            raise ConnectionError("it ended in the middle")
+            raise ConnectionError("the connection was closed")
         data += more
     return bytes(data)
 

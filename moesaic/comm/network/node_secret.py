@@ -57,10 +57,12 @@ def _read(path: str) -> bytes:
         with open(path, "rb") as file:
             found = os.fstat(file.fileno())
             mode = stat.S_IMODE(found.st_mode)
-            if mode & 0o077 or found.st_uid not in (0, os.geteuid()):
+            is_ours = found.st_uid in (0, os.geteuid())
+            if mode & 0o077 or not is_ours:
+                own = "" if is_ours else f"chown {os.geteuid()} {path}; "
                 raise ValueError(
                     f"{name} (mode {mode:o}, of user {found.st_uid}) is open to other users: "
-                    f"run `chown {os.geteuid()} {path}; chmod 600 {path}`"
+                    f"run `{own}chmod 600 {path}`"
                 )
             secret = file.read().strip()
     except OSError as error:

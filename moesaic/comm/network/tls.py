@@ -15,7 +15,7 @@ import threading
 import time
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Final, Self
+from typing import Any, Final, Self
 
 LABEL: Final = b"moesaic: the key of control connections, 1"
 NAME: Final = "moesaic"
@@ -71,7 +71,7 @@ class TlsConnection:
             data = self._connection.recv(min(left, RECEIVED_AT_ONCE)) if left else b""
             left -= len(data)
             if not data:
-                raise self._refusal(ConnectionError("it ended in the middle"), is_answered)
+                raise self._refusal(ConnectionError("the connection was closed"), is_answered)
             self._received.write(data)
 
     def _refusal(self, error: OSError, is_answered: bool) -> OSError:
@@ -121,6 +121,9 @@ class TlsConnection:
 
     def settimeout(self, seconds: float | None) -> None:
         self._connection.settimeout(seconds)
+
+    def getpeername(self) -> Any:
+        return self._connection.getpeername()
 
     def shutdown(self, how: int) -> None:
         self._connection.shutdown(how)

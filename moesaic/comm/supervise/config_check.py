@@ -30,11 +30,15 @@ OWN_FLAGS: Final = frozenset(
 MISSING: Final = "unknown"
 
 
+def shared_flags(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags that all nodes must have in common, without secrets."""
+    secret = {flag.field for flag in specs(ServerArgs).values() if flag.flag.secret}
+    return {name: value for name, value in config.items() if name not in OWN_FLAGS | secret}
+
+
 def facts_of(spec: ServiceSpec) -> dict[str, Any]:
     """What all nodes must have in common, without secrets."""
-    secret = {flag.field for flag in specs(ServerArgs).values() if flag.flag.secret}
-    flags = {name: value for name, value in spec.config.items() if name not in OWN_FLAGS | secret}
-    return {"version": __version__, "flags": flags, "mesh": asdict(spec.mesh)}
+    return {"version": __version__, "flags": shared_flags(spec.config), "mesh": asdict(spec.mesh)}
 
 
 def differences(first: Mapping[str, Any], other: Mapping[str, Any], node: int) -> str:

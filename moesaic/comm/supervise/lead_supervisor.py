@@ -186,7 +186,7 @@ class LeadSupervisor(NodeSupervisor):
                 case messages.Hello(facts=facts):
                     self._admit(node, facts)
                 case Disconnected(reason):
-                    self._lose_node(node, f"its connection ended ({reason})")
+                    self._lose_node(node, reason)
 
     def _admit(self, node: int, facts: Mapping[str, Any]) -> None:
         assert self._followers is not None
@@ -230,9 +230,11 @@ class LeadSupervisor(NodeSupervisor):
             self._lose_node(node, f"silent for {seconds:.1f} s")
 
     def _lose_node(self, node: int, why: str) -> None:
-        ranks = self.mesh.ranks_of_node(node)
-        names = f"ranks {ranks.start} to {ranks.stop - 1}"
-        self.lose_ranks(ranks, f"node {node} ({names}) is lost: {why}")
+        assert self._followers is not None
+        ranks, host = self.mesh.ranks_of_node(node), self._followers.host_of(node)
+        more = f" to {ranks[-1]}" if len(ranks) > 1 else ""
+        names = f"rank{'s' * (len(ranks) > 1)} {ranks[0]}{more}"
+        self.lose_ranks(ranks, f"node {node} ({host}, {names}) is lost: {why}")
 
     def _submit(self, requests: Sequence[NewRequest]) -> None:
         accepted: dict[int, NewRequest] = {}

@@ -55,6 +55,10 @@ class Disconnected:
     refused: bool = False
 
 
+def taken(node: int) -> str:
+    return f"another node came with --node-rank {node} before: give each node its own"
+
+
 Event = AnyMessage | Connected | Disconnected
 # What the threads of connections receive, with the node that sent it.
 Inbox = WakingQueue[tuple[int, Event]]
@@ -118,6 +122,7 @@ class FollowerLinks:
         self.inbox = Inbox(MOST_RECEIVED)
         self._lock = threading.Lock()
         self._channels: dict[int, Channel] = {}
+        self._hosts: dict[int, str] = {}
         self._heard: dict[int, float] = {}
         self._joined: set[int] = set()
         self._listener = Listener(
@@ -131,6 +136,11 @@ class FollowerLinks:
     def missing(self) -> list[int]:
         """Nodes that have not joined yet."""
         return [node for node in range(1, self._nnodes) if node not in self._joined]
+
+    def host_of(self, node: int) -> str:
+        """The address from which a node that is or was connected came."""
+        with self._lock:
+            return self._hosts[node]
 
     def welcome(self, node: int) -> None:
         self._joined.add(node)
@@ -170,23 +180,23 @@ class FollowerLinks:
         self._listener.close()
 
     def _serve(self, connection: Connection, session: Session, name: str) -> None:
-        node = session.peer.node
+        node, host = session.peer.node, connection.getpeername()[0]
         channel = Channel(connection)
-        refusal = self._claim(node, channel)
+        refusal = self._claim(node, host, channel)
         if refusal:
             channel.send(messages.Fault(refusal))
             channel.close()
         else:
             channel.receive_all(node, self.inbox)
 
-    def _claim(self, node: int, channel: Channel) -> str:
+    def _claim(self, node: int, host: str, channel: Channel) -> str:
         """The reason why a node is not admitted; empty if it is."""
         if not 0 < node < self._nnodes:
             return f"--node-rank {node}: this service has nodes 0 to {self._nnodes - 1}"
         with self._lock:
             if node in self._channels:
-                return f"another node came with --node-rank {node} before: give each node its own"
-            self._channels[node] = channel
+                return taken(node)
+            self._channels[node], self._hosts[node] = channel, host
         return ""
 
 

@@ -91,7 +91,7 @@ class NodeSender:
     def unreachable(self) -> dict[int, str]:
         """The ranks that cannot be reached any more, and why."""
         return {
-            rank: f"node {route.node} (ranks {', '.join(map(str, route.ranks))}): {broken}"
+            rank: f"node {route.node} ({_names(route.ranks)}): {broken}"
             for route in self.routes
             if (broken := route.outlet.broken)
             for rank in route.ranks
@@ -219,6 +219,10 @@ def _expect(
         first = control_bytes(group.size, channels)
         inlet = Inlet(memoryview(memory), first, channels + 1, signals)
         links.expect(window, peers[sender].rank, inlet)
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _routes(links: TcpLinks, group: Peers, peers: Sequence[_Peer]) -> list[NodeRoute]:

@@ -301,7 +301,7 @@ def _receive(connection: socket.socket, places: list[memoryview], *, inside: boo
         count = connection.recvmsg_into(left[: -MOST_BUFFERS - 1 : -1], 0, socket.MSG_WAITALL)[0]
         if count == 0:
             if inside:
-                raise ConnectionError("it ended in the middle")
+                raise ConnectionError("the connection was closed")
             return False
         inside = True
         _advance(left, count)
