@@ -35,10 +35,8 @@ ALWAYS = [
     Case(LAST, "kill -9", "idle"),
     Case(SUPERVISOR, "SIGSTOP", "decode"),
 ]
-COMMANDS_ALWAYS = [
-    CommandCase((CLIENT,), "SIGINT"),
-    CommandCase((CLIENT,), "kill -9"),
-]
+# tests/distributed/test_supervisor.py always kills a client.
+COMMANDS_ALWAYS = [CommandCase((CLIENT,), "SIGINT")]
 BOTH = CommandCase((CLIENT, "supervisor"), "kill -9")
 STATUS = {"SIGINT": 130, "SIGTERM": -signal.SIGTERM, "kill -9": -signal.SIGKILL}
 # What is said of a rank, after its name and before its step and last operation.

@@ -44,11 +44,13 @@ from tests.e2e.test_rank_isolation import prompts, reason
 pytestmark = pytest.mark.timeout(300)
 
 REPLICAS = {"ep_num_redundant_experts": 4, "ep_dispatch_algorithm": "lp"}
+# With two ranks each, rows go both ways: tests/distributed/test_node_dispatch.py always has layers
+# on such nodes.
 CASES: dict[str, dict[str, Any]] = {
-    "two ranks each": groups(4, "deepep") | WHOLE,
+    "one rank each": groups(2, "deepep") | WHOLE,
 }
 SLOW = {
-    "one rank each": groups(2, "deepep") | WHOLE,
+    "two ranks each": groups(4, "deepep") | WHOLE,
     "low latency": groups(4, "deepep") | WHOLE | {"deepep_mode": "low_latency"},
     "none": groups(4, "none") | WHOLE,
     "flashinfer": groups(4, "flashinfer") | WHOLE,

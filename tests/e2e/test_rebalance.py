@@ -14,21 +14,29 @@ from tests.e2e.grid import model_path, prompts
 from tests.server.serving import Running, wait_until
 
 FAMILY = model_path("qwen3_moe")
-MESHES: dict[str, dict[str, Any]] = {
-    "attention groups": {
-        "tp_size": 4,
-        "dp_size": 4,
+
+
+def attention_groups(number: int) -> dict[str, Any]:
+    return {
+        "tp_size": number,
+        "dp_size": number,
         "enable_dp_attention": True,
         "moe_a2a_backend": "deepep",
         "ep_num_redundant_experts": 4,
-    },
+    }
+
+
+MESHES: dict[str, dict[str, Any]] = {
+    "attention groups": attention_groups(2),
     "deterministic": {"tp_size": 2, "ep_size": 2, "enable_deterministic_inference": True},
+    "four attention groups": attention_groups(4),
 }
+SLOW = ("four attention groups",)
 CALLS = [
-    {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True},
-    {"temperature": 0.9, "sampling_seed": 3, "max_new_tokens": 40, "ignore_eos": True},
-    {"temperature": 0, "max_new_tokens": 33, "ignore_eos": True, "repetition_penalty": 1.2},
-    {"temperature": 0.7, "sampling_seed": 5, "max_new_tokens": 29, "ignore_eos": True},
+    {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True},
+    {"temperature": 0.9, "sampling_seed": 3, "max_new_tokens": 20, "ignore_eos": True},
+    {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True, "repetition_penalty": 1.2},
+    {"temperature": 0.7, "sampling_seed": 5, "max_new_tokens": 14, "ignore_eos": True},
 ]
 
 
@@ -42,7 +50,10 @@ def answers(engine: Engine) -> list[tuple[list[int], list[float]]]:
     ]
 
 
-@pytest.fixture(scope="module", params=MESHES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in MESHES],
+)
 def mesh(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
