@@ -1,7 +1,7 @@
 """How far a MoE layer may be from the truth, derived from the formats it computes in.
 
 T tokens · K chosen · N pairs of token and expert · H hidden · I intermediate of one shard ·
-G expert groups · S shards of an expert.
+O outputs of a matrix · G expert groups · S shards of an expert.
 
 Every stage of the layer is followed in float64 with two bounds on what the layer may differ by:
 `worst`, if all roundings conspire, and `variance`, the mean square if they are independent. A sum
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import pairwise
 from operator import add
 
 import torch
@@ -122,20 +123,48 @@ def whole(shards: list[Experts]) -> Experts:
     )
 
 
+@dataclass(frozen=True)
+class Pairs:
+    """Tokens and the experts that they chose, in the order of experts; `rows_E`: of each expert."""
+
+    tokens_N: Tensor
+    experts_N: Tensor
+    weights_N1: Tensor
+    rows_E: list[slice]
+
+    @classmethod
+    def of(cls, topk: TopKOutput, num_experts: int) -> Pairs:
+        tokens_N, ks_N = (topk.ids_TK >= 0).nonzero(as_tuple=True)
+        experts_N, order_N = topk.ids_TK[tokens_N, ks_N].sort(stable=True)
+        tokens_N, ks_N = tokens_N[order_N], ks_N[order_N]
+        weights_N1 = topk.weights_TK[tokens_N, ks_N].double().unsqueeze(1)
+        ends = experts_N.bincount(minlength=num_experts).cumsum(0).tolist()
+        rows_E = [slice(*both) for both in pairwise([0, *ends])]
+        return cls(tokens_N, experts_N, weights_N1, rows_E)
+
+    def times(self, x_NI: Tensor, w_EOI: Tensor) -> Tensor:
+        """Each row by the matrix of its expert."""
+        parts = [x_NI[rows] @ w.t() for rows, w in zip(self.rows_E, w_EOI, strict=True)]
+        return torch.cat(parts)
+
+
 def expected(shards: list[Experts], x_TH: Tensor, topk: TopKOutput, numerics: Numerics) -> Noisy:
-    """The result of the layer for these tokens."""
+    """The result of the layer for these tokens. All experts are followed at once, which is faster
+    than one after the other: only their matrices are multiplied one by one."""
     sent = _on_the_wire(x_TH, numerics)
-    groups = [[_zeros(x_TH) for _ in shards] for _ in range(numerics.ep)]
     per_group = len(shards[0].gate_EIH) // numerics.ep
-    for expert in range(len(shards[0].gate_EIH)):
-        tokens, ks = (topk.ids_TK == expert).nonzero(as_tuple=True)
-        if len(tokens) == 0:
-            continue
-        weights = topk.weights_TK[tokens, ks].double().unsqueeze(1)
-        for index, shard in enumerate(shards):
-            y = _expert(shard, expert, sent[tokens], numerics)
-            _accumulate(groups[expert // per_group][index], tokens, _weighted(y, weights, numerics))
-    parts = [part.rounded(numerics) for group in groups for part in group]
+    pairs = Pairs.of(topk, len(shards[0].gate_EIH))
+    weighted = [
+        _weighted(_experts(shard, pairs, sent[pairs.tokens_N], numerics), pairs, numerics)
+        for shard in shards
+    ]
+    parts = []
+    for group in range(numerics.ep):
+        own_N = pairs.experts_N // per_group == group
+        for y in weighted:
+            part = _zeros(x_TH)
+            _accumulate(part, pairs.tokens_N[own_N], y[own_N])
+            parts.append(part.rounded(numerics))
     total = reduce(add, parts)
     terms = 2 * topk.ids_TK.shape[1] * len(shards) + len(parts)
     size = reduce(add, [part.size for part in parts])
@@ -178,14 +207,14 @@ def _through(
     return x.off_by(error).off_by(again), dense
 
 
-def _product(w_NK: Tensor, x: Noisy, numerics: Numerics) -> Noisy:
+def _product(w_EOI: Tensor, x: Noisy, pairs: Pairs, numerics: Numerics) -> Noisy:
     """x @ w.T with float32 sums, rounded once. Sums of absolute products are at most the product of
     both lengths, which is cheaper than a third matrix product."""
-    size = x.size.norm(dim=1, keepdim=True) * w_NK.norm(dim=1)
-    count = w_NK.shape[1] + 1
+    size = x.size.norm(dim=1, keepdim=True) * w_EOI.norm(dim=2)[pairs.experts_N]
+    count = w_EOI.shape[2] + 1
     # The oracle on the grid has no need of the worst: rounding takes its size for that of numbers.
-    worst = x.worst[:, :1] * 0 if numerics.on_grid else x.worst @ w_NK.abs().t()
-    y = Noisy(x.exact @ w_NK.t(), worst, x.variance @ (w_NK**2).t(), x.rare)
+    worst = x.worst[:, :1] * 0 if numerics.on_grid else pairs.times(x.worst, w_EOI.abs())
+    y = Noisy(pairs.times(x.exact, w_EOI), worst, pairs.times(x.variance, w_EOI**2), x.rare)
     y = y.off_by(count * FLOAT32 * size, count**0.5 * FLOAT32 * size)
     return y.rounded(numerics)
 
@@ -209,38 +238,41 @@ def _times(a: Noisy, b: Noisy, numerics: Numerics) -> Noisy:
     return y.rounded(numerics)
 
 
-def _requantised(h: Noisy, down_HI: Tensor, numerics: Numerics) -> Noisy:
+def _requantised(h: Noisy, down_EHI: Tensor, pairs: Pairs, numerics: Numerics) -> Noisy:
     """Scales grow with the numbers, and half a step of the format lies between 1/2 and 1 times a
     fixed part of a number: twice the bound of the largest possible numbers holds for all others."""
     if numerics.activation is None:
         return h
     most = 2 * numerics.activation.error_bound(h.size)
     if numerics.on_grid:
-        return _nearly_on_grid(h, most, down_HI, numerics)
+        squares_NI = (down_EHI**2).mean(1)[pairs.experts_N]
+        return _nearly_on_grid(h, most, squares_NI, numerics)
     return h.off_by(most, numerics.activation.error_bound(h.exact)).rounded(numerics)
 
 
-def _nearly_on_grid(h: Noisy, most: Tensor, down_HI: Tensor, numerics: Numerics) -> Noisy:
+def _nearly_on_grid(h: Noisy, most: Tensor, squares_NI: Tensor, numerics: Numerics) -> Noisy:
     """A number that is off by d before it is rounded to steps of s lands on the next one with
-    probability d / s: the mean square of that is d * s."""
+    probability d / s: the mean square of that is d * s. `squares_NI`: of what each number is
+    multiplied with."""
     assert numerics.activation is not None
     step = 2 * numerics.activation.error_bound(h.exact)
     finished = h.exact if numerics.inner is None else h.exact.to(numerics.inner)
     rounded = numerics.activation.encode(finished).dense(numerics.dtype).double()
     variance = h.variance + h.variance.sqrt() * step
-    rare = (step**2 * (down_HI**2).mean(0)).amax(1, keepdim=True)
+    rare = (step**2 * squares_NI).amax(1, keepdim=True)
     return Noisy(rounded, h.worst + most, variance, rare).rounded(numerics)
 
 
-def _expert(shard: Experts, expert: int, x: Noisy, numerics: Numerics) -> Noisy:
-    gate = _silu(_product(shard.gate_EIH[expert], x, numerics), numerics)
-    inner = _times(gate, _product(shard.up_EIH[expert], x, numerics), numerics)
-    down_HI = shard.down_EHI[expert]
-    return _product(down_HI, _requantised(inner, down_HI, numerics), numerics)
+def _experts(shard: Experts, pairs: Pairs, x: Noisy, numerics: Numerics) -> Noisy:
+    gate = _silu(_product(shard.gate_EIH, x, pairs, numerics), numerics)
+    inner = _times(gate, _product(shard.up_EIH, x, pairs, numerics), numerics)
+    stored = _requantised(inner, shard.down_EHI, pairs, numerics)
+    return _product(shard.down_EHI, stored, pairs, numerics)
 
 
-def _weighted(y: Noisy, weights: Tensor, numerics: Numerics) -> Noisy:
+def _weighted(y: Noisy, pairs: Pairs, numerics: Numerics) -> Noisy:
     """The weight is a sum of two numbers of 16 bits where the results are such numbers."""
+    weights = pairs.weights_N1
     split = 0.0 if numerics.dtype == torch.float32 else numerics.unit**2
     lost = (split * weights + (numerics.tiny if split else 0.0)) * y.size
     squares = weights**2

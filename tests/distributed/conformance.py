@@ -29,6 +29,8 @@ from tests.moe_oracle import Experts
 
 Split = tuple[int, int]  # tp, ep
 SPLITS: tuple[Split, ...] = ((1, 1), (2, 2), (2, 1), (3, 3), (3, 1), (4, 4), (4, 2), (4, 1))
+# One of each kind: alone, experts cut, experts apart, and both.
+QUICK_SPLITS: tuple[Split, ...] = ((1, 1), (2, 1), (3, 3), (4, 2))
 MANY = 32
 Value = tuple[str, object]
 Pair = tuple[Value, Value]
@@ -78,12 +80,12 @@ def pairs_of(combination: Combination) -> list[Pair]:
 
 
 @cache
-def covering(seed: int = 0) -> tuple[Combination, ...]:
+def covering(splits: tuple[Split, ...] = SPLITS) -> tuple[Combination, ...]:
     """Every pair of values that any combination has, in few combinations: greedily, by the best of
-    some that hold a pair not yet covered."""
-    generator = random.Random(seed)
+    some that hold a pair not yet covered; of equally good ones, by that on the fewest ranks."""
+    generator = random.Random(0)
     holders: dict[Pair, list[Combination]] = {}
-    for combination in everything():
+    for combination in everything(splits=splits):
         for pair in pairs_of(combination):
             holders.setdefault(pair, []).append(combination)
     missing = dict.fromkeys(sorted(holders, key=lambda pair: (len(holders[pair]), repr(pair))))
@@ -91,7 +93,7 @@ def covering(seed: int = 0) -> tuple[Combination, ...]:
     while missing:
         some = holders[next(iter(missing))]
         some = generator.sample(some, min(len(some), 60))
-        best = max(some, key=lambda c: sum(pair in missing for pair in pairs_of(c)))
+        best = max(some, key=lambda c: (sum(pair in missing for pair in pairs_of(c)), -c.tp))
         chosen.append(best)
         for pair in pairs_of(best):
             missing.pop(pair, None)

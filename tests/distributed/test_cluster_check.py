@@ -58,9 +58,12 @@ def test_three_nodes():
 
 
 def test_missing_and_different_nodes():
-    """Node 1 has another model; of four nodes two are missing; one has another secret. Each pair of
-    processes has time to start on a busy machine."""
+    """Node 1 has another model; of four nodes two are missing; one has another secret. All
+    start at once, with time for it on a busy machine."""
     port, missing, refused = free_port(), free_port(), free_port()
+    late = [doctor(node, 4, missing, "--dist-timeout", "12") for node in (0, 2)]
+    wrong = doctor(1, 2, refused, MOESAIC_SECRET="another secret, as long")
+    first = doctor(0, 2, refused, "--dist-timeout", "12")
     differ = [
         doctor(node, 2, port, f"tiny:{name}") for node, name in enumerate(("dbrx", "mixtral"))
     ]
@@ -68,12 +71,9 @@ def test_missing_and_different_nodes():
         out, error = node.communicate(timeout=120)
         assert node.returncode == 1, error
         assert "node 1 (" in out and "has another model than node 0" in out
-    late = [doctor(node, 4, missing, "--dist-timeout", "12") for node in (0, 2)]
-    wrong = doctor(1, 2, refused, MOESAIC_SECRET="another secret, as long")
     for node in late:
         _, error = node.communicate(timeout=120)
         assert node.returncode == 2 and "node 1, node 3 of 4 did not come to" in error
-    first = doctor(0, 2, refused, "--dist-timeout", "5")
     _, error = wrong.communicate(timeout=120)
     assert wrong.returncode == 2 and "does not know this node's secret" in error
     _, error = first.communicate(timeout=120)

@@ -13,7 +13,9 @@ from moesaic.comm.launch.local_ranks import LocalRanks
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.registry import A2A_REGISTRY, RUNNER_REGISTRY, combinations_of
 from tests.distributed.conformance import (
+    QUICK_SPLITS,
     SPLITS,
+    Split,
     Verdict,
     allowed,
     check_all,
@@ -40,7 +42,7 @@ def outcomes(pools: Callable[[int], LocalRanks]) -> Callable[[int], Outcomes]:
 
     def of(tp: int) -> Outcomes:
         if tp not in found:
-            chosen = [c for c in covering() if c.tp == tp]
+            chosen = [c for c in covering(QUICK_SPLITS) if c.tp == tp]
             by_rank = pools(tp).run(check_all, chosen)
             found[tp] = dict(zip(chosen, map(list, zip(*by_rank, strict=True)), strict=True))
         return found[tp]
@@ -49,7 +51,7 @@ def outcomes(pools: Callable[[int], LocalRanks]) -> Callable[[int], Outcomes]:
 
 
 @pytest.mark.timeout(300)  # the first on a number of ranks computes all that run on as many
-@pytest.mark.parametrize("combination", covering(), ids=str)
+@pytest.mark.parametrize("combination", covering(QUICK_SPLITS), ids=str)
 def test_combination(combination: Combination, outcomes: Callable[[int], Outcomes]):
     verdicts = outcomes(combination.tp)[combination]
     told = [f"rank {r}: {text}" for r, v in enumerate(verdicts) for text in v.complaints]
@@ -66,13 +68,14 @@ def test_bounds_are_close(outcomes: Callable[[int], Outcomes]):
             assert ratio > least, f"{combination}: errors are {ratio:.3f} of what is allowed"
 
 
-def test_chosen_combinations_cover_every_pair():
-    chosen = covering()
+@pytest.mark.parametrize("splits", [QUICK_SPLITS, SPLITS], ids=["quick", "all"])
+def test_chosen_combinations_cover_every_pair(splits: tuple[Split, ...]):
+    chosen, product = covering(splits), everything(splits=splits)
     covered = {pair for combination in chosen for pair in pairs_of(combination)}
-    assert covered == {pair for combination in everything() for pair in pairs_of(combination)}
+    assert covered == {pair for combination in product for pair in pairs_of(combination)}
     assert all(allowed(combination) for combination in chosen)
     seen = {value for combination in chosen for value in values_of(combination)}
-    assert {value for name, value in seen if name == "split"} == set(SPLITS)
+    assert {value for name, value in seen if name == "split"} == set(splits)
     assert {value for name, value in seen if name == "runner"} == set(RUNNER_REGISTRY)
     assert {value[0] for name, value in seen if name == "a2a"} == set(A2A_REGISTRY)
     assert len(chosen) < 150
@@ -118,8 +121,18 @@ def whole_product(dtype: str, tp: int) -> list[Combination]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("dtype", "tp", "start"), slices())
 def test_whole_product(dtype: str, tp: int, start: int, pools: Callable[[int], LocalRanks]):
-    chosen = whole_product(dtype, tp)[start : start + SLICE]
-    by_rank = pools(tp).run(check_all, chosen)
+    check_on_ranks(whole_product(dtype, tp)[start : start + SLICE], pools(tp))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("tp", RANKS)
+def test_every_split(tp: int, pools: Callable[[int], LocalRanks]):
+    check_on_ranks([c for c in covering() if c.tp == tp], pools(tp))
+
+
+def check_on_ranks(chosen: list[Combination], ranks: LocalRanks) -> None:
+    by_rank = ranks.run(check_all, chosen)
     told = [
         f"{combination}, rank {rank}: {text}"
         for rank, verdicts in enumerate(by_rank)

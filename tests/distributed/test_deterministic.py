@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 
 import pytest
 import torch
@@ -194,8 +195,17 @@ def differing(pool: LocalRanks, scenarios: list[Scenario]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("ep", [1, 2, 3, 4, 8])
+# Most numbers of ranks in one type.
+SLOW = {(2, "bf16"), (3, "fp32"), (8, "fp32")}
+
+
+@pytest.mark.parametrize(
+    ("ep", "dtype"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case in SLOW))
+        for case in product((1, 2, 3, 4, 8), ("bf16", "fp32"))
+    ],
+)
 def test_bits_do_not_depend_on_ranks(ep: int, dtype: str, pools: Callable[[int], LocalRanks]):
     assert bits(dtype).isfinite().all()
     assert differing(pools(ep), scenarios_for(ep, dtype)) == []

@@ -116,11 +116,12 @@ SPLITS = {1: (1,), 3: (3, 1), 4: (4, 2, 1)}
 
 @pytest.mark.parametrize("tp", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_alone_and_with_built_in_ones(tp: int, pools: Pools):
+    """Deterministic or not in turn, and on four ranks both."""
     chosen = [
         Combination(a2a, "normal", runner, "fp32", "fp32", "fp32", tp, ep, deterministic)
-        for a2a, runner in PAIRS
+        for number, (a2a, runner) in enumerate(PAIRS)
         for ep in SPLITS[tp]
-        for deterministic in (False, True)
+        for deterministic in ((False, True) if tp == 4 else ((number + ep) % 4 < 2,))
     ]
     told = complaints(pools(tp), EXAMPLE, chosen)
     assert not told, "\n".join(told)
