@@ -18,7 +18,8 @@ from moesaic.engine.schedule.plan import StepResult
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.schedule.step_budget import StepCost
 from moesaic.engine.setup.moe_setup import describe_backends
-from moesaic.engine.worker.planner import Drafter, Planner
+from moesaic.engine.speculate.drafters import Drafter
+from moesaic.engine.worker.planner import Planner
 from moesaic.engine.worker.rank_info import rank_info, service_info
 from moesaic.engine.worker.rank_stats import RankStatsReporter
 from moesaic.engine.worker.stage import SingleStage

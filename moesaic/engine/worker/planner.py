@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -35,6 +35,7 @@ from moesaic.engine.schedule.quarantine import Quarantine
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.schedule.scheduler import NOTHING, Schedule, Scheduler, SchedulerConfig
 from moesaic.engine.schedule.scheduler_metrics import SchedulerMetrics
+from moesaic.engine.speculate.drafters import Drafter, make_drafter
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +55,6 @@ class PlannedWork(NamedTuple):
 
 
 NO_WORK: Final = PlannedWork([], [], PlannedDecodes(), NO_DECODES)
-
-
-class Drafter(Protocol):
-    """Proposes tokens. Steps verify the proposals, so that they change no answer."""
-
-    def propose(self, requests: Sequence[Request]) -> None:
-        """Sets `drafts` of requests that decode; the host knows all their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +84,7 @@ class Planner:
         group: int = 0,
         drafter: Drafter | None = None,
     ) -> None:
-        self.runner, self.drafter = runner, drafter
+        self.runner, self.drafter = runner, drafter or make_drafter(args, runner)
         self._new_pages: list[int] = []
         """Allocated since the last plan; the next step clears them."""
         self.kv = KVManager(
