@@ -14,16 +14,14 @@ from moesaic.layers.torch_attention import TorchAttention
 
 
 class PaddedAttention(TorchAttention):
-    """Attends for the rows that `fill` set last, up to `queries` of each sequence; all others get
-    zeros and store nothing."""
+    """Attends for the rows that `fill` set last; all others get zeros and store nothing."""
 
-    def __init__(self, cache: PagedCache, table: PageTable, queries: int = 1) -> None:
+    def __init__(self, cache: PagedCache, table: PageTable) -> None:
         super().__init__(cache, [])
-        self.table, self.queries = table, queries
+        self.table = table
 
     def fill(self, sequences: Sequences) -> None:
         """The sequences' rows follow each other from row 0 on."""
-        assert (sequences.lengths_B <= self.queries).all(), f"more than {self.queries} queries"
         super().__init__(self.cache, self.table.spans(sequences))
 
     def attend(self, spec: AttentionSpec, q_TND: Tensor, k_TMD: Tensor, v_TMD: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from moesaic.engine.runner.graphs import GraphCache, GraphKey
 from moesaic.engine.runner.pinned import Ints, PinnedRing
 from moesaic.engine.runner.recorded_tokens import StepTokens
 from moesaic.engine.schedule.plan import StepPlan
+from moesaic.engine.setup.graph_sizes import GraphSizes
 from moesaic.kernels.sampling import greedy_rows
 from moesaic.layers.paged_cache import PageTable, Sequences
 
@@ -52,12 +53,10 @@ class StepInputs(NamedTuple):
 
     @classmethod
     def of(cls, plan: StepPlan, slots: TokenSlots | None) -> StepInputs:
-        total, lengths = plan.num_tokens, plan.lengths
-        shifts = plan.first - (lengths.cumsum() - lengths)
         return cls(
             plan.token_ids,
-            np.arange(total) + np.repeat(shifts, lengths),
-            () if slots is None else slots.numbers.repeat(lengths),
+            plan.positions(),
+            () if slots is None else slots.numbers.repeat(plan.lengths),
             plan.logit_rows(),
             () if slots is None else slots.numbers.repeat(plan.sampled),
         )
@@ -120,20 +119,19 @@ class IdleBatch:
 
 
 class GraphBatch:
-    """A decode step of one lane: as many tokens of every item, on static buffers."""
+    """A decode step of one lane on static buffers; requests may have drafts behind their token."""
 
     def __init__(
         self,
         runner: ModelRunner,
         uploads: PinnedRing,
         future_tokens: FutureTokens,
-        sizes: tuple[int, ...],
-        queries: Sequence[int],
+        graphs: GraphSizes,
         lane: int = 0,
     ) -> None:
         self._runner, self._uploads, self._future_tokens = runner, uploads, future_tokens
         self._lane, device, ranks = lane, runner.device, runner.ranks
-        self.graphs = GraphCache(sizes, self._compute, device, queries)
+        self.graphs = GraphCache(graphs.plain, self._compute, device, graphs.verify)
         keys = self.graphs.keys
         self.attention = {key: runner.attention.static(key) for key in keys}
         most = max((key.rows for key in keys), default=1)
@@ -142,7 +140,7 @@ class GraphBatch:
         self._count_1 = self.packed[COUNT].view(torch.int32)[:1]
         self._own_1 = self.packed[OWN].view(torch.int32)[:1]
         self.found_2B = torch.zeros(2, most, dtype=torch.int64, device=device)
-        shape = (most if sizes and ranks.is_last else 0, runner.vocab_size)
+        shape = (most if keys and ranks.is_last else 0, runner.vocab_size)
         self.logits_BV = torch.zeros(shape, dtype=torch.float32, device=device)
         self.routed: dict[GraphKey, list[Tensor]] = {}
         """The slots that each graph's routers choose, by layer: held, so that they keep their
@@ -156,16 +154,15 @@ class GraphBatch:
         self, plan: StepPlan, key: GraphKey, x_TH: Tensor | None, slots: TokenSlots
     ) -> Tensor | None:
         """Hidden states for the next stage; the last one fills `logits_BV` and `found_2B`."""
-        queries = key.queries
-        count = queries * plan.num_sequences
-        assert count == plan.num_tokens, f"the graph takes {queries} tokens of every sequence"
+        count, lengths = plan.num_tokens, plan.lengths
+        assert count <= key.rows, f"{count} tokens for {key.name}"
         host, event = self._uploads.next_buffer(self.packed.numel())
         packed = host.view(self.packed.shape)
         table = packed.numpy()
         sequences = sequences_of(plan, self._runner.page_table)
         table[IDS, :count] = plan.token_ids
-        table[POSITIONS, :count] = (plan.first[:, None] + np.arange(queries)).ravel()
-        table[SLOTS, :count] = np.repeat(slots.numbers, queries)
+        table[POSITIONS, :count] = plan.positions()
+        table[SLOTS, :count] = np.repeat(slots.numbers, lengths)
         padding = self._future_tokens.padding
         table[IDS : SLOTS + 1, count : key.rows] = [[0], [0], [padding]]
         table[COUNT, 0] = count

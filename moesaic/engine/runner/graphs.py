@@ -19,6 +19,7 @@ import torch
 from tqdm import tqdm
 
 from moesaic.engine.setup.device_memory import GIB
+from moesaic.kernels.attention import MAX_FUSED_ENTRIES
 
 logger = logging.getLogger(__name__)
 
@@ -35,17 +36,13 @@ class CapturedKey(Protocol):
 
 
 class GraphKey(NamedTuple):
-    sequences: int
-    queries: int = 1
-    """New tokens of each sequence: one more than its drafts."""
-
-    @property
-    def rows(self) -> int:
-        return self.sequences * self.queries
+    rows: int
+    verifies: bool = False
+    """Sequences may have several rows, one more than their drafts."""
 
     @property
     def name(self) -> str:
-        return f"{self.rows} rows"
+        return f"{self.rows} rows" + " with drafts" * self.verifies
 
 
 class MixedKey(NamedTuple):
@@ -172,25 +169,37 @@ class CapturedGraphs(Generic[Key]):
 
 
 class GraphCache(CapturedGraphs[GraphKey]):
-    """The graphs of decode steps."""
+    """The graphs of decode steps: `sizes` without drafts, `verify_sizes` with some. A graph without
+    drafts serves a verify step, too, where the attention of both is the same."""
 
     def __init__(
         self,
         sizes: tuple[int, ...],
         body: Callable[[GraphKey], None],
         device: torch.device,
-        queries: Sequence[int] = (1,),
+        verify_sizes: tuple[int, ...] = (),
     ) -> None:
-        self.sizes, self.queries = sizes, tuple(queries)
-        keys = [GraphKey(size, count) for size in sizes for count in queries]
+        self.sizes = tuple(sorted({*sizes, *verify_sizes}))
+        self._plain, self._verify = frozenset(sizes), frozenset(verify_sizes)
+        apart = (size for size in verify_sizes if self._is_apart(size))
+        keys = [GraphKey(size) for size in sizes] + [GraphKey(size, True) for size in apart]
         super().__init__(keys, body, device)
 
-    def bucket(self, sequences: int, queries: int = 1) -> GraphKey | None:
-        """The smallest that holds the sequences, if any does."""
-        place = bisect_left(self.sizes, sequences)
-        if not sequences or place == len(self.sizes) or queries not in self.queries:
+    def _is_apart(self, size: int) -> bool:
+        return size <= MAX_FUSED_ENTRIES or size not in self._plain
+
+    def bucket(self, rows: int, verifies: bool = False) -> GraphKey | None:
+        """The smallest that holds the rows, if any does. All ranks of a step get as many rows,
+        whether they verify drafts or not."""
+        place = bisect_left(self.sizes, rows)
+        if not rows or place == len(self.sizes):
             return None
-        return GraphKey(self.sizes[place], queries)
+        size = self.sizes[place]
+        if size not in self._plain:
+            return GraphKey(size, True)
+        if verifies and self._is_apart(size):
+            return GraphKey(size, True) if size in self._verify else None
+        return GraphKey(size)
 
 
 class MixedGraphs(CapturedGraphs[MixedKey]):

@@ -35,7 +35,7 @@ from moesaic.engine.setup.device_memory import (
     gpu_sharers,
     release_unused,
 )
-from moesaic.engine.setup.graph_sizes import graph_sizes
+from moesaic.engine.setup.graph_sizes import GraphSizes
 from moesaic.engine.setup.memory_plan import RankShare, ResolvedModel, check_rank, loaded_tokens
 from moesaic.engine.setup.moe_setup import kind_of, report_buffers
 from moesaic.engine.setup.rank_context import RankContext
@@ -55,15 +55,13 @@ logger = logging.getLogger(__name__)
 
 class ModelRunner:
     """This rank's weights, KV cache and steps. `kind` is whose code runs (cpu or cuda), `device`
-    where its tensors reside. Steps are asynchronous by default where the kind is cuda; `queries`:
-    new tokens per sequence in decode graphs."""
+    where its tensors reside. Steps are asynchronous by default where the kind is cuda."""
 
     def __init__(
         self,
         args: ServerArgs,
         ranks: RankContext | None = None,
         asynchronous: bool | None = None,
-        queries: Sequence[int] = (1,),
     ) -> None:
         keep_freed_memory()
         ranks = ranks or RankContext()
@@ -78,7 +76,7 @@ class ModelRunner:
         self.moe, self.limits = resolved.moe, resolved.limits
         self.spans = self.moe.comm.spans
         """The recorder of what was computed when."""
-        self.context_length, self.max_running = resolved.context_length, self.limits.decode_tokens
+        self.context_length, self.max_running = resolved.context_length, self.limits.running
         self._cache_dtype = resolved.cache_dtype
         self._memory = rank_memory(args, self.device, ranks)
         self.eos_ids, self.vocab_size = resolved.eos_ids, resolved.raw.integer("vocab_size")
@@ -95,7 +93,7 @@ class ModelRunner:
         self.recorder = ExpertRecorder.of(args, self)
         self.balance_recorder = ExpertRecorder.for_report(args, self)
         asynchronous = self.kind == "cuda" if asynchronous is None else asynchronous
-        sizes = graph_sizes(args, self.max_running) if asynchronous else ()
+        sizes = GraphSizes.of(args, self.limits) if asynchronous else GraphSizes()
         steps = self._warm_steps(sizes)
         if self.device.type == "cuda":
             self._warm_up_device(args, steps)
@@ -105,7 +103,7 @@ class ModelRunner:
         self._log_loaded(args, share.weight_bytes, time.monotonic() - started)
         self.steps: AsynchronousSteps | SynchronousSteps
         if asynchronous:
-            self.steps = AsynchronousSteps(self, args, sizes, queries)
+            self.steps = AsynchronousSteps(self, args, sizes)
             self.steps.prepare(() if args.skip_server_warmup else steps)
             if self.rebalancer is not None:
                 self.rebalancer.warm_up()
@@ -164,11 +162,17 @@ class ModelRunner:
         made.start_planner()
         return made
 
-    def _warm_steps(self, sizes: tuple[int, ...]) -> list[tuple[int, bool]]:
+    def _warm_steps(self, sizes: GraphSizes) -> list[tuple[int, bool]]:
         mesh, same = self.ranks.mesh, self.moe.replicated
         top_k = next((layer.config.top_k for layer in self.moe_layers), 1)
         exchange, sharers = mesh.tp > 1 and not same, 1 if same else mesh.attention_tp
-        return warm_steps(self.limits, sizes, exchange, sorted_parts(mesh.tp, top_k), sharers)
+        return warm_steps(
+            self.limits,
+            (*sizes.plain, *sizes.verify),
+            exchange,
+            sorted_parts(mesh.tp, top_k),
+            sharers,
+        )
 
     def _warm_up_device(self, args: ServerArgs, steps: Sequence[tuple[int, bool]]) -> None:
         """Compiles kernels before the KV cache is sized, as they and libraries take memory."""
@@ -356,7 +360,7 @@ class ModelRunner:
         )
         if not self.ranks.is_last:
             return hidden_TH[:0]
-        return self.model.logits(hidden_TH[: self.max_running])
+        return self.model.logits(hidden_TH[: self.limits.decode_tokens])
 
     @property
     def placement_version(self) -> int:

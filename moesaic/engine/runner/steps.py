@@ -29,7 +29,7 @@ from moesaic.engine.runner.batches import PACKED, EagerBatch, EagerOutput, Graph
 from moesaic.engine.runner.device_penalties import DevicePenalties
 from moesaic.engine.runner.future_tokens import DRAWN, FutureTokens, SamplingPath, TokenSlots
 from moesaic.engine.runner.graphs import GraphKey
-from moesaic.engine.runner.matchers import GrammarMask
+from moesaic.engine.runner.matchers import GrammarMask, MaskKey
 from moesaic.engine.runner.mixed_batch import MixedBatch
 from moesaic.engine.runner.pinned import DeviceEvent, PinnedRing
 from moesaic.engine.runner.recorded_tokens import StepTokens
@@ -56,7 +56,7 @@ from moesaic.engine.schedule.plan import (
     StepResult,
 )
 from moesaic.engine.setup.device_memory import describe_gpu
-from moesaic.engine.setup.graph_sizes import mixed_graph_sizes
+from moesaic.engine.setup.graph_sizes import GraphSizes, mixed_graph_sizes
 from moesaic.kernels.sampling import greedy_rows
 from moesaic.observe.spans import SpanKind
 
@@ -102,7 +102,7 @@ class DeviceStep:
     """Rows that the host samples from `logits_LV`, into `slots_L`."""
     logits_LV: Tensor | None = None
     slots_L: list[int] = field(default_factory=list)
-    masks: Callable[[], dict[int, GrammarMask]] = dict
+    masks: Callable[[], dict[MaskKey, GrammarMask]] = dict
     _result: StepResult | None = None
 
     @property
@@ -124,10 +124,7 @@ class DeviceStep:
 
 class AsynchronousSteps:
     @torch.inference_mode()
-    def __init__(
-        self, runner: ModelRunner, args: ServerArgs, sizes: tuple[int, ...], queries: Sequence[int]
-    ) -> None:
-        """`sizes`: sequences of the graphs of decode steps."""
+    def __init__(self, runner: ModelRunner, args: ServerArgs, sizes: GraphSizes) -> None:
         self._runner, mesh = runner, runner.ranks.mesh
         # Only the rank that samples knows future tokens.
         self.overlaps = mesh.attention_tp == mesh.pp == 1
@@ -141,7 +138,7 @@ class AsynchronousSteps:
         """Why the GPU will never finish its work: waiting for it would hang."""
         self._host_sampled: dict[int, DeviceStep] = {}
         """Requests whose newest token the host has yet to sample, and its step."""
-        device, most = runner.device, max(sizes, default=1) * max(queries)
+        device, most = runner.device, max((*sizes.plain, *sizes.verify), default=1)
         self._future_tokens = FutureTokens(runner.max_running, device)
         self._uploads = PinnedRing(device, PACKED * most, self._timeout)
         self._downloads = PinnedRing(device, 2 * runner.max_running, self._timeout)
@@ -153,9 +150,9 @@ class AsynchronousSteps:
         self._eager = EagerBatch(*shared)
         self._routed_experts = RoutedExperts(runner, self._uploads)
         self._idle = IdleBatch(runner) if self._has_peers else None
-        mixed_sizes = mixed_graph_sizes(args, runner.limits.tokens) if sizes else ()
+        mixed_sizes = mixed_graph_sizes(args, runner.limits.tokens) if sizes.plain else ()
         self.mixed_batch = MixedBatch(*shared, mixed_sizes)
-        self.graph_batch = GraphBatch(*shared, sizes, queries)
+        self.graph_batch = GraphBatch(*shared, sizes)
         self.graphs = self.graph_batch.graphs
 
     @torch.inference_mode()
@@ -220,7 +217,7 @@ class AsynchronousSteps:
     ) -> BatchOutput:
         if (key := self._graph_key(plan, agreement)) is not None:
             hidden_TH = self.graph_batch.run(plan, key, x_TH, slots)
-            rows = plan.num_sequences * key.queries if self._runner.samples else 0
+            rows = plan.num_tokens if self._runner.samples else 0
             output = self._output(hidden_TH, rows)
             if self._runner.records_tokens:
                 output.tokens = self.graph_batch.tokens(key, plan.num_tokens)
@@ -247,13 +244,9 @@ class AsynchronousSteps:
 
     def _graph_key(self, plan: StepPlan, agreement: StepAgreement) -> GraphKey | None:
         """The graph of a decode step, None for an eager step; all ranks choose alike."""
-        if self._has_peers:
-            return None if agreement.prefill else self.graphs.bucket(max(agreement.counts))
-        queries = int(plan.lengths[0]) if plan.has_work else 1
-        unlike = (i for i in plan.items if i.num_drafts != queries - 1 or i.score is not None)
-        if (plan.lengths != queries).any() or next(unlike, None) is not None:
+        if agreement.prefill:
             return None
-        return self.graphs.bucket(plan.num_sequences, queries)
+        return self.graphs.bucket(max(agreement.counts), plan.verifies)
 
     def _mixed_bucket(self, agreement: StepAgreement) -> int | None:
         """Tokens of the graph of a step with prompts, if there is one: the same on all ranks."""

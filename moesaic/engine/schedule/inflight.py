@@ -80,9 +80,9 @@ class PlannedItem(msgspec.Struct, frozen=True, gc=False, eq=False):
         """The step could not sample yet: the next one computes the last token again."""
         request = self.request
         request.pending -= self.samples
-        request.awaits_grammar = True
+        request.awaits_grammar, request.verifying = True, False
         if request.retractions == self.retractions:
-            request.num_computed = self.stop - 1
+            request.num_computed = self.confirmed - 1
 
     def undo(self) -> None:
         """Restores the request, after its later steps. It keeps pages that it has not lost."""

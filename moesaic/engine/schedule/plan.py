@@ -56,6 +56,10 @@ class PlanItem(msgspec.Struct, array_like=True, gc=False):
     """How many of the last tokens the request asks the routed experts of."""
 
     @property
+    def drafts(self) -> Sequence[int]:
+        return self.token_ids[len(self.token_ids) - self.num_drafts :]
+
+    @property
     def num_sampled(self) -> int:
         """Rows whose logits are sampled: the last ones of the item."""
         return 0 if self.sample is None else 1 + self.num_drafts
@@ -110,6 +114,11 @@ class StepPlan(msgspec.Struct, dict=True):
     def num_sequences(self) -> int:
         return len(self.decodes) + len(self.items)
 
+    @property
+    def verifies(self) -> bool:
+        """Whether some item has drafts."""
+        return self.num_tokens > self.num_sequences
+
     @cached_property
     def lengths(self) -> Ints:
         """Tokens of each sequence."""
@@ -148,6 +157,12 @@ class StepPlan(msgspec.Struct, dict=True):
     @cached_property
     def num_sampled(self) -> int:
         return int(self.sampled.sum())
+
+    def positions(self) -> Ints:
+        """Of all tokens in their sequences."""
+        lengths = self.lengths
+        shifts = self.first - (lengths.cumsum() - lengths)
+        return np.arange(self.num_tokens) + np.repeat(shifts, lengths)
 
     def page_updates(self) -> list[PageUpdate]:
         """New pages of all sequences."""

@@ -58,6 +58,8 @@ class SchedulerConfig:
     wave: int = CHUNK_MULTIPLE
     """As in StepBudget."""
     delayer: PrefillDelayer | None = None
+    max_drafts: int = sys.maxsize
+    """Most drafts of a step."""
 
 
 Plan = dict[Request, PlannedItem]
@@ -221,12 +223,13 @@ class Scheduler:
         return self.decode_table.still_in(rows)
 
     def _plan_decodes(self, decoding: list[Request], planned: Plan) -> None:
-        page_size = self.kv.page_size
+        page_size, room = self.kv.page_size, self.config.max_drafts
         for request in decoding:
             # Mostly the last page has room; a request that was just retracted has no pages.
             first = request.num_computed
             if first < len(request.pages) * page_size or self._plan(request, 1, planned):
-                drafts = self._drafts_that_fit(request) if request.drafts else 0
+                drafts = self._drafts_that_fit(request, room) if request.drafts else 0
+                room -= drafts
                 planned[request] = PlannedItem.decoding(request, first, drafts)
 
     def _plan_prompts(
@@ -261,12 +264,12 @@ class Scheduler:
         usage = self.kv.num_used / self.kv.allocator.num_pages
         return self.delayer.hold_back(busy and len(self.running) < self.config.max_running, usage)
 
-    def _drafts_that_fit(self, request: Request) -> int:
+    def _drafts_that_fit(self, request: Request, room: int = sys.maxsize) -> int:
         """Drafts retract no request, and none is verified beyond the last token that is allowed.
-        The runner makes no grammar masks for drafts, and needs the last token on the host."""
-        if request.pending or request.params.grammar is not None:
+        The runner needs the newest token on the host."""
+        if request.pending:
             return 0
-        count = min(len(request.drafts), request.remaining_tokens - 1)
+        count = min(len(request.drafts), request.remaining_tokens - 1, room)
         has_room = count > 0 and self.kv.grow(request, request.num_computed + 1 + count)
         return count if has_room else 0
 

@@ -202,7 +202,7 @@ class StepBytes:
             dense=tokens * size * (4 * config.hidden_size + 2 * max(widest)) + max(gathered),
             attention=max(attention),
             routed=routed,
-            counters=limits.decode_tokens * config.vocab_size * COUNTER_BYTES,
+            counters=limits.running * config.vocab_size * COUNTER_BYTES,
             graphs=graphs,
         )
 

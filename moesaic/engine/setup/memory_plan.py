@@ -59,6 +59,8 @@ from moesaic.moe.quant.weights import WeightFormat
 from moesaic.moe.shape_only import ShapeOnlyGroup
 
 DEFAULT_MAX_RUNNING = {"cpu": 64, "cuda": 256}
+# Drafts of a step: each takes a row of logits and, in low-latency dispatch, of the buffers.
+MOST_DRAFTS = 1024
 # The largest message of a collective and of a pipeline: longer ones are split.
 COLLECTIVE_BYTES = 4 << 20
 MESSAGE_BYTES = 1 << 20
@@ -380,10 +382,20 @@ def chunk_tokens(args: ServerArgs, mesh: Mesh, context: int) -> int:
 
 def step_limits(args: ServerArgs, mesh: Mesh, context: int) -> StepLimits:
     running = max_running(args, mesh)
-    tokens = chunk_tokens(args, mesh, context) + running
+    drafts = most_drafts(args, running)
+    tokens = chunk_tokens(args, mesh, context) + running + drafts
     on_gpu = kind_of(args) == "cuda"
     captured = max(mixed_graph_sizes(args, tokens), default=0) if on_gpu else 0
-    return StepLimits(tokens, running, captured)
+    return StepLimits(tokens, running + drafts, captured, drafts)
+
+
+def most_drafts(args: ServerArgs, running: int) -> int:
+    """The most drafts of a step: those of all requests, up to a bound that one of them may fill."""
+    if args.speculative_algorithm is None:
+        return 0
+    assert args.speculative_num_draft_tokens is not None, "the arguments are not resolved"
+    each = args.speculative_num_draft_tokens - 1
+    return min(running * each, max(MOST_DRAFTS, each))
 
 
 def pipe_spec(mesh: Mesh, limits: StepLimits, hidden_size: int, dtype: torch.dtype) -> PipeSpec:

@@ -102,6 +102,7 @@ class Planner:
             max_step_ms=args.max_step_ms,
             wave=runner.prefill_wave,
             delayer=_delayer(args),
+            max_drafts=runner.limits.drafts or sys.maxsize,
         )
         self.scheduler = Scheduler(config, self.kv)
         self.metrics = SchedulerMetrics(self.scheduler, args.decode_log_interval, group)
