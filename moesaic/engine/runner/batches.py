@@ -148,12 +148,14 @@ class GraphBatch:
         self._ids: dict[GraphKey, Tensor] = {}
         """The token ids that each graph computes, held like the slots."""
         self._x_BH = None if ranks.is_first else runner.hidden_buffer(most)
-        self._hidden_BH = None if ranks.is_last else runner.hidden_buffer(most)
+        keeps_rows = not ranks.is_last or runner.draft is not None
+        self._hidden_BH = runner.hidden_buffer(most) if keeps_rows else None
 
     def run(
         self, plan: StepPlan, key: GraphKey, x_TH: Tensor | None, slots: TokenSlots
     ) -> Tensor | None:
-        """Hidden states for the next stage; the last one fills `logits_BV` and `found_2B`."""
+        """Hidden states for the next stage or a draft model; the last stage fills `logits_BV` and
+        `found_2B`."""
         count, lengths = plan.num_tokens, plan.lengths
         assert count <= key.rows, f"{count} tokens for {key.name}"
         host, event = self._uploads.next_buffer(self.packed.numel())
@@ -202,6 +204,7 @@ class GraphBatch:
         )
         if self._hidden_BH is not None:
             self._hidden_BH[: key.rows].copy_(hidden_BH)
+        if not runner.ranks.is_last:
             return
         logits_BV = runner.model.logits(hidden_BH)
         if not runner.samples:

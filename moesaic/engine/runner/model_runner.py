@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moesaic.comm.supervise.control_page import RankStatus
 from moesaic.config import ServerArgs
+from moesaic.config.speculation import speculation_of
 from moesaic.core.process import keep_freed_memory
 from moesaic.core.rank_state import RankState
 from moesaic.core.step import Step
@@ -39,6 +40,7 @@ from moesaic.engine.setup.graph_sizes import GraphSizes
 from moesaic.engine.setup.memory_plan import RankShare, ResolvedModel, check_rank, loaded_tokens
 from moesaic.engine.setup.moe_setup import kind_of, report_buffers
 from moesaic.engine.setup.rank_context import RankContext
+from moesaic.engine.speculate.draft_phase import DraftPhase
 from moesaic.engine.text.grammar import Compiler, is_installed
 from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.kernels.attention import tokens_at_once
@@ -86,6 +88,8 @@ class ModelRunner:
         if self.samples and _serves_grammars(args):
             self.matchers.begin_compiler()
         share = self._load_model(args, resolved)
+        self.draft = self._load_draft(args, resolved)
+        """Makes drafts at the end of each step, if a model on the ranks does."""
         self._check_placements()
         self.rebalancer = self._make_rebalancer(args, resolved)
         self.watchdog = PeerWatchdog.of(self.moe, ranks)
@@ -111,7 +115,9 @@ class ModelRunner:
             self._log_gpu_memory(self.steps)
         else:
             self.steps = SynchronousSteps(self, args.watchdog_timeout)
-        self.overlaps = self.steps.overlaps and not args.disable_overlap_schedule
+        # The next step begins with the drafts of the last one, which the host has to know.
+        overlaps = not args.disable_overlap_schedule and self.draft is None
+        self.overlaps = self.steps.overlaps and overlaps
         """Whether `begin` returns before a step is computed: plans may then have future tokens."""
         self._wait_for_helpers()
 
@@ -140,6 +146,22 @@ class ModelRunner:
             load_weights(self.model, folder, resolved.scheme)
             sync_input_scales(self.model, folder)
         return share
+
+    def _load_draft(self, args: ServerArgs, resolved: ResolvedModel) -> DraftPhase | None:
+        source, speculation = resolved.draft, speculation_of(args)
+        if source is None or speculation is None:
+            return None
+        with self.device:
+            model = source.build(self.model)
+        source.load(model, args)
+        logger.info(
+            "draft model: %.2f GiB of weights; each step proposes up to %d tokens, and the next "
+            "verifies up to %d of a request",
+            model.nbytes / GIB,
+            speculation.num_steps,
+            speculation.num_draft_tokens,
+        )
+        return DraftPhase(self, model, speculation.num_steps, args.watchdog_timeout)
 
     def _check_placements(self) -> None:
         """ValueError unless all ranks of the stage have read the same first placements."""
@@ -196,6 +218,14 @@ class ModelRunner:
     def use_cache(self, cache: PagedCache, table: PageTable) -> None:
         self.cache, self.page_table = cache, table
         self.attention = BACKENDS[self.kind](cache, table, self.moe.deterministic)
+        if self.draft is not None:
+            self.draft.use_cache(cache, table)
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Of pages that have a new owner."""
+        self.attention.clear(pages)
+        if self.draft is not None:
+            self.draft.clear(pages)
 
     def _new_table(self, args: ServerArgs, rows: int, tokens: int) -> PageTable:
         return PageTable(rows, -(-tokens // args.page_size), self.device)
@@ -233,7 +263,7 @@ class ModelRunner:
             weight_bytes / GIB,
             str(self.moe.dtype).removeprefix("torch."),
             tokens,
-            self.cache.num_bytes / GIB,
+            (self.cache.num_bytes + self._draft_cache_bytes) / GIB,
             reason,
             self.context_length,
             self.max_running,
@@ -245,12 +275,16 @@ class ModelRunner:
         logger.info(
             "memory of the GPU: weights %.2f GiB, KV cache %.2f GiB, graphs %.2f GiB, %.2f GiB "
             "free, of which the largest step takes about %.2f GiB",
-            self.model.nbytes / GIB,
-            self.cache.num_bytes / GIB,
+            (self.model.nbytes + (0 if self.draft is None else self.draft.model.nbytes)) / GIB,
+            (self.cache.num_bytes + self._draft_cache_bytes) / GIB,
             steps.graph_bytes / GIB,
             torch.cuda.mem_get_info(self.device)[0] / GIB,
             self.step_bytes.total / GIB,
         )
+
+    @property
+    def _draft_cache_bytes(self) -> int:
+        return 0 if self.draft is None else self.draft.cache.num_bytes
 
     def _compiler(self, args: ServerArgs) -> Compiler:
         assert args.tokenizer_path is not None, "checked before a request is submitted"

@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -74,7 +75,7 @@ COMPILE_SECONDS = 600.0
 @dataclass(slots=True)
 class BatchOutput:
     """`logits_RV` and `found_2R`, greedy tokens and whether they are invalid, are of sampled rows;
-    `scored`: the output of a step that scores prompt tokens."""
+    `scored`: the output of a step that scores prompt tokens; `rows_TH`: hidden states of all."""
 
     logits_RV: Tensor
     found_2R: Tensor
@@ -82,12 +83,13 @@ class BatchOutput:
     scored: EagerOutput | None = None
     routed: RoutedSlots | None = None
     tokens: StepTokens | None = None
+    rows_TH: Tensor | None = None
 
 
 @dataclass(slots=True)
 class DeviceStep:
     """An in-flight step; after `event`, `found` [2, R] has the tokens of all sampled rows, and
-    failures. `rows`: those of the plan's items, which follow its decodes."""
+    failures. `rows`: those of the plan's items, which follow its decodes. `draft`: adds drafts."""
 
     steps: AsynchronousSteps
     plan: StepPlan
@@ -103,6 +105,7 @@ class DeviceStep:
     logits_LV: Tensor | None = None
     slots_L: list[int] = field(default_factory=list)
     masks: Callable[[], dict[MaskKey, GrammarMask]] = dict
+    draft: Callable[[Sequence[ItemResult]], None] | None = None
     _result: StepResult | None = None
 
     @property
@@ -176,7 +179,7 @@ class AsynchronousSteps:
         if runner.device.type == "cuda":
             torch.cuda.set_device(runner.device)  # the current device is per thread
         self._number += 1
-        runner.attention.clear(plan.clear)
+        runner.clear(plan.clear)
         for number in plan.ended:
             self._host_sampled.pop(number, None)
         self._sample_missing_tokens(plan.items)
@@ -193,6 +196,8 @@ class AsynchronousSteps:
         output = self._compute(plan, agreement, x_TH, slots)
         runner.record_pass(plan, agreement, output.tokens)
         step = self._sample(plan, rows, slots, output)
+        if runner.draft and output.rows_TH is not None and agreement.draft_steps:
+            step.draft = partial(runner.draft.run, plan, agreement, output.rows_TH)
         if needs_host:
             step.masks = runner.matchers.pending()
         step.event.record()
@@ -268,6 +273,7 @@ class AsynchronousSteps:
         if not self._runner.ranks.is_last:
             return self._output(eager.hidden_TH)
         output, count = self._output(), plan.num_sampled
+        output.rows_TH = eager.hidden_TH
         if count:
             output.logits_RV = self._runner.model.logits(eager.hidden_TH[eager.rows_R[:count]])
         if count and self._runner.samples:
@@ -280,8 +286,9 @@ class AsynchronousSteps:
     def _output(self, hidden_TH: Tensor | None = None, rows: int = 0) -> BatchOutput:
         """The output of a graph's first rows; `hidden_TH`: for the next pipeline stage."""
         batch = self.graph_batch
-        hidden_TH = None if self._runner.ranks.is_last else hidden_TH
-        return BatchOutput(batch.logits_BV[:rows], batch.found_2B[:, :rows], hidden_TH)
+        handed_TH = None if self._runner.ranks.is_last else hidden_TH
+        found = batch.logits_BV[:rows], batch.found_2B[:, :rows], handed_TH
+        return BatchOutput(*found, rows_TH=hidden_TH)
 
     def _sample(
         self,
@@ -361,6 +368,8 @@ class AsynchronousSteps:
         accept_drafts(plan, found)
         if step.scored is not None:
             self._score(plan, step.scored, results)
+        if step.draft is not None:
+            step.draft(results)
         decoded = tokens[:begin].tolist(), np.flatnonzero(broken[:begin]).tolist()
         return StepResult(results, routed, *decoded)
 
@@ -439,7 +448,7 @@ class SynchronousSteps:
         if runner.samples:
             runner.matchers.begin(plan)
         self._known_rows.learn(plan.items)
-        runner.attention.clear(plan.clear)
+        runner.clear(plan.clear)
         slots: list[Tensor] | None = [] if plan.is_routed or runner.records_tokens else None
         counts = runner.group_counts(agreement)
         step = Step(prefill=agreement.prefill, counts=counts, routed=slots)
@@ -451,6 +460,8 @@ class SynchronousSteps:
             return FinishedStep(StepResult([], routed), output.hidden_TH)
         result = self.results(plan, output, agreement.logits or (len(output.rows_R),))
         result.routed = routed
+        if runner.draft is not None and agreement.draft_steps:
+            runner.draft.run(plan, agreement, output.hidden_TH, result.items)
         return FinishedStep(result)
 
     def results(self, plan: StepPlan, output: EagerOutput, group_rows: Sequence[int]) -> StepResult:

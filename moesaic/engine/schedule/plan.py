@@ -54,6 +54,11 @@ class PlanItem(msgspec.Struct, array_like=True, gc=False):
     and yields the sampled tokens up to and including the first that differs from its proposal."""
     num_routed: int = 0
     """How many of the last tokens the request asks the routed experts of."""
+    next_id: int = 0
+    """The prompt's token behind this chunk, which a draft model reads; 0 behind the prompt."""
+    draft_until: int = 0
+    """The last position for which the row of the page table has room, if the ranks' draft model
+    proposes tokens behind this item; else 0."""
 
     @property
     def drafts(self) -> Sequence[int]:
@@ -105,6 +110,14 @@ class StepPlan(msgspec.Struct, dict=True):
     is_routed: bool = False
     """Whether an item has a `num_routed`."""
     decodes: DecodeRows = NO_DECODES
+    draft_steps: int = 0
+    """Tokens that the ranks' draft model proposes behind each item with a `draft_until`; 0: it does
+    not run."""
+
+    @property
+    def num_drafting(self) -> int:
+        """Sequences that get drafts."""
+        return sum(item.draft_until > 0 for item in self.items) if self.draft_steps else 0
 
     @property
     def has_work(self) -> bool:
@@ -220,6 +233,8 @@ class ItemResult(msgspec.Struct, array_like=True, gc=False):
     input_top_logprobs: Sequence[TopLogprobs] = ()
     unready: bool = False
     """Its grammar is still being compiled: the next step samples its token."""
+    drafts: Sequence[int] = ()
+    """What the ranks' draft model proposes behind the sampled tokens."""
 
 
 class StepResult(msgspec.Struct, array_like=True):
@@ -279,6 +294,10 @@ class StepAgreement(msgspec.Struct, array_like=True):
     prefill: bool = False
     work: StepWork = StepWork()
     """That of the group with the most."""
+    draft_steps: int = 0
+    """The most of any group, as StepPlan.draft_steps."""
+    drafting: tuple[int, ...] = ()
+    """Sequences of each group that get drafts."""
 
 
 class StageOrder(msgspec.Struct, array_like=True):

@@ -60,6 +60,8 @@ class SchedulerConfig:
     delayer: PrefillDelayer | None = None
     max_drafts: int = sys.maxsize
     """Most drafts of a step."""
+    drafts_ahead: int = 0
+    """Positions behind a step's last one that a draft model fills on the ranks."""
 
 
 Plan = dict[Request, PlannedItem]
@@ -180,6 +182,9 @@ class Scheduler:
         if self.config.mixed:
             self._plan_prompts(filling, planned, rows, only)
         self._reserve = max(self._least_reserve, self._reserve - RESERVE_DECAY)
+        for item in planned.values() if self.config.drafts_ahead and drafts else ():
+            if item.samples:
+                self._make_room_ahead(item)
         return Schedule(list(planned.values()), self.decode_table.still_in(rows))
 
     def requests_of(self, schedule: Schedule) -> list[Request]:
@@ -272,6 +277,12 @@ class Scheduler:
         count = min(len(request.drafts), request.remaining_tokens - 1, room)
         has_room = count > 0 and self.kv.grow(request, request.num_computed + 1 + count)
         return count if has_room else 0
+
+    def _make_room_ahead(self, item: PlannedItem) -> None:
+        """Gives a request the pages that a draft model fills, as far as this retracts no other."""
+        request = item.request
+        last = len(request.prompt_ids) + request.max_new_tokens
+        self.kv.grow(request, min(item.stop + self.config.drafts_ahead, last))
 
     def finish(self, request: Request) -> None:
         """Removes a running or waiting request."""

@@ -44,6 +44,7 @@ from moesaic.engine.setup.moe_setup import (
     weight_format,
 )
 from moesaic.engine.setup.rank_context import DEVICE_BYTES, RankContext, neighbours
+from moesaic.engine.speculate.drafters import DraftModel, DraftSource, draft_source
 from moesaic.layers.attention import Attention, Heads, LatentAttention
 from moesaic.layers.parallel import Parallel
 from moesaic.models.blocks import CausalLM
@@ -92,10 +93,14 @@ class RankShare:
     """Those in the memory of the node, if the rank computes on a GPU."""
     table_bytes: int = 0
     """The rotations of all positions."""
+    draft_bytes: int = 0
+    """The weights of the draft model."""
+    draft_cache_bytes: int = 0
+    """Its part of `cache_bytes_per_token`."""
 
     @property
     def weight_bytes(self) -> int:
-        return self.dense_bytes + self.expert_bytes
+        return self.dense_bytes + self.expert_bytes + self.draft_bytes
 
     @property
     def fixed_bytes(self) -> int:
@@ -124,7 +129,7 @@ class MemoryPlan:
         """The same without advice."""
         self._check_host_memory()
         model, smaller = self.model, smaller_weights(self.model.moe)
-        wanted = model.limits.decode_tokens * model.context_length
+        wanted = model.limits.running * model.context_length
         requests = (
             CacheRequest(
                 share.cache_bytes_per_token,
@@ -233,6 +238,8 @@ class ResolvedModel:
     context_length: int
     cache_dtype: torch.dtype
     dense: DenseWeights | None
+    draft: DraftSource | None = None
+    """Of the model that makes drafts on the same ranks."""
 
     @property
     def num_layers(self) -> int:
@@ -260,7 +267,8 @@ class ResolvedModel:
         _check_heads(raw, whole, ranks.mesh.attention_tp)
         moe = moe_context(args, dtype, weights, limits, whole, ranks)
         dense = dense_weights(scheme, folder, moe)
-        return cls(raw, scheme, limits, moe, length, cache_dtype(args, dtype), dense)
+        model = cls(raw, scheme, limits, moe, length, cache_dtype(args, dtype), dense)
+        return replace(model, draft=draft_source(args, model, ranks.mesh))
 
     def parallel(self, ranks: RankContext) -> Parallel:
         return ranks.parallel(self.num_layers, self.moe.deterministic)
@@ -297,6 +305,10 @@ class ResolvedModel:
         in_experts = sum(map(expert_bytes, experts))
         attention = (m for m in model.modules() if isinstance(m, Attention | LatentAttention))
         gpu = torch.device("cuda") if moe.resolved.device == "cuda" else None
+        with torch.device("meta"):
+            draft = None if self.draft is None else self.draft.build(model)
+        size = self.cache_dtype.itemsize
+        draft_cache = 0 if draft is None else draft.cache.bytes_per_token(size)
         moves = args.enable_eplb and experts
         moving = buffer_sizes(args, experts, ranks.stage_peers) if moves else None
         return RankShare(
@@ -310,8 +322,9 @@ class ResolvedModel:
             kv_heads=model.cache.num_heads,
             dense_bytes=model.nbytes - in_experts,
             expert_bytes=in_experts,
-            cache_bytes_per_token=model.cache.bytes_per_token(self.cache_dtype.itemsize),
-            a2a_bytes=moe.buffers(layer.dispatcher.config for layer in experts).total,
+            cache_bytes_per_token=model.cache.bytes_per_token(size) + draft_cache,
+            a2a_bytes=moe.buffers(layer.dispatcher.config for layer in experts).total
+            + _other_buffers(moe, draft),
             collective_bytes=collective_bytes(
                 ranks.mesh, self.limits, model.config.hidden_size, moe.dtype, gpu
             ),
@@ -319,7 +332,19 @@ class ResolvedModel:
             moving_bytes=moving.nbytes(ranks.mesh.tp, gpu or torch.device("cpu")) if moving else 0,
             host_bytes=moving.host_bytes if moving else 0,
             table_bytes=model.rope.nbytes * self.context_length,  # the part has one position
+            draft_bytes=0 if draft is None else draft.nbytes,
+            draft_cache_bytes=draft_cache,
         )
+
+
+def _other_buffers(moe: MoeContext, draft: DraftModel | None) -> int:
+    """The buffers of a draft model that does not use the target's."""
+    if draft is None or not draft.experts:
+        return 0
+    own = draft.experts[0].context
+    if own.resolved.a2a == moe.resolved.a2a and own.resolved.payload == moe.resolved.payload:
+        return 0
+    return own.buffers(layer.dispatcher.config for layer in draft.experts).total
 
 
 def _check_heads(raw: RawConfig, model: CausalLM, size: int) -> None:

@@ -85,6 +85,8 @@ class Planner:
         drafter: Drafter | None = None,
     ) -> None:
         self.runner, self.drafter = runner, drafter or make_drafter(args, runner)
+        self.draft_steps = 0 if runner.draft is None else runner.draft.num_steps
+        """Tokens that the ranks' draft model proposes at the end of a step."""
         self._new_pages: list[int] = []
         """Allocated since the last plan; the next step clears them."""
         self.kv = KVManager(
@@ -103,6 +105,7 @@ class Planner:
             wave=runner.prefill_wave,
             delayer=_delayer(args),
             max_drafts=runner.limits.drafts or sys.maxsize,
+            drafts_ahead=max(0, self.draft_steps - 1),
         )
         self.scheduler = Scheduler(config, self.kv)
         self.metrics = SchedulerMetrics(self.scheduler, args.decode_log_interval, group)
@@ -199,7 +202,8 @@ class Planner:
         ended, self._ended = self._ended, []
         self.num_steps += 1
         is_routed = bool(self._routed) and any(item.num_routed for item in items)
-        plan = StepPlan(items, pages, prefill, ended, is_routed, decodes)
+        facts = (ended, is_routed, decodes, self.draft_steps)
+        plan = StepPlan(items, pages, prefill, *facts)
         return InflightStep(plan, work, decoding)
 
     def _choose(self, parts: int) -> PlannedWork:
@@ -207,7 +211,7 @@ class Planner:
         error leaves all requests as they were; the error is raised if no request causes it."""
         num_open, schedule = len(self.states), NOTHING
         try:
-            drafts = self.drafter is not None
+            drafts = self.drafter is not None or self.draft_steps > 0
             ahead = self.runner.overlaps and not drafts
             if self.drafter is not None:
                 running = self.scheduler.running
@@ -248,7 +252,22 @@ class Planner:
             return NO_WORK
         history, work = self._histories.get, schedule.items
         items = [_plan_item(planned, history(planned.request.request_no)) for planned in work]
+        if self.draft_steps:
+            for planned, item in zip(work, items, strict=True):
+                self._plan_drafts(planned, item)
         return PlannedWork(work, items, *self.scheduler.decode_table.plan(schedule.rows))
+
+    def _plan_drafts(self, planned: PlannedItem, item: PlanItem) -> None:
+        """Tells the ranks' draft model what it needs beside the item."""
+        request = planned.request
+        if item.sample is None:
+            item.next_id = (*request.token_ids[planned.stop : planned.stop + 1], 0)[0]
+            return
+        most = len(request.prompt_ids) + request.max_new_tokens
+        room = min(len(request.pages) * self.kv.page_size, most)
+        # The step's token and a draft behind it must be allowed, and have pages.
+        if planned.confirmed + 2 < most and (self.draft_steps == 1 or planned.stop < room):
+            item.draft_until = room - 1
 
     def rollback(self, steps: Iterable[InflightStep]) -> list[Request]:
         """Undoes all in-flight steps and returns their requests; their pages are cleared again, and
@@ -353,6 +372,8 @@ class Planner:
             reason = FinishReason("length", length=0)
         if reason is not None:
             self._finish(state, reason)
+        elif request.retractions == item.retractions:
+            request.drafts = [*found.drafts]
 
     def _fail(self, request: Request, message: str) -> None:
         if (state := self.states.get(request.request_no)) is not None:

@@ -103,7 +103,14 @@ class SingleStage(Stage):
             self._status.begin_step(self.number)
         plan, work = step.plan, step.work
         counts = (plan.num_tokens,) if plan.has_work else ()
-        step.agreement = StepAgreement(self.number, counts, prefill=plan.prefill, work=work)
+        step.agreement = StepAgreement(
+            self.number,
+            counts,
+            prefill=plan.prefill,
+            work=work,
+            draft_steps=plan.draft_steps,
+            drafting=(plan.num_drafting,),
+        )
 
 
 class FirstStage(Stage):
@@ -147,14 +154,17 @@ class FirstStage(Stage):
         suspects = 0 if self._planner is None else self._planner.num_suspects
         delayer = None if self._planner is None else self._planner.scheduler.delayer
         told = 0 if delayer is None else delayer.told
-        facts = [plan.num_tokens, logits, int(plan.prefill), len(data), suspects, told]
+        drafts = [plan.draft_steps, plan.num_drafting]
+        facts = [plan.num_tokens, logits, int(plan.prefill), len(data), suspects, told, *drafts]
         report = self._report()
         own = torch.tensor([[*report, *facts, *astuple(step.work)]])
         rows = self._ranks.stage.gather_rows(own, [1] * mesh.tp, operation)
         if self._rebalancer is not None:
             self.reports = [RankReport(*row) for row in rows[:, : len(report)].tolist()]
         table = rows[:: mesh.attention_tp, len(report) :].tolist()
-        counts, logit_rows, prefills, lengths, suspect_sets, told_by, *_ = zip(*table, strict=True)
+        counts, logit_rows, prefills, lengths, suspect_sets, told_by, steps, drafting, *_ = zip(
+            *table, strict=True
+        )
         works = [StepWork(*row[len(facts) :]) for row in table]
         self._settle_prompts(works, told_by)
         self._suspects = list(suspect_sets)
@@ -164,7 +174,13 @@ class FirstStage(Stage):
         step.agreement = StepAgreement(self.number)
         if any(counts):
             step.agreement = StepAgreement(
-                self.number, counts, logit_rows, any(prefills), heaviest(works)
+                self.number,
+                counts,
+                logit_rows,
+                any(prefills),
+                heaviest(works),
+                max(steps),
+                drafting,
             )
 
     def _report(self) -> RankReport | tuple[()]:

@@ -1,0 +1,208 @@
+"""Drafts of a model that runs on all ranks, at the end of each step.
+
+A step of the target gives tokens and, for each of its rows, a hidden state. The draft model first
+extends its own KV cache by the same rows (each with the token behind it), then continues every
+sequence that sampled by a chain of tokens, one forward pass each, which the next step verifies. Its
+cache has the target's page numbers, so that prefixes, retraction and rollbacks need nothing else.
+
+All ranks of a stage take part, also with no rows: the agreement says how many there are.
+
+T tokens of the step · D sequences that get drafts · H hidden · V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moesaic.core.step import Step
+from moesaic.engine.runner.attention import BACKENDS
+from moesaic.engine.runner.batches import sequences_of
+from moesaic.engine.runner.graphs import GraphKey
+from moesaic.engine.runner.pinned import PinnedRing
+from moesaic.engine.runner.row_results import LOGIT_ROWS
+from moesaic.engine.schedule.plan import Ints, ItemResult, StepAgreement, StepPlan
+from moesaic.engine.speculate.drafters import DraftModel, DraftRows
+from moesaic.kernels.sampling import greedy_rows
+from moesaic.layers.paged_cache import PagedCache, PageTable, Sequences
+
+if TYPE_CHECKING:
+    from moesaic.engine.runner.model_runner import ModelRunner
+
+
+class Continuation(NamedTuple):
+    """What sampling has decided, which all ranks of an attention group need."""
+
+    next_T: Ints
+    """The token behind each row of the step; arbitrary behind rejected drafts."""
+    last_D: Ints
+    """The row of the last token of each sequence that gets drafts."""
+
+    @classmethod
+    def of(cls, plan: StepPlan, results: Sequence[ItemResult]) -> Continuation:
+        assert not len(plan.decodes), "with drafts every request is an item of its own"
+        next_T, last, start = np.zeros(plan.num_tokens, np.int64), list[int](), 0
+        next_T[:-1] = plan.token_ids[1:]
+        for item, result in zip(plan.items, results, strict=True):
+            stop = start + len(item.token_ids)
+            next_T[stop - 1] = item.next_id
+            if item.sample is not None:
+                tokens = result.token_ids or (0,)
+                first = stop - item.num_sampled
+                next_T[first : first + len(tokens)] = tokens
+                if item.draft_until:
+                    last.append(first + len(tokens) - 1)
+            start = stop
+        return cls(next_T, np.array(last, np.int64))
+
+
+class DraftPhase:
+    def __init__(
+        self, runner: ModelRunner, model: DraftModel, num_steps: int, timeout: float
+    ) -> None:
+        self._runner, self.model, self.num_steps = runner, model, num_steps
+        self._timeout = timeout + runner.ranks.timeout * (runner.ranks.mesh.tp > 1)
+        self._uploads = PinnedRing(runner.device, 4 * LOGIT_ROWS, self._timeout)
+        self._downloads = PinnedRing(runner.device, num_steps * runner.max_running, self._timeout)
+
+    def use_cache(self, target: PagedCache, table: PageTable) -> None:
+        """Makes a cache with the pages of the target's, filled with zeros: positions that the model
+        has not computed are read as such."""
+        runner, pages = self._runner, target.keys.shape[1] - 1
+        sizes = (pages, target.page_size, target.keys.dtype, runner.device)
+        self.cache, self._table = PagedCache(self.model.cache, *sizes), table
+        for part in (self.cache.keys, self.cache.values):
+            part.view(torch.uint8).zero_()
+        self._attention = BACKENDS[runner.kind](self.cache, table, runner.moe.deterministic)
+        self._idle = self._attention.static(GraphKey(1)) if runner.kind == "cuda" else None
+
+    def clear(self, pages: Sequence[int]) -> None:
+        self._attention.clear(pages)
+
+    def run(
+        self,
+        plan: StepPlan,
+        agreement: StepAgreement,
+        hidden_TH: Tensor,
+        results: Sequence[ItemResult],
+    ) -> None:
+        """Sets the `drafts` of `results`, which only the rank that samples has."""
+        facts = self._settle(plan, results)
+        rows = self._upload(facts.next_T, plan.positions())
+        counts = self._runner.group_counts(agreement)
+        step = Step(prefill=agreement.prefill, counts=counts, rows=self._rows(agreement.counts))
+        hidden_TH = self._forward(rows, hidden_TH, sequences_of(plan, self._table), step)
+        drafts = self._chain(plan, agreement, facts, hidden_TH)
+        if results and drafts is not None:
+            drafting = (n for n, item in enumerate(plan.items) if item.draft_until)
+            for number, tokens in zip(drafting, drafts.T.tolist(), strict=True):
+                results[number].drafts = tokens
+
+    def _settle(self, plan: StepPlan, results: Sequence[ItemResult]) -> Continuation:
+        """The first rank of an attention group has sampled; the others get what it knows."""
+        group, tokens = self._runner.ranks.attention, plan.num_tokens
+        drafting = sum(item.draft_until > 0 for item in plan.items)
+        if not plan.has_work:
+            return Continuation(np.zeros(0, np.int64), np.zeros(0, np.int64))
+        if group.size == 1:
+            return Continuation.of(plan, results)
+        counts = [tokens + drafting] + [0] * (group.size - 1)
+        column = np.zeros((0, 1), np.int64)
+        if group.rank == 0:
+            column = np.concatenate(Continuation.of(plan, results))[:, None]
+        found = group.gather_rows(torch.from_numpy(column), counts, "tokens for drafts")
+        return Continuation(*np.split(found.numpy()[:, 0], [tokens]))
+
+    def _chain(
+        self, plan: StepPlan, agreement: StepAgreement, facts: Continuation, hidden_TH: Tensor
+    ) -> Tensor | None:
+        """[steps, D]: the proposals; None where this rank has none of the logits."""
+        counts = agreement.drafting
+        if not any(counts):
+            return None
+        (last_D,) = self._to_device(facts.last_D)
+        hidden_DH = hidden_TH[last_D]
+        ids_D = self._most_likely(hidden_DH, counts)
+        found = [ids_D]
+        groups = counts if self._runner.ranks.mesh.dp > 1 else ()
+        step = Step(prefill=False, counts=groups, rows=self._rows(counts))
+        drafting = np.array([item.draft_until > 0 for item in plan.items], bool)
+        until_D = np.array([item.draft_until for item in plan.items], np.int64)[drafting]
+        first_D = plan.rows[drafting] * self._table.max_pages
+        position_D = plan.positions()[facts.last_D]
+        for number in range(1, agreement.draft_steps):
+            at_D = np.minimum(position_D + number, until_D)
+            (positions_D,) = self._to_device(at_D)
+            sequences = _single(at_D, first_D)
+            rows = DraftRows(self._shared(ids_D, len(at_D)), positions_D)
+            hidden_DH = self._forward(rows, hidden_DH, sequences, step)
+            ids_D = self._most_likely(hidden_DH, counts)
+            found.append(ids_D)
+        return self._on_host(torch.stack(found)) if self._runner.samples else None
+
+    def _on_host(self, drafts: Tensor) -> Tensor:
+        """The draft model has run when they are there."""
+        host, event = self._downloads.next_buffer(drafts.numel())
+        host.copy_(drafts.view(-1), non_blocking=True)
+        event.record()
+        event.wait(self._timeout, "the draft model")
+        return host.view(drafts.shape)
+
+    def _forward(
+        self, rows: DraftRows, hidden_TH: Tensor, sequences: Sequences, step: Step
+    ) -> Tensor:
+        if self._idle is not None and not len(sequences):
+            return self._run_idle(step)
+        return self.model.forward(rows, hidden_TH, self._attention.attend(sequences), step)
+
+    def _run_idle(self, step: Step) -> Tensor:
+        """As IdleBatch: kernels need a row, which is padding."""
+        runner = self._runner
+        assert self._idle is not None
+        self._idle.fill(sequences_of(StepPlan(), self._table))
+        nothing_1 = torch.zeros(1, dtype=torch.int64, device=runner.device)
+        none_1 = nothing_1.int()
+        step = replace(step, num_tokens_1=none_1, own_tokens_1=none_1)
+        rows, x_1H = DraftRows(nothing_1, nothing_1), runner.hidden_buffer(1)
+        return self.model.forward(rows, x_1H, self._idle.attention, step)[:0]
+
+    def _most_likely(self, hidden_DH: Tensor, counts: Sequence[int]) -> Tensor:
+        """On the first rank of a group; no rows on the others, and where it has no sequences."""
+        groups = self._runner.ranks.mesh.dp > 1
+        found = [torch.zeros(0, dtype=torch.int64, device=self._runner.device)]
+        for start in range(0, max(counts), LOGIT_ROWS):
+            piece = hidden_DH[start : start + LOGIT_ROWS]
+            rows = [min(max(0, count - start), LOGIT_ROWS) for count in counts]
+            logits_RV = self.model.logits(piece, rows if groups else ())
+            if self._runner.samples and len(piece):
+                found.append(greedy_rows(logits_RV)[0])
+        return torch.cat(found)
+
+    def _shared(self, ids_D: Tensor, count: int) -> Tensor:
+        """The tokens on all ranks of the group."""
+        group = self._runner.parallel.attention
+        if group.size == 1 or not count:
+            return ids_D
+        counts = [count] + [0] * (group.size - 1)
+        return group.gather_rows(ids_D[:, None], counts, "drafts")[:, 0]
+
+    def _rows(self, counts: Sequence[int]) -> int:
+        return max(counts) if self._runner.kind == "cuda" else 0
+
+    def _upload(self, next_T: Ints, positions_T: Ints) -> DraftRows:
+        return DraftRows(*self._to_device(next_T, positions_T))
+
+    def _to_device(self, *arrays: Ints) -> list[Tensor]:
+        return self._uploads.upload(*arrays)
+
+
+def _single(positions_D: Ints, first_D: Ints) -> Sequences:
+    """One new token of each sequence, at these positions."""
+    count = len(positions_D)
+    starts, ones = np.arange(count, dtype=np.int32), np.ones(count, np.int32)
+    return Sequences(starts, ones, (positions_D + 1).astype(np.int32), first_D.astype(np.int32))
