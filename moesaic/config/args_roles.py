@@ -94,6 +94,24 @@ class SpeculativeArgs:
         open=True,
         refused=REFUSED_A2A_BACKENDS,
     )
+    speculative_adaptive: bool = flag(
+        True, "Draft as many tokens as pay, or none, as acceptance and steps have shown."
+    )
+    speculative_ngram_max_trie_depth: int = flag(
+        18, "NGRAM: the most tokens before a draft that are compared.", at_least=3
+    )
+    speculative_ngram_capacity: int = flag(
+        10_000_000,
+        "NGRAM: tokens of ended requests that drafts are looked for in, by serving group; each "
+        "takes up to 145 bytes.",
+        at_least=0,
+    )
+    speculative_ngram_match_type: str = flag(
+        "BFS",
+        "NGRAM: which of the longest matches is drafted from: BFS the newest, PROB one with the "
+        "most frequent next token.",
+        choices=("BFS", "PROB"),
+    )
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from moesaic.config.flags import show, specs
 from moesaic.core.speculation import ALGORITHMS, SAME, Speculation
 
 COUNTS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+ONE_TOKEN = "--speculative-num-draft-tokens is 1, the newest token alone: give at least 2, or "
 BACKENDS = ("speculative_moe_runner_backend", "speculative_moe_a2a_backend")
 
 
@@ -58,9 +59,7 @@ def speculation_problems(args: ServerArgs) -> Iterator[str]:
                 f"{_shown(args, 'speculative_draft_model_path')}: {shown} takes none: leave it out"
             )
         if not known.on_ranks:
-            for field in BACKENDS:
-                if getattr(args, field) is not None:
-                    yield f"{_shown(args, field)}: {shown} has no draft model: leave it out"
+            yield from _without_models(args, shown)
         if known.on_ranks:
             yield from _draft_models(args, shown)
 
@@ -71,6 +70,21 @@ def _needs_algorithm(args: ServerArgs) -> Iterator[str]:
             yield f"{_shown(args, field)} needs --speculative-algorithm"
 
 
+def _without_models(args: ServerArgs, shown: str) -> Iterator[str]:
+    for field in BACKENDS:
+        if getattr(args, field) is not None:
+            yield f"{_shown(args, field)}: {shown} has no draft model: leave it out"
+    if args.speculative_num_steps is not None and args.speculative_num_draft_tokens is None:
+        yield (
+            f"{_shown(args, 'speculative_num_steps')}: {shown} takes none: give "
+            f"--speculative-num-draft-tokens {args.speculative_num_steps + 1}"
+        )
+    if (args.speculative_eagle_topk or 1) > 1:
+        yield f"{_shown(args, 'speculative_eagle_topk')}: {shown} proposes a chain: leave it out"
+    if args.speculative_num_draft_tokens == 1:
+        yield ONE_TOKEN + f"leave {shown} out"
+
+
 def _draft_models(args: ServerArgs, shown: str) -> Iterator[str]:
     steps, tokens = args.speculative_num_steps, args.speculative_num_draft_tokens
     if (args.speculative_eagle_topk or 1) > 1:
@@ -79,10 +93,7 @@ def _draft_models(args: ServerArgs, shown: str) -> Iterator[str]:
             "drafts, not a tree: give 1, or leave it out"
         )
     if tokens == 1:
-        yield (
-            "--speculative-num-draft-tokens is 1, the newest token alone: give at least 2, or "
-            f"leave {shown} out"
-        )
+        yield ONE_TOKEN + f"leave {shown} out"
     if steps is not None and tokens is not None and tokens != steps + 1:
         yield (
             f"--speculative-num-draft-tokens {tokens} with --speculative-num-steps {steps}: a "

@@ -100,6 +100,10 @@ class Request(NewRequest, eq=False):
     """An in-flight step verifies drafts: how many tokens it yields is not known yet."""
     awaits_grammar: bool = False
     """A step computed all its tokens before its grammar was compiled."""
+    verified: int = 0
+    """Drafts that steps have verified for it, and their tokens."""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     cached_tokens: int = 0
     retractions: int = 0
     finish_reason: FinishReason | None = None

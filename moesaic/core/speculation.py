@@ -24,6 +24,7 @@ class Algorithm:
 
 ALGORITHMS: Final = {
     "EAGLE": Algorithm("moesaic.engine.speculate.nextn"),
+    "NGRAM": Algorithm("moesaic.engine.speculate.ngram", 11, 12, on_ranks=False),
 }
 """By the value of --speculative-algorithm."""
 SAME: Final = {"NEXTN": "EAGLE"}

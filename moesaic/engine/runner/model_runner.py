@@ -115,9 +115,7 @@ class ModelRunner:
             self._log_gpu_memory(self.steps)
         else:
             self.steps = SynchronousSteps(self, args.watchdog_timeout)
-        # The next step begins with the drafts of the last one, which the host has to know.
-        overlaps = not args.disable_overlap_schedule and self.draft is None
-        self.overlaps = self.steps.overlaps and overlaps
+        self.overlaps = self.steps.overlaps and not args.disable_overlap_schedule
         """Whether `begin` returns before a step is computed: plans may then have future tokens."""
         self._wait_for_helpers()
 

@@ -60,6 +60,8 @@ class SchedulerConfig:
     delayer: PrefillDelayer | None = None
     max_drafts: int = sys.maxsize
     """Most drafts of a step."""
+    columns: bool = True
+    """Requests that only decode are columns; a draft model needs an item of each."""
     drafts_ahead: int = 0
     """Positions behind a step's last one that a draft model fills on the ranks."""
 
@@ -165,9 +167,11 @@ class Scheduler:
     ) -> Schedule:
         """The next step's work. `parts`: in-flight steps that share the decoding requests. `only`:
         the requests that may take part (None: all). `ahead`: includes requests whose next token is
-        in flight, if they do not need it on the host. `drafts`: decoding requests may have some."""
+        in flight, if they do not need it on the host. `drafts`: some requests have drafts."""
         planned: Plan = {}
-        self._fill_table(uses_table=only is None and not drafts)
+        self._fill_table(uses_table=only is None and self.config.columns)
+        if drafts:
+            self._take_drafted()
         rows, waiting = self.decode_table.choose(ahead)
         self._awaiting = work_of((), self.decode_table.first(waiting))
         decoding, filling = self._choose(only, ahead)
@@ -199,10 +203,18 @@ class Scheduler:
             return
         others, self._others = self._others, []
         for request in others:
-            if request.is_plain and request.sampling_sent and request.is_decoding:
+            is_known = request.is_plain and request.sampling_sent and not request.drafts
+            if is_known and request.is_decoding:
                 self.decode_table.enter(request)
             else:
                 self._others.append(request)
+
+    def _take_drafted(self) -> None:
+        """Requests with drafts are items of their own."""
+        for request in self.running:
+            if request.drafts and request in self.decode_table:
+                self.decode_table.leave(request)
+                insort(self._others, request, key=_request_no)
 
     def _choose(
         self, only: frozenset[Request] | None, ahead: bool

@@ -51,7 +51,7 @@ class Leader:
         return step
 
     def apply(self, step: InflightStep, result: StepResult, seconds: float) -> None:
-        self.planner.metrics.observe(step, result, seconds)
+        self.planner.observe(step, result, seconds)
         self.planner.apply(step, result)
         self.report()
 

@@ -129,7 +129,7 @@ class LocalCore:
     def apply(self, step: InflightStep, result: StepResult, seconds: float) -> None:
         """An error that no single request causes ends all requests, but not the engine."""
         begin = self.runner.spans.clock()
-        self.planner.metrics.observe(step, result, seconds)
+        self.planner.observe(step, result, seconds)
         try:
             self.planner.apply(step, result)
         except Exception as error:

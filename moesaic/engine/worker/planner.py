@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from moesaic.config import ServerArgs
+from moesaic.config.speculation import speculation_of
 from moesaic.core.redact import shown_id
 from moesaic.core.request import ABORTED, FinishReason, Request, failure
 from moesaic.engine.runner.model_runner import ModelRunner
@@ -35,9 +36,14 @@ from moesaic.engine.schedule.quarantine import Quarantine
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.schedule.scheduler import NOTHING, Schedule, Scheduler, SchedulerConfig
 from moesaic.engine.schedule.scheduler_metrics import SchedulerMetrics
+from moesaic.engine.speculate.controller import DraftController
 from moesaic.engine.speculate.drafters import Drafter, make_drafter
 
 logger = logging.getLogger(__name__)
+
+
+# More drafts than any request gets.
+ANY_NUMBER: Final = 1 << 20
 
 
 class PlannedWork(NamedTuple):
@@ -86,7 +92,13 @@ class Planner:
     ) -> None:
         self.runner, self.drafter = runner, drafter or make_drafter(args, runner)
         self.draft_steps = 0 if runner.draft is None else runner.draft.num_steps
-        """Tokens that the ranks' draft model proposes at the end of a step."""
+        """Tokens that the ranks' draft model proposes at the end of a step, at most."""
+        self.controller = _controller(args)
+        """None: requests have all drafts that the drafter proposes."""
+        self.agreed_drafts: int | None = None
+        """What all groups plan next, as each with requests has wanted; None: this one decides."""
+        self._drafting = 0
+        """The drafts of a request that the last plan was made for."""
         self._new_pages: list[int] = []
         """Allocated since the last plan; the next step clears them."""
         self.kv = KVManager(
@@ -106,9 +118,14 @@ class Planner:
             delayer=_delayer(args),
             max_drafts=runner.limits.drafts or sys.maxsize,
             drafts_ahead=max(0, self.draft_steps - 1),
+            columns=runner.draft is None,
         )
         self.scheduler = Scheduler(config, self.kv)
-        self.metrics = SchedulerMetrics(self.scheduler, args.decode_log_interval, group)
+        speculation = speculation_of(args)
+        most_drafts = 0 if speculation is None else speculation.num_drafts
+        self.metrics = SchedulerMetrics(
+            self.scheduler, args.decode_log_interval, group, most_drafts
+        )
         self.facts = ModelFacts(
             vocab_size=runner.vocab_size,
             context_length=runner.context_length,
@@ -183,6 +200,7 @@ class Planner:
         """The next step, with an empty plan if there is nothing to compute. `parts`: how many
         steps share the decoding requests. A request that breaks the plan is found and ended as one
         that breaks a step; an error that no request causes ends all of them."""
+        self._drafting = 0
         try:
             chosen = self._try_suspects()
             if chosen is NO_WORK and self.scheduler.has_work:
@@ -202,20 +220,17 @@ class Planner:
         ended, self._ended = self._ended, []
         self.num_steps += 1
         is_routed = bool(self._routed) and any(item.num_routed for item in items)
-        facts = (ended, is_routed, decodes, self.draft_steps)
+        facts = (ended, is_routed, decodes, min(self.draft_steps, self._drafting))
         plan = StepPlan(items, pages, prefill, *facts)
-        return InflightStep(plan, work, decoding)
+        return InflightStep(plan, work, decoding, drafting=self._drafting > 0)
 
     def _choose(self, parts: int) -> PlannedWork:
         """The work of the next step. Nothing counts as done before all of it is known, so that an
         error leaves all requests as they were; the error is raised if no request causes it."""
         num_open, schedule = len(self.states), NOTHING
         try:
-            drafts = self.drafter is not None or self.draft_steps > 0
+            drafts = self._propose()
             ahead = self.runner.overlaps and not drafts
-            if self.drafter is not None:
-                running = self.scheduler.running
-                self.drafter.propose([r for r in running if r.is_decoding and not r.pending])
             schedule = self.scheduler.schedule(parts, ahead=ahead, drafts=drafts)
             return self._plan_work(schedule)
         except Exception as error:
@@ -227,6 +242,35 @@ class Planner:
             if chosen is NO_WORK and len(self.states) == num_open:
                 raise
             return chosen
+
+    def _propose(self) -> bool:
+        """Sets the drafts of the next step; False if it is to have none."""
+        most = self._drafting = self._next_drafts
+        if not most:
+            return False
+        running = self.scheduler.running
+        asked = [r for r in running if r.is_decoding and not r.pending and r.may_draft]
+        if self.drafter is not None:
+            self.drafter.propose(asked)
+        for request in asked:
+            if len(request.drafts) > most:
+                request.drafts = request.drafts[:most]
+        return True
+
+    @property
+    def wanted_drafts(self) -> int:
+        """The most drafts of a request that this group would plan; -1 without requests. With some,
+        a plan needs the tokens of all steps in flight."""
+        if not self.scheduler.has_work:
+            return -1
+        if self.drafter is None and not self.draft_steps:
+            return 0
+        return ANY_NUMBER if self.controller is None else self.controller.num_drafts
+
+    @property
+    def _next_drafts(self) -> int:
+        wanted = self.wanted_drafts if self.agreed_drafts is None else self.agreed_drafts
+        return max(0, wanted)
 
     def _try_suspects(self) -> PlannedWork:
         """A step for the next set of suspects; those that cannot be computed now are dropped."""
@@ -252,7 +296,7 @@ class Planner:
             return NO_WORK
         history, work = self._histories.get, schedule.items
         items = [_plan_item(planned, history(planned.request.request_no)) for planned in work]
-        if self.draft_steps:
+        if self.draft_steps and self._drafting:
             for planned, item in zip(work, items, strict=True):
                 self._plan_drafts(planned, item)
         return PlannedWork(work, items, *self.scheduler.decode_table.plan(schedule.rows))
@@ -289,6 +333,19 @@ class Planner:
         if culprit is not None:
             logger.error("request %s made a step fail: %s", shown_id(culprit.rid), error)
             self._fail(culprit, f"the step failed: {error}")
+
+    def observe(self, step: InflightStep, result: StepResult, seconds: float) -> None:
+        """Counts a step that has run, before it is applied."""
+        self.metrics.observe(step, result, seconds)
+        controller, acceptance = self.controller, self.metrics.acceptance
+        if controller is None:
+            return
+        requests = step.num_decoding
+        if step.drafting:
+            controller.observe_drafts(acceptance.drafted, acceptance.accepted, requests)
+        if not step.plan.prefill:
+            controller.observe_step(requests, step.work, 1000 * seconds, step.drafting)
+        self.metrics.counts.num_drafts = self._next_drafts
 
     def apply(self, step: InflightStep, result: StepResult) -> None:
         """Steps are applied in the order in which they were planned."""
@@ -364,6 +421,10 @@ class Planner:
             item.repeat_last()
             return
         item.end(len(found.token_ids))
+        if item.drafts:
+            request.verified += 1
+            request.drafted_tokens += len(item.drafts)
+            request.accepted_tokens += item.accepted(len(found.token_ids))
         self.scheduler.decode_table.update(request)
         reason = state.accept_all(found)
         if found.ended:
@@ -389,6 +450,13 @@ class Planner:
         finally:
             self._ended.append(state.request.request_no)
             state.finish(reason)
+
+
+def _controller(args: ServerArgs) -> DraftController | None:
+    speculation = speculation_of(args)
+    if speculation is None:
+        return None
+    return DraftController(speculation.num_drafts, args.speculative_adaptive)
 
 
 def _delayer(args: ServerArgs) -> PrefillDelayer | None:

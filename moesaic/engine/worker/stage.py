@@ -60,6 +60,8 @@ class Stage:
     """Steps that a pipeline has in flight at once."""
     holds_prompts = False
     """A group has held prompts back from the last step, so that there is more to do."""
+    awaits_tokens = False
+    """A group needs the tokens of all steps in flight for its next plan."""
     reports: Sequence[RankReport] = ()
     """What the ranks of the stage have told of moving experts, if these move."""
 
@@ -101,6 +103,7 @@ class SingleStage(Stage):
         self.number += 1
         if self._status is not None:
             self._status.begin_step(self.number)
+        self.awaits_tokens = self._planner.wanted_drafts > 0
         plan, work = step.plan, step.work
         counts = (plan.num_tokens,) if plan.has_work else ()
         step.agreement = StepAgreement(
@@ -154,7 +157,7 @@ class FirstStage(Stage):
         suspects = 0 if self._planner is None else self._planner.num_suspects
         delayer = None if self._planner is None else self._planner.scheduler.delayer
         told = 0 if delayer is None else delayer.told
-        drafts = [plan.draft_steps, plan.num_drafting]
+        drafts = [plan.draft_steps, plan.num_drafting, self._wanted_drafts]
         facts = [plan.num_tokens, logits, int(plan.prefill), len(data), suspects, told, *drafts]
         report = self._report()
         own = torch.tensor([[*report, *facts, *astuple(step.work)]])
@@ -162,9 +165,11 @@ class FirstStage(Stage):
         if self._rebalancer is not None:
             self.reports = [RankReport(*row) for row in rows[:, : len(report)].tolist()]
         table = rows[:: mesh.attention_tp, len(report) :].tolist()
-        counts, logit_rows, prefills, lengths, suspect_sets, told_by, steps, drafting, *_ = zip(
-            *table, strict=True
+        columns = zip(*table, strict=True)
+        counts, logit_rows, prefills, lengths, suspect_sets, told_by, steps, drafting, *more = (
+            columns
         )
+        self._settle_drafts(more[0])
         works = [StepWork(*row[len(facts) :]) for row in table]
         self._settle_prompts(works, told_by)
         self._suspects = list(suspect_sets)
@@ -182,6 +187,20 @@ class FirstStage(Stage):
                 max(steps),
                 drafting,
             )
+
+    @property
+    def _wanted_drafts(self) -> int:
+        return -1 if self._planner is None else self._planner.wanted_drafts
+
+    def _settle_drafts(self, wanted: Sequence[int]) -> None:
+        """All groups plan as many drafts as the one that wants most: a step with drafts of one is
+        no faster than with those of all, and draft models run on all ranks."""
+        most = max(wanted)
+        if most < 0:  # no group has requests
+            return
+        self.awaits_tokens = most > 0
+        if self._planner is not None:
+            self._planner.agreed_drafts = most
 
     def _report(self) -> RankReport | tuple[()]:
         if self._rebalancer is None:
