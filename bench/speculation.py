@@ -221,8 +221,8 @@ class Runs:
             time.perf_counter(),
             sum(r.num_output for r in requests),
             self.core.planner.num_steps,
-            sum(r.verified for r in requests),
-            sum(r.accepted_tokens for r in requests),
+            sum(r.draft_counts[0] for r in requests),
+            sum(r.draft_counts[2] for r in requests),
         )
 
     def _request(self) -> Request:

@@ -152,6 +152,7 @@ class CoreClient:
     def _advance(self, state: RequestState, delta: messages.RequestDelta) -> None:
         request = state.request
         request.cached_tokens, request.retractions = delta.cached_tokens, delta.retractions
+        request.draft_counts = delta.drafts
         if delta.queue_seconds is not None:
             request.queue_seconds = state.held + delta.queue_seconds
         request.input_logprobs += delta.input_logprobs

@@ -90,7 +90,7 @@ class PlannedItem(msgspec.Struct, frozen=True, gc=False, eq=False):
         request = self.request
         request.pending -= self.samples
         request.num_scored = self.num_scored
-        request.drafts, request.verifying = [*self.drafts], False
+        request.verifying, request.may_draft = False, request.may_draft and not self.drafts
         if request.retractions == self.retractions:
             request.num_computed = self.first
 

@@ -142,6 +142,7 @@ class ReportedRequest(RequestState):
             retractions=request.retractions,
             finish=request.finish_reason,
             queue_seconds=request.queue_seconds,
+            drafts=request.draft_counts,
         )
         self._num_tokens = len(request.token_ids)
         if request.return_logprob:

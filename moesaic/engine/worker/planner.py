@@ -422,9 +422,9 @@ class Planner:
             return
         item.end(len(found.token_ids))
         if item.drafts:
-            request.verified += 1
-            request.drafted_tokens += len(item.drafts)
-            request.accepted_tokens += item.accepted(len(found.token_ids))
+            verified, drafted, accepted = request.draft_counts
+            accepted += item.accepted(len(found.token_ids))
+            request.draft_counts = verified + 1, drafted + len(item.drafts), accepted
         self.scheduler.decode_table.update(request)
         reason = state.accept_all(found)
         if found.ended:
