@@ -94,8 +94,10 @@ class SpeculativeArgs:
         open=True,
         refused=REFUSED_A2A_BACKENDS,
     )
-    speculative_adaptive: bool = flag(
-        True, "Draft as many tokens as pay, or none, as acceptance and steps have shown."
+    disable_speculative_adaptive: bool = flag(
+        False,
+        "Draft as many tokens in every step; else as many as pay, or none, as acceptance and the "
+        "times of steps have shown.",
     )
     speculative_ngram_max_trie_depth: int = flag(
         18, "NGRAM: the most tokens before a draft that are compared.", at_least=3

@@ -26,7 +26,7 @@ from tests.ahead import AheadRunner
 from tests.e2e.grid import arguments, model_path
 from tests.e2e.test_overlap import FLAGS, POISON, compare, draw_cases, make_core, serve
 
-NGRAM = {"speculative_algorithm": "NGRAM", "speculative_adaptive": False}
+NGRAM = {"speculative_algorithm": "NGRAM", "disable_speculative_adaptive": True}
 
 
 class Moody(DraftController):

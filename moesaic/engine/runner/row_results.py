@@ -132,7 +132,7 @@ def sample_rows(
         some_RV = logits_RV if len(open_rows) == len(rows) else logits_RV[open_rows]
         chosen = [rows[n] for n in open_rows]
         row_masks = [masks.get(keys[n]) for n in open_rows] if masks else ()
-        row_bits = [mask and mask.bits for mask in row_masks]
+        row_bits = [None if mask is None else mask.bits for mask in row_masks]
         try:
             sampled = sample(some_RV, [row for _, row in chosen], row_bits)
         except NonFiniteLogits as error:

@@ -456,7 +456,7 @@ def _controller(args: ServerArgs) -> DraftController | None:
     speculation = speculation_of(args)
     if speculation is None:
         return None
-    return DraftController(speculation.num_drafts, args.speculative_adaptive)
+    return DraftController(speculation.num_drafts, not args.disable_speculative_adaptive)
 
 
 def _delayer(args: ServerArgs) -> PrefillDelayer | None:
