@@ -125,8 +125,8 @@ class InflightStep:
     leader."""
     decoding: PlannedDecodes = field(default_factory=PlannedDecodes)
     """And of its decodes."""
-    drafting: bool = False
-    """It was planned once all tokens were known, as requests might have drafts."""
+    drafting: int = 0
+    """The drafts that each request may have; if any, it was planned when all tokens were known."""
     started_at: int = field(default_factory=time.monotonic_ns)
     begun_at: int = 0
     """When it was launched, if the device had nothing else to do; else 0."""

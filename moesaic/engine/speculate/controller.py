@@ -1,53 +1,73 @@
 """How many drafts requests get: as many as give the most tokens a second, or none.
 
-What a step yields is known from the drafts that were accepted, by their position. What it costs is
-fitted to the steps that ran: by the power of two that their requests reach, with and without drafts
-apart, as a step without drafts overlaps with the host's work and one with drafts needs the newest
-tokens first. Both are tried again from time to time, so that a choice can be taken back.
+What drafts yield is known from those that were accepted, by their position. What a step costs is
+measured, by the number of its requests and of drafts that each may have: a step without drafts
+overlaps with the host's work, and one with drafts needs the newest tokens first. What is not chosen
+is tried again from time to time, as rarely as it is slow, so that a choice can be taken back.
 
 K positions of drafts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.engine.schedule.step_budget import LinearFit, StepWork
-
-# Steps of each kind that run before a choice is made for a number of requests.
-TRIED_DRAFTS: Final = 8
+# Steps in which none is tried; and all drafts, which is at least so many steps and requests.
 TRIED_PLAIN: Final = 4
-# What is not chosen is tried again after this many steps, and after twice as many each time that
-# the choice stays.
-FIRST_RETRY: Final = 128
-LAST_RETRY: Final = 2048
+TRIED_DRAFTS: Final = 8
+TRIED_REQUESTS: Final = 32
+# Between two tries are at least as many steps, and so many that a try costs at most this share.
+BETWEEN_TRIES: Final = 100
+TRY_SHARE: Final = 0.008
 # What another choice must give beyond the present one.
 MARGIN: Final = 1.02
-# How fast acceptance is forgotten, by step.
-FORGETTING: Final = 0.05
-# Acceptance of drafts before there were any.
+# Requests and steps whose drafts count fully; steps whose milliseconds do. Older ones fade.
+WINDOW: Final = 200
+TIMED: Final = 16
+# Acceptance of a draft before there were any, which counts as so many requests.
 HOPED: Final = 0.7
+HOPE: Final = 2
+# What was known before a try counts as no more requests.
+KNOWN: Final = 16
+# Numbers of drafts that are chosen from, and the most.
+CHOICES: Final = (0, 1, 2, 3, 4, 6, 8)
 
 
-def _fit() -> LinearFit:
-    return LinearFit((1.0, 64.0, 65536.0), (8.0, 2.0, 3.0))
+@dataclass(slots=True)
+class MeanTime:
+    """Milliseconds of steps; one that took much longer waited for something else."""
+
+    ms: float = 0.0
+    count: int = 0
+
+    def observe(self, ms: float) -> None:
+        self.count = min(TIMED, self.count + 1)
+        if self.count > 2:
+            ms = min(ms, 2 * self.ms)
+        self.ms += (ms - self.ms) / self.count
 
 
 @dataclass(slots=True)
 class BatchTimes:
-    """Steps of about as many requests: their milliseconds, and how many are still to be tried."""
+    """Steps of about as many requests, by their drafts, and what is tried next."""
 
-    plain: LinearFit = field(default_factory=_fit)
-    drafted: LinearFit = field(default_factory=_fit)
-    plain_to_try: int = TRIED_PLAIN
-    drafts_to_try: int = TRIED_DRAFTS
-    retry_in: int = FIRST_RETRY
-    next_retry: int = 2 * FIRST_RETRY
+    times: dict[int, MeanTime] = field(default_factory=dict)
+    trial: int = 0
+    """The drafts that are tried, in the next `left` steps."""
+    left: int = 0
+    until_try: int = 0
+    num_tries: int = 0
+
+    def ms(self, choices: Sequence[int]) -> NDArray[np.float64]:
+        """Of steps with each number of drafts; in between where one was not measured."""
+        known = sorted(number for number, time in self.times.items() if time.count > 1)
+        return np.interp(choices, known, [self.times[number].ms for number in known])
 
 
 class DraftController:
@@ -57,63 +77,66 @@ class DraftController:
         self.most, self._adaptive = most, adaptive
         self.num_drafts = most
         """Of each request in the next step that is planned."""
-        self._times: dict[int, BatchTimes] = {}
-        # Of a request and step: the share with a draft at each position, and with an accepted one.
-        self._drafted_K = np.ones(most)
+        self._choices = sorted({*(number for number in CHOICES if number < most), most})
+        self._batches: dict[int, BatchTimes] = {}
+        # The share of requests and steps with an accepted draft at each position.
         self._accepted_K = HOPED ** np.arange(1.0, most + 1)
+        self._seen_K = np.full(most, float(HOPE))
 
-    def observe_drafts(
-        self, drafted: Sequence[int], accepted: Sequence[int], requests: int
-    ) -> None:
-        """How many of the requests of a step had a draft at each position, and an accepted one."""
-        _learn(self._drafted_K, drafted[: self.most], requests)
-        _learn(self._accepted_K, accepted[: self.most], requests)
+    def observe_drafts(self, accepted: Sequence[int], requests: int, allowed: int) -> None:
+        """How many of the requests of a step had an accepted draft at each position, if each was
+        `allowed` so many."""
+        if not requests:
+            return
+        some = min(allowed, self.most)
+        seen_K, mean_K = self._seen_K[:some], self._accepted_K[:some]
+        np.minimum(seen_K + requests, max(WINDOW, requests), out=seen_K)
+        mean_K += requests / seen_K * (np.array(accepted[:some]) / requests - mean_K)
 
-    def observe_step(self, requests: int, work: StepWork, ms: float, drafting: bool) -> None:
-        """A step without prompts, planned for drafts or not. Sets `num_drafts`."""
+    def observe_step(self, requests: int, ms: float, allowed: int) -> None:
+        """A step without prompts; `allowed`: as above. Sets `num_drafts`."""
         if not self._adaptive or not requests:
             return
-        times = self._times.setdefault(requests.bit_length(), BatchTimes())
-        rows, held = work.decode_tokens, work.held
-        fit = times.drafted if drafting else times.plain
-        fit.observe((1, rows, held), ms)
-        if drafting == (self.num_drafts > 0):  # else the last choice is not carried out yet
-            self.num_drafts = self._choose(times, requests, held / rows)
+        batch = self._batches.setdefault(round(2 * math.log2(requests)), BatchTimes())
+        batch.times.setdefault(allowed, MeanTime()).observe(ms)
+        if allowed == self.num_drafts:  # else the last choice is not carried out yet
+            tried = {0: TRIED_PLAIN, self.most: max(TRIED_DRAFTS, TRIED_REQUESTS // requests)}
+            self.num_drafts = self._choose(batch, tried)
 
-    def _choose(self, times: BatchTimes, requests: int, held: float) -> int:
-        """`held`: tokens that a row attends to."""
-        if times.drafts_to_try:
-            times.drafts_to_try -= 1
-            return self.most
-        if times.plain_to_try:
-            times.plain_to_try -= 1
-            return 0
-        speeds = self._speeds(times, requests, held)
+    def _choose(self, batch: BatchTimes, tried: Mapping[int, int]) -> int:
+        """`tried`: in how many steps, by the number of drafts."""
+        if batch.left:
+            batch.left -= 1
+            return batch.trial
+        for number, steps in tried.items():
+            if number not in batch.times:
+                batch.until_try = BETWEEN_TRIES
+                return self._try(batch, number, steps)
+        ms = batch.ms(self._choices)
+        gains = np.concatenate(([1.0], 1 + np.cumsum(self._accepted_K)))[self._choices]
+        speeds = gains / ms
         best = int(np.argmax(speeds))
-        if speeds[best] < MARGIN * speeds[self.num_drafts]:
-            best = self.num_drafts
-        self._schedule_retry(times, best)
-        return best
+        if self.num_drafts in self._choices:
+            now = self._choices.index(self.num_drafts)
+            best = best if speeds[best] > MARGIN * speeds[now] else now
+        batch.until_try -= 1
+        if batch.until_try < 0:
+            number = self._another(batch, self._choices[best])
+            place = self._choices.index(number)
+            lost = tried[number] * ms[place] / ms[best] * (1 - speeds[place] / speeds[best])
+            batch.until_try = max(BETWEEN_TRIES, int(lost / TRY_SHARE))
+            return self._try(batch, number, tried[number])
+        return self._choices[best]
 
-    def _speeds(self, times: BatchTimes, requests: int, held: float) -> NDArray[np.float64]:
-        """Tokens of a request a millisecond, by the number of its drafts."""
-        tokens = 1 + np.concatenate(([0.0], np.cumsum(self._accepted_K)))
-        rows = requests * (1 + np.concatenate(([0.0], np.cumsum(self._drafted_K))))
-        once, row, attended = times.drafted.coefficients
-        ms = once + rows * (row + attended * held)
-        ms[0] = times.plain.predict((1, requests, requests * held))
-        return tokens / np.maximum(ms, 1e-3)
+    def _another(self, batch: BatchTimes, chosen: int) -> int:
+        """All drafts and none, in turns, unless one of them is chosen."""
+        batch.num_tries += 1
+        number = self.most if batch.num_tries % 2 else 0
+        return number if number != chosen else self.most - number
 
-    def _schedule_retry(self, times: BatchTimes, best: int) -> None:
-        times.retry_in -= 1
-        if times.retry_in <= 0:
-            times.drafts_to_try = TRIED_DRAFTS if best < self.most else 0
-            times.plain_to_try = TRIED_PLAIN if best else 0
-            times.retry_in, times.next_retry = (
-                times.next_retry,
-                min(LAST_RETRY, 2 * times.next_retry),
-            )
-
-
-def _learn(mean_K: NDArray[np.float64], counts: Sequence[int], requests: int) -> None:
-    mean_K += FORGETTING * (np.array(counts) / max(1, requests) - mean_K)
+    def _try(self, batch: BatchTimes, number: int, steps: int) -> int:
+        """What is found in a try counts more than what was known before it."""
+        batch.trial, batch.left = number, steps - 1
+        if number:
+            np.minimum(self._seen_K, KNOWN, out=self._seen_K)
+        return number

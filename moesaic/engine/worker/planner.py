@@ -222,7 +222,7 @@ class Planner:
         is_routed = bool(self._routed) and any(item.num_routed for item in items)
         facts = (ended, is_routed, decodes, min(self.draft_steps, self._drafting))
         plan = StepPlan(items, pages, prefill, *facts)
-        return InflightStep(plan, work, decoding, drafting=self._drafting > 0)
+        return InflightStep(plan, work, decoding, drafting=self._drafting)
 
     def _choose(self, parts: int) -> PlannedWork:
         """The work of the next step. Nothing counts as done before all of it is known, so that an
@@ -342,9 +342,9 @@ class Planner:
             return
         requests = step.num_decoding
         if step.drafting:
-            controller.observe_drafts(acceptance.drafted, acceptance.accepted, requests)
+            controller.observe_drafts(acceptance.accepted, requests, step.drafting)
         if not step.plan.prefill:
-            controller.observe_step(requests, step.work, 1000 * seconds, step.drafting)
+            controller.observe_step(requests, 1000 * seconds, step.drafting)
         self.metrics.counts.num_drafts = self._next_drafts
 
     def apply(self, step: InflightStep, result: StepResult) -> None:
