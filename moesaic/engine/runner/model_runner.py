@@ -25,7 +25,7 @@ from moesaic.engine.runner.loading import rank_memory
 from moesaic.engine.runner.matchers import Matchers
 from moesaic.engine.runner.peer_watchdog import PeerWatchdog
 from moesaic.engine.runner.recorded_tokens import StepTokens
-from moesaic.engine.runner.steps import AsynchronousSteps, SynchronousSteps
+from moesaic.engine.runner.steps import COMPILE_SECONDS, AsynchronousSteps, SynchronousSteps
 from moesaic.engine.runner.warm_up import sorted_parts, warm_steps, warm_up
 from moesaic.engine.schedule.plan import StepAgreement, StepHandle, StepPlan
 from moesaic.engine.schedule.step_budget import CHUNK_MULTIPLE
@@ -109,6 +109,9 @@ class ModelRunner:
         if asynchronous:
             self.steps = AsynchronousSteps(self, args, sizes)
             self.steps.prepare(() if args.skip_server_warmup else steps)
+            if self.draft is not None:
+                with self.watchdog.waiting_longer(COMPILE_SECONDS):
+                    self.draft.use_graphs(sizes)
             if self.rebalancer is not None:
                 self.rebalancer.warm_up()
             self.reset_statistics()
@@ -275,7 +278,7 @@ class ModelRunner:
             "free, of which the largest step takes about %.2f GiB",
             (self.model.nbytes + (0 if self.draft is None else self.draft.model.nbytes)) / GIB,
             (self.cache.num_bytes + self._draft_cache_bytes) / GIB,
-            steps.graph_bytes / GIB,
+            (steps.graph_bytes + (0 if self.draft is None else self.draft.graph_bytes)) / GIB,
             torch.cuda.mem_get_info(self.device)[0] / GIB,
             self.step_bytes.total / GIB,
         )
@@ -345,7 +348,7 @@ class ModelRunner:
     ) -> StepHandle:
         """Starts a step; steps run in the order in which they begin. `agreement`: what all ranks
         know of it, if there are several. `x_TH`: hidden states of the previous stage."""
-        agreement = agreement or StepAgreement(0, (plan.num_tokens,), prefill=plan.prefill)
+        agreement = agreement or StepAgreement.alone(plan)
         try:
             self.page_table.write(plan.page_updates())
             return self.steps.begin(plan, agreement, x_TH)
@@ -367,6 +370,8 @@ class ModelRunner:
         # First, as the device may wait for another rank.
         self.watchdog.lifecycle.abort(reason)
         self.steps.drop()
+        if self.draft is not None and not self.watchdog.lifecycle.keeps_graphs:
+            self.draft.drop()
         for recorder in (self.recorder, self.balance_recorder):
             if recorder is not None:
                 recorder.restart()
@@ -383,15 +388,18 @@ class ModelRunner:
         """Runs a step of arbitrary tokens; no rows before the last stage."""
         tokens = int(sequences.lengths_B.sum())
         number_T, groups = torch.arange(tokens, device=self.device), self.ranks.mesh.dp
+        step = Step(prefill=prefill, counts=(tokens,) * groups if groups > 1 else (), rows=tokens)
         hidden_TH = self.model(
             number_T % self.vocab_size,
             number_T % self.context_length,
             self.attention.attend(sequences),
-            Step(prefill=prefill, counts=(tokens,) * groups if groups > 1 else (), rows=tokens),
+            step,
             None if self.ranks.is_first else self.hidden_buffer(tokens),
         )
         if not self.ranks.is_last:
             return hidden_TH[:0]
+        if self.draft is not None:
+            self.draft.warm_up(hidden_TH, sequences, step)
         return self.model.logits(hidden_TH[: self.limits.decode_tokens])
 
     @property

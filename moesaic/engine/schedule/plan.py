@@ -299,6 +299,12 @@ class StepAgreement(msgspec.Struct, array_like=True):
     drafting: tuple[int, ...] = ()
     """Sequences of each group that get drafts."""
 
+    @classmethod
+    def alone(cls, plan: StepPlan) -> StepAgreement:
+        """Without other ranks."""
+        drafts = plan.draft_steps, (plan.num_drafting,)
+        return cls(0, (plan.num_tokens,), (), plan.prefill, StepWork(), *drafts)
+
 
 class StageOrder(msgspec.Struct, array_like=True):
     """From a pipeline stage to the next one; `plan` is encoded by plan_codec."""

@@ -27,6 +27,8 @@ from moesaic.engine.runner.graphs import GraphKey
 from moesaic.engine.runner.pinned import PinnedRing
 from moesaic.engine.runner.row_results import LOGIT_ROWS
 from moesaic.engine.schedule.plan import Ints, ItemResult, StepAgreement, StepPlan
+from moesaic.engine.setup.graph_sizes import GraphSizes
+from moesaic.engine.speculate.draft_graphs import DraftGraphs
 from moesaic.engine.speculate.drafters import DraftModel, DraftRows
 from moesaic.kernels.sampling import greedy_rows
 from moesaic.layers.paged_cache import PagedCache, PageTable, Sequences
@@ -61,6 +63,15 @@ class Continuation(NamedTuple):
         return cls(next_T, np.array(last, np.int64))
 
 
+class Pass(NamedTuple):
+    """A forward pass of all ranks: the rows of each group, and whether any has prompts."""
+
+    counts: tuple[int, ...]
+    prefill: bool = False
+    verifies: bool = False
+    """Sequences may have several rows."""
+
+
 class DraftPhase:
     def __init__(
         self, runner: ModelRunner, model: DraftModel, num_steps: int, timeout: float
@@ -69,6 +80,7 @@ class DraftPhase:
         self._timeout = timeout + runner.ranks.timeout * (runner.ranks.mesh.tp > 1)
         self._uploads = PinnedRing(runner.device, 4 * LOGIT_ROWS, self._timeout)
         self._downloads = PinnedRing(runner.device, num_steps * runner.max_running, self._timeout)
+        self.graphs: DraftGraphs | None = None
 
     def use_cache(self, target: PagedCache, table: PageTable) -> None:
         """Makes a cache with the pages of the target's, filled with zeros: positions that the model
@@ -80,6 +92,31 @@ class DraftPhase:
             part.view(torch.uint8).zero_()
         self._attention = BACKENDS[runner.kind](self.cache, table, runner.moe.deterministic)
         self._idle = self._attention.static(GraphKey(1)) if runner.kind == "cuda" else None
+
+    @torch.inference_mode()
+    def use_graphs(self, sizes: GraphSizes) -> None:
+        """Captures them on a GPU; elsewhere static buffers are used all the same."""
+        given = (self._runner, self.model, self._attention, sizes, self._uploads)
+        self.graphs = DraftGraphs(*given)
+        if self._runner.device.type == "cuda":
+            self.graphs.capture(torch.cuda.graph_pool_handle())
+
+    def drop(self) -> None:
+        """After a failed step, as AsynchronousSteps.drop."""
+        if self.graphs is not None:
+            self.graphs.drop()
+
+    @property
+    def graph_bytes(self) -> int:
+        return 0 if self.graphs is None else self.graphs.nbytes
+
+    def warm_up(self, hidden_TH: Tensor, sequences: Sequences, step: Step) -> None:
+        """Runs a step of arbitrary tokens, as ModelRunner.dummy_logits does."""
+        rows = torch.arange(len(hidden_TH), device=hidden_TH.device)
+        given = DraftRows(rows % self._runner.vocab_size, rows % self._runner.context_length)
+        found_TH = self.model.forward(given, hidden_TH, self._attention.attend(sequences), step)
+        if not step.counts:
+            self._most_likely(found_TH[: self._runner.max_running], (self._runner.max_running,))
 
     def clear(self, pages: Sequence[int]) -> None:
         self._attention.clear(pages)
@@ -93,10 +130,9 @@ class DraftPhase:
     ) -> None:
         """Sets the `drafts` of `results`, which only the rank that samples has."""
         facts = self._settle(plan, results)
-        rows = self._upload(facts.next_T, plan.positions())
-        counts = self._runner.group_counts(agreement)
-        step = Step(prefill=agreement.prefill, counts=counts, rows=self._rows(agreement.counts))
-        hidden_TH = self._forward(rows, hidden_TH, sequences_of(plan, self._table), step)
+        ahead = Pass(agreement.counts, agreement.prefill, plan.verifies)
+        given = facts.next_T, plan.positions(), sequences_of(plan, self._table)
+        hidden_TH = self._forward(ahead, *given, hidden_TH)
         drafts = self._chain(plan, agreement, facts, hidden_TH)
         if results and drafts is not None:
             drafting = (n for n, item in enumerate(plan.items) if item.draft_until)
@@ -125,22 +161,18 @@ class DraftPhase:
         counts = agreement.drafting
         if not any(counts):
             return None
-        (last_D,) = self._to_device(facts.last_D)
+        (last_D,) = self._uploads.upload(facts.last_D)
         hidden_DH = hidden_TH[last_D]
         ids_D = self._most_likely(hidden_DH, counts)
         found = [ids_D]
-        groups = counts if self._runner.ranks.mesh.dp > 1 else ()
-        step = Step(prefill=False, counts=groups, rows=self._rows(counts))
         drafting = np.array([item.draft_until > 0 for item in plan.items], bool)
         until_D = np.array([item.draft_until for item in plan.items], np.int64)[drafting]
         first_D = plan.rows[drafting] * self._table.max_pages
         position_D = plan.positions()[facts.last_D]
         for number in range(1, agreement.draft_steps):
             at_D = np.minimum(position_D + number, until_D)
-            (positions_D,) = self._to_device(at_D)
-            sequences = _single(at_D, first_D)
-            rows = DraftRows(self._shared(ids_D, len(at_D)), positions_D)
-            hidden_DH = self._forward(rows, hidden_DH, sequences, step)
+            given_D, sequences = self._shared(ids_D, len(at_D)), _single(at_D, first_D)
+            hidden_DH = self._forward(Pass(counts), given_D, at_D, sequences, hidden_DH)
             ids_D = self._most_likely(hidden_DH, counts)
             found.append(ids_D)
         return self._on_host(torch.stack(found)) if self._runner.samples else None
@@ -154,10 +186,25 @@ class DraftPhase:
         return host.view(drafts.shape)
 
     def _forward(
-        self, rows: DraftRows, hidden_TH: Tensor, sequences: Sequences, step: Step
+        self,
+        which: Pass,
+        ids_T: Ints | Tensor,
+        positions_T: Ints,
+        sequences: Sequences,
+        hidden_TH: Tensor,
     ) -> Tensor:
+        most, runner = max(which.counts), self._runner
+        if self.graphs is not None and not which.prefill:
+            key = self.graphs.bucket(most, which.verifies)
+            if key is not None:
+                return self.graphs.forward(key, ids_T, positions_T, hidden_TH, sequences)
+        groups = which.counts if runner.ranks.mesh.dp > 1 else ()
+        step = Step(which.prefill, counts=groups, rows=most if runner.kind == "cuda" else 0)
         if self._idle is not None and not len(sequences):
             return self._run_idle(step)
+        columns = [positions_T] if isinstance(ids_T, Tensor) else [positions_T, ids_T]
+        given_T, *uploaded = self._uploads.upload(*columns)
+        rows = DraftRows(ids_T if isinstance(ids_T, Tensor) else uploaded[0], given_T)
         return self.model.forward(rows, hidden_TH, self._attention.attend(sequences), step)
 
     def _run_idle(self, step: Step) -> Tensor:
@@ -190,15 +237,6 @@ class DraftPhase:
             return ids_D
         counts = [count] + [0] * (group.size - 1)
         return group.gather_rows(ids_D[:, None], counts, "drafts")[:, 0]
-
-    def _rows(self, counts: Sequence[int]) -> int:
-        return max(counts) if self._runner.kind == "cuda" else 0
-
-    def _upload(self, next_T: Ints, positions_T: Ints) -> DraftRows:
-        return DraftRows(*self._to_device(next_T, positions_T))
-
-    def _to_device(self, *arrays: Ints) -> list[Tensor]:
-        return self._uploads.upload(*arrays)
 
 
 def _single(positions_D: Ints, first_D: Ints) -> Sequences:
