@@ -3,7 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moesaic.config.args_engine import ATTENTION_BACKENDS, ATTENTION_KERNELS
+from moesaic.config.args_engine import (
+    ATTENTION_BACKENDS,
+    ATTENTION_KERNELS,
+    QUANTIZATIONS,
+    QUANTIZATIONS_BUILT,
+)
 from moesaic.config.args_parallel import (
     A2A_BACKENDS,
     REFUSED_A2A_BACKENDS,
@@ -12,7 +17,7 @@ from moesaic.config.args_parallel import (
     TRANSFER_BACKENDS,
 )
 from moesaic.config.flags import flag, not_built
-from moesaic.core.speculation import ALGORITHMS, SAME
+from moesaic.core.speculation import ALGORITHMS, SAME, UNQUANTISED
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,15 @@ class SpeculativeArgs:
         aliases=("--speculative-draft-model",),
         metavar="DIR",
         why="drafts come from the target's own layer",
+    )
+    speculative_draft_model_quantization: str | None = flag(
+        None,
+        "Quantization of the draft model's experts; unset: as the checkpoint has them, or the "
+        "target's --quantization; unquant: none.",
+        choices=QUANTIZATIONS,
+        same={"awq_marlin": "awq", "gptq_marlin": "gptq"},
+        built=(UNQUANTISED, *QUANTIZATIONS_BUILT),
+        why="there are no kernels for this format",
     )
     speculative_num_steps: int | None = flag(
         None, "Tokens that a draft model proposes, one after the other.", at_least=1

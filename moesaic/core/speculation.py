@@ -29,6 +29,8 @@ ALGORITHMS: Final = {
 """By the value of --speculative-algorithm."""
 SAME: Final = {"NEXTN": "EAGLE"}
 """Other names of algorithms."""
+UNQUANTISED: Final = "unquant"
+"""The value of --speculative-draft-model-quantization for none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from moesaic.models.tiny import materialise
 
 HOUSE = Path(__file__).parents[2] / "models" / "house-moe"
 RANDOM = "tiny:deepseek_v3,num_nextn_predict_layers=1"
+RANDOM_WIDE = f"{RANDOM},moe_intermediate_size=128,hidden_size=128"
 NEW_TOKENS = 18
 PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -268,6 +269,49 @@ def test_the_memory_plan_counts_the_draft_model() -> None:
     assert 4 * other.cache_bytes_per_token == 5 * one.cache_bytes_per_token
     per_page = draft.cache.num_bytes / draft.cache.keys.shape[1]
     assert per_page == 4 * (other.cache_bytes_per_token - one.cache_bytes_per_token)
+
+
+@pytest.mark.parametrize(
+    ("asked", "runner_of_drafts", "format", "chosen"),
+    [
+        ("unquant", "triton", "fp32", "triton"),
+        (None, None, "nvfp4", "flashinfer_cutlass"),
+        ("fp8", "deep_gemm", "fp8_block", "deep_gemm"),
+    ],
+)
+def test_the_draft_model_has_a_format_and_a_runner_of_its_own(
+    asked: str | None, runner_of_drafts: str | None, format: str, chosen: str
+) -> None:
+    """As the line of SGLang's guide: a target in fp4, drafts in the model's type by triton."""
+    flags = {
+        "quantization": "modelopt_fp4",
+        "moe_runner_backend": "flashinfer_cutlass",
+        "max_total_tokens": 256,
+    }
+    plain = LocalCore(arguments(RANDOM_WIDE, **flags))
+    drafting = LocalCore(
+        arguments(
+            RANDOM_WIDE,
+            2,
+            **flags,
+            speculative_draft_model_quantization=asked,
+            speculative_moe_runner_backend=runner_of_drafts,
+        )
+    )
+    assert drafting.runner.draft is not None
+    (layer,) = drafting.runner.draft.model.experts
+    assert layer.context.weight_format.name == format
+    assert layer.context.resolved.runner == chosen
+    assert drafting.runner.moe.weight_format.name == "nvfp4"
+    served = [serve(core, requests(RANDOM)[:3]) for core in (plain, drafting)]
+    assert [one.output_ids for one in served[0]] == [one.output_ids for one in served[1]]
+
+
+def test_a_format_that_the_runner_does_not_compute_is_refused() -> None:
+    flags = {"quantization": "modelopt_fp4", "moe_runner_backend": "flashinfer_cutedsl"}
+    args = arguments(RANDOM_WIDE, 1, **flags, speculative_draft_model_quantization="unquant")
+    with pytest.raises(ValueError, match=r"draft model's experts have fp32 .*flashinfer_cutedsl"):
+        plan_memory(args)
 
 
 def test_a_checkpoint_without_such_a_layer_is_refused() -> None:

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from moesaic.comm.mesh import Mesh
 from moesaic.config import ServerArgs
+from moesaic.core.speculation import UNQUANTISED
 from moesaic.core.step import Step
+from moesaic.engine.setup.moe_setup import weight_format
 from moesaic.engine.speculate.draft_moe import draft_moe
 from moesaic.engine.speculate.drafters import DraftRows, register_draft_model
 from moesaic.layers.context import AttentionStep
@@ -21,7 +23,7 @@ from moesaic.models.nextn import NextN, OwnWeights, build_nextn, fill_nextn, nex
 from moesaic.models.weights import fill_randomly
 from moesaic.moe.context import DTYPE_NAMES, MoeContext
 from moesaic.moe.layer import FusedMoE
-from moesaic.moe.quant.weights import WEIGHT_FORMATS
+from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
 
 if TYPE_CHECKING:
     from moesaic.engine.setup.memory_plan import ResolvedModel
@@ -71,14 +73,29 @@ def _source(args: ServerArgs, resolved: ResolvedModel, mesh: Mesh) -> NextNSourc
         layers = nextn_layers(resolved.raw)[:1]
     except ValueError as error:
         raise ValueError(f"--speculative-algorithm {args.speculative_algorithm}: {error}") from None
-    own, format = OwnWeights(), resolved.moe.weight_format
+    own, stored = OwnWeights(), resolved.scheme.method
     if any(folder.glob("*.safetensors")):  # a shape has none
         with Checkpoint(folder) as checkpoint:
             own = OwnWeights.of(checkpoint, layers)
-            if resolved.scheme.storage is not None and _has_floats(checkpoint, layers.start):
-                format = WEIGHT_FORMATS[DTYPE_NAMES[resolved.moe.dtype]]
+            if _has_floats(checkpoint, layers.start):
+                stored = "none"
+    format = _format(args, resolved, stored)
     moe = draft_moe(args, resolved.moe, format, resolved.limits, mesh)
     return NextNSource(resolved, folder, own, moe)
+
+
+def _format(args: ServerArgs, resolved: ResolvedModel, stored: str) -> WeightFormat:
+    """Of the layer's experts. `stored`: how the checkpoint quantises them."""
+    asked, target = args.speculative_draft_model_quantization, resolved.moe.weight_format
+    plain = WEIGHT_FORMATS[DTYPE_NAMES[resolved.moe.dtype]]
+    if asked is None:
+        return plain if stored != resolved.scheme.method else target
+    if asked == UNQUANTISED:
+        return plain
+    try:
+        return weight_format(asked, stored, resolved.scheme.expert_format) or plain
+    except ValueError as error:
+        raise ValueError(f"--speculative-draft-model-quantization: {error}") from None
 
 
 def _has_floats(checkpoint: Checkpoint, layer: int) -> bool:
