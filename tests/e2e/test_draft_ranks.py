@@ -68,6 +68,6 @@ def on_one_rank() -> tuple[list[list[int]], int]:
 @pytest.mark.parametrize("line", LINES)
 def test_ranks_with_drafts_give_the_tokens_of_one_rank_without(line: str) -> None:
     expected, most = on_one_rank()
-    found, steps = answers(f"{line} --speculative-algorithm NEXTN")
+    found, steps = answers(f"{line} --speculative-algorithm NEXTN --disable-speculative-adaptive")
     assert found == expected
     assert 0 < steps < most

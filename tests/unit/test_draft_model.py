@@ -66,6 +66,7 @@ def prompts() -> list[list[int]]:
 def arguments(model: str, steps: int = 0, **flags: Any) -> ServerArgs:
     if steps:
         flags |= {"speculative_algorithm": "NEXTN", "speculative_num_steps": steps}
+        flags.setdefault("disable_speculative_adaptive", True)
     made = ServerArgs.from_kwargs(
         model_path=model, device="cpu", dtype="float32", skip_tokenizer_init=True, **flags
     )
@@ -209,29 +210,37 @@ def test_random_layers_are_hardly_ever_right() -> None:
     assert counts[0] > 200 and counts[1] < 0.2 * counts[0]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize(
+    ("where", "asynchronous"), [("draft", True), ("step", False), ("step", True)], ids=str
+)
 def test_a_failing_and_an_aborted_request_leave_the_others_alone(
-    asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+    where: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A request whose drafts fail gets none: its tokens come from steps that look for the cause."""
     expected = without_drafts(str(HOUSE))
     core = make_core(str(HOUSE), 2, asynchronous)
-    found, run = requests(str(HOUSE)), core.runner.draft.run
+    found, broken = requests(str(HOUSE)), (core.runner.draft, "run")
+    if where == "step":
+        broken = (core.runner.steps, "begin")
+    works = getattr(*broken)
 
-    def poisoned(plan: StepPlan, *given: Any) -> None:
+    def poisoned(plan: StepPlan, *given: Any) -> Any:
         for item in plan.items:
             if item.request_no == 3 and item.first > len(found[3].prompt_ids) + 2:
-                raise RuntimeError("a draft breaks")
-        run(plan, *given)
+                raise RuntimeError("it breaks")
+        return works(plan, *given)
 
     def abort(number: int) -> None:
         if number == 9:
             core.abort(5)
 
-    monkeypatch.setattr(core.runner.draft, "run", poisoned)
+    monkeypatch.setattr(*broken, poisoned)
     serve(core, found, abort)
-    assert found[3].failed and "a draft breaks" in found[3].failure
     assert found[5].finish_reason is not None and found[5].finish_reason.type == "abort"
-    others = [n for n in range(8) if n not in (3, 5)]
+    if where == "step":
+        assert found[3].failed and "it breaks" in found[3].failure
+    others = [n for n in range(8) if n != 5 and not found[n].failed]
+    assert len(others) == (6 if where == "step" else 7)
     check_equal([found[n] for n in others], [expected[n] for n in others])
     assert core.planner.metrics.counts.failed_steps > 0
 

@@ -67,6 +67,7 @@ class BatchTimes:
     def ms(self, choices: Sequence[int]) -> NDArray[np.float64]:
         """Of steps with each number of drafts; in between where one was not measured."""
         known = sorted(number for number, time in self.times.items() if time.count > 1)
+        known = known or sorted(self.times)
         return np.interp(choices, known, [self.times[number].ms for number in known])
 
 
