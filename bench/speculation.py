@@ -5,8 +5,8 @@
 
 A model with random weights writes what nobody could draft. Here the next token is a function of the
 newest one: its logit gets a large amount, in all steps alike, so that the script costs the same
-with and without drafts. The function decides the text: `loops` repeats after some tokens, `free`
-never.
+with and without drafts. The function decides the text: `loops` repeats after 64 tokens, `free`
+never. Graphs of steps with prompts are off, as they keep no row's token.
 
 - `simulated`: drafts that follow the script, each with a given probability. They cost nothing to
   make, so that this is what verifying costs and gives.
@@ -45,6 +45,7 @@ from moesaic.config.args import ServerArgs
 from moesaic.config.resolve import resolve
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
+from moesaic.engine.schedule.plan import StepHandle, StepPlan
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.speculate.controller import DraftController
 from moesaic.engine.speculate.drafters import Drafter
@@ -55,7 +56,9 @@ from moesaic.models.blocks import CausalLM
 from moesaic.models.config import RawConfig
 from moesaic.models.tiny import materialise
 
+# Tokens of a loop, and loops.
 LOOP: Final = 64
+LOOPS: Final = 16
 # Added to the logit of the script's next token.
 AMOUNT: Final = 1e4
 NGRAM_DRAFTS: Final = 11
@@ -65,9 +68,9 @@ STEPS: Final = (1, 2, 3, 4)
 RATES: Final = (0.5, 0.7, 0.9)
 QUICK: Final = (
     ("ngram", "loops", 0.0, NGRAM_DRAFTS, (1, 8, 32)),
-    ("simulated", "free", 0.9, 3, (1, 8, 32)),
+    ("simulated", "free", 0.9, 3, (1, 8, 32, 128)),
     ("ngram", "free", 0.0, NGRAM_DRAFTS, (1, 8, 32)),
-    ("simulated", "free", 0.5, 3, (1, 32)),
+    ("simulated", "free", 0.5, 3, (1, 32, 128)),
     ("simulated", "free", 0.9, 1, (1, 32)),
 )
 
@@ -111,10 +114,12 @@ class Script:
 
     def __init__(self, vocab: int) -> None:
         ids, room = torch.arange(vocab), 1 << (vocab.bit_length() - 1)
-        loops = ids // LOOP * LOOP + (ids + 1) % LOOP
+        loops = ids // LOOP % LOOPS * LOOP + (ids + 1) % LOOP
         # All tokens below a power of two in one long loop.
         free = (ids % room * 1_664_525 + 1_013_904_223) % room
-        self._tables = {"loops": loops.clamp(max=vocab - 1), "free": free}
+        self._tables = {"loops": loops % vocab, "free": free}
+        self.rows: Tensor | None = None
+        """Of the step that is launched: those whose logits are needed."""
         self.text, self.next_V = "free", free.clone()
         self._host: list[int] = free.tolist()
 
@@ -134,8 +139,7 @@ class Script:
 
     @contextmanager
     def patched(self, device: torch.device) -> Iterator[None]:
-        """Models that run meanwhile follow the script where all rows have logits; a prompt's first
-        token is the model's own."""
+        """Models that run meanwhile follow the script."""
         self.next_V = self.next_V.to(device)
         forward, logits, latest = CausalLM.forward, CausalLM.logits, list[Tensor]()
 
@@ -145,11 +149,14 @@ class Script:
 
         def scripted(model: CausalLM, x_RH: Tensor, rows: Sequence[int] = ()) -> Tensor:
             logits_RV = logits(model, x_RH, rows)
-            if len(latest[0]) == len(logits_RV):
-                next_R1 = self.next_V[latest[0]][:, None]
-                amount_R1 = torch.full_like(next_R1, AMOUNT, dtype=logits_RV.dtype)
-                logits_RV = logits_RV.scatter(1, next_R1, amount_R1)
-            return logits_RV
+            ids_R = latest[0]
+            if len(ids_R) != len(logits_RV):
+                if self.rows is None:  # a step of the warm-up
+                    return logits_RV
+                ids_R = ids_R[self.rows.to(device)][: len(logits_RV)]
+            next_R1 = self.next_V[ids_R][:, None]
+            amount_R1 = torch.full_like(next_R1, AMOUNT, dtype=logits_RV.dtype)
+            return logits_RV.scatter(1, next_R1, amount_R1)
 
         CausalLM.forward, CausalLM.logits = note, scripted  # type: ignore[method-assign, assignment]
         try:
@@ -182,9 +189,15 @@ class Measured:
 
 
 class Runs:
-    def __init__(self, core: LocalCore, script: Script, context: int, seconds: float) -> None:
-        self.core, self.script, self.context, self.seconds = core, script, context, seconds
-        self._number = 0
+    def __init__(self, core: LocalCore, script: Script, options: argparse.Namespace) -> None:
+        self.core, self.script = core, script
+        self.context, self.seconds, self._settle = options.context, options.seconds, options.settle
+        self._number, self._begin = 0, core.runner.begin
+        core.runner.begin = self._noting_begin  # type: ignore[method-assign]
+
+    def _noting_begin(self, plan: StepPlan, *rest: Any) -> StepHandle:
+        self.script.rows = torch.from_numpy(plan.logit_rows())
+        return self._begin(plan, *rest)
 
     def measure(self, batch: int, drafter: Drafter | None, controller: DraftController) -> Measured:
         """Of steps in which all requests decode, after some that are not counted."""
@@ -193,14 +206,12 @@ class Runs:
         requests = [self._request() for _ in range(batch)]
         while any(not r.num_output for r in requests):
             core.step()
-        # Beside prompts, rows do not follow the script.
-        starts = [r.num_output for r in requests]
         planner.drafter = drafter
-        self._run_for(self.seconds / 4)
+        self._run_for(self._settle)
         before = self._totals(requests)
         self._run_for(self.seconds)
         after = self._totals(requests)
-        self._check(requests, starts)
+        self._check(requests)
         for request in requests:
             core.abort(request.request_no)
         while core.has_work:
@@ -231,17 +242,17 @@ class Runs:
         """Its prompt follows the script, too."""
         self._number += 1
         number, room = self._number, self.core.facts.context_length - self.context
-        first = (number * 7919 * LOOP) % (self.core.facts.vocab_size // 2)
+        first = number * 7919 % (self.core.facts.vocab_size // 2)
         prompt = [first, *self.script.follow(first, self.context - 1)]
         params = SamplingParams(temperature=0.0, ignore_eos=True)
         request = Request(str(number), prompt, params, number, room - 1, number)
         self.core.add(RequestState(request, None, lambda progress: None))
         return request
 
-    def _check(self, requests: Sequence[Request], starts: Sequence[int]) -> None:
-        for request, start in zip(requests, starts, strict=True):
-            first, *rest = request.output_ids[start:]
-            if rest != self.script.follow(first, len(rest)):
+    def _check(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            answer = request.output_ids
+            if answer != self.script.follow(request.prompt_ids[-1], len(answer)):
                 raise SystemExit(f"request {request.rid} does not follow the script")
 
 
@@ -301,6 +312,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--most", type=positive, default=256, help="leave larger batches out")
     made.add_argument("--context", type=positive, default=512, help="tokens of each prompt")
     made.add_argument("--seconds", type=float, default=1.0, help="for each figure")
+    made.add_argument("--settle", type=float, default=1.0, help="seconds before each")
     made.add_argument("--only", nargs="+", action=Distinct, choices=("ngram", "simulated"))
     made.add_argument("--out", type=Path, help="JSON list of rows, to which new ones are added")
     return made
@@ -320,7 +332,8 @@ def read_flags(rest: Sequence[str], options: argparse.Namespace) -> ServerArgs:
     if read.tp_size * read.pp_size * read.dp_size > 1:
         raise ValueError("this measures one rank: leave out --tp-size, --pp-size and --dp-size")
     folder = materialise(read.model_path)
-    return replace(read, model_path=folder, disable_radix_cache=True, skip_tokenizer_init=True)
+    changes: dict[str, Any] = {"disable_radix_cache": True, "skip_tokenizer_init": True}
+    return replace(read, model_path=folder, disable_prefill_cuda_graph=True, **changes)
 
 
 def report(row: Row) -> list[str]:
@@ -360,7 +373,7 @@ def main(words: Sequence[str] | None = None) -> None:
         make: Callable[[ServerArgs], LocalCore] = LocalCore
         script = Script(RawConfig.read(Path(args.model_path)).integer("vocab_size"))
         with script.patched(device):
-            runs = Runs(make(args), script, options.context, options.seconds)
+            runs = Runs(make(args), script, options)
             for case in chosen:
                 rows.append(run_case(runs, case, args))
                 print(*report(rows[-1]), flush=True)
