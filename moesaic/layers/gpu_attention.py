@@ -375,6 +375,16 @@ class DecodeBuffers:
         packed[:, : len(position)] = slots, position, position + 1, first
         self._packed.copy_(pinned(packed, self._packed.device), non_blocking=True)
 
+    def fill_singles(self, positions_B: Tensor, first_B: Tensor) -> None:
+        """A token of each sequence at positions that only the device may know; `first_B`: the first
+        entries of the sequences in the page table."""
+        size = self.cache.page_size
+        slots_B = self.table.pages[first_B + positions_B // size] * size + positions_B % size
+        self._packed.zero_()
+        self._packed[0].fill_(-1)
+        columns = torch.stack((slots_B, positions_B, positions_B + 1, first_B))
+        self._packed[:, : len(positions_B)].copy_(columns)
+
 
 def _single_queries(kv_lens_B: Tensor, first_B: Tensor, pages: Tensor) -> Prefill:
     """One query per row; the host does not need the lengths."""

@@ -6,6 +6,7 @@ C latent size · V value size.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from moesaic.layers.context import AttentionSpec, LatentSpec
@@ -23,6 +24,12 @@ class PaddedAttention(TorchAttention):
     def fill(self, sequences: Sequences) -> None:
         """The sequences' rows follow each other from row 0 on."""
         super().__init__(self.cache, self.table.spans(sequences))
+
+    def fill_singles(self, positions_B: Tensor, first_B: Tensor) -> None:
+        """As DecodeBuffers.fill_singles."""
+        rows_B, ones_B = torch.arange(len(first_B)), torch.ones(len(first_B), dtype=torch.int64)
+        columns = (rows_B, ones_B, positions_B + 1, first_B)
+        self.fill(Sequences(*(column.int().numpy() for column in columns)))
 
     def attend(self, spec: AttentionSpec, q_TND: Tensor, k_TMD: Tensor, v_TMD: Tensor) -> Tensor:
         out_TND, rows = q_TND.new_zeros(q_TND.shape), len(self.slots_T)

@@ -17,7 +17,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -197,7 +196,8 @@ class AsynchronousSteps:
         runner.record_pass(plan, agreement, output.tokens)
         step = self._sample(plan, rows, slots, output)
         if runner.draft and output.rows_TH is not None and agreement.draft_steps:
-            step.draft = partial(runner.draft.run, plan, agreement, output.rows_TH)
+            found_2R = None if step.host_sampled else output.found_2R
+            step.draft = runner.draft.begin(plan, agreement, output.rows_TH, found_2R)
         if needs_host:
             step.masks = runner.matchers.pending()
         step.event.record()
@@ -305,11 +305,10 @@ class AsynchronousSteps:
             output.found_2R = output.found_2R[:, rows_R]
         sequences_R = np.repeat(np.arange(plan.num_sequences), plan.sampled)[:count]
         drawn, on_host = slots.choose(DRAWN, sequences_R), slots.choose((HOST,), sequences_R)
-        found_2R = output.found_2R
         if len(drawn):
-            found_2R = self._draw(plan, rows, drawn, sequences_R[drawn], slots, output)
+            output.found_2R = self._draw(plan, rows, drawn, sequences_R[drawn], slots, output)
         host, event = self._downloads.next_buffer(2 * count)
-        found = host.view(2, count).copy_(found_2R, non_blocking=True)
+        found = host.view(2, count).copy_(output.found_2R, non_blocking=True)
         step = DeviceStep(self, plan, self._number, rows, found, event)
         step.hidden_TH, step.scored, step.routed = output.hidden_TH, output.scored, output.routed
         if len(on_host):

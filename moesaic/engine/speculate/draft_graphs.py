@@ -6,7 +6,7 @@ B rows of a graph · T of them have a token · H hidden.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     from moesaic.engine.runner.model_runner import ModelRunner
 
 IDS, POSITIONS, COUNT, OWN, PACKED = range(5)
+
+
+class Places(NamedTuple):
+    """The new token of each sequence, and the first entry of the sequence in the page table."""
+
+    positions_B: Tensor
+    first_B: Tensor
 
 
 class DraftGraphs(GraphCache):
@@ -73,6 +80,21 @@ class DraftGraphs(GraphCache):
             self._packed[IDS, :count].copy_(ids_T)
         self._hidden_BH[:count].copy_(hidden_TH)
         self._attention[key].fill(sequences)
+        self.run(key)
+        return self._found_BH[:count]
+
+    def forward_singles(
+        self, key: GraphKey, ids_B: Tensor, at: Places, hidden_BH: Tensor
+    ) -> Tensor:
+        """The same for a token of each sequence, of which only the device knows the positions."""
+        count = len(ids_B)
+        self._packed[:COUNT].zero_()
+        self._packed[IDS, :count].copy_(ids_B)
+        self._packed[POSITIONS, :count].copy_(at.positions_B)
+        self._count_1.fill_(count)
+        self._own_1.fill_(self._runner.parallel.own_tokens(count, key.rows))
+        self._hidden_BH[:count].copy_(hidden_BH)
+        self._attention[key].fill_singles(*at)
         self.run(key)
         return self._found_BH[:count]
 

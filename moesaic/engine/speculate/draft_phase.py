@@ -12,9 +12,10 @@ T tokens of the step · D sequences that get drafts · H hidden · V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -28,13 +29,17 @@ from moesaic.engine.runner.pinned import PinnedRing
 from moesaic.engine.runner.row_results import LOGIT_ROWS
 from moesaic.engine.schedule.plan import Ints, ItemResult, StepAgreement, StepPlan
 from moesaic.engine.setup.graph_sizes import GraphSizes
-from moesaic.engine.speculate.draft_graphs import DraftGraphs
+from moesaic.engine.speculate.draft_graphs import DraftGraphs, Places
 from moesaic.engine.speculate.drafters import DraftModel, DraftRows
 from moesaic.kernels.sampling import greedy_rows
 from moesaic.layers.paged_cache import PagedCache, PageTable, Sequences
 
 if TYPE_CHECKING:
     from moesaic.engine.runner.model_runner import ModelRunner
+
+
+AddDrafts = Callable[[Sequence[ItemResult]], None]
+NO_TOKEN: Final = -1
 
 
 class Continuation(NamedTuple):
@@ -61,6 +66,51 @@ class Continuation(NamedTuple):
                     last.append(first + len(tokens) - 1)
             start = stop
         return cls(next_T, np.array(last, np.int64))
+
+
+class SampledRows(NamedTuple):
+    """Where a step samples, and what it continues if it gets drafts: the host knows this before the
+    step has run. R sampled rows · K drafts of the request with the most."""
+
+    next_T: Ints
+    """As in Continuation, where no row samples."""
+    rows_R: Ints
+    """The row of each sampled token."""
+    places_DK: Ints
+    """Which of the sampled tokens each draft has to equal."""
+    drafts_DK: Ints
+    """The drafts; -1 where there is none."""
+    last_D: Ints
+    """The first sampled row of each sequence, and its position."""
+    position_D: Ints
+    until_D: Ints
+    first_D: Ints
+
+    @classmethod
+    def of(cls, plan: StepPlan, max_pages: int) -> SampledRows:
+        empty = [ItemResult() for _ in plan.items]
+        next_T = Continuation.of(plan, empty).next_T
+        rows_R = plan.logit_rows()[: plan.num_sampled]
+        drafting = [n for n, item in enumerate(plan.items) if item.draft_until]
+        items = [plan.items[n] for n in drafting]
+        starts_D = (np.cumsum(plan.sampled) - plan.sampled)[drafting]
+        most = max((item.num_drafts for item in items), default=0)
+        drafts_DK = np.full((len(items), most), NO_TOKEN)
+        for row, item in zip(drafts_DK, items, strict=True):
+            row[: item.num_drafts] = item.drafts
+        places_DK = np.where(drafts_DK < 0, 0, starts_D[:, None] + np.arange(most))
+        position_D = plan.positions()[rows_R[starts_D]]
+        until_D = np.array([item.draft_until for item in items], np.int64)
+        first_D = plan.rows[drafting] * max_pages
+        parts = (rows_R[starts_D], position_D, until_D, first_D)
+        return cls(next_T, rows_R, places_DK, drafts_DK, *parts)
+
+    @property
+    def most_drafts(self) -> int:
+        return self.drafts_DK.shape[1]
+
+    def columns(self) -> list[Ints]:
+        return [part.ravel() for part in self]
 
 
 class Pass(NamedTuple):
@@ -121,6 +171,47 @@ class DraftPhase:
     def clear(self, pages: Sequence[int]) -> None:
         self._attention.clear(pages)
 
+    def begin(
+        self,
+        plan: StepPlan,
+        agreement: StepAgreement,
+        hidden_TH: Tensor,
+        found_2R: Tensor | None,
+    ) -> AddDrafts:
+        """Launches the passes behind a step that was just launched, and returns what adds the
+        drafts to its results; then the device is done. `found_2R`: what it samples; None if the
+        host samples some: the passes wait for it."""
+        if found_2R is None or self._runner.ranks.attention.size > 1:
+            return partial(self.run, plan, agreement, hidden_TH)
+        rows = SampledRows.of(plan, self._table.max_pages)
+        next_T, rows_R, *columns = self._uploads.upload(*rows.columns())
+        next_T.index_copy_(0, rows_R, found_2R[0])
+        ahead = Pass(agreement.counts, agreement.prefill, plan.verifies)
+        given = plan.positions(), sequences_of(plan, self._table)
+        hidden_TH = self._forward(ahead, next_T, *given, hidden_TH)
+        if not any(agreement.drafting):
+            return lambda results: None
+        places, drafts, last_D, position_D, until_D, first_D = columns
+        shape = (len(last_D), rows.most_drafts)
+        right_DK = found_2R[0][places].view(shape) == drafts.view(shape)
+        accepted_D = right_DK.long().cumprod(1).sum(1)
+        hidden_DH = hidden_TH[last_D + accepted_D]
+        ids_D = self._most_likely(hidden_DH, agreement.drafting)
+        found = [ids_D]
+        for number in range(1, agreement.draft_steps):
+            at_D = torch.minimum(position_D + accepted_D + number, until_D)
+            at = Places(at_D, first_D)
+            hidden_DH = self._forward_singles(agreement.drafting, ids_D, at, hidden_DH)
+            ids_D = self._most_likely(hidden_DH, agreement.drafting)
+            found.append(ids_D)
+        return self._download(plan, torch.stack(found))
+
+    def _download(self, plan: StepPlan, drafts: Tensor) -> AddDrafts:
+        host, event = self._downloads.next_buffer(drafts.numel())
+        host.copy_(drafts.view(-1), non_blocking=True)
+        event.record()
+        return lambda results: _add(plan, results, host.view(drafts.shape))
+
     def run(
         self,
         plan: StepPlan,
@@ -135,9 +226,7 @@ class DraftPhase:
         hidden_TH = self._forward(ahead, *given, hidden_TH)
         drafts = self._chain(plan, agreement, facts, hidden_TH)
         if results and drafts is not None:
-            drafting = (n for n, item in enumerate(plan.items) if item.draft_until)
-            for number, tokens in zip(drafting, drafts.T.tolist(), strict=True):
-                results[number].drafts = tokens
+            _add(plan, results, drafts)
 
     def _settle(self, plan: StepPlan, results: Sequence[ItemResult]) -> Continuation:
         """The first rank of an attention group has sampled; the others get what it knows."""
@@ -207,6 +296,23 @@ class DraftPhase:
         rows = DraftRows(ids_T if isinstance(ids_T, Tensor) else uploaded[0], given_T)
         return self.model.forward(rows, hidden_TH, self._attention.attend(sequences), step)
 
+    def _forward_singles(
+        self, counts: tuple[int, ...], ids_D: Tensor, at: Places, hidden_DH: Tensor
+    ) -> Tensor:
+        """A token of each sequence, of which only the device knows the positions."""
+        most, runner = max(counts), self._runner
+        key = None if self.graphs is None else self.graphs.bucket(most)
+        if self.graphs is not None and key is not None:
+            return self.graphs.forward_singles(key, ids_D, at, hidden_DH)
+        groups = counts if runner.ranks.mesh.dp > 1 else ()
+        step = Step(False, counts=groups, rows=most if runner.kind == "cuda" else 0)
+        if self._idle is not None and not len(ids_D):
+            return self._run_idle(step)
+        buffers = self._attention.static(GraphKey(max(1, len(ids_D))))
+        buffers.fill_singles(*at)
+        rows = DraftRows(ids_D, at.positions_B)
+        return self.model.forward(rows, hidden_DH, buffers.attention, step)
+
     def _run_idle(self, step: Step) -> Tensor:
         """As IdleBatch: kernels need a row, which is padding."""
         runner = self._runner
@@ -244,3 +350,10 @@ def _single(positions_D: Ints, first_D: Ints) -> Sequences:
     count = len(positions_D)
     starts, ones = np.arange(count, dtype=np.int32), np.ones(count, np.int32)
     return Sequences(starts, ones, (positions_D + 1).astype(np.int32), first_D.astype(np.int32))
+
+
+def _add(plan: StepPlan, results: Sequence[ItemResult], drafts: Tensor) -> None:
+    """`drafts`: [steps, D] on the host."""
+    drafting = (n for n, item in enumerate(plan.items) if item.draft_until)
+    for number, tokens in zip(drafting, drafts.T.tolist(), strict=True):
+        results[number].drafts = tokens
