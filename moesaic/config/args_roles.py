@@ -119,7 +119,7 @@ class SpeculativeArgs:
     speculative_ngram_capacity: int = flag(
         10_000_000,
         "NGRAM: tokens of ended requests that drafts are looked for in, by serving group; each "
-        "takes up to 145 bytes.",
+        "takes up to 110 bytes.",
         at_least=0,
     )
     speculative_ngram_match_type: str = flag(

@@ -98,6 +98,13 @@ class ModelRunner:
         self.balance_recorder = ExpertRecorder.for_report(args, self)
         asynchronous = self.kind == "cuda" if asynchronous is None else asynchronous
         sizes = GraphSizes.of(args, self.limits) if asynchronous else GraphSizes()
+        if self.limits.drafts:
+            logger.info(
+                "speculative decoding: steps verify up to %d drafts beside %d requests; buffers "
+                "of low-latency dispatch, logits and graphs follow from that",
+                self.limits.drafts,
+                self.limits.running,
+            )
         steps = self._warm_steps(sizes)
         if self.device.type == "cuda":
             self._warm_up_device(args, steps)

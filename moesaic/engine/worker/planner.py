@@ -16,18 +16,15 @@ from moesaic.config.speculation import speculation_of
 from moesaic.core.redact import shown_id
 from moesaic.core.request import ABORTED, FinishReason, Request, failure
 from moesaic.engine.runner.model_runner import ModelRunner
-from moesaic.engine.sampling.sampler import SampleRow
 from moesaic.engine.sampling.token_history import TokenHistory
 from moesaic.engine.schedule.inflight import InflightStep, PlannedDecodes, PlannedItem
 from moesaic.engine.schedule.kv_manager import KVManager
 from moesaic.engine.schedule.plan import (
-    FUTURE_TOKEN,
     NO_DECODES,
     NOT_FINITE,
     DecodeRows,
     ItemResult,
     PlanItem,
-    PromptScore,
     StepPlan,
     StepResult,
 )
@@ -38,6 +35,7 @@ from moesaic.engine.schedule.scheduler import NOTHING, Schedule, Scheduler, Sche
 from moesaic.engine.schedule.scheduler_metrics import SchedulerMetrics
 from moesaic.engine.speculate.controller import DraftController
 from moesaic.engine.speculate.drafters import Drafter, make_drafter
+from moesaic.engine.worker.plan_items import history_of, plan_item
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +175,7 @@ class Planner:
         self.scheduler.add(state.request)
         self.states[number] = state
         if state.request.params.has_history:
-            self._histories[number] = _history(state.request)
+            self._histories[number] = history_of(state.request)
         if state.request.routed_start is not None:
             self._routed.add(number)
 
@@ -295,7 +293,7 @@ class Planner:
         if schedule.is_empty:
             return NO_WORK
         history, work = self._histories.get, schedule.items
-        items = [_plan_item(planned, history(planned.request.request_no)) for planned in work]
+        items = [plan_item(planned, history(planned.request.request_no)) for planned in work]
         if self.draft_steps and self._drafting:
             for planned, item in zip(work, items, strict=True):
                 self._plan_drafts(planned, item)
@@ -467,63 +465,4 @@ def _delayer(args: ServerArgs) -> PrefillDelayer | None:
         args.prefill_delayer_max_delay_passes,
         args.prefill_delayer_max_delay_ms,
         args.prefill_delayer_token_usage_low_watermark,
-    )
-
-
-def _history(request: Request) -> TokenHistory:
-    return TokenHistory(request.params, request.eos_ids, request.token_ids, request.prompt_len)
-
-
-def _plan_item(planned: PlannedItem, history: TokenHistory | None) -> PlanItem:
-    request, first, drafts = planned.request, planned.first, planned.drafts
-    stop = planned.confirmed if drafts else planned.stop
-    tokens, sent = request.token_ids, request.pages_sent
-    position = len(tokens) + request.pending
-    ids = tokens[first:stop] if first < len(tokens) else [FUTURE_TOKEN]
-    sample, score, num_routed = None, None, 0
-    if stop == position and position < len(request.prompt_ids) + request.max_new_tokens:
-        sample = _sample_row(request, position, history)
-    if request.return_logprob:
-        score = _score(request, stop)
-    if drafts:
-        ids = [*ids, *drafts]
-    if request.routed_start is not None:
-        num_routed = max(0, planned.stop - max(first, request.routed_start))
-    return PlanItem(
-        request.request_no,
-        ids,
-        first,
-        request.row,
-        request.pages[sent:] if sent < len(request.pages) else (),
-        sent,
-        score,
-        sample,
-        len(drafts),
-        num_routed,
-    )
-
-
-def _score(request: Request, stop: int) -> PromptScore | None:
-    """The prompt tokens whose logprobs this chunk's rows give."""
-    begin = request.logprob_start + request.num_scored
-    end = min(stop, request.prompt_len - 1)
-    if begin >= end:
-        return None
-    assert begin >= request.num_computed, "a prefix was reused whose logprobs are requested"
-    row = begin - request.num_computed
-    targets = request.prompt_ids[begin + 1 : end + 1]
-    return PromptScore(row, targets, request.top_logprobs_num, request.token_ids_logprob)
-
-
-def _sample_row(request: Request, position: int, history: TokenHistory | None) -> SampleRow:
-    return SampleRow(
-        request.params,
-        request.seed,
-        position,
-        request.prompt_ids if request.params.repetition_penalty != 1.0 else (),
-        history.outputs() if history is not None else (),
-        request.eos_ids,
-        request.return_logprob,
-        request.top_logprobs_num,
-        request.token_ids_logprob,
     )
