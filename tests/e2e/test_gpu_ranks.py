@@ -103,6 +103,8 @@ CUT_DENSE = {
     "pairs": ("qwen2_moe", pairs_of_ranks("deepep")),
     "pairs, none": ("deepseek_v3", pairs_of_ranks("none")),
     "stages": ("deepseek_v3", groups(2, "deepep") | {"pp_size": 2}),
+    "waterfill": ("qwen2_moe", groups(3, "deepep") | {"enable_waterfill": True} | MOVES),
+    "waterfill, latents": ("deepseek_v3", groups(2, "flashinfer") | {"enable_waterfill": True}),
 }
 
 
@@ -308,6 +310,8 @@ def test_ranks_on_one_gpu_give_the_tokens_of_one(family: str, ranks: int, backen
         ("qwen2_moe", cut_dense(groups(2, "deepep"))),
         ("qwen2_moe", cut_dense(groups(3, "flashinfer")) | LAUNCHES),
         ("qwen2_moe", cut_dense(pairs_of_ranks("deepep"))),
+        ("qwen2_moe", groups(4, "deepep") | {"enable_waterfill": True}),
+        ("deepseek_v3", groups(2, "flashinfer") | {"enable_waterfill": True}),
     ),
 )
 def test_a_model_cut_over_ranks_on_one_gpu(family: str, flags: dict[str, Any]) -> None:
