@@ -260,7 +260,8 @@ def _nodes(args: ServerArgs) -> Iterator[str]:
         )
     elif world % args.nnodes:
         yield (
-            f"--tp-size {args.tp_size} × --pp-size {args.pp_size} = {world} ranks cannot be "
+            f"--tp-size {args.tp_size} × --pp-size {args.pp_size} = {world} "
+            f"rank{'s' * (world > 1)} cannot be "
             f"divided evenly by --nnodes {args.nnodes}: choose sizes whose product is a multiple "
             f"of it, or --nnodes {largest_divisor(world, args.nnodes)}"
         )

@@ -91,7 +91,10 @@ SLOW = {
     "pairs, launches": pairs_of_ranks("flashinfer") | WHOLE | LAUNCHES,
     "stages": {"tp_size": 1, "pp_size": 2},
     "stages, launches": {"tp_size": 1, "pp_size": 2} | LAUNCHES,
-    "stages of groups": groups(2, "deepep") | WHOLE | {"pp_size": 2},
+    **{
+        f"stages of groups, {name}": groups(2, name) | WHOLE | {"pp_size": 2}
+        for name in ("deepep", *BACKENDS)
+    },
     "stages of tensors": {**TENSORS, "pp_size": 2},
 }
 # Models with dense layers; only those without latents have graphs of steps with prompts.
@@ -325,6 +328,7 @@ def test_a_model_cut_over_ranks_on_one_gpu(family: str, flags: dict[str, Any]) -
         ("qwen3_moe", {**TENSORS, "pp_size": 2} | LAUNCHES),
         ("qwen3_moe", groups(2, "deepep") | {"pp_size": 2}),
         ("deepseek_v3", groups(2, "none") | {"pp_size": 2}),
+        *(("qwen3_moe", groups(2, name) | {"pp_size": 2}) for name in BACKENDS if name != "none"),
     ),
 )
 def test_pipeline_stages_on_one_gpu(family: str, flags: dict[str, Any]) -> None:
