@@ -110,6 +110,33 @@ def step_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {"case": name, "placement": plan, **peaks, "lp_cpu_ms": split_ms}
 
 
+def shared_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A shared expert beside the routed ones: where ranks compute it for their own tokens, and
+    where `--enable-waterfill` sends its pairs to the ranks with the fewest."""
+    for name, model, most, ranks in STEP_MODELS:
+        model = RoutingModel(**{**vars(model), "layers": args.layers})
+        (load,) = model.phases(1)
+        seen, judged = model.steps(load, 32, 1), model.steps(load, args.steps, 2)
+        tokens_SL1 = judged.sum(2, keepdims=True) / model.top_k
+        for redundant in (0, most):
+            problem = BalanceProblem(seen.mean(0, keepdims=True), model.experts + redundant, ranks)
+            slots_LP = make_plan("incremental", problem).slots_LP
+            own_SL1, wide = tokens_SL1 / ranks, np.concatenate((judged, tokens_SL1), 2)
+            wide_LP = np.array(
+                [
+                    placement_of(row, model.experts).with_everywhere(1, ranks).slots
+                    for row in slots_LP
+                ]
+            )
+            loads = {
+                "own_dynamic": rank_loads(judged, slots_LP, ranks) + own_SL1,
+                "own_lp": by_layer(lp_loads, judged, slots_LP, ranks) + own_SL1,
+                "waterfill": by_layer(lp_loads, wide, wide_LP, ranks),
+            }
+            peaks = {key: float(max_over_mean(found).mean()) for key, found in loads.items()}
+            yield {"case": name, "redundant": redundant, **peaks}
+
+
 def by_turns(row: torch.Tensor, count: int, rank: int) -> torch.Tensor:
     return row % count
 
@@ -177,6 +204,7 @@ def figures(args: argparse.Namespace) -> dict[str, Any]:
         "layers": args.layers,
         "steps": args.steps,
         "single_steps": list(step_rows(args)),
+        "shared_experts": list(shared_rows(args)),
         "rows": list(row_splits(args.draws)),
     }
 

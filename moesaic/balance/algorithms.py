@@ -26,8 +26,6 @@ class Algorithm:
     summary: str
     plan: Callable[[BalanceProblem], Ints]
     takes_dead_ranks: bool = False
-    keeps_current: bool = False
-    """Whether it starts from the current placement."""
     takes_steps: bool = False
     """Whether it looks at every step, and not at windows of many."""
 
@@ -66,7 +64,6 @@ for _algorithm in (
         "few moves from the current placement, while they pay",
         incremental,
         takes_dead_ranks=True,
-        keeps_current=True,
     ),
     Algorithm("deepseek", "DeepSeek's greedy over all ranks", deepseek.deepseek),
     Algorithm(
@@ -74,7 +71,12 @@ for _algorithm in (
         "DeepSeek's greedy: groups of experts to nodes first",
         deepseek.deepseek_hierarchical,
     ),
-    Algorithm("deepseek_vec", "replicas chosen by the worst of every step", deepseek.deepseek_vec),
+    Algorithm(
+        "deepseek_vec",
+        "replicas chosen by the worst of every step",
+        deepseek.deepseek_vec,
+        takes_steps=True,
+    ),
     Algorithm(
         "deepseek_vec_hierarchical",
         "the same, groups of experts to nodes first",

@@ -52,6 +52,8 @@ READERS: Final[dict[str, Callable[[Path], Any]]] = {
 
 def read_file(path: Path) -> Mapping[str, Any]:
     """The values of a file by name; ValueError with what to do about one that cannot be read."""
+    if not path.exists():
+        raise ValueError(f"there is no file {path}")
     if path.suffix not in READERS:
         raise ValueError(f"{path}: give a file that ends in {', '.join(READERS)}")
     try:

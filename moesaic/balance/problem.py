@@ -132,7 +132,7 @@ def check_placement(slots_LP: Ints, layers: int, experts: int, slots: int) -> No
     if slots_LP.shape != (layers, slots):
         raise ValueError(
             f"a placement of {' × '.join(map(str, slots_LP.shape))} (layers × slots) does not fit "
-            f"{layers} layers of {slots} slots"
+            f"{layers} × {slots}"
         )
     if slots_LP.min() < 0 or slots_LP.max() >= experts:
         wrong = slots_LP[(slots_LP < 0) | (slots_LP >= experts)][0]

@@ -44,6 +44,7 @@ layers; split: the same if every step split tokens between replicas to spare the
 Fetched slots hold an expert that was not on their rank in the current placement. Times
 of a step and of the move are predictions for the experts alone, by the figures under "Hardware"."""
 USAGE = "moesaic balance [LOADS] [flags]"
+PICTURES = (".png", ".svg", ".pdf")
 ALGORITHMS = ("auto", "deepseek", "deepseek_vec")
 
 
@@ -74,6 +75,8 @@ def _check_targets(args: BalanceCommandArgs) -> None:
 
     if args.out is not None and Path(args.out).suffix != ".json":
         raise ValueError(f"--out {args.out}: give a file that ends in .json")
+    if args.plot is not None and Path(args.plot).suffix not in PICTURES:
+        raise ValueError(f"--plot {args.plot}: give a file that ends in {', '.join(PICTURES)}")
     for name, path in (("--out", args.out), ("--plot", args.plot), ("--json", args.json)):
         if path is not None:
             check_target(name, path)
@@ -106,7 +109,6 @@ def _recorded(loads: str | None, args: BalanceCommandArgs) -> tuple[Floats | Non
 
 def _comparison(steps: Floats | None, used: Bools | None, args: BalanceCommandArgs) -> Comparison:
     from moesaic.balance.compare import Comparison, StepModel
-    from moesaic.balance.files import read_placement
     from moesaic.balance.routing import RoutingModel
 
     before = current = None
@@ -121,9 +123,7 @@ def _comparison(steps: Floats | None, used: Bools | None, args: BalanceCommandAr
         half = len(steps) // 2
         plan, judge = (steps[:half], steps[half:]) if half else (steps, steps)
     if args.current is not None:
-        before, current = None, read_placement(Path(args.current))
-        if used is not None and len(current) == len(used):
-            current = current[used]
+        before, current = None, _current(args, plan, used)
     size = 3 * args.hidden_size * args.intermediate_size
     step = StepModel(
         size * args.weight_bytes, 2 * size, args.tflops * 1e12, args.memory_gb_s * 1e9,
@@ -133,6 +133,24 @@ def _comparison(steps: Floats | None, used: Bools | None, args: BalanceCommandAr
         plan, judge, args.ep_size, args.num_groups, args.nnodes, before, current, args.windows,
         args.objective, args.target, args.max_fetches, step,
     )  # fmt: skip
+
+
+def _current(args: BalanceCommandArgs, loads_SLE: Floats, used: Bools | None) -> Ints:
+    """The placement of --current, without layers that have no experts."""
+    from moesaic.balance.files import read_placement
+    from moesaic.balance.problem import check_placement
+
+    assert args.current is not None
+    current_LP = read_placement(Path(args.current))
+    if used is not None and len(current_LP) == len(used):
+        current_LP = current_LP[used]
+    _, layers, experts = loads_SLE.shape
+    try:
+        for redundant in args.redundant or (0,):
+            check_placement(current_LP, layers, experts, experts + redundant)
+    except ValueError as error:
+        raise ValueError(f"--current {args.current}: {error}") from None
+    return current_LP
 
 
 def _compare(comparison: Comparison, args: BalanceCommandArgs) -> list[Row]:

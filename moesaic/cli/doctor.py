@@ -16,7 +16,7 @@ from moesaic.config.devices import gpus_of
 from moesaic.config.flags import specs
 from moesaic.config.gpus import crowding_warning, is_shared
 from moesaic.config.parser import FlagParser
-from moesaic.config.resolve import FlagChange, flag_changes, problems, resolve
+from moesaic.config.resolve import FlagChange, flag_changes, master_address, problems, resolve
 
 if TYPE_CHECKING:
     from moesaic.engine.setup.memory_plan import MemoryPlan, RankShare
@@ -29,6 +29,7 @@ buffers. Accepts all flags of the server; loads and starts nothing.
 With --cluster: whether the nodes of a service can work together.
 The exit status is 1 if the command line cannot work."""
 MESH = "world nnodes replicas pp tp dp attention_tp ep moe_tp dense_tp vocab_tp"
+UNKNOWN_ADDRESS = "unknown:1"
 RANKS = "replica stage tp_rank dp_rank attention_rank ep_rank moe_tp_rank"
 
 
@@ -97,6 +98,8 @@ def examine(args: ServerArgs) -> dict[str, Any]:
 
 
 def _check(args: ServerArgs) -> Findings:
+    if args.nnodes > 1 and not (args.dist_init_addr or master_address()):
+        args = replace(args, dist_init_addr=UNKNOWN_ADDRESS)  # a plan needs none
     named = args if args.model_path else replace(args, model_path="MODEL")
     if wrong := list(problems(named)):
         return Findings([], wrong)
@@ -137,6 +140,8 @@ def _notes(found: Findings, gpus: Sequence[dict[str, Any]]) -> Iterator[str]:
     """What works, but may surprise."""
     if crowd := crowding_warning(found.devices):
         yield crowd
+    if found.resolved is not None and found.resolved.dist_init_addr == UNKNOWN_ADDRESS:
+        yield "a server of several nodes needs --dist-init-addr, unless a launcher tells it"
     if found.resolved is not None and found.resolved.deepep_config is not None:
         known = [gpus[device]["processors"] for device in found.devices if device < len(gpus)]
         yield from read_deepep_config(found.resolved.deepep_config).notes(min(known, default=0))

@@ -22,11 +22,13 @@ from moesaic.comm.launch.cluster_check import (
     check_cluster,
     model_digest,
 )
+from moesaic.comm.launch.cluster_nccl import SMALL_BYTES, NcclFacts, NcclPair
 from moesaic.comm.launch.node_place import NodePlace, find_place
 from moesaic.comm.network.node_secret import NO_SECRET, own_secret
 from moesaic.comm.supervise.address import check_init_address
 from moesaic.comm.supervise.config_check import shared_flags
 from moesaic.config.args import ServerArgs
+from moesaic.config.devices import cuda_missing, device_of
 from moesaic.config.resolve import master_address
 
 logger = logging.getLogger(__name__)
@@ -41,8 +43,12 @@ def run(args: ServerArgs, as_json: bool) -> int:
     versions = {"python": platform.python_version(), "moesaic": __version__}
     versions |= {name: found or "none" for name, found in package_versions()}
     seconds = args.dist_timeout or MEET_SECONDS
-    flags = shared_flags(asdict(replace(args, nnodes=place.nnodes)))
-    installed = Installed(versions, model_digest(args.model_path), flags)
+    args = replace(args, nnodes=place.nnodes)
+    device = device_of(args)
+    if device == "cuda" and (missing := cuda_missing()):
+        raise ValueError(f"--device cuda cannot work here: {missing}; give --device cpu")
+    flags = shared_flags(asdict(replace(args, device=device)))
+    installed = Installed(versions, model_digest(args.model_path), flags, args.base_gpu_id)
     report = check_cluster(place, secret or NO_SECRET, installed, seconds)
     if as_json:
         print(json.dumps(msgspec.to_builtins(report), indent=2))
@@ -76,11 +82,15 @@ def _place(args: ServerArgs) -> NodePlace:
 
 def _lines(report: ClusterReport) -> Iterator[str]:
     yield "Nodes"
-    head: Sequence[str] = ("node", "host", "address", "interface", "its Gbit/s", "RDMA", "torch")
+    head: Sequence[str] = (
+        *("node", "host", "address", "interface", "its Gbit/s", "RDMA", "torch", "device"),
+    )
     yield from table(head, (_node(n, node) for n, node in enumerate(report.nodes)))
     yield from ("", "Pairs, the first sends")
     head = ("pair", "there and back us", "Gbit/s", "clock ahead ms")
     yield from table(head, (_pair(name, pair) for name, pair in report.pairs.items()))
+    if report.nccl is not None:
+        yield from _nccl_lines(report.nccl)
     if report.notes:
         yield from ("", "Worth knowing", *(f"  - {note}" for note in report.notes))
     yield ""
@@ -94,10 +104,24 @@ def _node(number: int, node: NodeFacts) -> tuple[str, ...]:
     speed = f"{node.link_mbit / 1000:g}" if node.link_mbit else "?"
     rdma = " ".join(node.rdma) or "none"
     torch = node.versions.get("torch", "none")
-    return str(number), node.host, node.address, node.interface or "?", speed, rdma, torch
+    interface = node.interface or "?"
+    return str(number), node.host, node.address, interface, speed, rdma, torch, node.device
 
 
 def _pair(name: str, pair: PairFacts) -> tuple[str, ...]:
     if pair.error:
         return name, "-", "-", "-"
     return name, f"{pair.latency_us:.0f}", f"{pair.gbit_s:.1f}", f"{1000 * pair.clock_s:.1f}"
+
+
+def _nccl_lines(nccl: NcclFacts) -> Iterator[str]:
+    yield from ("", "NCCL, both ways at once")
+    head = ("pair", f"all-gather of {SMALL_BYTES >> 10} KiB us", "Gbit/s", "by")
+    yield from table(head, (_nccl_pair(name, pair, nccl) for name, pair in nccl.pairs.items()))
+
+
+def _nccl_pair(name: str, pair: NcclPair, nccl: NcclFacts) -> tuple[str, ...]:
+    used = {nccl.nodes[int(node)].network or "?": None for node in name.split("-")}
+    if pair.error:
+        return name, "-", "-", "; ".join(used)
+    return name, f"{pair.latency_us:.0f}", f"{pair.gbit_s:.1f}", "; ".join(used)

@@ -198,18 +198,18 @@ class MoeArgs:
     )
     disable_shared_experts_fusion: bool = flag(
         False,
-        "Accepted for compatibility; shared experts are always computed separately from the "
-        "routed ones.",
+        "Accepted for compatibility; without --enable-waterfill shared experts are computed "
+        "separately from the routed ones.",
     )
     enforce_shared_experts_fusion: bool = not_built(
         False,
         "Compute shared experts as routed ones.",
-        why="shared experts are computed separately from the routed ones",
+        why="only --enable-waterfill computes them together",
     )
-    enable_waterfill: bool = not_built(
+    enable_waterfill: bool = flag(
         False,
-        "Send the shared expert's rows to the least loaded ranks.",
-        why="the shared expert's rows stay on their rank",
+        "Send the shared expert's rows of steps with prompts to the least loaded ranks, as "
+        "--ep-dispatch-algorithm lp does for replicas.",
     )
 
 

@@ -140,3 +140,10 @@ def _nvml_gpus() -> int:
     failed = nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0
     nvml.nvmlShutdown()
     return 0 if failed else count.value
+
+
+def expert_ranks(args: ServerArgs) -> int:
+    """Ranks that share the experts: an all-to-all backend without --ep-size means all."""
+    if args.ep_size == 1 and args.moe_a2a_backend != "none":
+        return args.tp_size
+    return args.ep_size

@@ -15,7 +15,7 @@ import json
 import os
 import re
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
@@ -441,3 +441,10 @@ def remedy(spec: FlagSpec) -> str:
     if spec.default is None or spec.default is False:
         return f"{why}leave it out"
     return f"{why}only the default, {spec.default}, is built"
+
+
+def given(args: Any, *fields: str) -> Iterator[str]:
+    """Those of the fields that are set, as typed on a command line."""
+    for field in fields:
+        if (value := getattr(args, field)) is not None:
+            yield show(specs(type(args))[field], value)

@@ -12,16 +12,18 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from moesaic.config.args import ServerArgs
+from moesaic.config.balance_rules import balance_contradictions
 from moesaic.config.deepep import read_deepep_config
 from moesaic.config.devices import (
     DEVICE_VARIABLE,
     cuda_missing,
     device_of,
     device_reason,
+    expert_ranks,
     gpus_of,
     unsupported_on_cuda,
 )
-from moesaic.config.flags import check, convert, nearest, refuse_unbuilt, show, specs
+from moesaic.config.flags import check, convert, given, nearest, refuse_unbuilt, show, specs
 from moesaic.config.gpus import crowding_warning
 from moesaic.config.idle_balancing import idle_balancing
 from moesaic.config.speculation import speculation_defaults, speculation_problems
@@ -183,8 +185,7 @@ def contradictions(args: ServerArgs) -> Iterator[str]:
     yield from _nodes(args)
     yield from _dp_attention(args)
     yield from _moe(args)
-    yield from _balance(args)
-    yield from _replicas(args)
+    yield from balance_contradictions(args)
     yield from _elastic(args)
     yield from _graphs(args)
     yield from _roles(args)
@@ -193,13 +194,6 @@ def contradictions(args: ServerArgs) -> Iterator[str]:
         yield "--enable-mixed-chunk and --disable-mixed-chunk contradict each other: give one"
     if args.gc_threshold is not None and len(args.gc_threshold) not in (1, 2, 3):
         yield f"--gc-threshold has {len(args.gc_threshold)} numbers: give one, two or three"
-
-
-def _given(args: ServerArgs, *fields: str) -> Iterator[str]:
-    """Those of the fields that are set, as typed on a command line."""
-    for field in fields:
-        if (value := getattr(args, field)) is not None:
-            yield show(specs(ServerArgs)[field], value)
 
 
 def _model(args: ServerArgs) -> Iterator[str]:
@@ -219,8 +213,8 @@ def _model(args: ServerArgs) -> Iterator[str]:
             "none: give --tokenizer-path DIR"
         )
     elif args.skip_tokenizer_init:
-        for given in _given(args, "tokenizer_path", "chat_template"):
-            yield f"{given} needs a tokenizer: leave out --skip-tokenizer-init"
+        for typed in given(args, "tokenizer_path", "chat_template"):
+            yield f"{typed} needs a tokenizer: leave out --skip-tokenizer-init"
     if args.model_path.startswith(SHAPE_PREFIX) and args.load_format != "dummy":
         yield f"--model-path {args.model_path} has no weights: give --load-format dummy"
 
@@ -269,7 +263,8 @@ def _nodes(args: ServerArgs) -> Iterator[str]:
         )
     elif world % args.nnodes:
         yield (
-            f"--tp-size {args.tp_size} × --pp-size {args.pp_size} = {world} ranks cannot be "
+            f"--tp-size {args.tp_size} × --pp-size {args.pp_size} = {world} "
+            f"rank{'s' * (world > 1)} cannot be "
             f"divided evenly by --nnodes {args.nnodes}: choose sizes whose product is a multiple "
             f"of it, or --nnodes {largest_divisor(world, args.nnodes)}"
         )
@@ -345,8 +340,6 @@ def _moe(args: ServerArgs) -> Iterator[str]:
             "--disable-shared-experts-fusion and --enforce-shared-experts-fusion exclude each "
             "other: keep one"
         )
-    if args.enable_waterfill and expert_ranks(args) == 1:
-        yield "--enable-waterfill needs several expert ranks: give --ep-size 2 or more"
 
 
 def _deepep_config(args: ServerArgs) -> Iterator[str]:
@@ -388,56 +381,10 @@ def _backend_names(args: ServerArgs) -> Iterator[str]:
         )
 
 
-def _balance(args: ServerArgs) -> Iterator[str]:
-    if args.dummy_router_zipf is not None and args.load_format != "dummy":
-        yield "--dummy-router-zipf changes routers: give it with --load-format dummy only"
-    if args.enable_eplb and expert_ranks(args) == 1:
-        yield "--enable-eplb has nothing to balance with --ep-size 1: give 2 or more"
-    if args.enable_eplb and args.pp_size > 1:
-        yield (
-            f"--enable-eplb with --pp-size {args.pp_size}: experts move without a pipeline only; "
-            "give --pp-size 1, or place them once with --init-expert-location"
-        )
-    whole = args.enable_deterministic_inference and expert_ranks(args) != args.tp_size
-    if whole and (args.enable_eplb or args.init_expert_location != "trivial"):
-        yield (
-            "--enable-deterministic-inference does not shard experts, and with --ep-size below "
-            f"--tp-size {args.tp_size} copies of them have fixed places: leave out --enable-eplb "
-            f"and --init-expert-location, or give --ep-size {args.tp_size}"
-        )
-    passes = specs(ServerArgs)["eplb_rebalance_num_iterations"].default
-    if args.eplb_rebalance_num_requests and args.eplb_rebalance_num_iterations != passes:
-        yield (
-            "--eplb-rebalance-num-iterations and --eplb-rebalance-num-requests both give the "
-            "rebalancing period: keep one"
-        )
-    if not (args.enable_eplb or args.expert_distribution_recorder_mode):
-        for given in _given(args, "expert_distribution_recorder_buffer_size"):
-            yield f"{given} needs --expert-distribution-recorder-mode stat, per_pass or per_token"
-
-
-def _replicas(args: ServerArgs) -> Iterator[str]:
-    algorithm = args.ep_dispatch_algorithm
-    if algorithm not in ("static", "lp"):
-        return
-    if expert_ranks(args) == 1:
-        yield (
-            f"--ep-dispatch-algorithm {algorithm} needs --ep-size 2 or more: it chooses between "
-            "ranks, and one has all experts; leave it out"
-        )
-    groups = args.dp_size if args.enable_dp_attention else 1
-    if algorithm == "static" and args.moe_a2a_backend == "none" and groups == 1:
-        yield (
-            "--ep-dispatch-algorithm static needs --moe-a2a-backend deepep or another one: with "
-            "none and one attention group all ranks have all tokens, and no replica is nearer to "
-            "them than others; give dynamic"
-        )
-
-
 def _elastic(args: ServerArgs) -> Iterator[str]:
     if args.elastic_ep_backend is None:
-        for given in _given(args, "elastic_ep_join_mode", "elastic_ep_initial_size", "max_ep_size"):
-            yield f"{given} needs --elastic-ep-backend mooncake"
+        for typed in given(args, "elastic_ep_join_mode", "elastic_ep_initial_size", "max_ep_size"):
+            yield f"{typed} needs --elastic-ep-backend mooncake"
         return
     if args.pp_size > 1:
         yield f"--elastic-ep-backend works without a pipeline: --pp-size is {args.pp_size}, give 1"
@@ -479,17 +426,10 @@ def _roles(args: ServerArgs) -> Iterator[str]:
 
 def _https(args: ServerArgs) -> Iterator[str]:
     if args.ssl_certfile is None:
-        for given in _given(args, "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
-            yield f"{given} needs --ssl-certfile FILE"
+        for typed in given(args, "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
+            yield f"{typed} needs --ssl-certfile FILE"
         if args.enable_ssl_refresh:
             yield "--enable-ssl-refresh needs --ssl-certfile FILE"
-
-
-def expert_ranks(args: ServerArgs) -> int:
-    """Ranks that share the experts: an all-to-all backend without --ep-size means all."""
-    if args.ep_size == 1 and args.moe_a2a_backend != "none":
-        return args.tp_size
-    return args.ep_size
 
 
 def largest_divisor(number: int, most: int) -> int:

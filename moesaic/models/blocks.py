@@ -36,7 +36,7 @@ from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE, MoeConfig
 from moesaic.moe.operations import YIELD, LayerState, Operation
 from moesaic.moe.placement import SlotMap
-from moesaic.moe.topk import TopK
+from moesaic.moe.topk import TopK, with_shared_experts
 from moesaic.observe.spans import SpanKind
 
 
@@ -88,7 +88,7 @@ class SparseBlock(Module):
         shared_expert_gate: Linear | None = None,
     ) -> None:
         super().__init__()
-        topk.config.check(experts.config.num_experts)
+        topk.config.check(experts.config.num_routed)
         if experts.context.fakes_routing:
             topk = TopK(replace(topk.config, fake=True))
         self.gate, self.topk, self.experts = gate, topk, experts
@@ -126,14 +126,14 @@ class SparseBlock(Module):
     def _route(self, state: LayerState) -> None:
         """Ranks of an attention group have the same rows; each takes a part of them to the experts,
         unless the dispatcher needs all rows on all ranks."""
-        if self.shared_expert_gate is not None:
-            state.shared_gate_T1 = sigmoid(self.shared_expert_gate(state.x_TH))
+        if self.shared_experts is not None:
+            state.shared_gate_T1 = self._shared_gate(state.x_TH)
         if not self._takes_all_rows:
             state.own_x_TH, state.own_step = self._own_part(state.x_TH, state.step)
         if state.chosen is None:
             state.chosen = self.route(state.own_x_TH, state.own_step)
         if state.step.routed is not None:
-            state.step.routed.append(state.chosen.ids_TK)
+            state.step.routed.append(state.chosen.ids_TK[:, : self.experts.config.routed_top_k])
 
     def _dispatch_a(self, state: LayerState) -> None:
         assert state.chosen is not None
@@ -173,10 +173,10 @@ class SparseBlock(Module):
         spans = self.experts.context.comm.spans
         begin = spans.clock()
         split = self.experts.split_of(step)
-        if split is None:
-            chosen = self._choose(x_TH, step.num_tokens_1, self.experts.slot_map)
-        else:
-            chosen = self._choose(x_TH, step.num_tokens_1, None)
+        slot_map = self.experts.slot_map if split is None else None
+        chosen = self._choose(x_TH, step.num_tokens_1, slot_map)
+        chosen = self._with_shared(chosen, x_TH, slot_map)
+        if split is not None:
             chosen = TopKOutput(split(chosen.ids_TK), chosen.weights_TK)
         if begin:
             spans.add(SpanKind.ROUTER, begin, self.experts.dispatcher.config.layer, len(x_TH))
@@ -192,6 +192,20 @@ class SparseBlock(Module):
         slots = None if slot_map is None else slot_map.table_on(x_TH.device)
         given = TopKInputs(spec, bias, num_tokens_1, slots)
         return TopKOutput(*route_rows(x_TH, router, given))
+
+    def _with_shared(
+        self, chosen: TopKOutput, x_TH: Tensor, slot_map: SlotMap | None
+    ) -> TopKOutput:
+        """With the shared experts, where they are among the routed ones."""
+        config = self.experts.config
+        if not config.num_shared:
+            return chosen
+        shared = range(config.num_routed, config.num_experts)
+        return with_shared_experts(chosen, shared, self._shared_gate(x_TH), slot_map)
+
+    def _shared_gate(self, x_TH: Tensor) -> Tensor | None:
+        gate = self.shared_expert_gate
+        return None if gate is None else sigmoid(gate(x_TH))
 
     def add_norm(
         self, norm: RMSNorm, x_TH: Tensor, residual_TH: Tensor, step: Step
@@ -211,7 +225,8 @@ class SparseBlock(Module):
         made = norm_route_rows(rows, router, given)
         if begin:
             spans.add(SpanKind.ROUTER, begin, self.experts.dispatcher.config.layer, len(x_TH))
-        return made[0], made[1], TopKOutput(made[2], made[3])
+        chosen = self._with_shared(TopKOutput(made[2], made[3]), made[0], slot_map)
+        return made[0], made[1], chosen
 
     @property
     def _takes_all_rows(self) -> bool:

@@ -64,8 +64,10 @@ class LayerParts:
         bias = variant.correction_bias
         moe = moe_config(self.raw, config, "n_routed_experts", "moe_intermediate_size")
         gate = Router(config.linear(moe.num_experts), float32=True, correction_bias=bias)
-        if count := self.raw.integer("n_shared_experts", 0, minimum=0):
-            inner = moe.intermediate_size * count
+        inner = moe.intermediate_size * self.raw.integer("n_shared_experts", 0, minimum=0)
+        if inner and config.moe.waterfill and not variant.mlp_bias:
+            moe = moe.with_shared(inner, "shared_experts")
+        elif inner:
             shared = dense_mlp(config, layer, inner, variant.mlp_bias, "shared experts")
         experts = FusedMoE(moe, config.moe, layer)
         return SparseBlock(gate, TopK(variant.topk), experts, config.parallel, shared)

@@ -36,13 +36,16 @@ def mlp_maker(raw: RawConfig, config: ModelConfig, shared: bool) -> Callable[[in
     def make(layer: int) -> Module:
         if layer in dense or (layer + 1) % step:
             return dense_mlp(config, layer, raw.integer("intermediate_size"))
-        gate, experts = Router(config.linear(moe.num_experts)), FusedMoE(moe, config.moe, layer)
+        gate = Router(config.linear(moe.num_experts))
         if not shared:
-            return QwenSparseBlock(gate, topk, experts, config.parallel)
-        inner = raw.integer("shared_expert_intermediate_size")
-        expert = dense_mlp(config, layer, inner, name="shared expert")
-        expert_gate = Linear(config.linear(1))
-        return QwenSparseBlock(gate, topk, experts, config.parallel, expert, expert_gate)
+            return QwenSparseBlock(gate, topk, FusedMoE(moe, config.moe, layer), config.parallel)
+        inner, expert, experts = raw.integer("shared_expert_intermediate_size"), None, moe
+        if config.moe.waterfill:
+            experts = moe.with_shared(inner, "shared_expert")
+        else:
+            expert = dense_mlp(config, layer, inner, name="shared expert")
+        routed, expert_gate = FusedMoE(experts, config.moe, layer), Linear(config.linear(1))
+        return QwenSparseBlock(gate, topk, routed, config.parallel, expert, expert_gate)
 
     return make
 

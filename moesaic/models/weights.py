@@ -22,6 +22,7 @@ from moesaic.models.config import CHECKPOINT_LAYERS, BuildContext, RawConfig
 from moesaic.models.pinned_copy import PinnedCopy
 from moesaic.models.registry import build_model
 from moesaic.models.schemes import Matrix, MatrixReader, Scheme, detect_scheme
+from moesaic.models.schemes.scheme import UNQUANTISED
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.quant.dummy import fill_planes
 from moesaic.moe.quant.weights import WeightFormat
@@ -109,6 +110,7 @@ def load_weights(
             loader = Loader(checkpoint, scheme)
             found = loader.find_all(slots)
             _check_tensors(model, found, loader, whole)
+            _check_shared_experts(found, loader)
             if scheme.note:
                 logger.warning("%s: %s", folder, scheme.note)
             for slot, reader in tqdm(
@@ -175,6 +177,21 @@ def _check_tensors(
     for spec in specs:
         for name, allowed in spec.items():
             checkpoint.check(name, allowed)
+
+
+def _check_shared_experts(found: Iterable[FoundSlot], loader: Loader) -> None:
+    """Shared experts among the routed ones have their format, and keep their numbers."""
+    if loader.scheme.method == "none":
+        return
+    for slot, reader in found:
+        if not isinstance(slot, MatrixSlot) or reader is None or "shared_expert" not in slot.name:
+            continue
+        assert isinstance(slot.format, WeightFormat)
+        if slot.format.quantised and reader.storage is UNQUANTISED:
+            raise ValueError(
+                f"--enable-waterfill: {slot.name} is not quantised, but routed experts are "
+                f"{slot.format.name}: leave it out, as shared experts keep their numbers"
+            )
 
 
 def _optional_names(found: Iterable[FoundSlot], scheme: Scheme) -> set[str]:

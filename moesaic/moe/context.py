@@ -67,6 +67,8 @@ class MoeContext:
     """How tokens choose among replicas (moe/replicas.py)."""
     copies: int = 1
     """Copies of each block of experts, on adjacent ranks, instead of slices of it."""
+    waterfill: bool = False
+    """Whether shared experts are routed ones that every token takes, with a slot on each rank."""
     deterministic: bool = False
     replicated: bool = False
     lanes: int = LANES
@@ -106,20 +108,26 @@ class MoeContext:
     def weight_format(self) -> WeightFormat:
         return self.resolved.weights
 
-    def placement(self, num_experts: int, layer: int = 0) -> Placement:
+    def placement(self, num_experts: int, layer: int = 0, num_shared: int = 0) -> Placement:
+        """`num_shared`: how many of the experts, the last ones, are shared."""
         if layer in self.placements:
             return self.placements[layer]
-        groups = self.resolved.ep // self.copies
-        redundant = redundant_slots(num_experts, self.redundant_experts, groups)
-        placement = Placement.trivial(num_experts, redundant)
+        groups, routed = self.resolved.ep // self.copies, num_experts - num_shared
+        redundant = redundant_slots(routed, self.redundant_experts, groups)
+        placement = Placement.trivial(routed, redundant)
+        if num_shared:
+            placement = placement.with_everywhere(num_shared, groups)
         return placement if self.copies == 1 else placement.copied(groups, self.copies)
 
     def layout(self, num_slots: int) -> EpLayout:
         return EpLayout(num_slots, self.resolved.ep, self.resolved.moe_tp, self.comm.group.rank)
 
-    def slot_map(self, placement: Placement, layout: EpLayout) -> SlotMap:
+    def slot_map(
+        self, placement: Placement, layout: EpLayout, first_shared: int | None = None
+    ) -> SlotMap:
+        """Shared experts, those from `first_shared` on, are taken on this rank where it can be."""
         source = SourceRank(layout, tuple(self.comm.group.nodes))
-        choice = replica_choice(self.dispatch_algorithm, source, self.replicated)
+        choice = replica_choice(self.dispatch_algorithm, source, self.replicated, first_shared)
         return SlotMap(placement, self.max_replicas, choice)
 
     def step_split(self, placement: Placement, layout: EpLayout, layer: int) -> StepSplit | None:

@@ -40,6 +40,36 @@ class MoeConfig:
     activation: Activation = silu_and_mul
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Checkpoint names of an expert's gate, up and down projections."""
+    num_shared: int = 0
+    """The last of the experts, which every token chooses, behind those of the router."""
+    shared_name: str = ""
+    """The checkpoint's module that has all of them, beside that of the other experts."""
+
+    @property
+    def num_routed(self) -> int:
+        """The experts among which the router chooses."""
+        return self.num_experts - self.num_shared
+
+    @property
+    def routed_top_k(self) -> int:
+        return self.top_k - self.num_shared
+
+    def with_shared(self, inner: int, name: str) -> MoeConfig:
+        """With the shared experts of a module that has `inner` intermediate channels: as many as
+        others have, each."""
+        if inner % self.intermediate_size:
+            raise ValueError(
+                f"--enable-waterfill: the shared expert has {inner} intermediate channels, which "
+                f"is no multiple of the {self.intermediate_size} of other experts: leave it out"
+            )
+        count = inner // self.intermediate_size
+        return replace(
+            self,
+            num_experts=self.num_experts + count,
+            top_k=self.top_k + count,
+            num_shared=count,
+            shared_name=name,
+        )
 
 
 class FusedMoE(Module):
@@ -54,15 +84,16 @@ class FusedMoE(Module):
     ) -> None:
         super().__init__()
         self.config, self.context = config, context
-        self.placement = placement or context.placement(config.num_experts, layer)
+        sizes = config.num_experts, layer, config.num_shared
+        self.placement = placement or context.placement(*sizes)
         self.layout = context.layout(len(self.placement.slots))
-        self.slot_map = context.slot_map(self.placement, self.layout)
+        first_shared = config.num_routed if config.num_shared else None
+        self.slot_map = context.slot_map(self.placement, self.layout, first_shared)
         self.step_split = context.step_split(self.placement, self.layout, layer)
         self.inner = config.intermediate_size // self.layout.moe_tp_size
         self.store = ExpertStore(context.weight_format, self._expert_shape())
         self.b13, self.b2 = self.store.weights.b13_eJ, self.store.weights.b2_eH
-        sizes = (config.top_k, config.hidden_size)
-        dispatch = context.dispatch_config(self.layout, *sizes, layer)
+        dispatch = context.dispatch_config(self.layout, config.top_k, config.hidden_size, layer)
         self.dispatcher = context.make_dispatcher(dispatch)
         resolved = context.resolved
         counters = None if resolved.device == "cpu" else context.counters
@@ -155,10 +186,25 @@ class FusedMoE(Module):
         gate, up, down = self.config.names
         inward, outward = self._all_parts()
         for local, expert in enumerate(self.local_experts):
+            if expert >= self.config.num_routed:
+                yield from self._shared_slots(prefix, local, expert - self.config.num_routed)
+                continue
             stem = f"{prefix}{expert}."
             yield self._inward(f"{stem}{gate}.weight", local, inward[2 * local])
             yield self._inward(f"{stem}{up}.weight", local, inward[2 * local + 1])
             yield self._outward(f"{stem}{down}.weight", local, outward[local])
+
+    def _shared_slots(self, prefix: str, local: int, number: int) -> Iterator[MatrixSlot]:
+        """The checkpoint has all shared experts in the matrices of one module, side by side."""
+        config, (inward, outward) = self.config, self._all_parts()
+        inner, hidden = config.intermediate_size, config.hidden_size
+        part = slice(number * inner + self.share.start, number * inner + self.share.stop)
+        stem = prefix.removesuffix("experts.") + config.shared_name
+        for name, planes in zip(config.names, inward[2 * local : 2 * local + 2], strict=False):
+            slot = self._inward(f"{stem}.{name}.weight", local, planes)
+            yield replace(slot, shape=(config.num_shared * inner, hidden), rows=part)
+        slot = self._outward(f"{stem}.{config.names[-1]}.weight", local, outward[local])
+        yield replace(slot, shape=(hidden, config.num_shared * inner), cols=part)
 
     def _all_parts(self) -> tuple[list[Planes], list[Planes]]:
         return self.weights.w13_eJH.all_parts(), self.weights.w2_eHI.all_parts()

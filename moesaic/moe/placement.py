@@ -94,6 +94,13 @@ class Placement:
         """Slot i holds expert i modulo their number."""
         return cls(num_experts, tuple(i % num_experts for i in range(num_experts + redundant)))
 
+    def with_everywhere(self, experts: int, groups: int) -> Placement:
+        """Adds `experts` more, each with a slot in every of `groups` blocks, behind the others."""
+        size = len(self.slots) // groups
+        blocks = (self.slots[start : start + size] for start in range(0, len(self.slots), size))
+        more = range(self.num_experts, self.num_experts + experts)
+        return Placement(more.stop, tuple(e for block in blocks for e in (*block, *more)))
+
     def copied(self, groups: int, copies: int) -> Placement:
         """Splits the slots into `groups` blocks and repeats each block `copies` times."""
         size = len(self.slots) // groups

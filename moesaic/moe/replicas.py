@@ -34,8 +34,11 @@ class SourceRank:
         return self.node_of(self.group_of(slot) * self.layout.moe_tp_size)
 
 
-def replica_choice(algorithm: str, source: SourceRank, replicated: bool) -> ReplicaChoice:
-    """The choice of a rank; `replicated`: all ranks have the same tokens and must choose alike."""
+def replica_choice(
+    algorithm: str, source: SourceRank, replicated: bool, first_shared: int | None = None
+) -> ReplicaChoice:
+    """The choice of a rank; `replicated`: all ranks have the same tokens and must choose alike.
+    Experts from number `first_shared` on have the nearest replica with every algorithm."""
     if replicated:
         if algorithm == STATIC:
             raise ValueError(
@@ -45,7 +48,20 @@ def replica_choice(algorithm: str, source: SourceRank, replicated: bool) -> Repl
         return all_replicas
     if algorithm == STATIC:
         return partial(nearest_replicas, source=source)
+    if first_shared is not None:
+        return partial(rotated_and_shared, source=source, first_shared=first_shared)
     return partial(rotated_replicas, by=source.layout.rank)
+
+
+def rotated_and_shared(
+    placement: Placement, source: SourceRank, first_shared: int
+) -> Sequence[tuple[int, ...]]:
+    """All replicas of an expert that some tokens choose, the nearest of one that all choose: their
+    ranks are even without sending any."""
+    return [
+        *rotated_replicas(placement, source.layout.rank)[:first_shared],
+        *nearest_replicas(placement, source, first_shared),
+    ]
 
 
 def rotated_replicas(placement: Placement, by: int) -> Sequence[tuple[int, ...]]:
@@ -57,12 +73,14 @@ def rotated_replicas(placement: Placement, by: int) -> Sequence[tuple[int, ...]]
     ]
 
 
-def nearest_replicas(placement: Placement, source: SourceRank) -> Sequence[tuple[int, ...]]:
-    """One replica of each expert: on this rank, else on its node, else on another node. Where
-    several are as near, each gets equally many of the ranks."""
+def nearest_replicas(
+    placement: Placement, source: SourceRank, first: int = 0
+) -> Sequence[tuple[int, ...]]:
+    """One replica of each expert from number `first` on: on this rank, else on its node, else on
+    another node. Where several are as near, each gets equally many of the ranks."""
     return [
         slots if len(slots) == 1 else (nearest_of(slots, expert, source),)
-        for expert, slots in enumerate(placement.replicas)
+        for expert, slots in enumerate(placement.replicas[first:], first)
     ]
 
 

@@ -1,6 +1,6 @@
 """Routing: from router logits to the experts of each token.
 
-T tokens · E experts · K chosen · Z groups of experts.
+T tokens · E experts · K chosen · S shared experts · Z groups of experts.
 """
 
 from __future__ import annotations
@@ -69,3 +69,24 @@ class TopK:
         chosen = group_scores_TZ.topk(cfg.topk_groups, dim=-1).indices
         dropped_TZ = torch.ones_like(group_scores_TZ, dtype=torch.bool).scatter_(1, chosen, False)
         return grouped_TZe.masked_fill(dropped_TZ.unsqueeze(-1), -torch.inf).flatten(1)
+
+
+def with_shared_experts(
+    chosen: TopKOutput, experts: range, weights_T1: Tensor | None, slot_map: SlotMap | None
+) -> TopKOutput:
+    """Adds experts that every token takes, with the weight 1 or the one that is given. Padding
+    still chooses nothing.
+
+    Ids [[3, 0], [-1, -1]] and the expert 4: [[3, 0, 4], [-1, -1, -1]].
+    """
+    ids_TK, weights_TK = chosen.ids_TK, chosen.weights_TK
+    real_T1 = ids_TK[:, :1] >= 0
+    more_S = torch.arange(experts.start, experts.stop, device=ids_TK.device, dtype=ids_TK.dtype)
+    more_TS = torch.where(real_T1, more_S, -1)
+    weight_T1 = real_T1.to(weights_TK.dtype)
+    if weights_T1 is not None:
+        weight_T1 = torch.where(real_T1, weights_T1.to(weights_TK.dtype), 0)
+    return TopKOutput(
+        torch.cat((ids_TK, more_TS if slot_map is None else slot_map(more_TS)), dim=1),
+        torch.cat((weights_TK, weight_T1.expand(-1, len(experts))), dim=1),
+    )

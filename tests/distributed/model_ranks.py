@@ -44,13 +44,19 @@ class ModelCase:
     changes: dict[str, int] = field(default_factory=dict)
     tied: bool = False
     deterministic: bool = False
+    waterfill: bool = False
 
     def __str__(self) -> str:
         mesh = self.mesh
         sizes = {"tp": mesh.tp, "dp": mesh.dp, "ep": mesh.ep, "pp": mesh.pp}
         parts = [self.family, self.a2a, *(f"{k}{v}" for k, v in sizes.items() if v > 1)]
         parts += [f"dense{mesh.dense_tp}", f"vocab{mesh.vocab_tp}"]
-        return "-".join(parts + ["tied"] * self.tied + ["bits"] * self.deterministic)
+        return "-".join(
+            parts
+            + ["tied"] * self.tied
+            + ["bits"] * self.deterministic
+            + ["waterfill"] * self.waterfill
+        )
 
 
 @dataclass(frozen=True)
@@ -247,4 +253,6 @@ def _moe(case: ModelCase, peers: Peers) -> MoeContext:
         max_decode_tokens=POSITIONS,
         replicated=case.a2a == "none" and mesh.dp == 1 and mesh.tp > 1,
         deterministic=case.deterministic,
+        waterfill=case.waterfill,
+        dispatch_algorithm="lp" if case.waterfill else "dynamic",
     )

@@ -17,6 +17,7 @@ from moesaic.comm.launch.cluster_check import (
     _differences,
     model_digest,
 )
+from moesaic.config.devices import cuda_missing
 from tests.distributed.test_nodes import SECRET, free_port
 
 NODE = NodeFacts(
@@ -106,6 +107,12 @@ def test_wrong_flags(flags: str, words: str):
     command = [sys.executable, "-m", "moesaic.cli.main", "doctor", "--cluster", *flags.split()]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 2 and words in found.stderr
+
+
+@pytest.mark.skipif(not cuda_missing(), reason="there is a GPU")
+def test_no_gpu():
+    said = doctor(0, 2, free_port(), "--device", "cuda").communicate(timeout=60)[1]
+    assert f"error: --device cuda cannot work here: {cuda_missing()}; give --device cpu" in said
 
 
 def test_what_is_told():

@@ -18,6 +18,7 @@ SIZES = {"num_hidden_layers": 2, "num_attention_heads": 6, "num_nextn_predict_la
 CASES = [
     ModelCase("deepseek_v3", Mesh(tp=4, dp=2, ep=4, dense_tp=4, vocab_tp=4), "deepep", SIZES),
     ModelCase("deepseek_v3", Mesh(pp=2), "none", SIZES),
+    ModelCase("deepseek_v3", Mesh(tp=2, dp=2, ep=2), "deepep", SIZES, waterfill=True),
 ]
 
 

@@ -1,6 +1,7 @@
 """Several nodes, each with a supervisor, on addresses of this machine."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,11 +19,9 @@ import pytest
 from bench.fuzz_ports import attack, listening
 from moesaic.cli.main import main
 from moesaic.comm.launch.service import Service, ServiceSpec, Timeouts
-from moesaic.comm.launch.torchrun import Torchrun
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.supervise.address import check_init_address
 from moesaic.comm.supervise.config_check import differences, facts_of
-from moesaic.comm.supervise.run_folder import RunFolder, mark_of, user_folder
 from moesaic.core.messages import Fault, Stop, Submit
 from tests.distributed.test_supervisor import (
     TARGET,
@@ -34,6 +33,7 @@ from tests.distributed.test_supervisor import (
     request,
     start_stepping,
 )
+from tests.e2e.namespaces import Node, NotAllowed, nodes
 
 # Replicas on a node each: their ranks meet in memory, the supervisors over TCP.
 MESH = Mesh(tp=2, replicas=2, nnodes=2)
@@ -301,10 +301,13 @@ sys.exit(host_ranks(Service(spec), float(sys.argv[2])))
 
 
 @contextmanager
-def node_process(wanted: ServiceSpec, patience: float = 0.0) -> Iterator[subprocess.Popen[str]]:
-    """A node as the command line runs it."""
+def node_process(
+    wanted: ServiceSpec, patience: float = 0.0, place: Node | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """A node as the command line runs it; in a network of its own at a `place`."""
+    words = [sys.executable, "-c", NODE, msgspec.json.encode(wanted).decode(), str(patience)]
     process = subprocess.Popen(
-        [sys.executable, "-c", NODE, msgspec.json.encode(wanted).decode(), str(patience)],
+        words if place is None else place.command(words),
         env={**os.environ, **SECRET},
         cwd=Path(__file__).parents[2],
         stderr=subprocess.PIPE,
@@ -351,6 +354,42 @@ def test_a_node_that_is_ended(number: signal.Signals):
         assert fault.message == f"node 1 has left: {reason}"
         assert f"joined node 0 at 127.0.0.1:{port}; ranks 2 to 3 are here" in log
         assert log.index("joined node 0") < log.index("node 1 is ready")
+
+
+def test_a_node_whose_network_is_cut():
+    """No connection ends: its silence is noticed on both sides, in the middle of a step."""
+    try:
+        with nodes(1) as (far,):
+            address = f"{far.bridge}:{free_port()}"
+            first, second = (
+                replace(
+                    spec(node, 1, SPLIT),
+                    dist_init_addr=address,
+                    host=(far.bridge, far.address)[node],
+                    timeouts=Timeouts(start=60.0, stop=5.0, node=1.0),
+                )
+                for node in range(2)
+            )
+            check_silence(far, first, second)
+    except NotAllowed as reason:
+        pytest.skip(f"no network namespaces here: {reason}")
+
+
+def check_silence(far: Node, first: ServiceSpec, second: ServiceSpec) -> None:
+    with node_process(second, place=far) as node:
+        service = Service.start(first, SECRET)
+        try:
+            start_stepping(service)
+            left = family(node.pid)
+            far.cut()
+            fault = fault_of(service)
+            log = node.communicate(timeout=60)[1]
+        finally:
+            service.close()
+        told = rf"node 1 \({re.escape(far.address)}, rank 1\) is lost: silent for \d\.\d s"
+        assert fault.ranks == [1] and re.fullmatch(told, fault.message), fault
+        assert f"node 1: node 0 ({first.dist_init_addr}) is lost: silent for " in log
+        assert node.returncode == 1 and psutil.wait_procs(left, timeout=20)[1] == []
 
 
 @pytest.mark.parametrize("how", ["node 0 ends", "told again", "too late"])
@@ -423,100 +462,6 @@ def test_short_secret_on_the_command_line(
     flags = f"--tp 2 --nnodes 2 --node-rank {node} --dist-init-addr {address}".split()
     assert main(["serve", "no/such/model", *flags, "--port", str(free_port())]) == 2
     assert "error: MOESAIC_SECRET has 5 bytes" in capsys.readouterr().err
-
-
-TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "none",
-    "RANK": "5",
-    "LOCAL_RANK": "1",
-    "WORLD_SIZE": "8",
-    "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-    "MASTER_ADDR": "10.0.0.1",
-    "MASTER_PORT": "29500",
-}
-
-
-def test_environment_of_torchrun():
-    assert Torchrun.find({}) is None
-    found = Torchrun.find(TORCHRUN)
-    assert found == Torchrun(8, 1, 2, 1, "10.0.0.1:29501", 0)
-    assert not found.is_launcher
-    assert str(found.place) == "torchrun: this is node 1 of 2, which meet at 10.0.0.1:29501"
-    alone = Torchrun.find(TORCHRUN | {"WORLD_SIZE": "4", "GROUP_RANK": "0", "LOCAL_RANK": "0"})
-    assert (alone.nnodes, alone.dist_init_addr, alone.is_launcher) == (1, None, True)
-    with pytest.raises(ValueError, match="'RANK'"):
-        Torchrun.find(TORCHRUN | {"RANK": ""})
-
-
-WORKER = """
-import os, pathlib, signal, sys, time
-from moesaic.comm.launch.torchrun import Torchrun
-run, folder = Torchrun.find(), pathlib.Path(sys.argv[1])
-if run.is_launcher:
-    time.sleep(0.3)  # the others come first
-    with run.launching():
-        (folder / "launched").write_text(f"{run.world} {run.nnodes}")
-        time.sleep(0.5)
-        (folder / "ended").touch()
-        os.kill(os.getpid(), signal.SIGKILL) if sys.argv[2] == "kill" else None
-else:
-    run.wait_for_launcher()
-    assert (folder / "ended").exists()
-    (folder / f"waited{run.local_rank}").touch()
-"""
-
-
-@pytest.mark.parametrize("end", ["exit", "kill"])
-def test_processes_of_torchrun_wait_for_the_launcher(tmp_path: Path, end: str):
-    """The launcher and two others with one parent, as torchrun starts them; a third comes when all
-    is over."""
-    both = {**os.environ, **TORCHRUN, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
-    both["TORCHELASTIC_RESTART_COUNT"] = {"exit": "1000", "kill": "1001"}[end]
-
-    def start(rank: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-c", WORKER, str(tmp_path), end]
-        return subprocess.Popen(command, env=both | {"LOCAL_RANK": str(rank)})
-
-    codes = [worker.wait(60) for worker in [start(rank) for rank in (1, 2, 0)]]
-    assert codes == [0, 0, 0 if end == "exit" else -signal.SIGKILL]
-    assert (tmp_path / "launched").read_text() == "4 1"
-    RunFolder.create().remove()  # sweeps
-    assert start(3).wait(60) == 0
-    assert all((tmp_path / f"waited{rank}").exists() for rank in (1, 2, 3))
-    user_folder().joinpath(
-        mark_of("torchrun", os.getpid(), int(both["TORCHELASTIC_RESTART_COUNT"]))
-    ).unlink()
-
-
-@pytest.mark.parametrize(
-    ("flags", "advice"),
-    [
-        ("--tp 2", "the flags ask for 2 ranks: give --nproc-per-node 2, or --tp-size 4"),
-        ("--tp 4 --pp 2", "the flags ask for 8 ranks: give --nproc-per-node 8, or --tp-size 2"),
-        ("--tp 1", "the flags ask for 1 rank: give --nproc-per-node 1, or --tp-size 4"),
-        ("--tp 6 --ep 6", "the flags ask for 6 ranks: give --nproc-per-node 6"),
-    ],
-)
-def test_wrong_count_of_processes(
-    flags: str, advice: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    alone = {"WORLD_SIZE": "4", "LOCAL_RANK": "0", "RANK": "0", "GROUP_RANK": "0"}
-    for name, value in (TORCHRUN | alone).items():
-        monkeypatch.setenv(name, value)
-    assert main(["serve", "no/such/model", *flags.split()]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error == f"error: torchrun started 4 processes and {advice}"
-
-
-def test_torchruns_node_is_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    for name, value in (TORCHRUN | {"LOCAL_RANK": "0", "RANK": "4"}).items():
-        monkeypatch.setenv(name, value)
-    with caplog.at_level("INFO"):
-        assert main(["serve", "no/such/model", "--tp", "8"]) == 2
-    assert "torchrun: this is node 1 of 2, which meet at 10.0.0.1:29501" in caplog.messages
 
 
 def test_strangers_at_every_listener():

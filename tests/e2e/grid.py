@@ -29,7 +29,7 @@ ALWAYS = (
     "mixtral --tp 4 --ep 2 --ep-num-redundant-experts 3 --ep-dispatch-algorithm lp",
     f"deepseek_v3 --tp 4 {DPA} 4 --moe-a2a-backend deepep --ep-num-redundant-experts 4 "
     "--ep-dispatch-algorithm static",
-    "qwen2_moe --tp 2 --pp 2 --moe-a2a-backend mori",
+    "qwen2_moe --tp 2 --pp 2 --moe-a2a-backend mori --enable-waterfill",
     "gpt_oss --pp 4 --chunked-prefill-size 16",
     "qwen3_moe --tp 4 --moe-a2a-backend mooncake",
     "gpt_oss --tp 2 --moe-a2a-backend ascend_fuseep",
@@ -57,6 +57,11 @@ SLOW = (
     "mixtral --tp 2 --pp 4 --moe-a2a-backend flashinfer",
     "mixtral --tp 8 --moe-a2a-backend ascend_fuseep",
     "qwen2_moe --tp 4",
+    "qwen2_moe --tp 2 --pp 2 --moe-a2a-backend mori",
+    "qwen2_moe --tp 4 --ep 2 --enable-waterfill --enable-deterministic-inference",
+    f"deepseek_v3 --tp 4 {DPA} 4 --moe-a2a-backend deepep --ep-num-redundant-experts 4 "
+    "--enable-waterfill",
+    f"deepseek_v2 --tp 4 {DPA} 2 --moe-a2a-backend mooncake --enable-waterfill",
     "qwen2_moe --tp 4 --ep 4 --moe-a2a-backend flashinfer",
     f"qwen2_moe --tp 4 {DPA} 4 --enable-dp-lm-head --moe-a2a-backend deepep",
     f"qwen2_moe --tp 4 {DPA} 2 --moe-dense-tp-size 1",

@@ -12,11 +12,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Node:
+    """`cable`: the end of its network that is here. `bridge`: the address by which nodes reach this
+    process."""
+
     namespace: str
     address: str
+    cable: str
+    bridge: str
 
     def command(self, words: list[str]) -> list[str]:
         return ["ip", "netns", "exec", self.namespace, *words]
+
+    def cut(self) -> None:
+        """Nothing reaches it any more, and nobody is told."""
+        _ip(f"link set {self.cable} down")
 
 
 class NotAllowed(Exception):
@@ -31,14 +40,15 @@ def nodes(number: int) -> Iterator[list[Node]]:
         raise NotAllowed("the ip command is missing")
     pid = os.getpid()
     bridge, subnet = f"mz{pid}", f"10.{64 + (pid >> 8) % 128}.{pid % 256}"
-    made = [Node(f"mz{pid}n{k}", f"{subnet}.{k + 1}") for k in range(number)]
+    here = f"{subnet}.254"
+    made = [Node(f"mz{pid}n{k}", f"{subnet}.{k + 1}", f"mz{pid}v{k}", here) for k in range(number)]
     try:
         try:
             _ip(f"link add {bridge} type bridge")
-            _ip(f"addr add {subnet}.254/24 dev {bridge}")
+            _ip(f"addr add {here}/24 dev {bridge}")
             _ip(f"link set {bridge} up")
-            for k, node in enumerate(made):
-                _plug(node, bridge, f"mz{pid}v{k}")
+            for node in made:
+                _plug(node, bridge)
         except subprocess.CalledProcessError as error:
             raise NotAllowed(error.stderr.strip()) from None
         yield made
@@ -50,10 +60,10 @@ def nodes(number: int) -> Iterator[list[Node]]:
             _ip(f"link del {bridge}")
 
 
-def _plug(node: Node, bridge: str, cable: str) -> None:
+def _plug(node: Node, bridge: str) -> None:
     _ip(f"netns add {node.namespace}")
-    _ip(f"link add {cable} type veth peer name eth0 netns {node.namespace}")
-    _ip(f"link set {cable} master {bridge} up")
+    _ip(f"link add {node.cable} type veth peer name eth0 netns {node.namespace}")
+    _ip(f"link set {node.cable} master {bridge} up")
     _ip(f"-n {node.namespace} addr add {node.address}/24 dev eth0")
     _ip(f"-n {node.namespace} link set eth0 up")
     _ip(f"-n {node.namespace} link set lo up")

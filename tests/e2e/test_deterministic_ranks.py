@@ -123,6 +123,21 @@ def test_bits_do_not_depend_on_the_mesh_or_the_batch(family: str, line: str, dty
     assert found == expected(family, dtype, new_tokens)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_bits_of_shared_experts_among_the_routed_ones() -> None:
+    """Not those of one rank, where they are beside them, but of each other's mesh."""
+    order = list(range(len(prompts())))
+    found, other = (
+        serve(f"qwen2_moe --enable-waterfill {line}", "bfloat16", numbers, NEW_TOKENS, waves)
+        for line, numbers, waves in (
+            (f"--tp 4 {DPA} 4 --moe-a2a-backend deepep --ep-num-redundant-experts 4", order, 3),
+            ("--tp 4 --ep 2", order[::-1], 1),
+        )
+    )
+    assert found == other
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_bits_do_not_depend_on_the_batch_on_one_rank(family: str) -> None:

@@ -91,7 +91,10 @@ SLOW = {
     "pairs, launches": pairs_of_ranks("flashinfer") | WHOLE | LAUNCHES,
     "stages": {"tp_size": 1, "pp_size": 2},
     "stages, launches": {"tp_size": 1, "pp_size": 2} | LAUNCHES,
-    "stages of groups": groups(2, "deepep") | WHOLE | {"pp_size": 2},
+    **{
+        f"stages of groups, {name}": groups(2, name) | WHOLE | {"pp_size": 2}
+        for name in ("deepep", *BACKENDS)
+    },
     "stages of tensors": {**TENSORS, "pp_size": 2},
 }
 # Models with dense layers; only those without latents have graphs of steps with prompts.
@@ -103,6 +106,8 @@ CUT_DENSE = {
     "pairs": ("qwen2_moe", pairs_of_ranks("deepep")),
     "pairs, none": ("deepseek_v3", pairs_of_ranks("none")),
     "stages": ("deepseek_v3", groups(2, "deepep") | {"pp_size": 2}),
+    "waterfill": ("qwen2_moe", groups(3, "deepep") | {"enable_waterfill": True} | MOVES),
+    "waterfill, latents": ("deepseek_v3", groups(2, "flashinfer") | {"enable_waterfill": True}),
 }
 
 
@@ -308,6 +313,8 @@ def test_ranks_on_one_gpu_give_the_tokens_of_one(family: str, ranks: int, backen
         ("qwen2_moe", cut_dense(groups(2, "deepep"))),
         ("qwen2_moe", cut_dense(groups(3, "flashinfer")) | LAUNCHES),
         ("qwen2_moe", cut_dense(pairs_of_ranks("deepep"))),
+        ("qwen2_moe", groups(4, "deepep") | {"enable_waterfill": True}),
+        ("deepseek_v3", groups(2, "flashinfer") | {"enable_waterfill": True}),
     ),
 )
 def test_a_model_cut_over_ranks_on_one_gpu(family: str, flags: dict[str, Any]) -> None:
@@ -321,6 +328,7 @@ def test_a_model_cut_over_ranks_on_one_gpu(family: str, flags: dict[str, Any]) -
         ("qwen3_moe", {**TENSORS, "pp_size": 2} | LAUNCHES),
         ("qwen3_moe", groups(2, "deepep") | {"pp_size": 2}),
         ("deepseek_v3", groups(2, "none") | {"pp_size": 2}),
+        *(("qwen3_moe", groups(2, name) | {"pp_size": 2}) for name in BACKENDS if name != "none"),
     ),
 )
 def test_pipeline_stages_on_one_gpu(family: str, flags: dict[str, Any]) -> None:

@@ -30,8 +30,10 @@ MESHES: dict[str, dict[str, Any]] = {
     "attention groups": attention_groups(2),
     "deterministic": {"tp_size": 2, "ep_size": 2, "enable_deterministic_inference": True},
     "four attention groups": attention_groups(4),
+    "waterfill": attention_groups(4)
+    | {"model_path": model_path("qwen2_moe"), "enable_waterfill": True},
 }
-SLOW = ("four attention groups",)
+SLOW = ("four attention groups", "waterfill")
 CALLS = [
     {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True},
     {"temperature": 0.9, "sampling_seed": 3, "max_new_tokens": 20, "ignore_eos": True},
@@ -60,24 +62,24 @@ def mesh(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def engine(mesh: str) -> Iterator[Engine]:
-    with Engine(
-        model_path=FAMILY,
-        page_size=4,
-        enable_eplb=True,
-        eplb_algorithm="deepseek",
-        eplb_rebalance_num_iterations=3,
-        eplb_max_bytes_per_step=30_000,
-        expert_distribution_recorder_mode="stat",
-        expert_distribution_recorder_buffer_size=5000,
-        **MESHES[mesh],
-    ) as made:
+    flags: dict[str, Any] = {
+        "model_path": FAMILY,
+        "page_size": 4,
+        "enable_eplb": True,
+        "eplb_algorithm": "deepseek",
+        "eplb_rebalance_num_iterations": 3,
+        "eplb_max_bytes_per_step": 30_000,
+        "expert_distribution_recorder_mode": "stat",
+        "expert_distribution_recorder_buffer_size": 5000,
+    }
+    with Engine(**flags | MESHES[mesh]) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def expected(mesh: str) -> Iterator[list[tuple[list[int], list[float]]]]:
-    exact = mesh == "deterministic"
-    with Engine(model_path=FAMILY, page_size=4, enable_deterministic_inference=exact) as one_rank:
+    exact, path = mesh == "deterministic", MESHES[mesh].get("model_path", FAMILY)
+    with Engine(model_path=path, page_size=4, enable_deterministic_inference=exact) as one_rank:
         yield answers(one_rank)
         with pytest.raises(ValueError, match="start with --enable-eplb"):
             one_rank.rebalance()
@@ -127,7 +129,9 @@ def test_the_placement_is_told_and_a_warm_up_is_no_load(engine: Engine, mesh: st
     wait_until(lambda: engine.rebalance_state()[0]["running"] is None)
     placement = engine.get_server_info()["placement"]
     assert placement["version"] > 0, "experts have moved"
-    assert placement["redundant_experts"] == MESHES[mesh].get("ep_num_redundant_experts", 0)
+    shared = 2 if mesh == "waterfill" else 0  # with a slot on each of four ranks
+    redundant = MESHES[mesh].get("ep_num_redundant_experts", 0)
+    assert placement["redundant_experts"] == redundant + 3 * shared
     number, routing = engine.get_stats().num_experts, engine.routing_info()
     by_layer = list(zip(*(rank["experts"] for rank in routing["ranks"]), strict=True))
     assert len(by_layer) == routing["num_layers"]

@@ -42,6 +42,8 @@ def test_choices_among_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for case, target in (("noise 0.4, 256+32/32", 1.25), ("noise 0.4, 128+16/8", 1.08)):
         row = steps[case, "incremental"]
         assert row["fractions"] - 0.005 <= row["lp"] <= target < row["dynamic"]
+    for row in found["shared_experts"]:
+        assert 1 <= row["waterfill"] < row["own_lp"] <= row["own_dynamic"], row
     # Every fourth row, and the first row of every rank.
     rows = {(row["ranks"], row["rows"], row["period"]): row for row in found["rows"]}
     assert rows[1, 64, 4]["golden"] < 0.7 * rows[1, 64, 4]["turns"]

@@ -211,8 +211,10 @@ def test_placements_keep_their_form(tmp_path: Path):
         ("--ep 7", "256 slots cannot be laid evenly over 7 ranks: add 3 redundant slots"),
         ("--out x.txt", "--out x.txt: give a file that ends in .json"),
         ("--algorithms deepsek", "algorithm 'deepsek' is not known: choose one of auto, incremen"),
-        ("none.npz", "none.npz cannot be read: "),
-        ("none.csv", "none.csv: give a file that ends in .json, .npz, .pt"),
+        ("none.npz", "there is no file none.npz"),
+        ("none.csv", "there is no file none.csv"),
+        ("pyproject.toml", "pyproject.toml: give a file that ends in .json, .npz, .pt"),
+        ("--plot x.txt", "--plot x.txt: give a file that ends in .png, .svg, .pdf"),
         ("none.npz --zipf 1 --seed 2", "--zipf, --seed: for generated routing, and LOADS is given"),
         ("--zipf -1", "--zipf is -1.0: give at least 0 and at most 10"),
         ("--num-experts 4 --top-k 8", "top-k 8 of 4 experts: give at most as many"),
@@ -301,7 +303,7 @@ def test_one_wrong_id_of_a_trace_does_not_take_all_memory(tmp_path: Path):
     [
         ({"num_slots": 7}, "7 slots for 8 experts: give at least 8"),
         ({"num_ranks": 0}, "give at least 1 of each"),
-        ({"current_LP": np.zeros((1, 12), int)}, "a placement of 1 × 12 .* does not fit 1 layers"),
+        ({"current_LP": np.zeros((1, 12), int)}, "a placement of 1 × 12 .* does not fit 1 × 8"),
         ({"current_LP": np.zeros((1, 8), int)}, "has no slot for expert 1 in layer 0"),
         ({"current_LP": np.arange(1, 9)[None]}, "names expert 8: there are 0..7"),
         ({"active_D": np.array([True, False])}, "1 live ranks have 4 slots for 8 experts: at lea"),
@@ -404,3 +406,12 @@ def test_groups_and_nodes_reach_the_algorithms():
     for row in rows[1:]:
         halves = [set((half // 4).tolist()) for half in row.slots_LP[0].reshape(2, 10)]
         assert not halves[0] & halves[1]
+
+
+def test_algorithms_by_steps_see_every_step():
+    """Experts 0 and 1 are the hottest in turn, but expert 2 has the largest sum."""
+    turns_SLE = np.array([[[9, 0, 6, 1]], [[0, 9, 6, 1]]] * 4, np.float32)
+    rows = compare(Comparison(turns_SLE, turns_SLE, ranks=2), [2], ["deepseek", "deepseek_vec"])
+    counts = {row.algorithm: np.bincount(row.slots_LP[0], minlength=4).tolist() for row in rows}
+    assert counts["deepseek"] == [2, 1, 2, 1]
+    assert counts["deepseek_vec"] == [2, 2, 1, 1]

@@ -13,13 +13,13 @@ import pytest
 
 from moesaic.config import devices
 from moesaic.config.args import ServerArgs
+from moesaic.config.devices import expert_ranks
 from moesaic.config.docs import markdown
 from moesaic.config.flags import specs, unbuilt
 from moesaic.config.parser import FlagParser, merge, read_config
 from moesaic.config.resolve import (
     BACKEND_ENTRY_POINTS,
     contradictions,
-    expert_ranks,
     flag_changes,
     largest_divisor,
     problems,
@@ -119,16 +119,16 @@ def test_command_line(line: str, field: str, value: object):
             "yet: give EAGLE, NGRAM)",
         ),
         (
-            "--magic 3 --max-loras-per-batch 4 --wand --enable-waterfill",
+            "--magic 3 --max-loras-per-batch 4 --wand --enforce-shared-experts-fusion",
             "unknown flag --magic; unknown flag --wand; not supported: --max-loras-per-batch (LoRA "
             "adapters are not served: merge the adapter into the checkpoint (peft's "
-            "merge_and_unload) and serve that); not built yet: --enable-waterfill (the shared "
-            "expert's rows stay on their rank: leave it out)",
+            "merge_and_unload) and serve that); not built yet: --enforce-shared-experts-fusion "
+            "(only --enable-waterfill computes them together: leave it out)",
         ),
         (
-            "--qqqqqqq --enable-waterfill",
-            "unknown flag --qqqqqqq; not built yet: --enable-waterfill (the shared expert's rows "
-            "stay on their rank: leave it out)",
+            "--qqqqqqq --enforce-shared-experts-fusion",
+            "unknown flag --qqqqqqq; not built yet: --enforce-shared-experts-fusion (only "
+            "--enable-waterfill computes them together: leave it out)",
         ),
     ],
 )
@@ -284,6 +284,14 @@ def test_missing_file_is_named(tmp_path: Path):
             "exclude each other: keep one",
         ),
         ("--enable-waterfill", "--enable-waterfill needs several expert ranks"),
+        (
+            "--tp 2 --moe-a2a-backend deepep --enable-waterfill --ep-dispatch-algorithm static",
+            "rows are split as by lp; leave --ep-dispatch-algorithm out, or give lp",
+        ),
+        (
+            "--tp 2 --ep 2 --enable-waterfill --disable-shared-experts-fusion",
+            "leave --disable-shared-experts-fusion out",
+        ),
         (
             "--tp 4 --ep-dispatch-algorithm lp",
             "--ep-dispatch-algorithm lp needs --ep-size 2 or more: it chooses between ranks, and "
@@ -495,10 +503,10 @@ def test_every_flag_that_is_not_built_is_refused_by_name():
             "the device decides: give auto)",
         ),
         (
-            "--disable-radix-cache --tp 2 --ep 2 --kv-cache-dtype fp8_e5m2 --enable-waterfill",
+            "--disable-radix-cache --kv-cache-dtype fp8_e5m2 --enforce-shared-experts-fusion",
             "not built yet: --kv-cache-dtype fp8_e5m2 (attention does not read this type: give "
-            "auto, bfloat16, bf16, fp8_e4m3); --enable-waterfill (the shared expert's rows stay on "
-            "their rank: leave it out)",
+            "auto, bfloat16, bf16, fp8_e4m3); --enforce-shared-experts-fusion (only "
+            "--enable-waterfill computes them together: leave it out)",
         ),
         (
             "--fuseep-mode 3",

@@ -169,6 +169,17 @@ def test_stages_hold_their_layers(folders: dict[str, Path], capsys: pytest.Captu
     assert first["collective_bytes"] > 0
 
 
+def test_a_plan_for_nodes_needs_no_address(
+    folders: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    line = f"{folders['mixtral']} --pp 2 --nnodes 2"
+    placed, planned = ask(capsys, f"{line} --dist-init-addr h:1"), ask(capsys, line)
+    assert ranks(planned) == ranks(placed)
+    (note,) = set(planned["notes"]) - set(placed["notes"])
+    assert note == "a server of several nodes needs --dist-init-addr, unless a launcher tells it"
+
+
 def test_replicas_are_alike(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]):
     report = ask(capsys, f"{folders['qwen2_moe']} --tp 2 --dp 2")
     found = ranks(report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from moesaic.comm.windows.window import SharedWindow
 from moesaic.config import ServerArgs
 from moesaic.config.resolve import resolve
 from moesaic.engine.rebalance.copy_phases import ReadPhase, WritePhase
-from moesaic.engine.rebalance.expert_copies import ChunkCopy, CopyBuffers, WrongExpert
+from moesaic.engine.rebalance.expert_copies import ChunkCopy, CopyBuffers, WrongExpert, word_sum
 from moesaic.engine.setup.device_memory import total_memory
 from moesaic.engine.setup.expert_buffers import BufferSizes, ExpertImage, buffer_sizes
 from moesaic.engine.setup.memory_plan import plan_memory
@@ -81,6 +82,24 @@ def test_damage_is_told_until_it_is_forgotten(layer: FusedMoE) -> None:
         buffers.check()
     buffers.forget()
     buffers.check()
+
+
+@pytest.mark.parametrize("words", [0, 1, 511, 512, 1024, 1600])
+def test_sums_are_those_of_numbered_words(words: int) -> None:
+    data_N = torch.arange(words) * 7919 - 5
+    wanted = sum((2 * n + 1) * (7919 * n - 5) for n in range(words))
+    assert int(word_sum(data_N.view(torch.uint8))) == wanted
+    assert int(word_sum(torch.tensor([5, 6, 7]).view(torch.uint8))) == 58
+
+
+def test_sums_tell_words_that_have_changed_places() -> None:
+    """Also across a diagonal, where the sums of rows and columns change by opposite numbers."""
+    data_N = torch.arange(3 * 512 + 40) ** 2
+    places = (0, 1, 511, 512, 513, 1024, 1536, 1537, 1575)
+    for one, other in itertools.combinations(places, 2):
+        swapped_N = data_N.clone()
+        swapped_N[[one, other]] = data_N[[other, one]]
+        assert word_sum(swapped_N.view(torch.uint8)) != word_sum(data_N.view(torch.uint8))
 
 
 def test_images_are_whole_words(layer: FusedMoE) -> None:

@@ -1,5 +1,6 @@
 """Whether the nodes of a service can work together: all run this at once, meet at node 0's address,
-compare what they have, and measure the connection of every pair. No torch here."""
+compare what they have, and measure the connection of every pair, by TCP and, on GPUs, by NCCL. No
+torch here."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from typing import Any, Final
 
 import msgspec
 
+from moesaic.comm.launch.cluster_nccl import NcclFacts, NcclSpec, measure_nccl
 from moesaic.comm.launch.node_place import NodePlace
 from moesaic.comm.network.connect import connect
 from moesaic.comm.network.handshake import Identity, Role, Session, read_exactly
@@ -51,6 +53,8 @@ class Installed:
     versions: dict[str, str]
     model: str
     flags: dict[str, Any]
+    gpu: int = 0
+    """The first that the service would use, if it computes on GPUs."""
 
 
 class NodeFacts(msgspec.Struct, frozen=True):
@@ -70,6 +74,10 @@ class NodeFacts(msgspec.Struct, frozen=True):
     """Those that all nodes must have in common."""
     has_secret: bool
 
+    @property
+    def device(self) -> str:
+        return str(self.flags.get("device", ""))
+
 
 class PairFacts(msgspec.Struct, frozen=True):
     latency_us: float = 0.0
@@ -86,6 +94,8 @@ class ClusterReport(msgspec.Struct, frozen=True):
     """By `0-1`: the lower node sends."""
     problems: list[str]
     notes: list[str]
+    nccl: NcclFacts | None = None
+    """If all nodes compute on GPUs."""
 
 
 def check_cluster(
@@ -117,10 +127,16 @@ def check_cluster(
         stack.enter_context(closing(listener))
         facts = _facts(own, own_port, installed, secret != NO_SECRET)
         nodes = _meet(store, place, facts, seconds)
-        pairs = _measure_all(store, nodes, node, secret)
+        pairs, nccl = _measure_all(store, nodes, node, secret), None
+        if all(one.device == "cuda" for one in nodes):
+            addresses = [one.address for one in nodes]
+            spec = NcclSpec(node, addresses, installed.gpu, host, port, secret)
+            nccl = measure_nccl(spec, store)
         _leave_together(store, place, range(place.nnodes))
     problems = [*_differences(nodes), *_bad_pairs(nodes, pairs)]
-    return ClusterReport(nodes, pairs, problems, list(_notes(nodes)))
+    if nccl is not None:
+        problems += _bad_nccl(nodes, pairs, nccl)
+    return ClusterReport(nodes, pairs, problems, list(_notes(nodes, nccl)), nccl)
 
 
 def _listen(
@@ -305,9 +321,47 @@ def _bad_pairs(nodes: Sequence[NodeFacts], pairs: Mapping[str, PairFacts]) -> It
             yield f"the clocks of node {first} and node {second} differ by {pair.clock_s:.1f} s"
 
 
-def _notes(nodes: Sequence[NodeFacts]) -> Iterator[str]:
+def _bad_nccl(
+    nodes: Sequence[NodeFacts], pairs: Mapping[str, PairFacts], nccl: NcclFacts
+) -> Iterator[str]:
+    """NCCL chooses its interfaces by itself, and not those of the nodes' addresses."""
+    failed = [name for name, pair in nccl.pairs.items() if pair.error]
+    for name in failed:
+        first, second = map(int, name.split("-"))
+        yield (
+            f"NCCL between node {first} and node {second} ({nodes[second].host}): "
+            f"{nccl.pairs[name].error}; if that is the network, set NCCL_SOCKET_IFNAME to the "
+            f"interface that connects them ({_interfaces(nodes, first, second)})"
+        )
+    for number, end in enumerate(nccl.nodes):
+        if end.error and not failed:
+            yield f"NCCL on node {number} ({nodes[number].host}): {end.error}"
+    best = max((pair.gbit_s for pair in nccl.pairs.values()), default=0.0)
+    for name, pair in nccl.pairs.items():
+        first, second = map(int, name.split("-"))
+        rate = pairs[name].gbit_s
+        if not pair.error and pair.gbit_s < max(SLOW_GBIT, SLOW_SHARE * max(best, rate)):
+            yield (
+                f"node {first} reaches node {second} by NCCL ({nccl.nodes[second].network}) at "
+                f"{pair.gbit_s:.1f} Gbit/s, and over TCP at {rate:.1f}: set NCCL_SOCKET_IFNAME to "
+                f"the interface of the fastest network ({_interfaces(nodes, first, second)})"
+            )
+
+
+def _interfaces(nodes: Sequence[NodeFacts], *numbers: int) -> str:
+    return ", ".join(f"node {n} has {nodes[n].interface or nodes[n].address}" for n in numbers)
+
+
+def _notes(nodes: Sequence[NodeFacts], nccl: NcclFacts | None = None) -> Iterator[str]:
     if not nodes[0].has_secret:
         yield "the nodes have no secret: node 0 accepts every process of this machine"
+    for number, end in enumerate([] if nccl is None else nccl.nodes):
+        rdma = nodes[number].rdma
+        if rdma and end.network.startswith("Socket"):
+            yield (
+                f"node {number} has RDMA devices ({', '.join(rdma)}), but NCCL takes sockets: see "
+                "NCCL_IB_DISABLE and NCCL_IB_HCA, and whether this process may open /dev/infiniband"
+            )
 
 
 def model_digest(path: str) -> str:

@@ -69,8 +69,8 @@ class Trigger:
     num_steps: int = 0
     num_finished: int = 0
     """Finished requests when the last one began."""
-    period: int = 0
-    """Steps between the last two."""
+    earlier_steps: int = 0
+    """Those before `num_steps` began to count."""
 
     def is_due(self, finished: int) -> bool:
         if self.requests is not None:
@@ -78,9 +78,12 @@ class Trigger:
         return self.num_steps >= self.steps
 
     def restart(self, finished: int) -> None:
-        self.period, self.num_steps, self.num_finished = self.num_steps, 0, finished
+        self.earlier_steps += self.num_steps
+        self.num_steps, self.num_finished = 0, finished
 
-    @property
-    def horizon(self) -> int:
-        """Steps until the next one, as far as is known."""
-        return self.steps if self.requests is None else max(1, self.period)
+    def horizon(self, finished: int) -> int:
+        """Steps until the next one, if requests go on to take as many as they did up to now."""
+        if self.requests is None:
+            return self.steps
+        steps = self.earlier_steps + self.num_steps
+        return max(1, steps * self.requests // max(finished, 1))

@@ -356,7 +356,7 @@ class Rebalancer:
             self._current().astype(np.int32).tobytes(),
             COPIES * image / (self._copies.rate or self._rate),
             max(per_layer, 1e-6),
-            self._trigger.horizon,
+            self._trigger.horizon(self._all_finished),
         )
 
     @property

@@ -271,7 +271,8 @@ class ExpertRecorder:
             state.layers = [load.layer for load in self._loads]
             state.counts, state.first_slot = layer.load.counts, layer.layout.first_slot
             state.num_local = layer.layout.slots_per_rank
-            state.num_experts, state.top_k = layer.config.num_experts, layer.config.top_k
+            state.num_experts = layer.config.num_experts
+            state.top_k = layer.config.routed_top_k
         if has_placements:
             found = self._slots.items()
             state.placements = [RecordedSlots(*key, slots) for key, slots in found]

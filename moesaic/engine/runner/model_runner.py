@@ -187,7 +187,9 @@ class ModelRunner:
         """Before the KV cache is sized, as it takes memory."""
         if not (args.enable_eplb and self.moe_layers):
             return None
-        groups = resolved.raw.integer("n_group", 1)
+        # A shared expert among the routed ones belongs to no group.
+        shared = self.moe_layers[0].config.num_shared
+        groups = 1 if shared else resolved.raw.integer("n_group", 1)
         made = Rebalancer(args, self.moe_layers, self.ranks, self.device, groups)
         made.start_planner()
         return made

@@ -263,7 +263,7 @@ class ResolvedModel:
         limits = step_limits(args, ranks.mesh, length)
         scheme = detect_scheme(raw, folder)
         weights = weight_format(args.quantization, scheme.method, scheme.expert_format)
-        whole = shape_only_model(raw, dtype, weights)
+        whole = shape_only_model(raw, dtype, weights, args.enable_waterfill)
         _check_heads(raw, whole, ranks.mesh.attention_tp)
         moe = moe_context(args, dtype, weights, limits, whole, ranks)
         dense = dense_weights(scheme, folder, moe)
@@ -440,10 +440,13 @@ def _shape_only_rank(mesh: Mesh, rank: int) -> RankContext:
     )
 
 
-def shape_only_model(raw: RawConfig, dtype: torch.dtype, weights: WeightFormat | None) -> CausalLM:
+def shape_only_model(
+    raw: RawConfig, dtype: torch.dtype, weights: WeightFormat | None, waterfill: bool = False
+) -> CausalLM:
     """The whole model on the meta device."""
+    moe = replace(MoeContext.single(dtype, weights), waterfill=waterfill)
     with torch.device("meta"):
-        return build_model(raw, BuildContext(1, MoeContext.single(dtype, weights)))
+        return build_model(raw, BuildContext(1, moe))
 
 
 def expert_bytes(layer: FusedMoE) -> int:

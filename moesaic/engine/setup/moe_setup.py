@@ -102,12 +102,15 @@ def moe_problem(
     role = args.disaggregation_mode
     layers = [module.config for module in model.modules() if isinstance(module, FusedMoE)]
     experts = layers[0].num_experts if layers else 0
-    most = experts * (mesh.ep - 1)  # an expert on every rank
-    if experts and mesh.ep > 1 and args.ep_num_redundant_experts > most:
+    shared = layers[0].num_shared if layers else 0
+    routed, asked = experts - shared, args.ep_num_redundant_experts
+    most = routed * (mesh.ep - 1)  # an expert on every rank
+    if experts and mesh.ep > 1 and asked > most:
         raise ValueError(
-            f"--ep-num-redundant-experts is {args.ep_num_redundant_experts}: with {most} each of "
-            f"{mesh.ep} ranks has all {experts} experts; give at most that"
+            f"--ep-num-redundant-experts is {asked}: with {most} each of {mesh.ep} ranks has all "
+            f"{routed} experts; give at most that"
         )
+    _log_slots(routed, shared, asked, mesh.ep)
     return MoeProblem(
         a2a=args.moe_a2a_backend,
         mode=args.deepep_mode,
@@ -122,7 +125,7 @@ def moe_problem(
         hidden_size=layers[0].hidden_size if layers else 0,
         intermediate_size=layers[0].intermediate_size if layers else 0,
         experts=experts,
-        redundant=redundant_slots(experts, args.ep_num_redundant_experts, mesh.ep),
+        redundant=redundant_slots(routed, asked, mesh.ep) + shared * (mesh.ep - 1),
     )
 
 
@@ -141,9 +144,10 @@ def moe_context(
     copies = mesh.moe_tp if deterministic else 1
     if copies > 1:
         logger.info("moe: deterministic: experts are not sharded, %d ranks hold each", copies)
+    if args.enable_waterfill:
+        _check_shared(model)
     problem = moe_problem(args, dtype, weights, model, mesh)
-    _log_slots(problem, args.ep_num_redundant_experts)
-    algorithm = args.ep_dispatch_algorithm or DYNAMIC
+    algorithm = args.ep_dispatch_algorithm or (LP if args.enable_waterfill else DYNAMIC)
     if args.ep_dispatch_algorithm is not None:
         _log_algorithm(algorithm, problem.redundant > 0 or copies > 1)
     if copies > 1:  # placement() places the copies
@@ -161,6 +165,7 @@ def moe_context(
         max_decode_tokens=-(-limits.decode_tokens // sharers),
         redundant_experts=args.ep_num_redundant_experts,
         dispatch_algorithm=algorithm,
+        waterfill=args.enable_waterfill,
         # All redundant slots may go to one expert.
         max_replicas=problem.redundant + 1 if args.enable_eplb else 0,
         copies=copies,
@@ -178,24 +183,43 @@ def _placements(args: ServerArgs, model: CausalLM, context: MoeContext) -> dict[
     layers = [module for module in model.modules() if isinstance(module, FusedMoE)]
     if not layers:
         return {}
-    experts = layers[0].config.num_experts
-    slots = len(context.placement(experts).slots)
+    experts, shared = layers[0].config.num_experts, layers[0].config.num_shared
+    slots = len(context.placement(experts, num_shared=shared).slots)
     numbers = [layer.dispatcher.config.layer for layer in layers]
-    return first_placements(args, numbers, len(model.model.layers), experts, slots)
+    try:
+        return first_placements(args, numbers, len(model.model.layers), experts, slots)
+    except ValueError as error:
+        if not shared:
+            raise
+        raise ValueError(
+            f"{error} (--enable-waterfill: the last {shared} of {experts} experts are shared)"
+        ) from None
 
 
-def _log_slots(problem: MoeProblem, asked: int) -> None:
-    added = problem.redundant - asked
-    if problem.experts and added:
+def _check_shared(model: CausalLM) -> None:
+    """ValueError where no shared expert is among the routed ones."""
+    layers = [module for module in model.modules() if isinstance(module, FusedMoE)]
+    if not any(layer.config.num_shared for layer in layers):
+        raise ValueError(
+            "--enable-waterfill: this model has no shared experts, or some with biases, which "
+            "cannot be among the routed ones: leave it out"
+        )
+
+
+def _log_slots(experts: int, shared: int, asked: int, ep: int) -> None:
+    redundant = redundant_slots(experts, asked, ep)
+    if experts and redundant > asked:
         logger.info(
             "moe: %d experts and %d redundant slots do not divide evenly over ep %d: slots added: "
             "%d, a rank has %d",
-            problem.experts,
+            experts,
             asked,
-            problem.ep,
-            added,
-            (problem.experts + problem.redundant) // problem.ep,
+            ep,
+            redundant - asked,
+            (experts + redundant) // ep,
         )
+    if shared:
+        logger.info("moe: waterfill: each rank has %d more slots, for shared experts", shared)
 
 
 def _log_algorithm(algorithm: str, has_replicas: bool) -> None:

@@ -11,7 +11,6 @@ from moesaic.comm.mesh import Mesh
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.setup.memory_plan import collective_bytes, expert_bytes
 from moesaic.engine.setup.moe_setup import describe_backends
-from moesaic.moe.placement import redundant_slots
 
 logger = logging.getLogger(__name__)
 
@@ -104,9 +103,7 @@ def service_info(
         "placement": {
             "version": groups[0]["placement_version"],
             "num_experts": num_experts,
-            "redundant_experts": redundant_slots(
-                num_experts, args["ep_num_redundant_experts"], args["ep_size"]
-            ),
+            "redundant_experts": len(first["experts"]) * args["ep_size"] - num_experts,
             "experts_of_rank": [rank["experts"] for rank in ranks],
         },
         "memory": {key: sum(rank[key] for rank in ranks) for key in MEMORY},
