@@ -33,12 +33,11 @@ class SpeculativeArgs:
         built=tuple(ALGORITHMS),
         why="nothing makes such drafts yet",
     )
-    speculative_draft_model_path: str | None = not_built(
+    speculative_draft_model_path: str | None = flag(
         None,
-        "Folder of the draft model.",
+        "Folder of the draft model of STANDALONE: a smaller model with the target's vocabulary.",
         aliases=("--speculative-draft-model",),
         metavar="DIR",
-        why="drafts come from the target's own layer",
     )
     speculative_draft_model_quantization: str | None = flag(
         None,

@@ -24,6 +24,9 @@ class Algorithm:
 
 ALGORITHMS: Final = {
     "EAGLE": Algorithm("moesaic.engine.speculate.nextn"),
+    "STANDALONE": Algorithm(
+        "moesaic.engine.speculate.standalone", takes_model=True, needs_model=True
+    ),
     "NGRAM": Algorithm("moesaic.engine.speculate.ngram", 11, 12, on_ranks=False),
 }
 """By the value of --speculative-algorithm."""

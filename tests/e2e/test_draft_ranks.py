@@ -14,6 +14,7 @@ from moesaic.config.parser import FlagParser, merge
 from tests.unit.test_draft_model import HOUSE, prompts
 
 DPA = "--enable-dp-attention --dp"
+OTHER = f"--speculative-algorithm STANDALONE --speculative-draft-model-path {HOUSE}"
 # The draft's backend is not the target's; a group is idle at times, as it has fewer requests.
 ALWAYS = (
     f"--tp 2 {DPA} 2 --moe-a2a-backend deepep --speculative-moe-a2a-backend none "
@@ -34,6 +35,8 @@ SLOW = (
     "--tp 2 --dp 2 --speculative-num-steps 2",
     "--tp 3 --moe-a2a-backend flashinfer --ep-num-redundant-experts 1 --speculative-num-steps 2",
     "--tp 8 --moe-a2a-backend deepep --speculative-num-steps 2",
+    f"--tp 2 {DPA} 2 --moe-a2a-backend deepep --speculative-num-steps 2 {OTHER}",
+    f"--tp 2 --ep 2 --speculative-num-steps 3 {OTHER}",
 )
 LINES = [*ALWAYS, *(pytest.param(line, marks=pytest.mark.slow) for line in SLOW)]
 
@@ -68,6 +71,8 @@ def on_one_rank() -> tuple[list[list[int]], int]:
 @pytest.mark.parametrize("line", LINES)
 def test_ranks_with_drafts_give_the_tokens_of_one_rank_without(line: str) -> None:
     expected, most = on_one_rank()
-    found, steps = answers(f"{line} --speculative-algorithm NEXTN --disable-speculative-adaptive")
+    if OTHER not in line:
+        line = f"{line} --speculative-algorithm NEXTN"
+    found, steps = answers(f"{line} --disable-speculative-adaptive")
     assert found == expected
     assert 0 < steps < most

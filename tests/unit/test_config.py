@@ -116,7 +116,7 @@ def test_command_line(line: str, field: str, value: object):
             "--page-size is 0: give at least 1; not supported: --enable-lora (LoRA adapters are "
             "not served: merge the adapter into the checkpoint (peft's merge_and_unload) and "
             "serve that); not built yet: --speculative-algorithm UNO (nothing makes such drafts "
-            "yet: give EAGLE, NGRAM)",
+            "yet: give EAGLE, STANDALONE, NGRAM)",
         ),
         (
             "--magic 3 --max-loras-per-batch 4 --wand --enforce-shared-experts-fusion",
@@ -351,6 +351,7 @@ def test_missing_file_is_named(tmp_path: Path):
             "a chain of 3 drafts and the newest token are 4: give that",
         ),
         ("--speculative-algorithm NEXTN --pp-size 2", "give --pp-size 1"),
+        ("--speculative-algorithm STANDALONE", "needs --speculative-draft-model-path DIR"),
         ("--skip-tokenizer-init --chat-template t", "--chat-template t needs a tokenizer"),
         ("--skip-tokenizer-init --tokenizer-path t", "--tokenizer-path t needs a tokenizer"),
         (

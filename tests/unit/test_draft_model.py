@@ -245,6 +245,48 @@ def test_a_failing_and_an_aborted_request_leave_the_others_alone(
     assert core.planner.metrics.counts.failed_steps > 0
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_another_model_with_the_same_vocabulary_makes_drafts(asynchronous: bool) -> None:
+    """The target itself is always right where tokens are greedy; a smaller one of another family
+    with random weights is not, which changes no answer."""
+    expected, steps = without_drafts(RANDOM), []
+    for draft in (RANDOM, "tiny:qwen3_moe,num_hidden_layers=1"):
+        flags = {
+            "speculative_algorithm": "STANDALONE",
+            "speculative_draft_model_path": materialise(draft),
+            "speculative_num_steps": 3,
+            "disable_speculative_adaptive": True,
+        }
+        args = arguments(RANDOM, **TIGHT, **flags)
+        core = LocalCore(args, ModelRunner(args, asynchronous=asynchronous))
+        check_equal(serve(core, requests(RANDOM)), expected)
+        check_equal(serve(core, requests(RANDOM)), expected)
+        assert core.planner.metrics.counts.failed_steps == 0
+        counts, alone = count_accepted(core), Request("a", [5, 6], SamplingParams(), 0, 41, 99)
+        alone.params = SamplingParams(temperature=0.0, ignore_eos=True)
+        before = core.planner.num_steps
+        serve(core, [alone])
+        steps.append(core.planner.num_steps - before)
+        assert counts[1] == counts[0] > 25 or draft != RANDOM
+    assert steps[0] <= 1 + 40 // 4 + 2 and steps[1] > 35
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        ("tiny:qwen3_moe,vocab_size=300", "vocab_size is 300, and the target's is 258"),
+        ("tiny:qwen3_moe,max_position_embeddings=64", "lower --context-length to 64"),
+    ],
+)
+def test_a_draft_model_that_does_not_fit_is_refused(draft: str, message: str) -> None:
+    flags = {
+        "speculative_algorithm": "STANDALONE",
+        "speculative_draft_model_path": materialise(draft),
+    }
+    with pytest.raises(ValueError, match=f"--speculative-draft-model-path: .*{message}"):
+        plan_memory(arguments(RANDOM, **flags))
+
+
 def items() -> Iterator[PlanItem]:
     sample = SampleRow(SamplingParams(), seed=0, position=9)
     yield PlanItem(0, [11, 12, 13], 0, 0, next_id=14)  # a chunk in the middle of a prompt

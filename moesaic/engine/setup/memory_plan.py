@@ -342,7 +342,7 @@ def _other_buffers(moe: MoeContext, draft: DraftModel | None) -> int:
     if draft is None or not draft.experts:
         return 0
     own = draft.experts[0].context
-    if own.resolved.a2a == moe.resolved.a2a and own.resolved.payload == moe.resolved.payload:
+    if own.resolved == moe.resolved:
         return 0
     return own.buffers(layer.dispatcher.config for layer in draft.experts).total
 

@@ -53,7 +53,8 @@ class DraftGraphs(GraphCache):
         # The lower halves of the two numbers, which hold all of them.
         self._count_1 = self._packed[COUNT].view(torch.int32)[:1]
         self._own_1 = self._packed[OWN].view(torch.int32)[:1]
-        self._hidden_BH, self._found_BH = runner.hidden_buffer(most), runner.hidden_buffer(most)
+        self._hidden_BH = runner.hidden_buffer(most)
+        self._found_BH = self._hidden_BH.new_zeros(most, model.hidden_size)
 
     def forward(
         self,
@@ -78,7 +79,8 @@ class DraftGraphs(GraphCache):
         event.record()
         if isinstance(ids_T, Tensor):
             self._packed[IDS, :count].copy_(ids_T)
-        self._hidden_BH[:count].copy_(hidden_TH)
+        if self._model.reads_target:
+            self._hidden_BH[:count].copy_(hidden_TH)
         self._attention[key].fill(sequences)
         self.run(key)
         return self._found_BH[:count]
@@ -93,7 +95,8 @@ class DraftGraphs(GraphCache):
         self._packed[POSITIONS, :count].copy_(at.positions_B)
         self._count_1.fill_(count)
         self._own_1.fill_(self._runner.parallel.own_tokens(count, key.rows))
-        self._hidden_BH[:count].copy_(hidden_BH)
+        if self._model.reads_target:
+            self._hidden_BH[:count].copy_(hidden_BH)
         self._attention[key].fill_singles(*at)
         self.run(key)
         return self._found_BH[:count]

@@ -5,11 +5,17 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+import torch
+
 from moesaic.comm.mesh import Mesh
 from moesaic.config import ServerArgs
 from moesaic.engine.setup.moe_setup import StepLimits, describe_backends
+from moesaic.models.config import BuildContext, RawConfig
+from moesaic.models.registry import build_model
 from moesaic.moe.context import MoeContext
 from moesaic.moe.expert_load import DeviceCounters
+from moesaic.moe.layer import FusedMoE
+from moesaic.moe.placement import redundant_slots
 from moesaic.moe.quant.weights import WeightFormat
 from moesaic.moe.registry import A2A_REGISTRY, MoeProblem
 
@@ -17,11 +23,18 @@ logger = logging.getLogger(__name__)
 
 
 def draft_moe(
-    args: ServerArgs, target: MoeContext, weights: WeightFormat, limits: StepLimits, mesh: Mesh
+    args: ServerArgs,
+    target: MoeContext,
+    weights: WeightFormat,
+    limits: StepLimits,
+    mesh: Mesh,
+    raw: RawConfig | None = None,
 ) -> MoeContext:
-    """`weights`: of the draft model's experts. They have no redundant slots, and never move."""
+    """`weights`: of the draft model's experts. They have no redundant slots, and never move. `raw`:
+    the draft model's config, if it is another model."""
     runner, a2a = args.speculative_moe_runner_backend, args.speculative_moe_a2a_backend
-    if runner is None and a2a is None and weights == target.weight_format:
+    is_alike = raw is None and weights == target.weight_format
+    if runner is None and a2a is None and is_alike:
         own = DeviceCounters()
         return replace(target, redundant_experts=0, placements={}, max_replicas=0, counters=own)
     problem = replace(
@@ -31,8 +44,8 @@ def draft_moe(
         runner=runner or args.moe_runner_backend,
         payload="auto",
         weights=weights,
-        redundant=0,
     )
+    problem = _sized(problem, target.dtype, raw)
     context = replace(
         _make(target, problem, limits, mesh), comm=target.comm, workspace=target.workspace
     )
@@ -44,6 +57,25 @@ def draft_moe(
         describe_backends(context),
     )
     return context
+
+
+def _sized(problem: MoeProblem, dtype: torch.dtype, raw: RawConfig | None) -> MoeProblem:
+    """Without redundant slots, but for those that an even distribution needs."""
+    if not problem.experts:  # copies of all experts
+        return problem
+    if raw is not None:
+        with torch.device("meta"):
+            model = build_model(raw, BuildContext.single(dtype, 1))
+        layer = next((m.config for m in model.modules() if isinstance(m, FusedMoE)), None)
+        if layer is None:
+            return problem
+        problem = replace(
+            problem,
+            experts=layer.num_experts,
+            hidden_size=layer.hidden_size,
+            intermediate_size=layer.intermediate_size,
+        )
+    return replace(problem, redundant=redundant_slots(problem.experts, 0, problem.ep))
 
 
 def _make(target: MoeContext, problem: MoeProblem, limits: StepLimits, mesh: Mesh) -> MoeContext:

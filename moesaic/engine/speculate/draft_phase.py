@@ -188,17 +188,21 @@ class DraftPhase:
         next_T.index_copy_(0, rows_R, found_2R[0])
         ahead = Pass(agreement.counts, agreement.prefill, plan.verifies)
         given = plan.positions(), sequences_of(plan, self._table)
-        hidden_TH = self._forward(ahead, next_T, *given, hidden_TH)
+        extends = next_T if self.model.reads_target else plan.token_ids
+        hidden_TH = self._forward(ahead, extends, *given, hidden_TH)
         if not any(agreement.drafting):
             return lambda results: None
         places, drafts, last_D, position_D, until_D, first_D = columns
         shape = (len(last_D), rows.most_drafts)
         right_DK = found_2R[0][places].view(shape) == drafts.view(shape)
         accepted_D = right_DK.long().cumprod(1).sum(1)
-        hidden_DH = hidden_TH[last_D + accepted_D]
-        ids_D = self._most_likely(hidden_DH, agreement.drafting)
-        found = [ids_D]
-        for number in range(1, agreement.draft_steps):
+        last_D = last_D + accepted_D
+        hidden_DH, ids_D = hidden_TH[last_D], next_T[last_D]
+        found = list[Tensor]()
+        if self.model.reads_target:
+            ids_D = self._most_likely(hidden_DH, agreement.drafting)
+            found.append(ids_D)
+        for number in self._chained(agreement):
             at_D = torch.minimum(position_D + accepted_D + number, until_D)
             at = Places(at_D, first_D)
             hidden_DH = self._forward_singles(agreement.drafting, ids_D, at, hidden_DH)
@@ -222,7 +226,8 @@ class DraftPhase:
         """Sets the `drafts` of `results`, which only the rank that samples has."""
         facts = self._settle(plan, results)
         ahead = Pass(agreement.counts, agreement.prefill, plan.verifies)
-        given = facts.next_T, plan.positions(), sequences_of(plan, self._table)
+        extends = facts.next_T if self.model.reads_target else plan.token_ids
+        given = extends, plan.positions(), sequences_of(plan, self._table)
         hidden_TH = self._forward(ahead, *given, hidden_TH)
         drafts = self._chain(plan, agreement, facts, hidden_TH)
         if results and drafts is not None:
@@ -250,21 +255,31 @@ class DraftPhase:
         counts = agreement.drafting
         if not any(counts):
             return None
-        (last_D,) = self._uploads.upload(facts.last_D)
-        hidden_DH = hidden_TH[last_D]
-        ids_D = self._most_likely(hidden_DH, counts)
-        found = [ids_D]
+        last_D, ids_D = self._uploads.upload(facts.last_D, facts.next_T[facts.last_D])
+        hidden_DH, found = hidden_TH[last_D], list[Tensor]()
+        if self.model.reads_target:
+            ids_D = self._most_likely(hidden_DH, counts)
+            found.append(ids_D)
         drafting = np.array([item.draft_until > 0 for item in plan.items], bool)
         until_D = np.array([item.draft_until for item in plan.items], np.int64)[drafting]
         first_D = plan.rows[drafting] * self._table.max_pages
         position_D = plan.positions()[facts.last_D]
-        for number in range(1, agreement.draft_steps):
+        for number in self._chained(agreement):
             at_D = np.minimum(position_D + number, until_D)
             given_D, sequences = self._shared(ids_D, len(at_D)), _single(at_D, first_D)
             hidden_DH = self._forward(Pass(counts), given_D, at_D, sequences, hidden_DH)
             ids_D = self._most_likely(hidden_DH, counts)
             found.append(ids_D)
         return self._on_host(torch.stack(found)) if self._runner.samples else None
+
+    def _chained(self, agreement: StepAgreement) -> range:
+        """How far behind the last token each pass of a chain is."""
+        return range(1, agreement.draft_steps + (not self.model.reads_target))
+
+    @property
+    def positions_ahead(self) -> int:
+        """Positions behind a step's last one that chains fill."""
+        return self.num_steps - self.model.reads_target
 
     def _on_host(self, drafts: Tensor) -> Tensor:
         """The draft model has run when they are there."""
@@ -341,8 +356,9 @@ class DraftPhase:
         group = self._runner.parallel.attention
         if group.size == 1 or not count:
             return ids_D
-        counts = [count] + [0] * (group.size - 1)
-        return group.gather_rows(ids_D[:, None], counts, "drafts")[:, 0]
+        counts, own = [count] + [0] * (group.size - 1), ids_D[:, None]
+        own = own if group.rank == 0 else own[:0]
+        return group.gather_rows(own, counts, "drafts")[:, 0]
 
 
 def _single(positions_D: Ints, first_D: Ints) -> Sequences:

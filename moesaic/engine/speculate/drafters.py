@@ -72,6 +72,14 @@ class DraftModel(Protocol):
     @property
     def experts(self) -> Sequence[FusedMoE]: ...
 
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def reads_target(self) -> bool:
+        """Whether a row takes the target's hidden state and the token behind it; if not, its own
+        token alone, and a chain begins with the token that the target has sampled."""
+
     def forward(
         self, rows: DraftRows, hidden_TH: Tensor, attention: AttentionStep, step: Step
     ) -> Tensor:

@@ -32,8 +32,11 @@ if TYPE_CHECKING:
 class NextNDraft:
     """The first such layer, which continues its own output, too."""
 
+    reads_target = True
+
     def __init__(self, net: NextN) -> None:
         self.net, self.cache, self.nbytes = net, net.cache, net.nbytes
+        self.hidden_size = net.config.hidden_size
         self.experts = [module for module in net.modules() if isinstance(module, FusedMoE)]
 
     def forward(

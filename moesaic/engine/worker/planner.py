@@ -115,7 +115,7 @@ class Planner:
             wave=runner.prefill_wave,
             delayer=_delayer(args),
             max_drafts=runner.limits.drafts or sys.maxsize,
-            drafts_ahead=max(0, self.draft_steps - 1),
+            drafts_ahead=0 if runner.draft is None else runner.draft.positions_ahead,
             columns=runner.draft is None,
         )
         self.scheduler = Scheduler(config, self.kv)
@@ -308,7 +308,8 @@ class Planner:
         most = len(request.prompt_ids) + request.max_new_tokens
         room = min(len(request.pages) * self.kv.page_size, most)
         # The step's token and a draft behind it must be allowed, and have pages.
-        if planned.confirmed + 2 < most and (self.draft_steps == 1 or planned.stop < room):
+        ahead = self.scheduler.config.drafts_ahead
+        if planned.confirmed + 2 < most and (not ahead or planned.stop < room):
             item.draft_until = room - 1
 
     def rollback(self, steps: Iterable[InflightStep]) -> list[Request]:
