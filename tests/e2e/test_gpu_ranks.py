@@ -96,6 +96,7 @@ SLOW = {
         for name in ("deepep", *BACKENDS)
     },
     "stages of tensors": {**TENSORS, "pp_size": 2},
+    "stages, experts move": groups(2, "deepep") | WHOLE | {"pp_size": 2} | MOVES,
 }
 # Models with dense layers; only those without latents have graphs of steps with prompts.
 CUT_DENSE = {
@@ -329,6 +330,7 @@ def test_a_model_cut_over_ranks_on_one_gpu(family: str, flags: dict[str, Any]) -
         ("qwen3_moe", groups(2, "deepep") | {"pp_size": 2}),
         ("deepseek_v3", groups(2, "none") | {"pp_size": 2}),
         *(("qwen3_moe", groups(2, name) | {"pp_size": 2}) for name in BACKENDS if name != "none"),
+        ("qwen3_moe", groups(2, "deepep") | {"pp_size": 2} | MOVES),
     ),
 )
 def test_pipeline_stages_on_one_gpu(family: str, flags: dict[str, Any]) -> None:

@@ -301,7 +301,6 @@ def test_missing_file_is_named(tmp_path: Path):
         ),
         ("--enable-eplb", "--enable-eplb has nothing to balance with --ep-size 1"),
         ("--dummy-router-zipf 0.7", "give it with --load-format dummy only"),
-        ("--tp 2 --ep 2 --enable-eplb --pp 2", "experts move without a pipeline only"),
         (
             "--tp 4 --ep 2 --enable-eplb --enable-deterministic-inference",
             "copies of them have fixed places: leave out --enable-eplb",

@@ -83,6 +83,7 @@ class ModelRunner:
         self._memory = rank_memory(args, self.device, ranks)
         self.eos_ids, self.vocab_size = resolved.eos_ids, resolved.raw.integer("vocab_size")
         self.num_layers, self.top_k = resolved.num_layers, resolved.top_k
+        self.num_experts = resolved.num_experts
         self.samples = ranks.is_last and ranks.place.attention_rank == 0
         self.matchers = Matchers(partial(self._compiler, args), 2 * self.max_running)
         if self.samples and _serves_grammars(args):
@@ -285,11 +286,6 @@ class ModelRunner:
     def records_tokens(self) -> bool:
         """Whether the next step's slots are recorded for each of its tokens."""
         return self.recorder is not None and self.recorder.needs_tokens
-
-    @property
-    def num_experts(self) -> int:
-        """Logical experts of a layer; 0 in a stage without any."""
-        return next((layer.config.num_experts for layer in self.moe_layers), 0)
 
     @property
     def prefill_wave(self) -> int:

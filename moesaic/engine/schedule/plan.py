@@ -273,6 +273,10 @@ class StageOrder(msgspec.Struct, array_like=True):
     plan: bytes
     routed: list[bytes] = []
     """Routed experts of the stages so far, as in StepResult."""
+    finished: int = 0
+    """Requests of all serving groups that have ended."""
+    moves: bool | None = None
+    """In a step without work that goes through all stages: whether one so far moves experts."""
 
 
 encode = msgspec.msgpack.Encoder().encode

@@ -231,6 +231,8 @@ class ResolvedModel:
     context_length: int
     cache_dtype: torch.dtype
     dense: DenseWeights | None
+    num_experts: int
+    """Of a layer that has some; 0 in a model without any."""
 
     @property
     def num_layers(self) -> int:
@@ -258,7 +260,9 @@ class ResolvedModel:
         _check_heads(raw, whole, ranks.mesh.attention_tp)
         moe = moe_context(args, dtype, weights, limits, whole, ranks)
         dense = dense_weights(scheme, folder, moe)
-        return cls(raw, scheme, limits, moe, length, cache_dtype(args, dtype), dense)
+        layers = (module for module in whole.modules() if isinstance(module, FusedMoE))
+        experts = next((layer.config.num_experts for layer in layers), 0)
+        return cls(raw, scheme, limits, moe, length, cache_dtype(args, dtype), dense, experts)
 
     def parallel(self, ranks: RankContext) -> Parallel:
         return ranks.parallel(self.num_layers, self.moe.deterministic)

@@ -79,6 +79,11 @@ class Stage:
         """Gives the hidden states to the next stage; returns the handle of the step's results."""
         return handle
 
+    def pass_on(self, goes_on: bool) -> bool:
+        """Called in a step without work, with nothing in flight: whether another one follows.
+        `goes_on`: whether this rank has more to do."""
+        return goes_on
+
     def stop(self) -> None:
         """Lets the next stage sleep until ranks are woken."""
 
@@ -107,7 +112,8 @@ class SingleStage(Stage):
 
 
 class FirstStage(Stage):
-    """The first or only stage of a pipeline. `planner`: the serving group's, on its leader."""
+    """The first or only stage of a pipeline. `planner`: the serving group's, on its leader.
+    `moves`: whether stages move experts, each among its ranks; this one may have none."""
 
     def __init__(
         self,
@@ -115,10 +121,11 @@ class FirstStage(Stage):
         status: RankStatus,
         planner: Planner | None,
         pipe: Pipe | None,
+        moves: bool = False,
         rebalancer: Rebalancer | None = None,
     ) -> None:
         self._ranks, self._status, self._planner, self._pipe = ranks, status, planner, pipe
-        self._rebalancer = rebalancer
+        self._moves, self._rebalancer = moves, rebalancer
         self._mesh, self._place = ranks.mesh, ranks.place
         self.pipeline_depth = self._mesh.pp
         self.restart(0, [0] * self._mesh.dp)
@@ -151,7 +158,7 @@ class FirstStage(Stage):
         report = self._report()
         own = torch.tensor([[*report, *facts, *astuple(step.work)]])
         rows = self._ranks.stage.gather_rows(own, [1] * mesh.tp, operation)
-        if self._rebalancer is not None:
+        if self._moves:
             self.reports = [RankReport(*row) for row in rows[:, : len(report)].tolist()]
         table = rows[:: mesh.attention_tp, len(report) :].tolist()
         counts, logit_rows, prefills, lengths, suspect_sets, told_by, *_ = zip(*table, strict=True)
@@ -168,9 +175,16 @@ class FirstStage(Stage):
             )
 
     def _report(self) -> RankReport | tuple[()]:
-        if self._rebalancer is None:
+        if not self._moves:
             return ()
-        return self._rebalancer.report(0 if self._planner is None else self._planner.num_finished)
+        finished = 0 if self._planner is None else self._planner.num_finished
+        if self._rebalancer is None:
+            return RankReport(finished=finished)
+        return self._rebalancer.report(finished)
+
+    @property
+    def _finished(self) -> int:
+        return sum(report.finished for report in self.reports)
 
     def _settle_prompts(self, works: list[StepWork], told: Sequence[int]) -> None:
         """Tells the scheduler what the other groups do, which wait for its prompts."""
@@ -200,10 +214,22 @@ class FirstStage(Stage):
         if self._pipe is None:
             return handle
         routed = [handle.wait().routed] if step.plan.is_routed else []
-        self._pipe.send(encode(StageOrder(step.agreement, self._encoded, routed)), handle.hidden_TH)
+        order = StageOrder(step.agreement, self._encoded, routed, self._finished)
+        self._pipe.send(encode(order), handle.hidden_TH)
         if self._planner is not None and step.has_requests:
             return PipelineReply(self._pipe)
         return FinishedStep(StepResult([]))
+
+    def pass_on(self, goes_on: bool) -> bool:
+        """Other stages may move experts when this one has nothing to do."""
+        if self._pipe is None or not self._moves:
+            return goes_on
+        agreement = StepAgreement(self.number)
+        order = StageOrder(agreement, plan_codec.NOTHING, finished=self._finished, moves=goes_on)
+        self._pipe.send(encode(order), None)
+        moves = decode_order(self._pipe.take_reply()).moves
+        assert moves is not None
+        return moves
 
     def stop(self) -> None:
         if self._pipe is not None:
@@ -214,8 +240,15 @@ class FirstStage(Stage):
 class LaterStage(Stage):
     """A later stage of a pipeline: it carries out the orders of the previous one."""
 
-    def __init__(self, ranks: RankContext, status: RankStatus, pipe: Pipe) -> None:
+    def __init__(
+        self,
+        ranks: RankContext,
+        status: RankStatus,
+        pipe: Pipe,
+        rebalancer: Rebalancer | None = None,
+    ) -> None:
         self._ranks, self._status, self._pipe = ranks, status, pipe
+        self._rebalancer = rebalancer
         self.restart(0, [])
 
     def restart(self, number: int, suspects: list[int]) -> None:
@@ -223,6 +256,7 @@ class LaterStage(Stage):
         self._receiver = PlanReceiver()
         self._order = b""
         self._routed: list[bytes] = []
+        self._idle: StageOrder | None = None
 
     def may_plan(self) -> bool:
         return False
@@ -235,7 +269,31 @@ class LaterStage(Stage):
         self._status.begin_step(self.number)
         step.plan, step.agreement = self._receiver.decode(order.plan), order.agreement
         self._routed = order.routed
+        self._idle = None if order.moves is None else order
+        self._exchange_reports(order)
         return x_TH
+
+    def _exchange_reports(self, order: StageOrder) -> None:
+        """Not before ranks sleep: experts would stay on their way until a request comes."""
+        self.reports = ()
+        if self._rebalancer is None or not (order.agreement.counts or self._idle):
+            return
+        finished = order.finished if self._ranks.place.tp_rank == 0 else 0
+        own = torch.tensor([self._rebalancer.report(finished)])
+        operation = f"move experts in step {self.number}"
+        rows = self._ranks.stage.gather_rows(own, [1] * self._ranks.mesh.tp, operation)
+        self.reports = [RankReport(*row) for row in rows.tolist()]
+
+    def pass_on(self, goes_on: bool) -> bool:
+        """Without an order for such a step ranks sleep, as no stage has anything to do."""
+        if self._idle is None:
+            return False
+        self._idle.moves = bool(self._idle.moves) or goes_on
+        if self._ranks.is_last:
+            self._pipe.reply(encode(self._idle))
+        else:
+            self._pipe.send(encode(self._idle), None)
+        return True
 
     def hand_on(self, step: InflightStep, handle: StepHandle) -> StepHandle:
         if not self._ranks.is_last:
