@@ -23,6 +23,7 @@ from moesaic.comm.mesh import Mesh
 from moesaic.comm.supervise.address import check_init_address
 from moesaic.comm.supervise.config_check import differences, facts_of
 from moesaic.core.messages import Fault, Stop, Submit
+from tests.distributed.nodes import free_port
 from tests.distributed.test_supervisor import (
     TARGET,
     collect,
@@ -53,11 +54,6 @@ def spec(node: int, port: int, mesh: Mesh = MESH, config: dict | None = None) ->
         host=f"127.0.0.{node + 1}",
         timeouts=Timeouts(start=60.0, collective=20.0, guard=0.5, hang=2.0, stop=5.0),
     )
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 @contextmanager

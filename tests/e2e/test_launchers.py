@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from moesaic import Engine
-from tests.distributed.test_nodes import free_port
+from tests.distributed.nodes import free_port
 from tests.e2e.grid import model_path
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
