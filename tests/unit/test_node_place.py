@@ -185,6 +185,19 @@ def test_a_launchers_name_that_becomes_known(
     assert not tries
 
 
+def test_the_check_of_a_cluster_waits_for_a_launchers_name(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    for name, value in (LWS | {"LWS_LEADER_ADDRESS": "moesaic-0.moesaic.invalid"}).items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level("INFO"):
+        assert main(["doctor", "--cluster", "--dist-timeout", "0.1"]) == 2
+        given = ["--dist-init-addr", "typed-by-a-user.invalid:29500"]
+        assert main(["doctor", "--cluster", "--dist-timeout", "0.1", *given]) == 2
+    (waits,) = [one for one in caplog.messages if "no address yet" in one]
+    assert waits.startswith("the name 'moesaic-0.moesaic.invalid' has no address yet: waiting")
+
+
 def test_ray_and_the_check_of_a_cluster(capsys: pytest.CaptureFixture[str]):
     assert main(["doctor", "tiny:qwen3_moe", "--cluster", "--use-ray", "--nnodes", "2"]) == 2
     assert "run it on all of them without --use-ray" in capsys.readouterr().err
