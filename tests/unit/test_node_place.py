@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
 from moesaic.cli.main import main
+from moesaic.comm.launch import ray_nodes
 from moesaic.comm.launch.node_place import NodePlace, find_place, first_host, unused_ranks
 from moesaic.comm.supervise import address
 from moesaic.core.addresses import host_and_port
@@ -154,6 +156,21 @@ def test_an_actor_of_ray_prevails_over_flags(
     flags = "--tp 2 --use-ray --nnodes 9"
     assert main(["serve", "no/such/model", *flags.split()]) == 2
     assert "the name 'node-0.invalid' has no address" in capsys.readouterr().err
+
+
+def test_paths_of_an_actor_of_ray_count_from_node_0s_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Where that folder is on its node."""
+    script = "import os, sys; open('told', 'w').write(f'{sys.argv[1:]} {os.environ[\"A\"]}')"
+    monkeypatch.setattr(ray_nodes, "PROGRAM", (sys.executable, "-c", script))
+    monkeypatch.chdir(tmp_path)
+    there = tmp_path / "there"
+    there.mkdir()
+    assert ray_nodes.RayNode().serve(["--tp", "2"], {"A": "b"}, str(there)) == 0
+    assert (there / "told").read_text() == "['--tp', '2'] b"
+    assert ray_nodes.RayNode().serve([], {"A": "c"}, str(tmp_path / "not here")) == 0
+    assert (tmp_path / "told").read_text() == "[] c"
 
 
 def test_without_ray(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
