@@ -44,6 +44,7 @@ from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.kernels.attention import tokens_at_once
 from moesaic.layers.attention import Attention, LatentAttention
 from moesaic.layers.paged_cache import PagedCache, PageTable, PageUpdate, Sequences
+from moesaic.models.blocks import DecoderLayer
 from moesaic.models.config import BuildContext
 from moesaic.models.registry import build_model
 from moesaic.models.skewed_routers import skew_routers
@@ -264,8 +265,8 @@ class ModelRunner:
         """Shows the supervisor which layer is computed: a long step is not a hang."""
         assert self.parallel.layers is not None
         for number, layer in zip(self.parallel.layers, self.model.model.layers, strict=True):
-            begin = partial(status.enter, RankState.COMPUTING, f"layer {number}")
-            layer.register_forward_pre_hook(lambda *_, begin=begin: begin())
+            assert isinstance(layer, DecoderLayer)
+            layer.announce = partial(status.enter, RankState.COMPUTING, f"layer {number}")
 
     @property
     def moe_layers(self) -> list[FusedMoE]:

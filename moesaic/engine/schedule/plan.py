@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from moesaic.core.overlap import Overlap
 from moesaic.core.request import TopLogprobs
 from moesaic.engine.sampling.sampler import SampleRow
 from moesaic.engine.schedule.step_budget import StepWork
@@ -264,6 +265,9 @@ class StepAgreement(msgspec.Struct, array_like=True):
     prefill: bool = False
     work: StepWork = StepWork()
     """That of the group with the most."""
+    overlap: Overlap = Overlap.OFF
+    first_half: tuple[int, ...] = ()
+    """With two micro-batches, the tokens of each group in the first one."""
 
 
 class StageOrder(msgspec.Struct, array_like=True):
