@@ -292,7 +292,7 @@ class BalanceArgs:
 @dataclass(frozen=True)
 class OverlapArgs:
     GROUP: ClassVar[str] = "Overlap of communication and computation"
-    WHY: ClassVar[str] = "a step is one batch, which communicates and computes in turn"
+    WHY: ClassVar[str] = "shared experts run after the others"
 
     overlap: str | None = flag(
         None,
@@ -300,10 +300,11 @@ class OverlapArgs:
         "shared experts; auto, what costs least, chosen for each step; unset: what the two "
         "switches below say, else off.",
         choices=OVERLAPS,
-        built=("off",),
+        built=("off", "tbo"),
+        why="it is not built yet",
     )
-    enable_two_batch_overlap: bool = not_built(False, "The same as --overlap tbo.")
-    tbo_token_distribution_threshold: float = not_built(
+    enable_two_batch_overlap: bool = flag(False, "The same as --overlap tbo.")
+    tbo_token_distribution_threshold: float = flag(
         0.48,
         "Split inside a sequence when splitting between two leaves one half less than this "
         "share of the tokens; 0: never.",

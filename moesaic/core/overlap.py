@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Final
 
 
 class Overlap(IntEnum):
@@ -14,3 +15,14 @@ class Overlap(IntEnum):
     """One batch computes its shared experts while tokens travel."""
     TBO = 2
     """Two micro-batches: one computes while the other communicates."""
+
+
+SCHEDULES: Final = {
+    "off": (Overlap.OFF,),
+    "tbo": (Overlap.OFF, Overlap.TBO),
+}
+
+
+def schedules_of(overlap: str | None) -> tuple[Overlap, ...]:
+    """The schedules that steps may have, by --overlap; unset means off."""
+    return SCHEDULES[overlap or "off"]

@@ -382,18 +382,22 @@ class Backbone(Module):
         self.norm = config.norm() if config.parallel.is_last else None
 
     def forward(self, ids_T: Tensor, ctx: ForwardContext, x_TH: Tensor | None) -> Tensor:
-        batch = MicroBatch(ctx, self._embedded(ids_T, x_TH))
+        batch = MicroBatch(ctx, self.embed(ids_T, x_TH))
         for layer in self.layers:
             batch.x_TH, batch.residual_TH = layer(batch.x_TH, ctx, batch.residual_TH)
-        return self._normed(batch)
+        return self.normed(batch)
 
-    def _embedded(self, ids_T: Tensor, x_TH: Tensor | None) -> Tensor:
+    @property
+    def decoder_layers(self) -> list[DecoderLayer]:
+        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+
+    def embed(self, ids_T: Tensor, x_TH: Tensor | None) -> Tensor:
         if self.embed_tokens is not None:
             x_TH = self.embed_tokens(ids_T)
         assert x_TH is not None, "a later stage needs the hidden states of the one before it"
         return x_TH
 
-    def _normed(self, batch: MicroBatch) -> Tensor:
+    def normed(self, batch: MicroBatch) -> Tensor:
         """The stage's output."""
         x_TH, residual_TH = batch.x_TH, batch.residual_TH
         assert x_TH is not None, "all layers have ended"

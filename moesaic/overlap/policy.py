@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from moesaic.core.overlap import Overlap
 
@@ -44,3 +45,7 @@ class TwoBatches:
 
     def choose(self, shape: StepShape) -> Overlap:
         return Overlap.TBO if shape.can_split else Overlap.OFF
+
+
+POLICIES: Final[dict[str, Callable[[], OverlapPolicy]]] = {"off": NoOverlap, "tbo": TwoBatches}
+"""By the value of --overlap."""

@@ -269,6 +269,19 @@ class StepAgreement(msgspec.Struct, array_like=True):
     first_half: tuple[int, ...] = ()
     """With two micro-batches, the tokens of each group in the first one."""
 
+    @property
+    def halves(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The tokens of each group in the two micro-batches."""
+        pairs = zip(self.counts, self.first_half, strict=True)
+        return self.first_half, tuple(count - half for count, half in pairs)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of a step that holds the tokens of every group; of one in two micro-batches each
+        half has half of them."""
+        most = max(self.counts)
+        return max(most, 2 * max(map(max, self.halves)) - 1) if self.first_half else most
+
 
 class StageOrder(msgspec.Struct, array_like=True):
     """From a pipeline stage to the next one; `plan` is encoded by plan_codec."""

@@ -31,6 +31,7 @@ from moesaic.engine.worker.rank_info import rank_info
 from moesaic.engine.worker.rank_stats import RankStatsReporter
 from moesaic.engine.worker.stage import FirstStage, LaterStage, SingleStage, Stage
 from moesaic.engine.worker.step_loop import StepLoop
+from moesaic.engine.worker.step_splitter import StepSplitter
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +101,8 @@ class Worker:
             assert self.planner is not None
             return SingleStage(self.planner, status)
         if self.ranks.is_first:
-            moves = self.runner.rebalancer
-            return FirstStage(self.ranks, status, self.planner, self.pipe, moves)
+            moves, splitter = self.runner.rebalancer, StepSplitter.of(self.args, self.runner)
+            return FirstStage(self.ranks, status, self.planner, self.pipe, moves, splitter)
         assert self.pipe is not None
         return LaterStage(self.ranks, status, self.pipe)
 
