@@ -44,6 +44,7 @@ from tests.e2e.test_rank_isolation import prompts, reason
 
 pytestmark = pytest.mark.timeout(300)
 
+HALVES = {"enable_two_batch_overlap": True}
 REPLICAS = {"ep_num_redundant_experts": 4, "ep_dispatch_algorithm": "lp"}
 # With two ranks each, rows go both ways: tests/distributed/test_node_dispatch.py always has layers
 # on such nodes.
@@ -56,6 +57,8 @@ SLOW = {
     "none": groups(4, "none") | WHOLE,
     "flashinfer": groups(4, "flashinfer") | WHOLE,
     "launches": groups(4, "mori") | WHOLE | LAUNCHES,
+    "halves": groups(4, "deepep") | WHOLE | HALVES,
+    "halves, tensors": TENSORS | HALVES,
     "deterministic": groups(4, "deepep") | WHOLE | DETERMINISTIC,
     "tensors": TENSORS,
     "parts": parts("deepep", tp_size=4, ep_size=4),
@@ -140,6 +143,7 @@ ON_GPUS: dict[str, dict[str, Any]] = {
     "none": groups(4, "none"),
     "flashinfer": groups(4, "flashinfer"),
     "launches": groups(4, "mori") | LAUNCHES,
+    "halves": groups(4, "deepep") | HALVES,
     "deterministic": groups(4, "deepep") | DETERMINISTIC,
     "tensors": TENSORS | {"tp_size": 4, "ep_size": 4},
     "parts": parts("deepep", tp_size=4, ep_size=4),

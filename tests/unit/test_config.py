@@ -480,11 +480,6 @@ def test_every_flag_that_is_not_built_is_refused_by_name():
             "compressed-tensors)",
         ),
         (
-            "--enable-two-batch-overlap",
-            "not built yet: --enable-two-batch-overlap (a step is one batch, which communicates "
-            "and computes in turn: leave it out)",
-        ),
-        (
             "--attention-backend nsa --schedule-policy priority",
             "not built yet: --schedule-policy priority (requests start in the order in which they "
             "come: give fcfs); --attention-backend nsa (attention has kernels of its own, which "

@@ -18,12 +18,14 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from tqdm import tqdm
 
+from moesaic.core.overlap import Overlap
 from moesaic.engine.setup.device_memory import GIB
 
 logger = logging.getLogger(__name__)
 
 # Decoding sequences of mixed steps: their number decides how attention cuts long sequences.
 SEQUENCE_BUCKETS = (16, 64, 256, 1024)
+IN_HALVES = ", in two micro-batches"
 
 
 class CapturedKey(Protocol):
@@ -38,6 +40,7 @@ class GraphKey(NamedTuple):
     sequences: int
     queries: int = 1
     """New tokens of each sequence: one more than its drafts."""
+    overlap: Overlap = Overlap.OFF
 
     @property
     def rows(self) -> int:
@@ -45,7 +48,12 @@ class GraphKey(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.rows} rows"
+        return f"{self.rows} rows" + IN_HALVES * (self.overlap == Overlap.TBO)
+
+    @property
+    def half(self) -> GraphKey:
+        """The size of a micro-batch."""
+        return self._replace(sequences=-(-self.sequences // 2))
 
 
 class MixedKey(NamedTuple):
@@ -54,6 +62,7 @@ class MixedKey(NamedTuple):
     """Room for those with one new token."""
     agreed: int
     """The bucket of the rank with the most tokens."""
+    overlap: Overlap = Overlap.OFF
 
     @property
     def rows(self) -> int:
@@ -61,7 +70,8 @@ class MixedKey(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.tokens} rows, {self.agreed} of the largest rank"
+        split = IN_HALVES * (self.overlap == Overlap.TBO)
+        return f"{self.tokens} rows, {self.agreed} of the largest rank{split}"
 
 
 Key = TypeVar("Key", bound=CapturedKey)
@@ -180,17 +190,21 @@ class GraphCache(CapturedGraphs[GraphKey]):
         body: Callable[[GraphKey], None],
         device: torch.device,
         queries: Sequence[int] = (1,),
+        schedules: Sequence[Overlap] = (Overlap.OFF,),
     ) -> None:
         self.sizes, self.queries = sizes, tuple(queries)
-        keys = [GraphKey(size, count) for size in sizes for count in queries]
+        kinds = [(size, count, kind) for kind in schedules for size in sizes for count in queries]
+        keys = [GraphKey(*each) for each in kinds if each[2] != Overlap.TBO or each[0] > 1]
         super().__init__(keys, body, device)
 
-    def bucket(self, sequences: int, queries: int = 1) -> GraphKey | None:
+    def bucket(
+        self, sequences: int, queries: int = 1, overlap: Overlap = Overlap.OFF
+    ) -> GraphKey | None:
         """The smallest that holds the sequences, if any does."""
         place = bisect_left(self.sizes, sequences)
         if not sequences or place == len(self.sizes) or queries not in self.queries:
             return None
-        return GraphKey(self.sizes[place], queries)
+        return GraphKey(self.sizes[place], queries, overlap)
 
 
 class MixedGraphs(CapturedGraphs[MixedKey]):
@@ -206,18 +220,21 @@ class MixedGraphs(CapturedGraphs[MixedKey]):
         body: Callable[[MixedKey], None],
         device: torch.device,
         tokens_differ: bool = False,
+        schedules: Sequence[Overlap] = (Overlap.OFF,),
     ) -> None:
         """`tokens_differ`: whether ranks have tokens of their own."""
+        self._schedules = schedules
         self.tokens = tokens
         fewer = [size for size in SEQUENCE_BUCKETS if size < max_sequences]
         self._sequences = (*fewer, max_sequences)
         keys = [MixedKey(size, some, size) for size in tokens for some in self._sequences]
         keys = [key for key in keys if self._is_needed(key)]
-        self._few = self.bucket(max_sequences) if tokens_differ else None
+        self._few = self._size(max_sequences) if tokens_differ else None
         """Rows of ranks without prompts, if others may have more."""
         if self._few is not None:
             larger = (size for size in tokens if size > self._few)
             keys += [MixedKey(self._few, max_sequences, size) for size in larger]
+        keys = [key._replace(overlap=kind) for kind in schedules for key in keys]
         super().__init__(keys, body, device)
 
     def _is_needed(self, key: MixedKey) -> bool:
@@ -225,14 +242,19 @@ class MixedGraphs(CapturedGraphs[MixedKey]):
         fewer = self._sequences[max(0, self._sequences.index(key.sequences) - 1)]
         return key.sequences == self._sequences[0] or key.tokens > fewer
 
-    def bucket(self, tokens: int) -> int | None:
+    def bucket(self, tokens: int, overlap: Overlap = Overlap.OFF) -> int | None:
         """The smallest that holds the tokens, if any does."""
+        return self._size(tokens) if overlap in self._schedules else None
+
+    def _size(self, tokens: int) -> int | None:
         place = bisect_left(self.tokens, tokens)
         return None if place == len(self.tokens) else self.tokens[place]
 
-    def key(self, agreed: int, tokens: int, sequences: int) -> MixedKey:
+    def key(
+        self, agreed: int, tokens: int, sequences: int, overlap: Overlap = Overlap.OFF
+    ) -> MixedKey:
         """`sequences`: those with one new token, at most one a token."""
         if self._few is not None and tokens <= self._few < agreed:
-            return MixedKey(self._few, self._sequences[-1], agreed)
+            return MixedKey(self._few, self._sequences[-1], agreed, overlap)
         room = self._sequences[bisect_left(self._sequences, sequences)]
-        return MixedKey(agreed, room, agreed)
+        return MixedKey(agreed, room, agreed, overlap)

@@ -37,6 +37,7 @@ from moesaic.engine.schedule.plan_codec import PlanReceiver, PlanSender
 from moesaic.engine.schedule.step_budget import StepWork, heaviest
 from moesaic.engine.setup.rank_context import RankContext
 from moesaic.engine.worker.planner import Planner
+from moesaic.engine.worker.step_splitter import StepSplitter
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +124,11 @@ class FirstStage(Stage):
         pipe: Pipe | None,
         moves: bool = False,
         rebalancer: Rebalancer | None = None,
+        splitter: StepSplitter | None = None,
     ) -> None:
         self._ranks, self._status, self._planner, self._pipe = ranks, status, planner, pipe
         self._moves, self._rebalancer = moves, rebalancer
+        self._splitter = splitter or StepSplitter()
         self._mesh, self._place = ranks.mesh, ranks.place
         self.pipeline_depth = self._mesh.pp
         self.restart(0, [0] * self._mesh.dp)
@@ -154,14 +157,16 @@ class FirstStage(Stage):
         suspects = 0 if self._planner is None else self._planner.num_suspects
         delayer = None if self._planner is None else self._planner.scheduler.delayer
         told = 0 if delayer is None else delayer.told
-        facts = [plan.num_tokens, logits, int(plan.prefill), len(data), suspects, told]
+        half = self._splitter.first_half(plan)
+        facts = [plan.num_tokens, logits, int(plan.prefill), len(data), suspects, told, half]
         report = self._report()
         own = torch.tensor([[*report, *facts, *astuple(step.work)]])
         rows = self._ranks.stage.gather_rows(own, [1] * mesh.tp, operation)
         if self._moves:
             self.reports = [RankReport(*row) for row in rows[:, : len(report)].tolist()]
         table = rows[:: mesh.attention_tp, len(report) :].tolist()
-        counts, logit_rows, prefills, lengths, suspect_sets, told_by, *_ = zip(*table, strict=True)
+        columns = zip(*table, strict=True)
+        counts, logit_rows, prefills, lengths, suspect_sets, told_by, halves, *_ = columns
         works = [StepWork(*row[len(facts) :]) for row in table]
         self._settle_prompts(works, told_by)
         self._suspects = list(suspect_sets)
@@ -170,9 +175,8 @@ class FirstStage(Stage):
             step.plan = plan if data else self._receiver.decode(self._encoded)
         step.agreement = StepAgreement(self.number)
         if any(counts):
-            step.agreement = StepAgreement(
-                self.number, counts, logit_rows, any(prefills), heaviest(works)
-            )
+            whole = StepAgreement(self.number, counts, logit_rows, any(prefills), heaviest(works))
+            step.agreement = self._splitter.settle(whole, halves)
 
     def _report(self) -> RankReport | tuple[()]:
         if not self._moves:

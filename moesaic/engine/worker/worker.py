@@ -31,6 +31,7 @@ from moesaic.engine.worker.rank_info import rank_info
 from moesaic.engine.worker.rank_stats import RankStatsReporter
 from moesaic.engine.worker.stage import FirstStage, LaterStage, SingleStage, Stage
 from moesaic.engine.worker.step_loop import StepLoop
+from moesaic.engine.worker.step_splitter import StepSplitter
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,9 @@ class Worker:
         rebalancer = self.runner.rebalancer
         if self.ranks.is_first:
             moves = rebalancer is not None or (self.args.enable_eplb and self.mesh.pp > 1)
-            return FirstStage(self.ranks, status, self.planner, self.pipe, moves, rebalancer)
+            splitter = StepSplitter.of(self.args, self.runner)
+            shared = (self.ranks, status, self.planner, self.pipe)
+            return FirstStage(*shared, moves, rebalancer, splitter)
         assert self.pipe is not None
         return LaterStage(self.ranks, status, self.pipe, rebalancer)
 
