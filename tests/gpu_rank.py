@@ -17,6 +17,7 @@ from moesaic.engine.frontend import core_client as remote
 from moesaic.engine.runner import model_runner
 from moesaic.engine.runner.batches import IdleBatch
 from moesaic.engine.runner.graphs import MixedGraphs, MixedKey
+from moesaic.engine.runner.split_step import SplitStep, idle_agreements
 from moesaic.engine.runner.steps import AsynchronousSteps
 from moesaic.engine.runner.warm_up import sorted_parts, warm_steps
 from moesaic.engine.schedule.plan import StepPlan
@@ -69,9 +70,9 @@ class IdleSteps:
     def __enter__(self) -> IdleSteps:
         self._run = run = IdleBatch.run
 
-        def record(batch: IdleBatch, step: Step) -> Tensor:
+        def record(batch: IdleBatch, step: Step, split: SplitStep | None = None) -> Tensor:
             self.steps.append((step.rows, step.prefill))
-            return run(batch, step)
+            return run(batch, step, split)
 
         IdleBatch.run = record  # type: ignore[method-assign]
         return self
@@ -102,8 +103,13 @@ def _serve(link: RankLink) -> None:
     parts = sorted_parts(mesh.tp, runner.moe_layers[0].config.top_k)
     steps = warm_steps(runner.limits, runner.steps.graphs.sizes, True, parts, mesh.attention_tp)
     bucket = runner.steps.mixed_batch.graphs.bucket
-    rows = [((prefill and bucket(tokens)) or tokens, prefill) for tokens, prefill in steps]
-    assert idle.steps == (rows if mesh.dp > 1 else []), f"idle at start: {idle.steps}"
+    agreed = list(idle_agreements(runner, steps))
+    rows = [
+        ((a.prefill and bucket(a.most_rows, a.overlap)) or a.most_rows, a.prefill) for a in agreed
+    ]
+    assert idle.steps == rows and len(rows) >= len(steps) * (mesh.dp > 1), (
+        f"idle at start: {idle.steps}"
+    )
     StepPoison(rank.runner)
     rank.serve()
 

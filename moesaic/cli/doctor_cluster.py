@@ -38,11 +38,13 @@ def run(args: ServerArgs, as_json: bool) -> int:
     place = _place(args)
     assert place.address is not None
     secret = own_secret(file=args.node_secret_file)
-    check_init_address(place.node_rank, place.address, secret)
     logger.info("%s", place)
+    seconds = args.dist_timeout or MEET_SECONDS
+    # A launcher's name of node 0 may be known late; one that a user typed may be wrong.
+    waits = 0.0 if args.dist_init_addr else seconds
+    check_init_address(place.node_rank, place.address, secret, name_timeout=waits)
     versions = {"python": platform.python_version(), "moesaic": __version__}
     versions |= {name: found or "none" for name, found in package_versions()}
-    seconds = args.dist_timeout or MEET_SECONDS
     args = replace(args, nnodes=place.nnodes)
     device = device_of(args)
     if device == "cuda" and (missing := cuda_missing()):

@@ -27,6 +27,7 @@ EPLB_ALGORITHMS = (
     "elasticity_aware",
     "elasticity_aware_hierarchical",
 )
+OVERLAPS = ("off", "auto", "sbo", "tbo")
 # SGLang's other backends.
 OTHER_A2A_BACKENDS = ("nixl", "megamoe", "deepep_v2", "pplx", "ascend_tp", "flashinfer_megamoe")
 OTHER_RUNNER_BACKENDS = tuple(
@@ -290,21 +291,26 @@ class BalanceArgs:
 @dataclass(frozen=True)
 class OverlapArgs:
     GROUP: ClassVar[str] = "Overlap of communication and computation"
-    WHY: ClassVar[str] = "a step is one batch, which communicates and computes in turn"
+    WHY: ClassVar[str] = "shared experts run after the others"
 
-    enable_two_batch_overlap: bool = not_built(
-        False, "Compute one micro-batch while the other communicates."
+    overlap: str | None = flag(
+        None,
+        "What is computed while tokens travel: tbo, the other of two micro-batches; sbo, the "
+        "shared experts; auto, what costs least, chosen for each step; unset: what the two "
+        "switches below say, else off.",
+        choices=OVERLAPS,
+        built=("off", "tbo"),
+        why="it is not built yet",
     )
-    tbo_token_distribution_threshold: float = not_built(
+    enable_two_batch_overlap: bool = flag(False, "The same as --overlap tbo.")
+    tbo_token_distribution_threshold: float = flag(
         0.48,
         "Split inside a sequence when splitting between two leaves one half less than this "
         "share of the tokens; 0: never.",
         at_least=0,
         at_most=0.5,
     )
-    enable_single_batch_overlap: bool = not_built(
-        False, "Compute shared experts while tokens are sent."
-    )
+    enable_single_batch_overlap: bool = not_built(False, "The same as --overlap sbo.")
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,6 @@ def _balance(args: ServerArgs) -> Iterator[str]:
         yield "--dummy-router-zipf changes routers: give it with --load-format dummy only"
     if args.enable_eplb and expert_ranks(args) == 1:
         yield "--enable-eplb has nothing to balance with --ep-size 1: give 2 or more"
-    if args.enable_eplb and args.pp_size > 1:
-        yield (
-            f"--enable-eplb with --pp-size {args.pp_size}: experts move without a pipeline only; "
-            "give --pp-size 1, or place them once with --init-expert-location"
-        )
     whole = args.enable_deterministic_inference and expert_ranks(args) != args.tp_size
     if whole and (args.enable_eplb or args.init_expert_location != "trivial"):
         yield (

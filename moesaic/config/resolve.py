@@ -26,6 +26,7 @@ from moesaic.config.devices import (
 from moesaic.config.flags import check, convert, given, nearest, refuse_unbuilt, show, specs
 from moesaic.config.gpus import crowding_warning
 from moesaic.config.idle_balancing import idle_balancing
+from moesaic.config.overlap import overlap_contradictions, resolved_overlap
 from moesaic.config.speculation import speculation_defaults, speculation_problems
 from moesaic.core.addresses import host_and_port, is_address
 
@@ -171,6 +172,7 @@ def _defaults(args: ServerArgs) -> Iterator[FlagChange]:
     yield FlagChange("chunked_prefill_size", chunk, why)
     if device == "cpu" and args.max_step_ms is None:
         yield FlagChange("max_step_ms", 0.0, "the default on cpu")
+    yield FlagChange("overlap", *resolved_overlap(args))
     if args.dist_timeout is None:
         yield FlagChange("dist_timeout", DIST_TIMEOUT, "the default")
     for change in speculation_defaults(args):
@@ -185,6 +187,7 @@ def contradictions(args: ServerArgs) -> Iterator[str]:
     yield from _nodes(args)
     yield from _dp_attention(args)
     yield from _moe(args)
+    yield from overlap_contradictions(args)
     yield from balance_contradictions(args)
     yield from _elastic(args)
     yield from _graphs(args)

@@ -123,7 +123,7 @@ class Engine:
         if dump is not None:
             self._core.on_failure = lambda reason: dump.write(reason, self._inflight.requests())
         mesh = self.mesh
-        self._rebalances = Rebalances(self._thread.query, range(0, mesh.world, mesh.tp * mesh.pp))
+        self._rebalances = Rebalances(self._thread.query, range(0, mesh.world, mesh.tp))
         self._profiler = Profiler(self._thread.query, self.mesh, self.spans, self.args.profile_dir)
         num_layers = self._core.facts.num_layers
         self._records = ExpertRecords(self._thread.query, self.args, self.mesh, num_layers)
@@ -314,7 +314,7 @@ class Engine:
     ) -> list[dict[str, Any]]:
         """Moves experts between ranks by the tokens since the last time, as `enable_eplb` does from
         time to time, and waits for it. A dry run shows the predicted gain and cost. One state for
-        each copy of the model; ValueError without `enable_eplb`."""
+        each stage with experts of each copy of the model; ValueError without `enable_eplb`."""
         return self._rebalances.run(dry_run, timeout)
 
     def hold_rebalances(self) -> None:
@@ -326,7 +326,7 @@ class Engine:
         self._thread.query("forget_load")
 
     def rebalance_state(self) -> list[dict[str, Any]]:
-        """What was moved last, and what moves now, for each copy of the model."""
+        """What was moved last, and what moves now: the states that `rebalance` returns."""
         return self._rebalances.states()
 
     def start_profile(

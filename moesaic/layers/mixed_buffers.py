@@ -25,16 +25,13 @@ class MixedSizes:
     """The largest step that the buffers hold."""
 
     tokens: int
-    singles: int
-    """Sequences with one new token."""
-    prompts: int
-    """Sequences with more."""
+    sequences: int
 
     @property
     def columns(self) -> list[int]:
         """Lengths of the packed columns: slots and positions; row, tokens and first page of single
         tokens; start, new tokens, tokens and first page of prompts."""
-        return [self.tokens] * 2 + [self.singles] * 3 + [self.prompts] * 4
+        return [self.tokens] * 2 + [self.sequences] * 7
 
 
 class StaticPrefill(Prefill):
@@ -77,10 +74,6 @@ class MixedBuffers:
         """`lengths`: new tokens of the sequences."""
         return 0 if self._deterministic else int((lengths == 1).sum())
 
-    def holds(self, lengths: npt.NDArray[np.integer]) -> bool:
-        singles = self.num_singles(lengths)
-        return singles <= self._sizes.singles and len(lengths) - singles <= self._sizes.prompts
-
     def fill(self, sequences: Sequences) -> None:
         """The sequences' rows follow each other from row 0 on. Does not block the host."""
         number, position = sequences.positions()
@@ -114,7 +107,10 @@ class MixedBuffers:
         return self._tiles[size][: 1 + self._most_tiles(size, tokens)]
 
     def _most_tiles(self, size: int, tokens: int) -> int:
-        return tokens // size + min(self._sizes.prompts, tokens)
+        """Each prompt may begin a tile; all `size` tokens beyond that fill another one."""
+        shortest = 1 if self._deterministic else 2
+        prompts = min(self._sizes.sequences, tokens // shortest)
+        return prompts + (tokens - prompts) // size
 
     def _fill_tiles(self, size: int) -> None:
         tiles = self._chunks.tiles(size)

@@ -6,7 +6,7 @@ B sequences of a step · R rows of the page table · P pages of the longest sequ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -61,6 +61,23 @@ class Sequences:
 
     def select(self, chosen: npt.NDArray[np.intp]) -> Sequences:
         return Sequences(*(array[chosen] for array in self.arrays()))
+
+    def cut(self, rows: int) -> tuple[Sequences, Sequences]:
+        """The sequences of the first `rows` rows, and those of the others, numbered from 0. The
+        second part of a sequence that is cut follows the first."""
+        starts, stops = self.starts_B, self.starts_B + self.lengths_B
+        first, second = np.flatnonzero(starts < rows), np.flatnonzero(stops > rows)
+        behind = np.maximum(stops[first] - rows, 0)
+        head, tail = self.select(first), self.select(second)
+        inside = np.maximum(rows - starts[second], 0)
+        return (
+            replace(head, lengths_B=head.lengths_B - behind, kv_lens_B=head.kv_lens_B - behind),
+            replace(
+                tail,
+                starts_B=tail.starts_B + inside - rows,
+                lengths_B=tail.lengths_B - inside,
+            ),
+        )
 
     def positions(self) -> tuple[Ints, Ints]:
         """Sequence and position of all new tokens, in the order of the sequences."""

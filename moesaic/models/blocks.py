@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -34,10 +35,17 @@ from moesaic.models.config import ModelConfig, RawConfig
 from moesaic.moe.context import MoeContext
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE, MoeConfig
-from moesaic.moe.operations import YIELD, LayerState, Operation
 from moesaic.moe.placement import SlotMap
 from moesaic.moe.topk import TopK, with_shared_experts
 from moesaic.observe.spans import SpanKind
+from moesaic.overlap.operations import (
+    YIELD,
+    LayerState,
+    MicroBatch,
+    Operation,
+    fills_wait,
+    plain_order,
+)
 
 
 class Router(Module):
@@ -94,14 +102,9 @@ class SparseBlock(Module):
         self.gate, self.topk, self.experts = gate, topk, experts
         self.shared_experts, self.shared_expert_gate = shared_experts, shared_expert_gate
         self.parallel = parallel or Parallel()
-        shared: Operation = self._run_shared
-        # One micro-batch has nothing to overlap with: shared experts run last.
-        plain = [op for op in self.ops() if op != shared and op is not YIELD]
-        self._plain_ops = plain if shared_experts is None else [*plain, shared]
 
     def ops(self) -> tuple[Operation, ...]:
-        """The block as operations on a `LayerState`. A schedule may switch between two states with
-        different lanes at each `YieldOperation`."""
+        """The block as operations on a `LayerState`."""
         return (
             self._route,
             self._dispatch_a,
@@ -118,8 +121,9 @@ class SparseBlock(Module):
         self, x_TH: Tensor, step: Step, chosen: TopKOutput | None = None
     ) -> Tensor | PairSum:
         """`chosen`: the experts, if `add_norm` has chosen them."""
-        state = LayerState(x_TH, step, chosen)
-        for operation in self._plain_ops:
+        state = LayerState()
+        state.x_TH, state.step, state.given = x_TH, step, chosen
+        for operation in self.ops() if step.overlap else plain_order(self.ops()):
             operation(state)
         return state.output
 
@@ -128,18 +132,19 @@ class SparseBlock(Module):
         unless the dispatcher needs all rows on all ranks."""
         if self.shared_experts is not None:
             state.shared_gate_T1 = self._shared_gate(state.x_TH)
+        own = state.x_TH, state.step
         if not self._takes_all_rows:
-            state.own_x_TH, state.own_step = self._own_part(state.x_TH, state.step)
-        if state.chosen is None:
-            state.chosen = self.route(state.own_x_TH, state.own_step)
+            own = self._own_part(*own)
+        state.own_x_TH, state.own_step = own
+        state.chosen = state.given or self.route(*own)
         if state.step.routed is not None:
             state.step.routed.append(state.chosen.ids_TK[:, : self.experts.config.routed_top_k])
 
     def _dispatch_a(self, state: LayerState) -> None:
-        assert state.chosen is not None
         dispatcher = self.experts.dispatcher
-        state.handle = dispatcher.dispatch_a(state.own_x_TH, state.chosen, state.own_step)
+        state.sent = dispatcher.dispatch_a(state.own_x_TH, state.chosen, state.own_step)
 
+    @fills_wait
     def _run_shared(self, state: LayerState) -> None:
         if self.shared_experts is None:
             return
@@ -148,26 +153,28 @@ class SparseBlock(Module):
         state.shared_TH = shared_TH if gate_T1 is None else gate_T1 * shared_TH
 
     def _dispatch_b(self, state: LayerState) -> None:
-        state.rows = self.experts.dispatcher.dispatch_b(state.handle)
+        state.rows = self.experts.dispatcher.dispatch_b(state.sent)
+        del state.sent
 
     def _run_experts(self, state: LayerState) -> None:
-        assert state.rows is not None
         alone = self.shared_experts is None and self._takes_all_rows
         defers_reduce = alone and self.experts.defers_reduce(len(state.x_TH))
         state.results = self.experts.run(state.rows, defers_reduce)
+        del state.rows
 
     def _combine_a(self, state: LayerState) -> None:
-        assert state.results is not None
-        state.handle = self.experts.dispatcher.combine_a(state.results)
+        state.returning = self.experts.dispatcher.combine_a(state.results)
+        del state.results
 
     def _combine_b(self, state: LayerState) -> None:
-        y_TH = self.experts.dispatcher.combine_b(state.handle)
+        y_TH = self.experts.dispatcher.combine_b(state.returning)
+        del state.returning
         if not self._takes_all_rows:
             group, layer = self.parallel.attention, self.experts.dispatcher.config.layer
             counts = self.parallel.row_counts([len(state.x_TH)])
             own_TH = y_TH[: counts[group.rank]]
             y_TH = group.gather_rows(own_TH, counts, f"experts of layer {layer}")
-        state.routed_TH = y_TH
+        state.y_TH = y_TH
 
     def route(self, x_TH: Tensor, step: Step = PREFILL) -> TopKOutput:
         spans = self.experts.context.comm.spans
@@ -271,7 +278,22 @@ def moe_config(
     )
 
 
+@runtime_checkable
+class OverlapBlock(Protocol):
+    """A block that communicates: a schedule may switch to another micro-batch at its yields."""
+
+    def ops(self) -> tuple[Operation, ...]:
+        """The block as operations on a `LayerState`."""
+
+    def add_norm(
+        self, norm: RMSNorm, x_TH: Tensor, residual_TH: Tensor, step: Step
+    ) -> tuple[Tensor, Tensor, TopKOutput | None]:
+        """As `norm.add`; with the chosen experts if one fused kernel norms and routes."""
+
+
 class DecoderLayer(Module):
+    """Attention and a block: experts, or a dense layer."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -286,23 +308,67 @@ class DecoderLayer(Module):
         self.mlp = mlp
         self._spans = config.moe.comm.spans
         self.renamed = {"mlp": mlp_name}
+        self.announce: Callable[[], None] | None = None
+        """Called whenever a batch enters the layer."""
+
+    def ops(self) -> tuple[Operation, ...]:
+        """The layer as operations on a `LayerState`. A schedule may switch between two states with
+        different lanes at each `YieldOperation`."""
+        if isinstance(self.mlp, OverlapBlock):
+            return self._attend, self._norm_and_choose, *self.mlp.ops()
+        return self._attend, self._norm, self._run_dense
+
+    @cached_property
+    def _orders(self) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
+        """The operations where nothing overlaps, and where something does."""
+        operations = self.ops()
+        return plain_order(operations), operations
 
     def forward(
         self, x_TH: Tensor | PairSum, ctx: ForwardContext, residual_TH: Tensor | None = None
     ) -> tuple[Tensor | PairSum, Tensor]:
         """Takes and returns (x, residual): the next norm adds them to the hidden state."""
-        begin = self._spans.clock()
-        attention, norm = self.self_attn, self.input_layernorm
-        rows_TX, residual_TH = attention.norm_and_project(norm, x_TH, residual_TH)
-        mixed_TH = attention(rows_TX, ctx)
+        state = self.begin(MicroBatch(ctx, x_TH, residual_TH))
+        for operation in self._orders[bool(ctx.step.overlap)]:
+            operation(state)
+        return state.output, state.sum_TH
+
+    def begin(self, batch: MicroBatch) -> LayerState:
+        if self.announce is not None:
+            self.announce()
+        assert batch.x_TH is not None, "the layer before has ended"
+        state = LayerState()
+        state.ctx, state.step = batch.ctx, batch.ctx.step
+        state.hidden_TH, state.residual_TH = batch.x_TH, batch.residual_TH
+        batch.x_TH = batch.residual_TH = None
+        return state
+
+    def end(self, state: LayerState, batch: MicroBatch) -> None:
+        batch.x_TH, batch.residual_TH = state.output, state.sum_TH
+
+    def _attend(self, state: LayerState) -> None:
+        begin, attention = self._spans.clock(), self.self_attn
+        hidden_TH, norm = state.hidden_TH, self.input_layernorm
+        rows_TX, residual_TH = attention.norm_and_project(norm, hidden_TH, state.residual_TH)
+        del state.hidden_TH, state.residual_TH
+        state.residual_TH, state.mixed_TH = residual_TH, attention(rows_TX, state.ctx)
         if begin:
-            self._spans.add(SpanKind.ATTENTION, begin, self.self_attn.layer, len(x_TH))
-        norm, step = self.post_attention_layernorm, ctx.step
-        if isinstance(self.mlp, SparseBlock):
-            normed_TH, residual_TH, chosen = self.mlp.add_norm(norm, mixed_TH, residual_TH, step)
-            return self.mlp(normed_TH, step, chosen), residual_TH
-        normed_TH, residual_TH = norm.add(mixed_TH, residual_TH)
-        return self.mlp(normed_TH, step), residual_TH
+            self._spans.add(SpanKind.ATTENTION, begin, attention.layer, len(hidden_TH))
+
+    def _norm_and_choose(self, state: LayerState) -> None:
+        assert isinstance(self.mlp, OverlapBlock) and state.residual_TH is not None
+        state.x_TH, state.sum_TH, state.given = self.mlp.add_norm(
+            self.post_attention_layernorm, state.mixed_TH, state.residual_TH, state.step
+        )
+        del state.mixed_TH, state.residual_TH
+
+    def _norm(self, state: LayerState) -> None:
+        norm = self.post_attention_layernorm
+        state.x_TH, state.sum_TH = norm.add(state.mixed_TH, state.residual_TH)
+        del state.mixed_TH, state.residual_TH
+
+    def _run_dense(self, state: LayerState) -> None:
+        state.y_TH = self.mlp(state.x_TH, state.step)
 
 
 class Backbone(Module):
@@ -316,15 +382,28 @@ class Backbone(Module):
         self.norm = config.norm() if config.parallel.is_last else None
 
     def forward(self, ids_T: Tensor, ctx: ForwardContext, x_TH: Tensor | None) -> Tensor:
+        batch = MicroBatch(ctx, self.embed(ids_T, x_TH))
+        for layer in self.layers:
+            batch.x_TH, batch.residual_TH = layer(batch.x_TH, ctx, batch.residual_TH)
+        return self.normed(batch)
+
+    @property
+    def decoder_layers(self) -> list[DecoderLayer]:
+        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+
+    def embed(self, ids_T: Tensor, x_TH: Tensor | None) -> Tensor:
         if self.embed_tokens is not None:
             x_TH = self.embed_tokens(ids_T)
         assert x_TH is not None, "a later stage needs the hidden states of the one before it"
-        residual_TH: Tensor | None = None
-        for layer in self.layers:
-            x_TH, residual_TH = layer(x_TH, ctx, residual_TH)
+        return x_TH
+
+    def normed(self, batch: MicroBatch) -> Tensor:
+        """The stage's output."""
+        x_TH, residual_TH = batch.x_TH, batch.residual_TH
+        assert x_TH is not None, "all layers have ended"
         if self.norm is not None:
             return self.norm.add(x_TH, residual_TH)[0]
-        return x_TH if residual_TH is None else residual_TH + summed(x_TH)
+        return summed(x_TH) if residual_TH is None else residual_TH + summed(x_TH)
 
 
 class CausalLM(Module):

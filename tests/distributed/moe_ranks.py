@@ -17,6 +17,7 @@ from torch import Tensor
 from moesaic.comm.collectives.collective import Collective
 from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.launch.local_ranks import LocalRanks
+from moesaic.core.overlap import Overlap
 from moesaic.core.step import Step
 from moesaic.moe.context import MoeContext
 from moesaic.moe.dispatch.device.exchange import DeviceExchange
@@ -186,7 +187,9 @@ class Case:
 
 
 def step(prefill: bool, lane: int, counts: tuple[int, ...]) -> Step:
-    return Step(prefill, lane, rows=max(counts))
+    """The second lane of those that overlap."""
+    overlap = Overlap.TBO if lane else Overlap.OFF
+    return Step(prefill, lane, rows=max(counts), overlap=overlap)
 
 
 def cases_for(tp: int, ep: int, replicated: bool = False) -> list[Case]:

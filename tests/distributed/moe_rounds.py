@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moesaic.comm.collectives.group import RankGroup
+from moesaic.core.overlap import Overlap
 from moesaic.core.step import Step
 from moesaic.moe.backends import load_backends
 from moesaic.moe.formats import TopKOutput
@@ -143,7 +144,7 @@ class Seat:
         return bank.x_NCH[case, :count], topk
 
     def step(self, case: int, prefill: bool, lane: int = 0) -> Step:
-        return Step(prefill, lane, rows=self.bank.most_N[case])
+        return Step(prefill, lane, rows=self.bank.most_N[case], overlap=Overlap.TBO)
 
     def capture(self) -> None:
         """Of all rows; how many are tokens lies on the device."""

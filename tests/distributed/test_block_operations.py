@@ -19,8 +19,8 @@ from moesaic.layers.linear import Linear, LinearConfig
 from moesaic.layers.mlp import GatedMLP
 from moesaic.layers.parallel import Parallel
 from moesaic.models.blocks import Router, SparseBlock
-from moesaic.moe.operations import LayerState, Operation, YieldOperation
 from moesaic.moe.topk import TopK, TopKConfig
+from moesaic.overlap.operations import LayerState, Operation, YieldOperation
 from tests.distributed.test_in_flight import (
     EXPERTS,
     HIDDEN,
@@ -49,6 +49,12 @@ def make_block(group: RankGroup, a2a: str, mode: str, device: str, shared: bool)
     for parameter in block.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / HIDDEN**0.5)
     return block
+
+
+def block_state(x_TH: Tensor, step: Step) -> LayerState:
+    state = LayerState()
+    state.x_TH, state.step, state.given = x_TH, step, None
+    return state
 
 
 def segments(operations: tuple[Operation, ...]) -> list[list[Operation]]:
@@ -88,7 +94,7 @@ def two_batches(group: RankGroup, a2a: str, mode: str, device: str, shared: bool
         seeds = [100 * number + 10 * group.rank + lane for lane in (0, 1)]
         x = [batch(count, seed)[0] for count, seed in zip(counts, seeds, strict=True)]
         plain = [summed(block(x_TH, step_of(lane))) for lane, x_TH in enumerate(x)]
-        states = [LayerState(x_TH, step_of(lane)) for lane, x_TH in enumerate(x)]
+        states = [block_state(x_TH, step_of(lane)) for lane, x_TH in enumerate(x)]
         together = interleaved(block, states)
         for lane, (x_TH, alone_TH, y_TH) in enumerate(zip(x, plain, together, strict=True)):
             error = (y_TH.double() - expected(block, x_TH, experts)).abs()
@@ -125,7 +131,7 @@ def test_the_operations_and_their_order() -> None:
         "route", "dispatch_a", "yield", "run_shared", "dispatch_b", "run_experts", "combine_a",
         "yield", "combine_b",
     ]  # fmt: skip
-    x_TH, (state,) = batch(3, 0)[0], [LayerState(batch(3, 0)[0], Step())]
+    x_TH, (state,) = batch(3, 0)[0], [block_state(batch(3, 0)[0], Step())]
     for operation in block.ops():
         operation(state)  # a yield does nothing where one micro-batch runs
     assert torch.equal(summed(state.output), summed(block(x_TH, Step())))

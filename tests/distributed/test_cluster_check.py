@@ -18,7 +18,9 @@ from moesaic.comm.launch.cluster_check import (
     model_digest,
 )
 from moesaic.config.devices import cuda_missing
-from tests.distributed.test_nodes import SECRET, free_port
+from tests.distributed.nodes import free_port
+
+SECRET = {"MOESAIC_SECRET": "a secret of some length"}
 
 NODE = NodeFacts(
     "a", "10.0.0.1", 1, "eth0", 1000, [], {"torch": "2.13.0"}, "m", {"tp_size": 2}, True

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.launch.local_ranks import LocalRanks
+from moesaic.core.overlap import Overlap
 from moesaic.core.step import Step
 from moesaic.moe.context import MoeContext
 from moesaic.moe.dispatch.base import BaseDispatcher
@@ -68,7 +69,7 @@ def batch(count: int, seed: int) -> tuple[Tensor, TopKOutput]:
 
 
 def step_of(lane: int) -> Step:
-    return Step(lane == 0, lane, rows=MOST)
+    return Step(lane == 0, lane, rows=MOST, overlap=Overlap.TBO)
 
 
 class Flight:

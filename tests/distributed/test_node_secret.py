@@ -18,7 +18,8 @@ from moesaic.comm.network.listener import Listener
 from moesaic.comm.network.node_secret import NO_SECRET, check_is_secret, own_secret
 from moesaic.comm.network.store import StoreTable
 from moesaic.comm.supervise.address import check_init_address
-from tests.distributed.test_nodes import family, free_port, spec, two_nodes
+from tests.distributed.nodes import free_port
+from tests.distributed.test_nodes import family, spec, two_nodes
 
 ME, SECRET = Identity(0, 0), b"a secret of some length"
 

@@ -23,6 +23,7 @@ from moesaic.comm.mesh import Mesh
 from moesaic.comm.supervise.address import check_init_address
 from moesaic.comm.supervise.config_check import differences, facts_of
 from moesaic.core.messages import Fault, Stop, Submit
+from tests.distributed.nodes import free_port
 from tests.distributed.test_supervisor import (
     TARGET,
     collect,
@@ -53,11 +54,6 @@ def spec(node: int, port: int, mesh: Mesh = MESH, config: dict | None = None) ->
         host=f"127.0.0.{node + 1}",
         timeouts=Timeouts(start=60.0, collective=20.0, guard=0.5, hang=2.0, stop=5.0),
     )
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 @contextmanager
@@ -138,7 +134,7 @@ def test_killed_rank_of_another_node():
         fault = fault_of(first)
         assert fault.ranks == [3]
         assert fault.message.startswith(
-            "node 1: rank 3 (replica 1, tp 1) was killed by signal 9 (SIGKILL); step "
+            "node 1 (127.0.0.2): rank 3 (replica 1, tp 1) was killed by signal 9 (SIGKILL); step "
         )
         assert end_of(second) == fault
         second.close()
@@ -206,7 +202,7 @@ def test_wrong_secret(capfd: pytest.CaptureFixture[str]):
         ):
             with pytest.raises(RuntimeError, match=told) as caught:
                 Service.start(spec(1, port), {"MOESAIC_SECRET": secret})
-            assert f"node 1: node 0 (127.0.0.1:{port}) refuses: " in str(caught.value)
+            assert f"node 1 (127.0.0.2): node 0 (127.0.0.1:{port}) refuses: " in str(caught.value)
         assert first.exit_code is None
     assert ends == ["the service was stopped while it started"]
     log = capfd.readouterr().err
@@ -351,7 +347,7 @@ def test_a_node_that_is_ended(number: signal.Signals):
             reason = "it was stopped by SIGTERM"
             assert second.returncode == 0
             assert "SIGTERM: node 1 leaves" in log and "Traceback" not in log
-        assert fault.message == f"node 1 has left: {reason}"
+        assert fault.message == f"node 1 (127.0.0.2) has left: {reason}"
         assert f"joined node 0 at 127.0.0.1:{port}; ranks 2 to 3 are here" in log
         assert log.index("joined node 0") < log.index("node 1 is ready")
 
@@ -388,7 +384,9 @@ def check_silence(far: Node, first: ServiceSpec, second: ServiceSpec) -> None:
             service.close()
         told = rf"node 1 \({re.escape(far.address)}, rank 1\) is lost: silent for \d\.\d s"
         assert fault.ranks == [1] and re.fullmatch(told, fault.message), fault
-        assert f"node 1: node 0 ({first.dist_init_addr}) is lost: silent for " in log
+        assert (
+            f"node 1 ({far.address}): node 0 ({first.dist_init_addr}) is lost: silent for " in log
+        )
         assert node.returncode == 1 and psutil.wait_procs(left, timeout=20)[1] == []
 
 
@@ -406,7 +404,9 @@ def test_a_node_that_is_told_to_stop_waits_for_node_0(how: str):
             if how == "told again":
                 second.send_signal(signal.SIGINT)
             if how != "node 0 ends":
-                assert "node 1 has left: it was stopped by SIG" in fault_of(first).message
+                assert (
+                    "node 1 (127.0.0.2) has left: it was stopped by SIG" in fault_of(first).message
+                )
         finally:
             first.close()
         log += second.communicate(timeout=60)[1]

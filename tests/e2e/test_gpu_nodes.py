@@ -7,7 +7,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,12 +37,14 @@ from tests.e2e.test_gpu_ranks import (
     nothing_left,
     of_one,
     parts,
+    supervisor_of,
     twins,
 )
 from tests.e2e.test_rank_isolation import prompts, reason
 
 pytestmark = pytest.mark.timeout(300)
 
+HALVES = {"enable_two_batch_overlap": True}
 REPLICAS = {"ep_num_redundant_experts": 4, "ep_dispatch_algorithm": "lp"}
 # With two ranks each, rows go both ways: tests/distributed/test_node_dispatch.py always has layers
 # on such nodes.
@@ -55,6 +57,8 @@ SLOW = {
     "none": groups(4, "none") | WHOLE,
     "flashinfer": groups(4, "flashinfer") | WHOLE,
     "launches": groups(4, "mori") | WHOLE | LAUNCHES,
+    "halves": groups(4, "deepep") | WHOLE | HALVES,
+    "halves, tensors": TENSORS | HALVES,
     "deterministic": groups(4, "deepep") | WHOLE | DETERMINISTIC,
     "tensors": TENSORS,
     "parts": parts("deepep", tp_size=4, ep_size=4),
@@ -139,6 +143,7 @@ ON_GPUS: dict[str, dict[str, Any]] = {
     "none": groups(4, "none"),
     "flashinfer": groups(4, "flashinfer"),
     "launches": groups(4, "mori") | LAUNCHES,
+    "halves": groups(4, "deepep") | HALVES,
     "deterministic": groups(4, "deepep") | DETERMINISTIC,
     "tensors": TENSORS | {"tp_size": 4, "ep_size": 4},
     "parts": parts("deepep", tp_size=4, ep_size=4),
@@ -207,12 +212,28 @@ def logprobs(engine: Engine) -> list[Any]:
     return [one["meta_info"]["output_token_logprobs"] for one in told]
 
 
-@pytest.mark.parametrize("flags", [pytest.param(groups(2, "deepep"), marks=GPU)])
-def test_a_rank_of_another_node_dies(flags: dict[str, Any], one_daemon: None) -> None:
+DEATHS: dict[str, tuple[str, Callable[[int], int]]] = {
+    "a rank": (r"rank 1 (.*SIGKILL|.*was killed|is lost .*node 1 \(127\.0\.0\.1:)", int),
+    "a supervisor": (r"node 1 \(127\.0\.0\.1, rank 1\) is lost: the connection was", supervisor_of),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", DEATHS)
+def test_another_node_dies(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While others wait for it; by twins."""
+    monkeypatch.setenv("MOESAIC_SECRET", "a secret of some length")
+    flags = groups(2, "deepep") | WHOLE | {"max_total_tokens": 4096}
+    with second_node(flags, fails=True) as placed, twins("qwen3_moe", **placed) as engine:
+        check_death(engine, *DEATHS[who])
+
+
+@pytest.mark.parametrize("who", [pytest.param(who, marks=GPU) for who in DEATHS])
+def test_another_node_dies_on_one_gpu(who: str, one_daemon: None) -> None:
     """While others wait for it in NCCL: it is named, and nothing stays."""
-    base = {**ON_GPU, "max_total_tokens": 4096}
+    base, flags = {**ON_GPU, "max_total_tokens": 4096}, groups(2, "deepep")
     with (
         second_node(flags, base, gpu_rank.POISONED, fails=True) as placed,
         Engine(model_path=model_path("qwen3_moe"), **base, **placed) as engine,
     ):
-        check_death(engine, r"rank 1 (.*SIGKILL|.*was killed|is lost .*node 1 \(127\.0\.0\.1:)")
+        check_death(engine, *DEATHS[who])

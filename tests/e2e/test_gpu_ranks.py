@@ -7,13 +7,14 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -96,6 +97,7 @@ SLOW = {
         for name in ("deepep", *BACKENDS)
     },
     "stages of tensors": {**TENSORS, "pp_size": 2},
+    "stages, experts move": groups(2, "deepep") | WHOLE | {"pp_size": 2} | MOVES,
 }
 # Models with dense layers; only those without latents have graphs of steps with prompts.
 CUT_DENSE = {
@@ -204,13 +206,25 @@ def check_twins(
         assert any(own < agreed for own, agreed in ran) == (flags.get("dp_size", 1) > 1)
 
 
-def check_death(engine: Engine, lost: str = r"rank 1 (\(.*\) was killed|.*SIGKILL)") -> None:
+def supervisor_of(rank: int) -> int:
+    """By process ids: a fork server is between them."""
+    found = psutil.Process(rank).parents()[1]
+    assert found.name() == "moesaic-super"
+    return found.pid
+
+
+def check_death(
+    engine: Engine,
+    lost: str = r"rank 1 (\(.*\) was killed|.*SIGKILL)",
+    victim: Callable[[int], int] = int,
+) -> None:
+    """`victim`: the process to kill, by rank 1's."""
     params = {"temperature": 0, "max_new_tokens": 1000, "ignore_eos": True}
     pids = [rank["pid"] for rank in engine.get_server_info()["ranks"]]
     stream = engine.generate(input_ids=[1, 2, 3], sampling_params=params, stream=True)
     next(iter(stream))
     began = time.monotonic()
-    os.kill(pids[1], signal.SIGKILL)
+    os.kill(victim(pids[1]), signal.SIGKILL)
     with pytest.raises(RuntimeError, match=lost):
         for piece in stream:
             if (end := reason(piece)) is not None and end["type"] == "abort":
@@ -329,6 +343,7 @@ def test_a_model_cut_over_ranks_on_one_gpu(family: str, flags: dict[str, Any]) -
         ("qwen3_moe", groups(2, "deepep") | {"pp_size": 2}),
         ("deepseek_v3", groups(2, "none") | {"pp_size": 2}),
         *(("qwen3_moe", groups(2, name) | {"pp_size": 2}) for name in BACKENDS if name != "none"),
+        ("qwen3_moe", groups(2, "deepep") | {"pp_size": 2} | MOVES),
     ),
 )
 def test_pipeline_stages_on_one_gpu(family: str, flags: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ import torch
 from moesaic import Engine
 from moesaic.comm.errors import WindowAborted
 from moesaic.config import ServerArgs, resolve
+from moesaic.core.overlap import Overlap, schedules_of
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.runner.future_tokens import NOBODY, FutureTokens, SamplingPath
@@ -318,10 +319,15 @@ def test_buckets_of_steps_with_drafts():
     cache = GraphCache(plain, print, torch.device("cpu"), verify)
     assert cache.sizes == verify
     assert sorted(key.rows for key in cache.keys if key.verifies) == [*plain[:-1], 48, 56, 60]
-    assert [cache.bucket(rows) for rows in (3, 33, 41, 60)] == [(4, 0), (40, 0), (48, 1), (60, 1)]
+    found = [cache.bucket(rows) for rows in (3, 33, 41, 60)]
+    assert found == [GraphKey(4), GraphKey(40), GraphKey(48, True), GraphKey(60, True)]
     drafted = [cache.bucket(rows, verifies=True) for rows in (3, 32, 33, 41, 61)]
-    assert drafted == [(4, 1), (32, 1), (40, 0), (48, 1), None]
-    assert all(key in cache.keys for key in drafted if key is not None)
+    wanted = [GraphKey(4, True), GraphKey(32, True), GraphKey(40), GraphKey(48, True), None]
+    assert drafted == wanted and all(key in cache.keys for key in wanted if key is not None)
+    both = GraphCache(plain, print, torch.device("cpu"), verify, schedules_of("tbo"))
+    assert both.bucket(3, overlap=Overlap.TBO) == GraphKey(4, overlap=Overlap.TBO) in both.keys
+    assert both.bucket(41, overlap=Overlap.TBO) is None
+    assert not any(key.verifies for key in both.keys if key.overlap == Overlap.TBO)
 
 
 def test_the_slot_of_a_token_is_the_row_of_its_request():

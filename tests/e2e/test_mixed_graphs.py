@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from moesaic.core.sampling import SamplingParams
 from moesaic.engine.runner.graphs import MixedGraphs, MixedKey
 from moesaic.engine.runner.mixed_batch import MixedBatch
 from moesaic.engine.runner.model_runner import ModelRunner
+from moesaic.engine.schedule.plan import NOT_FINITE, StepPlan
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.setup.graph_sizes import mixed_graph_sizes
 from moesaic.engine.worker.local_core import LocalCore
@@ -42,13 +43,20 @@ def runner_of(args: ServerArgs, **changes: Any) -> ModelRunner:
     return ModelRunner(replace(args, **given), asynchronous=True)
 
 
+class Ran(NamedTuple):
+    tokens: int
+    bucket: int
+    prompts: int
+    """Sequences with more than one new token."""
+
+
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Tokens and bucket of every step with prompts that ran on static buffers."""
-    steps, run = list[tuple[int, int]](), MixedBatch.run
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Ran]:
+    """The steps with prompts that ran on static buffers."""
+    steps, run = list[Ran](), MixedBatch.run
 
     def noted(self: MixedBatch, plan: Any, bucket: int, *rest: Any) -> Any:
-        steps.append((plan.num_tokens, bucket))
+        steps.append(Ran(plan.num_tokens, bucket, int((plan.lengths > 1).sum())))
         return run(self, plan, bucket, *rest)
 
     monkeypatch.setattr(MixedBatch, "run", noted)
@@ -80,9 +88,11 @@ def test_deterministic_mode(device, ran):
     assert ran
 
 
-def traffic(runner: ModelRunner, args: ServerArgs, seed: int) -> list[list[int]]:
-    """Requests that arrive while others decode; some are aborted, and pages are so few that some
-    are retracted. The tokens of those that were not aborted."""
+def traffic(runner: ModelRunner, args: ServerArgs, seed: int) -> list[Answer]:
+    """Requests that arrive while others decode; some are aborted, some make a step fail, and some
+    compute numbers that are not finite. Pages are so few that some are retracted. The answers of
+    those that were not aborted."""
+    spoil(runner)
     core, rng = LocalCore(args, runner), random.Random(seed)
     jobs: list[RequestState] = []
     aborted: set[int] = set()
@@ -94,17 +104,55 @@ def traffic(runner: ModelRunner, args: ServerArgs, seed: int) -> list[list[int]]
             aborted.add(number := rng.randrange(len(jobs)))
             core.abort(number)
         core.step()
-    assert core.planner.metrics.counts.failed_steps == 0
+    assert core.planner.metrics.counts.failed_steps >= 2
     assert core.planner.scheduler.num_retractions > 0
-    return [job.request.output_ids for n, job in enumerate(jobs) if n not in aborted]
+    answers = [answer_of(job.request) for job in jobs]
+    ends = {n: answer.end for n, answer in enumerate(answers) if n not in aborted}
+    assert all(NOT_FINITE in ends[n] for n in ends if n % SPOILED == POISON)
+    assert all("a broken step" in ends[n] for n in ends if n % SPOILED == BREAKING)
+    return [answer for n, answer in enumerate(answers) if n not in aborted]
+
+
+# Of so many requests one begins with a token that is not a number, and one breaks its step.
+SPOILED, POISON, BREAKING = 8, 3, 5
+POISON_ID = 251
+
+
+class Answer(NamedTuple):
+    tokens: list[int]
+    end: str
+
+
+def answer_of(request: Request) -> Answer:
+    assert request.finish_reason is not None
+    return Answer(request.output_ids, request.finish_reason.message or request.finish_reason.type)
+
+
+def spoil(runner: ModelRunner) -> None:
+    """Steps with the last token of a breaking request's prompt fail after their launch."""
+    embedding, begin = runner.model.model.embed_tokens, runner.steps.begin
+    assert embedding is not None and not runner.model.config.tie_word_embeddings
+    embedding.weight.data[POISON_ID] = torch.nan
+
+    def breaking(plan: StepPlan, *rest: Any) -> Any:
+        step = begin(plan, *rest)
+        sampled = (item.request_no for item in plan.items if item.sample is not None)
+        if any(number % SPOILED == BREAKING for number in sampled):
+            raise RuntimeError("a broken step")
+        return step
+
+    runner.steps.begin = breaking  # type: ignore[method-assign]
 
 
 def _request(number: int, rng: random.Random) -> Request:
     count = rng.randrange(1, 24)
     temperature = rng.choice([0.0, 0.8])
+    prompt = [rng.randrange(250) for _ in range(rng.randrange(1, 40))]
+    if number % SPOILED == POISON:
+        prompt[0] = POISON_ID
     return Request(
         rid=str(number),
-        prompt_ids=[rng.randrange(250) for _ in range(rng.randrange(1, 40))],
+        prompt_ids=prompt,
         params=SamplingParams(max_new_tokens=count, ignore_eos=True, temperature=temperature),
         seed=number,
         max_new_tokens=count,
@@ -115,22 +163,38 @@ def _request(number: int, rng: random.Random) -> Request:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral"])
 def test_random_traffic(family, device, ran, poisoned):
-    args = replace(arguments(family), max_total_tokens=128)
+    args = replace(arguments(family), max_total_tokens=100)
     expected = traffic(runner_of(args, disable_cuda_graph=True), args, seed=1)
     assert ran == []
     sizes = (3, 8, 13, 16, 22)
     assert traffic(runner_of(args, cuda_graph_bs_prefill=sizes), args, seed=1) == expected
     assert len(ran) > 10
-    assert all(bucket == min(s for s in sizes if s >= tokens) for tokens, bucket in ran)
-    assert any(tokens < bucket for tokens, bucket in ran), "no step has padding"
+    assert all(step.bucket == min(s for s in sizes if s >= step.tokens) for step in ran)
+    assert any(step.tokens < step.bucket for step in ran), "no step has padding"
 
 
-def test_more_prompts_than_buffers_hold_take_the_other_path(device, ran, monkeypatch):
-    args = arguments("qwen3_moe")
-    expected = serve(runner_of(args, disable_prefill_cuda_graph=True), args, seed=5)
-    monkeypatch.setattr("moesaic.engine.runner.attention.MOST_PROMPTS", 1)
-    assert serve(runner_of(args), args, seed=5) == expected
-    assert ran
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_step_of_many_short_prompts(device, ran, poisoned, deterministic):
+    """As many as requests may run, of two tokens each."""
+    args = arguments("qwen3_moe", enable_deterministic_inference=deterministic)
+    args = replace(args, max_running_requests=90, chunked_prefill_size=200, max_total_tokens=90 * 8)
+
+    def answers(runner: ModelRunner) -> list[Answer]:
+        core, params = LocalCore(args, runner), SamplingParams(max_new_tokens=3, ignore_eos=True)
+        requests = [
+            Request(str(n), [n, 7], params, seed=n, max_new_tokens=3, request_no=n)
+            for n in range(90)
+        ]
+        for request in requests:
+            core.add(RequestState(request, None, lambda progress: None))
+        while core.has_work:
+            core.step()
+        return [answer_of(request) for request in requests]
+
+    expected = answers(runner_of(args, disable_cuda_graph=True))
+    assert ran == []
+    assert answers(runner_of(args)) == expected
+    assert max(step.prompts for step in ran) == 90
 
 
 def test_latents_have_no_buckets(device):

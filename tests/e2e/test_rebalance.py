@@ -182,3 +182,49 @@ def test_an_idle_engine_moves_when_it_is_asked_to(engine: Engine) -> None:
         assert refused.status_code == 400 and "between 0 and 600" in refused.text
         text = client.get("/metrics").text
         assert re.search(r'moesaic_eplb_moved_bytes_total{rank="0"} [1-9]', text)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("family", "due", "stages"),
+    [
+        (model_path("deepseek_v3"), {"eplb_rebalance_num_iterations": 3}, [0, 1]),
+        # The first stage has no experts, but knows how many requests have ended.
+        ("tiny:deepseek_v3", {"eplb_rebalance_num_requests": 3}, [1]),
+    ],
+    ids=["both stages", "the last one"],
+)
+def test_stages_of_a_pipeline_move_experts(
+    family: str, due: dict[str, int], stages: list[int]
+) -> None:
+    """Each among its own ranks, and also where no requests run."""
+    with Engine(model_path=family, page_size=4) as one_rank:
+        expected = answers(one_rank)
+    flags = attention_groups(2) | {"pp_size": 2, "enable_eplb": True, "eplb_algorithm": "deepseek"}
+    with Engine(
+        model_path=family, page_size=4, eplb_max_bytes_per_step=30_000, **flags, **due
+    ) as e:
+        for _ in range(100):
+            assert [ids for ids, _ in answers(e)] == [ids for ids, _ in expected]
+            states = e.rebalance_state()
+            assert [state["stage"] for state in states] == stages
+            if min(state["rebalances"] for state in states) >= 2:
+                break
+        else:
+            raise AssertionError(states)
+        wait_until(lambda: all(state["running"] is None for state in e.rebalance_state()))
+        for dry_run in (True, False, True):
+            told = e.rebalance(dry_run)
+            assert [state["result"]["dry_run"] for state in told] == [dry_run] * len(stages)
+            assert all(state["running"] is None for state in told)
+        assert all(one["result"]["outcome"].startswith("nothing to plan from") for one in told)
+        assert [ids for ids, _ in answers(e)] == [ids for ids, _ in expected]
+        stats, info = e.get_stats(), e.get_server_info()["placement"]
+        loads = expert_loads(stats)
+        assert len({sum(load.experts) for load in loads}) == 1 and sum(loads[0].experts) > 0
+        assert (info["num_experts"], info["redundant_experts"]) == (8, 4)
+        bytes_of = [rank.moves.bytes for rank in stats.ranks]
+        assert [sum(bytes_of[2 * stage : 2 * stage + 2]) > 0 for stage in (0, 1)] == [
+            stage in stages for stage in (0, 1)
+        ]

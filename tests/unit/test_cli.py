@@ -43,7 +43,7 @@ GUIDE = (
     ("--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep --deepep-mode auto", ""),
     (
         "--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep --enable-two-batch-overlap",
-        "--enable-two-batch-overlap",
+        "",
     ),
     (
         "--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep --enable-single-batch-overlap",
@@ -92,7 +92,7 @@ GUIDE = (
     (
         "--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep --moe-runner-backend deep_gemm "
         "--deepep-mode auto --enable-two-batch-overlap --enable-eplb --mem-fraction-static 0.85",
-        "--enable-two-batch-overlap",
+        "",
     ),
     ("--model-path M --tp 8 --ep 8 --moe-runner-backend triton", ""),
     ("--model-path M --tp 8 --ep 4 --moe-a2a-backend none", ""),
@@ -103,7 +103,7 @@ GUIDE = (
     (
         "--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep --deepep-mode auto "
         "--enable-two-batch-overlap --enable-single-batch-overlap",
-        "--enable-two-batch-overlap|--enable-single-batch-overlap",
+        "--enable-single-batch-overlap",
     ),
     (f"{FP4} --disable-shared-experts-fusion", ""),
     (

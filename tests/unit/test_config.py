@@ -303,7 +303,6 @@ def test_missing_file_is_named(tmp_path: Path):
         ),
         ("--enable-eplb", "--enable-eplb has nothing to balance with --ep-size 1"),
         ("--dummy-router-zipf 0.7", "give it with --load-format dummy only"),
-        ("--tp 2 --ep 2 --enable-eplb --pp 2", "experts move without a pipeline only"),
         (
             "--tp 4 --ep 2 --enable-eplb --enable-deterministic-inference",
             "copies of them have fixed places: leave out --enable-eplb",
@@ -491,11 +490,6 @@ def test_every_flag_that_is_not_built_is_refused_by_name():
             "not built yet: --quantization modelslim (there are no kernels for this format: give "
             "fp8, w8a8_fp8, w8a8_int8, mxfp4, modelopt_fp8, modelopt_fp4, awq, gptq, "
             "compressed-tensors)",
-        ),
-        (
-            "--enable-two-batch-overlap",
-            "not built yet: --enable-two-batch-overlap (a step is one batch, which communicates "
-            "and computes in turn: leave it out)",
         ),
         (
             "--attention-backend nsa --schedule-policy priority",

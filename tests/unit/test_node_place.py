@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
 from moesaic.cli.main import main
+from moesaic.comm.launch import ray_nodes
 from moesaic.comm.launch.node_place import NodePlace, find_place, first_host, unused_ranks
 from moesaic.comm.supervise import address
 from moesaic.core.addresses import host_and_port
@@ -156,6 +158,21 @@ def test_an_actor_of_ray_prevails_over_flags(
     assert "the name 'node-0.invalid' has no address" in capsys.readouterr().err
 
 
+def test_paths_of_an_actor_of_ray_count_from_node_0s_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Where that folder is on its node."""
+    script = "import os, sys; open('told', 'w').write(f'{sys.argv[1:]} {os.environ[\"A\"]}')"
+    monkeypatch.setattr(ray_nodes, "PROGRAM", (sys.executable, "-c", script))
+    monkeypatch.chdir(tmp_path)
+    there = tmp_path / "there"
+    there.mkdir()
+    assert ray_nodes.RayNode().serve(["--tp", "2"], {"A": "b"}, str(there)) == 0
+    assert (there / "told").read_text() == "['--tp', '2'] b"
+    assert ray_nodes.RayNode().serve([], {"A": "c"}, str(tmp_path / "not here")) == 0
+    assert (tmp_path / "told").read_text() == "[] c"
+
+
 def test_without_ray(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(["serve", "tiny:qwen3_moe", "--use-ray", "--tp", "2"]) == 2
@@ -183,6 +200,19 @@ def test_a_launchers_name_that_becomes_known(
     tries.clear()
     address.wait_for_name("typed-by-a-user", 0)
     assert not tries
+
+
+def test_the_check_of_a_cluster_waits_for_a_launchers_name(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    for name, value in (LWS | {"LWS_LEADER_ADDRESS": "moesaic-0.moesaic.invalid"}).items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level("INFO"):
+        assert main(["doctor", "--cluster", "--dist-timeout", "0.1"]) == 2
+        given = ["--dist-init-addr", "typed-by-a-user.invalid:29500"]
+        assert main(["doctor", "--cluster", "--dist-timeout", "0.1", *given]) == 2
+    (waits,) = [one for one in caplog.messages if "no address yet" in one]
+    assert waits.startswith("the name 'moesaic-0.moesaic.invalid' has no address yet: waiting")
 
 
 def test_ray_and_the_check_of_a_cluster(capsys: pytest.CaptureFixture[str]):

@@ -338,14 +338,13 @@ def test_a_file(tmp_path: Path):
 
 def test_a_pasted_line_names_all_that_is_refused():
     line = "--lora-paths a=b c=d --tp 2 --enable-lora --hicache-size 64 --cpu-offload-gb 8 --ep 2"
-    found = refusal(f"{line} --enable-two-batch-overlap --enforce-shared-experts-fusion".split())
+    found = refusal(f"{line} --enforce-shared-experts-fusion".split())
     reasons = found.removeprefix("not supported: ").split("; ")
     assert [reason.partition(" (")[0] for reason in reasons] == [
         "--lora-paths, --enable-lora",
         "--hicache-size",
         "--cpu-offload-gb",
         "not built yet: --enforce-shared-experts-fusion",
-        "--enable-two-batch-overlap",
     ]
 
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import msgspec
 
-from moesaic.comm.launch.cluster_nccl import NcclFacts, NcclSpec, measure_nccl
+from moesaic.comm.launch.cluster_nccl import NcclFacts, NcclSpec, devices_of, measure_nccl
 from moesaic.comm.launch.node_place import NodePlace
 from moesaic.comm.network.connect import connect
 from moesaic.comm.network.handshake import Identity, Role, Session, read_exactly
@@ -339,10 +339,15 @@ def _bad_nccl(
     best = max((pair.gbit_s for pair in nccl.pairs.values()), default=0.0)
     for name, pair in nccl.pairs.items():
         first, second = map(int, name.split("-"))
-        rate = pairs[name].gbit_s
-        if not pair.error and pair.gbit_s < max(SLOW_GBIT, SLOW_SHARE * max(best, rate)):
+        rate, networks = pairs[name].gbit_s, [nccl.nodes[n].network for n in (first, second)]
+        elsewhere = any(
+            nodes[n].interface not in devices_of(network)
+            for n, network in zip((first, second), networks, strict=True)
+        )
+        fastest = max(best, rate) if elsewhere else best
+        if not pair.error and pair.gbit_s < max(SLOW_GBIT, SLOW_SHARE * fastest):
             yield (
-                f"node {first} reaches node {second} by NCCL ({nccl.nodes[second].network}) at "
+                f"node {first} reaches node {second} by NCCL ({networks[1]}) at "
                 f"{pair.gbit_s:.1f} Gbit/s, and over TCP at {rate:.1f}: set NCCL_SOCKET_IFNAME to "
                 f"the interface of the fastest network ({_interfaces(nodes, first, second)})"
             )

@@ -45,6 +45,7 @@ SMALL_BYTES: Final = 16 << 10
 LARGE_BYTES: Final = 64 << 20
 WARM, SMALL_TIMES, LARGE_TIMES = 3, 30, 3
 LOG: Final = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
+OVER: Final = " over "
 LOG_FILE: Final = "NCCL_DEBUG_FILE"
 
 
@@ -105,7 +106,12 @@ def network_of(log: str) -> str:
         return str(named[-1]) if named else ""
     name, text = used[-1]
     devices = re.findall(r"\[\d+\]\s*([^:\s]+)", text)
-    return f"{name} over {', '.join(devices)}" if devices else str(name)
+    return f"{name}{OVER}{', '.join(devices)}" if devices else str(name)
+
+
+def devices_of(network: str) -> list[str]:
+    """Its interfaces or RDMA devices."""
+    return network.partition(OVER)[2].split(", ")
 
 
 def check_pairs(

@@ -37,10 +37,14 @@ PROGRAM: Final = (sys.executable, "-m", "moesaic.launch_server")
 class RayNode:
     """The actor of a node."""
 
-    def serve(self, argv: Sequence[str], environment: dict[str, str]) -> int:
-        """Runs the command until the service ends; its exit status. It ends with the actor."""
+    def serve(self, argv: Sequence[str], environment: dict[str, str], folder: str) -> int:
+        """Runs the command until the service ends; its exit status. It ends with the actor.
+        `folder`: node 0's, from which paths of the command line count where it is here, too."""
         return subprocess.run(
-            [*PROGRAM, *argv], env=os.environ | environment, check=False
+            [*PROGRAM, *argv],
+            env=os.environ | environment,
+            cwd=folder if os.path.isdir(folder) else None,
+            check=False,
         ).returncode
 
 
@@ -107,7 +111,7 @@ def _actors(
             actor = made.options(num_cpus=1, scheduling_strategy=strategy).remote()
             told = f"{node} {place.nnodes} {place.address}"
             given = {RAY_PLACE: told, NODE_SECRET: os.environ[NODE_SECRET]}
-            running[actor.serve.remote(list(argv), given)] = (node, actor)
+            running[actor.serve.remote(list(argv), given, os.getcwd())] = (node, actor)
         watch = _Watch(ray, running, on_end)
         try:
             yield

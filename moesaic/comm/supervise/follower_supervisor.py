@@ -43,6 +43,7 @@ class FollowerSupervisor(NodeSupervisor):
         host, port = split_address(spec.dist_init_addr or "")
         self._lead = LeadLink(spec.node_rank, (numeric(host), port))
         self._host = spec.host or address_towards(*self._lead.address)
+        self._name = f"node {spec.node_rank} ({self._host})"
         self._joined = False
         """Whether node 0 has admitted this node."""
         self._last_beat = 0.0
@@ -106,12 +107,12 @@ class FollowerSupervisor(NodeSupervisor):
         self._lead.send(message)
 
     def fail(self, message: str, ranks: Sequence[int], *, tell: bool = True) -> None:
-        super().fail(f"node {self.spec.node_rank}: {message}", ranks, tell=tell)
+        super().fail(f"{self._name}: {message}", ranks, tell=tell)
 
     def stop(self, reason: str) -> None:
         """For the other nodes it is a fault: they cannot go on without this one."""
-        if self.end(0, logging.INFO, f"node {self.spec.node_rank} leaves: {reason}"):
-            self.tell_nodes(messages.Fault(f"node {self.spec.node_rank} has left: {reason}"))
+        if self.end(0, logging.INFO, f"{self._name} leaves: {reason}"):
+            self.tell_nodes(messages.Fault(f"{self._name} has left: {reason}"))
             self.stop_ranks()
 
     def close(self) -> None:

@@ -19,20 +19,22 @@ class NothingMoves(ValueError):
 
 @dataclass(frozen=True)
 class Rebalances:
-    """`leaders`: the first rank of each copy of the model, which knows what its ranks move."""
+    """`leaders`: the first rank of each stage of each copy of the model, which knows what the
+    ranks of its stage move."""
 
     query: Callable[[str, Mapping[str, Any]], RankAnswers]
     leaders: Sequence[int]
 
     def states(self, dry_run: bool | None = None) -> list[dict[str, Any]]:
-        """The state of each copy of the model. With `dry_run` it asks for a rebalance."""
+        """The state of each stage that has experts, of each copy of the model. With `dry_run` it
+        asks for a rebalance."""
         options = {} if dry_run is None else {"dry_run": dry_run}
         replies = self.query("rebalance" if options else "rebalance_state", options).replies
         late = [rank for rank in self.leaders if rank not in replies]
         if late:
             raise QueryTimeout(f"ranks {late} did not tell in time what they move: try again")
-        states = [dict(replies[rank].value) for rank in self.leaders]
-        if not all(states):
+        states = [dict(replies[rank].value) for rank in self.leaders if replies[rank].value]
+        if not states:
             raise NothingMoves(
                 "experts keep their places: start with --enable-eplb, on 2 expert-parallel ranks "
                 "or more"
@@ -40,8 +42,8 @@ class Rebalances:
         return states
 
     def run(self, dry_run: bool, seconds: float) -> list[dict[str, Any]]:
-        """Returns the states when all copies of the model have ended what was asked for, with its
-        `result`. When the time is over first, the `result` of some is None."""
+        """Returns the states when all have ended what was asked for, with its `result`. When the
+        time is over first, the `result` of some is None."""
         if not isinstance(dry_run, bool):
             raise ValueError(f"dry_run is {dry_run!r}: give True or False")
         if not seconds >= 0:

@@ -452,6 +452,8 @@ class Rebalancer:
         """What operators want to know; the first rank of a stage knows all of it."""
         running = self._running
         return {
+            "replica": self._ranks.place.replica,
+            "stage": self._ranks.place.stage,
             "running": None if running is None else running.result.number,
             "layers_left": sum(map(len, self._chunks)),
             "last": None if self.last is None else asdict(self.last),
@@ -465,8 +467,8 @@ def _log_end(result: RebalanceResult) -> None:
         logger.info("eplb: rebalance %d: %s", result.number, result.outcome)
         return
     logger.info(
-        "eplb: rebalance %d by %s (%s): %s; balancedness %.3f, predicted %.3f; %d experts of %d "
-        "layers %s (%.1f MiB) in %.2f s",
+        "eplb: rebalance %d by %s (%s): %s; balancedness %.3f, predicted %.3f; %d expert%s of %d "
+        "layer%s %s (%.1f MiB) in %.2f s",
         result.number,
         result.algorithm,
         result.reason,
@@ -474,7 +476,9 @@ def _log_end(result: RebalanceResult) -> None:
         result.balancedness,
         result.predicted,
         result.fetched,
+        "s" * (result.fetched != 1),
         result.layers,
+        "s" * (result.layers != 1),
         "to fetch" if result.dry_run else "fetched",
         result.fetched_bytes / 2**20,
         result.seconds,

@@ -14,9 +14,6 @@ from moesaic.layers.padded_attention import PaddedAttention
 from moesaic.layers.paged_cache import PagedCache, PageTable, Sequences
 from moesaic.layers.torch_attention import TorchAttention
 
-# Prompts of a mixed step in a graph; a step with more is launched kernel by kernel.
-MOST_PROMPTS: Final = 64
-
 StaticAttention = PaddedAttention | DecodeBuffers
 
 
@@ -54,8 +51,7 @@ class GpuBackend(TorchBackend):
         """Latents have none: how many of them are expanded differs from step to step."""
         if not self._cache.values.shape[-1]:
             return None
-        prompts = max_running if self._deterministic else min(max_running, MOST_PROMPTS)
-        sizes = MixedSizes(tokens, max_running, prompts)
+        sizes = MixedSizes(tokens, max_running)
         return MixedBuffers(self._cache, self._table, sizes, self._deterministic)
 
     def clear(self, pages: Sequence[int]) -> None:

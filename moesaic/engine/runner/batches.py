@@ -14,15 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moesaic.core.overlap import Overlap
 from moesaic.core.step import Step
 from moesaic.engine.runner.future_tokens import FutureTokens, TokenSlots
 from moesaic.engine.runner.graphs import GraphCache, GraphKey
 from moesaic.engine.runner.pinned import Ints, PinnedRing
 from moesaic.engine.runner.recorded_tokens import StepTokens
+from moesaic.engine.runner.split_step import SplitRows, SplitStep
 from moesaic.engine.schedule.plan import StepPlan
 from moesaic.engine.setup.graph_sizes import GraphSizes
 from moesaic.kernels.sampling import greedy_rows
+from moesaic.layers.context import AttentionStep
 from moesaic.layers.paged_cache import PageTable, Sequences
+from moesaic.models.halves import forward_halves
 
 if TYPE_CHECKING:
     from moesaic.engine.runner.model_runner import ModelRunner
@@ -77,9 +81,15 @@ class EagerBatch:
     """A step of any shape, launched kernel by kernel."""
 
     def __init__(
-        self, runner: ModelRunner, uploads: PinnedRing, future_tokens: FutureTokens | None = None
+        self,
+        runner: ModelRunner,
+        uploads: PinnedRing,
+        future_tokens: FutureTokens | None = None,
+        idle: IdleBatch | None = None,
     ) -> None:
+        """`idle`: for halves without tokens, where kernels need a row."""
         self._runner, self._uploads, self._future_tokens = runner, uploads, future_tokens
+        self._idle = idle
 
     def run(
         self,
@@ -87,13 +97,21 @@ class EagerBatch:
         step: Step,
         x_TH: Tensor | None = None,
         slots: TokenSlots | None = None,
+        split: SplitStep | None = None,
     ) -> EagerOutput:
+        """`split`: the two micro-batches, if the step has them."""
         runner, inputs = self._runner, StepInputs.of(plan, slots)
         ids_T, positions_T, slots_T, rows_R, slots_R = self._uploads.upload(*inputs)
         if self._future_tokens is not None:
             ids_T = self._future_tokens.resolve(ids_T, slots_T)
-        attention = runner.attention.attend(sequences_of(plan, runner.page_table))
-        hidden_TH = runner.model(ids_T, positions_T, attention, step, x_TH)
+        sequences = sequences_of(plan, runner.page_table)
+        if split is None:
+            attention = runner.attention.attend(sequences)
+            hidden_TH = runner.model(ids_T, positions_T, attention, step, x_TH)
+        else:
+            idle = None if self._idle is None else self._idle.attention()
+            halves = split.launched(runner, sequences, idle)
+            hidden_TH = forward_halves(runner.model, ids_T, positions_T, halves, x_TH)
         tokens = None
         if step.routed is not None:
             tokens = StepTokens(ids_T, positions_T, step.routed, plan.num_tokens)
@@ -106,15 +124,23 @@ class IdleBatch:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner, self._buffers = runner, runner.attention.static(GraphKey(1))
 
-    def run(self, step: Step) -> Tensor:
+    def attention(self) -> AttentionStep:
+        """That of a row of padding."""
+        self._buffers.fill(sequences_of(StepPlan(), self._runner.page_table))
+        return self._buffers.attention
+
+    def run(self, step: Step, split: SplitStep | None = None) -> Tensor:
         """Hidden states of no tokens."""
-        runner = self._runner
-        self._buffers.fill(sequences_of(StepPlan(), runner.page_table))
+        runner, attention = self._runner, self.attention()
         nothing_1 = torch.zeros(1, dtype=torch.int64, device=runner.device)
         none_1 = nothing_1.int()
         step = replace(step, num_tokens_1=none_1, own_tokens_1=none_1)
         x_1H = None if runner.ranks.is_first else runner.hidden_buffer(1)
-        hidden_1H: Tensor = runner.model(nothing_1, nothing_1, self._buffers.attention, step, x_1H)
+        if split is not None:
+            split = replace(split, tokens=(0, 0))
+            nothing = split.launched(runner, sequences_of(StepPlan(), runner.page_table), attention)
+            return forward_halves(runner.model, nothing_1, nothing_1, nothing, x_1H)
+        hidden_1H: Tensor = runner.model(nothing_1, nothing_1, attention, step, x_1H)
         return hidden_1H[:0]
 
 
@@ -127,13 +153,19 @@ class GraphBatch:
         uploads: PinnedRing,
         future_tokens: FutureTokens,
         graphs: GraphSizes,
-        lane: int = 0,
     ) -> None:
         self._runner, self._uploads, self._future_tokens = runner, uploads, future_tokens
-        self._lane, device, ranks = lane, runner.device, runner.ranks
-        self.graphs = GraphCache(graphs.plain, self._compute, device, graphs.verify)
+        device, ranks = runner.device, runner.ranks
+        given = (graphs.plain, self._compute, device, graphs.verify, runner.schedules)
+        self.graphs = GraphCache(*given)
         keys = self.graphs.keys
-        self.attention = {key: runner.attention.static(key) for key in keys}
+        # Of the whole batch, or of both halves.
+        self.attention = {
+            key: [runner.attention.static(key.half) for _ in range(2)]
+            if key.overlap == Overlap.TBO
+            else [runner.attention.static(key)]
+            for key in keys
+        }
         most = max((key.rows for key in keys), default=1)
         self.packed = torch.zeros(PACKED, most, dtype=torch.int64, device=device)
         # The lower halves of the two numbers, which hold all of them.
@@ -150,9 +182,15 @@ class GraphBatch:
         self._x_BH = None if ranks.is_first else runner.hidden_buffer(most)
         keeps_rows = not ranks.is_last or runner.draft is not None
         self._hidden_BH = runner.hidden_buffer(most) if keeps_rows else None
+        self._split = SplitRows(runner, most)
 
     def run(
-        self, plan: StepPlan, key: GraphKey, x_TH: Tensor | None, slots: TokenSlots
+        self,
+        plan: StepPlan,
+        key: GraphKey,
+        x_TH: Tensor | None,
+        slots: TokenSlots,
+        split: SplitStep | None = None,
     ) -> Tensor | None:
         """Hidden states for the next stage or a draft model; the last stage fills `logits_BV` and
         `found_2B`."""
@@ -173,7 +211,12 @@ class GraphBatch:
         event.record()
         if self._x_BH is not None and x_TH is not None:
             self._x_BH[:count].copy_(x_TH)
-        self.attention[key].fill(sequences)
+        parts: tuple[Sequences, ...] = (sequences,)
+        if split is not None:
+            parts = sequences.cut(split.tokens[0])
+            self._split.fill(split.tokens, key.rows)
+        for attention, part in zip(self.attention[key], parts, strict=True):
+            attention.fill(part)
         self.graphs.run(key)
         return None if self._hidden_BH is None else self._hidden_BH[:count].clone()
 
@@ -186,22 +229,8 @@ class GraphBatch:
         """The body of a graph, from static buffers to static buffers. All rows are sampled
         greedily, which is cheaper than to select those that should be."""
         runner, packed = self._runner, self.packed[:, : key.rows]
-        self.routed[key] = []
         self._ids[key] = self._future_tokens.resolve(packed[IDS], packed[SLOTS])
-        hidden_BH = runner.model(
-            self._ids[key],
-            packed[POSITIONS],
-            self.attention[key].attention,
-            Step(
-                prefill=False,
-                lane=self._lane,
-                rows=key.rows,
-                num_tokens_1=self._count_1,
-                own_tokens_1=self._own_1,
-                routed=self.routed[key],
-            ),
-            None if self._x_BH is None else self._x_BH[: key.rows],
-        )
+        hidden_BH = self._layers(key, self._ids[key], packed[POSITIONS])
         if self._hidden_BH is not None:
             self._hidden_BH[: key.rows].copy_(hidden_BH)
         if not runner.ranks.is_last:
@@ -213,3 +242,16 @@ class GraphBatch:
         found_2B = greedy_rows(logits_BV)
         self.found_2B[:, : key.rows].copy_(found_2B)
         self._future_tokens.store(packed[SLOTS], found_2B[0])
+
+    def _layers(self, key: GraphKey, ids_B: Tensor, positions_B: Tensor) -> Tensor:
+        x_BH = None if self._x_BH is None else self._x_BH[: key.rows]
+        attention = [buffers.attention for buffers in self.attention[key]]
+        step = Step(prefill=False, rows=key.rows, overlap=key.overlap)
+        if key.overlap == Overlap.TBO:
+            halves = self._split.halves(attention, step, key.rows)
+            return forward_halves(self._runner.model, ids_B, positions_B, halves, x_BH)
+        self.routed[key] = []
+        step = replace(step, num_tokens_1=self._count_1, own_tokens_1=self._own_1)
+        step = replace(step, routed=self.routed[key])
+        hidden_BH: Tensor = self._runner.model(ids_B, positions_B, attention[0], step, x_BH)
+        return hidden_BH

@@ -18,6 +18,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from tqdm import tqdm
 
+from moesaic.core.overlap import Overlap
 from moesaic.engine.setup.device_memory import GIB
 from moesaic.kernels.attention import MAX_FUSED_ENTRIES
 
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 # Decoding sequences of mixed steps: their number decides how attention cuts long sequences.
 SEQUENCE_BUCKETS = (16, 64, 256, 1024)
+IN_HALVES = ", in two micro-batches"
 
 
 class CapturedKey(Protocol):
@@ -39,10 +41,17 @@ class GraphKey(NamedTuple):
     rows: int
     verifies: bool = False
     """Sequences may have several rows, one more than their drafts."""
+    overlap: Overlap = Overlap.OFF
 
     @property
     def name(self) -> str:
-        return f"{self.rows} rows" + " with drafts" * self.verifies
+        split = IN_HALVES * (self.overlap == Overlap.TBO)
+        return f"{self.rows} rows" + " with drafts" * self.verifies + split
+
+    @property
+    def half(self) -> GraphKey:
+        """The size of a micro-batch."""
+        return self._replace(rows=-(-self.rows // 2))
 
 
 class MixedKey(NamedTuple):
@@ -51,6 +60,7 @@ class MixedKey(NamedTuple):
     """Room for those with one new token."""
     agreed: int
     """The bucket of the rank with the most tokens."""
+    overlap: Overlap = Overlap.OFF
 
     @property
     def rows(self) -> int:
@@ -58,7 +68,8 @@ class MixedKey(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.tokens} rows, {self.agreed} of the largest rank"
+        split = IN_HALVES * (self.overlap == Overlap.TBO)
+        return f"{self.tokens} rows, {self.agreed} of the largest rank{split}"
 
 
 Key = TypeVar("Key", bound=CapturedKey)
@@ -178,28 +189,36 @@ class GraphCache(CapturedGraphs[GraphKey]):
         body: Callable[[GraphKey], None],
         device: torch.device,
         verify_sizes: tuple[int, ...] = (),
+        schedules: Sequence[Overlap] = (Overlap.OFF,),
     ) -> None:
         self.sizes = tuple(sorted({*sizes, *verify_sizes}))
-        self._plain, self._verify = frozenset(sizes), frozenset(verify_sizes)
-        apart = (size for size in verify_sizes if self._is_apart(size))
-        keys = [GraphKey(size) for size in sizes] + [GraphKey(size, True) for size in apart]
+        self._plain, self._verify = tuple(sorted(sizes)), frozenset(verify_sizes)
+        apart = [size for size in verify_sizes if self._is_apart(size)]
+        keys = list[GraphKey]()
+        for kind in schedules:
+            whole = kind != Overlap.TBO  # drafts are verified in one batch
+            keys += [GraphKey(size, False, kind) for size in sizes if whole or size > 1]
+            keys += [GraphKey(size, True, kind) for size in apart if whole]
         super().__init__(keys, body, device)
 
     def _is_apart(self, size: int) -> bool:
         return size <= MAX_FUSED_ENTRIES or size not in self._plain
 
-    def bucket(self, rows: int, verifies: bool = False) -> GraphKey | None:
+    def bucket(
+        self, rows: int, verifies: bool = False, overlap: Overlap = Overlap.OFF
+    ) -> GraphKey | None:
         """The smallest that holds the rows, if any does. All ranks of a step get as many rows,
         whether they verify drafts or not."""
-        place = bisect_left(self.sizes, rows)
-        if not rows or place == len(self.sizes):
+        sizes = self._plain if overlap == Overlap.TBO else self.sizes
+        place = bisect_left(sizes, rows)
+        if not rows or place == len(sizes):
             return None
-        size = self.sizes[place]
+        size = sizes[place]
         if size not in self._plain:
-            return GraphKey(size, True)
+            return GraphKey(size, True, overlap)
         if verifies and self._is_apart(size):
-            return GraphKey(size, True) if size in self._verify else None
-        return GraphKey(size)
+            return GraphKey(size, True, overlap) if size in self._verify else None
+        return GraphKey(size, False, overlap)
 
 
 class MixedGraphs(CapturedGraphs[MixedKey]):
@@ -215,18 +234,21 @@ class MixedGraphs(CapturedGraphs[MixedKey]):
         body: Callable[[MixedKey], None],
         device: torch.device,
         tokens_differ: bool = False,
+        schedules: Sequence[Overlap] = (Overlap.OFF,),
     ) -> None:
         """`tokens_differ`: whether ranks have tokens of their own."""
+        self._schedules = schedules
         self.tokens = tokens
         fewer = [size for size in SEQUENCE_BUCKETS if size < max_sequences]
         self._sequences = (*fewer, max_sequences)
         keys = [MixedKey(size, some, size) for size in tokens for some in self._sequences]
         keys = [key for key in keys if self._is_needed(key)]
-        self._few = self.bucket(max_sequences) if tokens_differ else None
+        self._few = self._size(max_sequences) if tokens_differ else None
         """Rows of ranks without prompts, if others may have more."""
         if self._few is not None:
             larger = (size for size in tokens if size > self._few)
             keys += [MixedKey(self._few, max_sequences, size) for size in larger]
+        keys = [key._replace(overlap=kind) for kind in schedules for key in keys]
         super().__init__(keys, body, device)
 
     def _is_needed(self, key: MixedKey) -> bool:
@@ -234,14 +256,19 @@ class MixedGraphs(CapturedGraphs[MixedKey]):
         fewer = self._sequences[max(0, self._sequences.index(key.sequences) - 1)]
         return key.sequences == self._sequences[0] or key.tokens > fewer
 
-    def bucket(self, tokens: int) -> int | None:
+    def bucket(self, tokens: int, overlap: Overlap = Overlap.OFF) -> int | None:
         """The smallest that holds the tokens, if any does."""
+        return self._size(tokens) if overlap in self._schedules else None
+
+    def _size(self, tokens: int) -> int | None:
         place = bisect_left(self.tokens, tokens)
         return None if place == len(self.tokens) else self.tokens[place]
 
-    def key(self, agreed: int, tokens: int, sequences: int) -> MixedKey:
+    def key(
+        self, agreed: int, tokens: int, sequences: int, overlap: Overlap = Overlap.OFF
+    ) -> MixedKey:
         """`sequences`: those with one new token, at most one a token."""
         if self._few is not None and tokens <= self._few < agreed:
-            return MixedKey(self._few, self._sequences[-1], agreed)
+            return MixedKey(self._few, self._sequences[-1], agreed, overlap)
         room = self._sequences[bisect_left(self._sequences, sequences)]
-        return MixedKey(agreed, room, agreed)
+        return MixedKey(agreed, room, agreed, overlap)

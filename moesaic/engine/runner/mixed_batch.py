@@ -5,11 +5,13 @@ T tokens of the step · H hidden.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from moesaic.core.overlap import Overlap
 from moesaic.core.step import Step
 from moesaic.engine.runner.batches import (
     COUNT,
@@ -25,8 +27,12 @@ from moesaic.engine.runner.batches import (
 from moesaic.engine.runner.future_tokens import FutureTokens, TokenSlots
 from moesaic.engine.runner.graphs import MixedGraphs, MixedKey
 from moesaic.engine.runner.pinned import PinnedRing
+from moesaic.engine.runner.split_step import SplitRows, SplitStep, half_rows
 from moesaic.engine.schedule.plan import StepPlan
 from moesaic.layers.gpu_attention import GpuAttention
+from moesaic.layers.mixed_buffers import MixedBuffers
+from moesaic.layers.paged_cache import Sequences
+from moesaic.models.halves import forward_halves
 
 if TYPE_CHECKING:
     from moesaic.engine.runner.model_runner import ModelRunner
@@ -48,12 +54,17 @@ class MixedBatch:
         device, ranks, most = runner.device, runner.ranks, max(sizes, default=0)
         self._buffers = runner.attention.mixed(most, runner.max_running) if sizes else None
         tokens, differ = () if self._buffers is None else sizes, ranks.mesh.dp > 1
-        self.graphs = MixedGraphs(tokens, runner.max_running, self._compute, device, differ)
-        self._attention: dict[MixedKey, GpuAttention] = {}
-        if self._buffers is not None:
-            self._attention = {
-                key: self._buffers.attention(key.tokens, key.sequences) for key in self.graphs.keys
-            }
+        # Where a step may be split, only steps are whole that have no graph anyway.
+        kinds = [kind for kind in runner.schedules if kind] or [Overlap.OFF]
+        sizes_of_graphs = (tokens, runner.max_running)
+        self.graphs = MixedGraphs(*sizes_of_graphs, self._compute, device, differ, kinds)
+        self._half_buffers: list[MixedBuffers] = []
+        if tokens and Overlap.TBO in kinds:
+            half = (half_rows(most), runner.max_running)
+            made = (runner.attention.mixed(*half) for _ in range(2))
+            self._half_buffers = [buffers for buffers in made if buffers is not None]
+        self._split = SplitRows(runner, most)
+        self._attention = {key: self._attention_of(key) for key in self.graphs.keys}
         self._packed = torch.zeros(PACKED, most, dtype=torch.int64, device=device)
         # The lower halves of the two numbers, which hold all of them.
         self._count_1 = self._packed[COUNT].view(torch.int32)[:1]
@@ -61,30 +72,56 @@ class MixedBatch:
         self._x_TH = None if ranks.is_first else runner.hidden_buffer(most)
         self._hidden_TH = runner.hidden_buffer(most)
 
+    def _attention_of(self, key: MixedKey) -> list[GpuAttention]:
+        """Of the whole batch, or of both halves."""
+        if key.overlap == Overlap.TBO:
+            sizes = half_rows(key.tokens), key.sequences
+            return [buffers.attention(*sizes) for buffers in self._half_buffers]
+        assert self._buffers is not None
+        return [self._buffers.attention(key.tokens, key.sequences)]
+
     def can_run(self, plan: StepPlan) -> bool:
         """Whether the step's results may be in static buffers: scores and routed experts are read
         when the next step may have overwritten them."""
-        assert self._buffers is not None
         scores = any(item.score is not None for item in plan.items)
-        return not scores and not plan.is_routed and self._buffers.holds(plan.lengths)
+        return not scores and not plan.is_routed
 
     def run(
-        self, plan: StepPlan, agreed: int, x_TH: Tensor | None, slots: TokenSlots
+        self,
+        plan: StepPlan,
+        agreed: int,
+        x_TH: Tensor | None,
+        slots: TokenSlots,
+        split: SplitStep | None = None,
     ) -> EagerOutput:
         """`agreed`: the bucket of the rank with the most tokens."""
         assert self._buffers is not None
         inputs, count = StepInputs.of(plan, slots), plan.num_tokens
-        key = self.graphs.key(agreed, count, self._buffers.num_singles(plan.lengths))
+        singles = self._buffers.num_singles(plan.lengths)
+        if split is None:
+            key = self.graphs.key(agreed, count, singles)
+        else:
+            key = self.graphs.key(agreed, 2 * max(split.tokens), singles, Overlap.TBO)
         self._upload(inputs, key)
         if self._x_TH is not None and x_TH is not None:
             self._x_TH[:count].copy_(x_TH)
-        self._buffers.fill(sequences_of(plan, self._runner.page_table))
+        self._fill_attention(sequences_of(plan, self._runner.page_table), key, split)
         self.graphs.run(key)
         rows_R, slots_R = self._uploads.upload(inputs.rows_R, inputs.slots_R)
         hidden_TH = self._hidden_TH[:count]
         if not self._runner.ranks.is_last:
             hidden_TH = hidden_TH.clone()
         return EagerOutput(hidden_TH, rows_R, slots_R)
+
+    def _fill_attention(self, sequences: Sequences, key: MixedKey, split: SplitStep | None) -> None:
+        if split is None:
+            assert self._buffers is not None
+            self._buffers.fill(sequences)
+            return
+        self._split.fill(split.tokens, key.rows)
+        parts = sequences.cut(split.tokens[0])
+        for buffers, part in zip(self._half_buffers, parts, strict=True):
+            buffers.fill(part)
 
     def _upload(self, inputs: StepInputs, key: MixedKey) -> None:
         count = len(inputs.ids_T)
@@ -103,16 +140,14 @@ class MixedBatch:
     def _compute(self, key: MixedKey) -> None:
         """The body of a graph, from static buffers to static buffers."""
         packed = self._packed[:, : key.rows]
-        hidden_TH = self._runner.model(
-            self._future_tokens.resolve(packed[IDS], packed[SLOTS]),
-            packed[POSITIONS],
-            self._attention[key],
-            Step(
-                prefill=True,
-                rows=key.agreed,
-                num_tokens_1=self._count_1,
-                own_tokens_1=self._own_1,
-            ),
-            None if self._x_TH is None else self._x_TH[: key.rows],
-        )
+        ids_T = self._future_tokens.resolve(packed[IDS], packed[SLOTS])
+        x_TH = None if self._x_TH is None else self._x_TH[: key.rows]
+        model, attention = self._runner.model, self._attention[key]
+        step = Step(prefill=True, rows=key.agreed, overlap=key.overlap)
+        if key.overlap == Overlap.TBO:
+            halves = self._split.halves(attention, step, key.rows)
+            hidden_TH = forward_halves(model, ids_T, packed[POSITIONS], halves, x_TH)
+        else:
+            step = replace(step, num_tokens_1=self._count_1, own_tokens_1=self._own_1)
+            hidden_TH = model(ids_T, packed[POSITIONS], attention[0], step, x_TH)
         self._hidden_TH[: key.rows].copy_(hidden_TH)

@@ -15,6 +15,7 @@ from torch import Tensor
 from moesaic.comm.supervise.control_page import RankStatus
 from moesaic.config import ServerArgs
 from moesaic.config.speculation import speculation_of
+from moesaic.core.overlap import Overlap, schedules_of
 from moesaic.core.process import keep_freed_memory
 from moesaic.core.rank_state import RankState
 from moesaic.core.step import Step
@@ -25,6 +26,7 @@ from moesaic.engine.runner.loading import rank_memory
 from moesaic.engine.runner.matchers import Matchers
 from moesaic.engine.runner.peer_watchdog import PeerWatchdog
 from moesaic.engine.runner.recorded_tokens import StepTokens
+from moesaic.engine.runner.split_step import SplitStep, dummy_agreement
 from moesaic.engine.runner.steps import COMPILE_SECONDS, AsynchronousSteps, SynchronousSteps
 from moesaic.engine.runner.warm_up import sorted_parts, warm_steps, warm_up
 from moesaic.engine.schedule.plan import StepAgreement, StepHandle, StepPlan
@@ -46,7 +48,9 @@ from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.kernels.attention import tokens_at_once
 from moesaic.layers.attention import Attention, LatentAttention
 from moesaic.layers.paged_cache import PagedCache, PageTable, PageUpdate, Sequences
+from moesaic.models.blocks import DecoderLayer
 from moesaic.models.config import BuildContext
+from moesaic.models.halves import forward_halves
 from moesaic.models.registry import build_model
 from moesaic.models.skewed_routers import skew_routers
 from moesaic.models.weights import fill_randomly, load_weights, sync_input_scales
@@ -83,6 +87,9 @@ class ModelRunner:
         self._memory = rank_memory(args, self.device, ranks)
         self.eos_ids, self.vocab_size = resolved.eos_ids, resolved.raw.integer("vocab_size")
         self.num_layers, self.top_k = resolved.num_layers, resolved.top_k
+        self.num_experts = resolved.num_experts
+        self.schedules = schedules_of(args.overlap)
+        """Those that a step may have."""
         self.samples = ranks.is_last and ranks.place.attention_rank == 0
         self.matchers = Matchers(partial(self._compiler, args), 2 * self.max_running)
         if self.samples and _serves_grammars(args):
@@ -310,8 +317,8 @@ class ModelRunner:
         """Shows the supervisor which layer is computed: a long step is not a hang."""
         assert self.parallel.layers is not None
         for number, layer in zip(self.parallel.layers, self.model.model.layers, strict=True):
-            begin = partial(status.enter, RankState.COMPUTING, f"layer {number}")
-            layer.register_forward_pre_hook(lambda *_, begin=begin: begin())
+            assert isinstance(layer, DecoderLayer)
+            layer.announce = partial(status.enter, RankState.COMPUTING, f"layer {number}")
 
     @property
     def moe_layers(self) -> list[FusedMoE]:
@@ -331,11 +338,6 @@ class ModelRunner:
     def records_tokens(self) -> bool:
         """Whether the next step's slots are recorded for each of its tokens."""
         return self.recorder is not None and self.recorder.needs_tokens
-
-    @property
-    def num_experts(self) -> int:
-        """Logical experts of a layer; 0 in a stage without any."""
-        return next((layer.config.num_experts for layer in self.moe_layers), 0)
 
     @property
     def prefill_wave(self) -> int:
@@ -385,26 +387,30 @@ class ModelRunner:
             if recorder is not None:
                 recorder.restart()
 
-    def group_counts(self, agreement: StepAgreement) -> tuple[int, ...]:
+    def group_counts(self, counts: tuple[int, ...]) -> tuple[int, ...]:
         """Tokens of each attention group, if there are several."""
-        return agreement.counts if self.ranks.mesh.dp > 1 else ()
+        return counts if self.ranks.mesh.dp > 1 else ()
 
     def hidden_buffer(self, rows: int) -> Tensor:
         shape = (rows, self.model.config.hidden_size)
         return torch.zeros(shape, dtype=self.model.config.dtype, device=self.device)
 
-    def dummy_logits(self, sequences: Sequences, prefill: bool) -> Tensor:
+    def dummy_logits(
+        self, sequences: Sequences, prefill: bool, overlap: Overlap = Overlap.OFF
+    ) -> Tensor:
         """Runs a step of arbitrary tokens; no rows before the last stage."""
         tokens = int(sequences.lengths_B.sum())
         number_T, groups = torch.arange(tokens, device=self.device), self.ranks.mesh.dp
-        step = Step(prefill=prefill, counts=(tokens,) * groups if groups > 1 else (), rows=tokens)
-        hidden_TH = self.model(
-            number_T % self.vocab_size,
-            number_T % self.context_length,
-            self.attention.attend(sequences),
-            step,
-            None if self.ranks.is_first else self.hidden_buffer(tokens),
-        )
+        agreement = dummy_agreement(tokens, groups, prefill, overlap)
+        step = Step(prefill, counts=self.group_counts(agreement.counts), rows=tokens)
+        ids_T, positions_T = number_T % self.vocab_size, number_T % self.context_length
+        x_TH = None if self.ranks.is_first else self.hidden_buffer(tokens)
+        if (split := SplitStep.of(self, agreement, step)) is not None:
+            halves = split.launched(self, sequences, None)
+            hidden_TH = forward_halves(self.model, ids_T, positions_T, halves, x_TH)
+        else:
+            attention = self.attention.attend(sequences)
+            hidden_TH = self.model(ids_T, positions_T, attention, step, x_TH)
         if not self.ranks.is_last:
             return hidden_TH[:0]
         if self.draft is not None:

@@ -45,6 +45,7 @@ from moesaic.engine.runner.row_results import (
     sample_rows,
     sampled_rows,
 )
+from moesaic.engine.runner.split_step import SplitStep, idle_agreements
 from moesaic.engine.schedule.plan import (
     NOT_FINITE,
     FinishedStep,
@@ -66,8 +67,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HOST = SamplingPath.HOST
-# Seconds that kernels wait for ranks which may still compile theirs. The supervisor ends the wait
-# if such a rank dies or its start takes too long.
+# For ranks that may still compile their kernels; the supervisor ends the wait for one that died.
 COMPILE_SECONDS = 600.0
 
 
@@ -149,9 +149,9 @@ class AsynchronousSteps:
             sizes_SV = (runner.max_running, runner.vocab_size)
             self._penalties = DevicePenalties(*sizes_SV, self._uploads)
         shared = (runner, self._uploads, self._future_tokens)
-        self._eager = EagerBatch(*shared)
         self._routed_experts = RoutedExperts(runner, self._uploads)
         self._idle = IdleBatch(runner) if self._has_peers else None
+        self._eager = EagerBatch(*shared, self._idle)
         mixed_sizes = mixed_graph_sizes(args, runner.limits.tokens) if sizes.plain else ()
         self.mixed_batch = MixedBatch(*shared, mixed_sizes)
         self.graph_batch = GraphBatch(*shared, sizes)
@@ -166,9 +166,9 @@ class AsynchronousSteps:
                 pool = torch.cuda.graph_pool_handle()
                 self.mixed_batch.graphs.capture(pool)
                 self.graphs.capture(pool)
-            groups = self._runner.ranks.mesh.dp
-            for tokens, prefill in idle_steps if groups > 1 else ():
-                self._run_idle(StepAgreement(0, (tokens,) * groups, prefill=prefill))
+            for agreement in idle_agreements(self._runner, idle_steps):
+                step = self._step(agreement)
+                self._run_idle(step, SplitStep.of(self._runner, agreement, step))
             self._runner.watchdog.lifecycle.check()
 
     def begin(self, plan: StepPlan, agreement: StepAgreement, x_TH: Tensor | None) -> DeviceStep:
@@ -220,8 +220,10 @@ class AsynchronousSteps:
         x_TH: Tensor | None,
         slots: TokenSlots,
     ) -> BatchOutput:
+        step = self._step(agreement)
+        split = SplitStep.of(self._runner, agreement, step)
         if (key := self._graph_key(plan, agreement)) is not None:
-            hidden_TH = self.graph_batch.run(plan, key, x_TH, slots)
+            hidden_TH = self.graph_batch.run(plan, key, x_TH, slots, split)
             rows = plan.num_tokens if self._runner.samples else 0
             output = self._output(hidden_TH, rows)
             if self._runner.records_tokens:
@@ -234,13 +236,12 @@ class AsynchronousSteps:
         bucket = self._mixed_bucket(agreement)
         records_tokens = self._runner.records_tokens  # which a mixed graph does not keep
         if bucket is not None and not records_tokens and self.mixed_batch.can_run(plan):
-            return self._eager_output(plan, self.mixed_batch.run(plan, bucket, x_TH, slots))
+            return self._eager_output(plan, self.mixed_batch.run(plan, bucket, x_TH, slots, split))
         if not plan.has_work:
-            return self._run_idle(agreement)
-        step = self._step(agreement)
+            return self._run_idle(step, split)
         if plan.is_routed or records_tokens:
             step = replace(step, routed=[])
-        eager = self._eager.run(plan, step, x_TH, slots)
+        eager = self._eager.run(plan, step, x_TH, slots, split)
         output = self._eager_output(plan, eager)
         output.tokens = eager.tokens
         if step.routed is not None and plan.is_routed:
@@ -251,22 +252,21 @@ class AsynchronousSteps:
         """The graph of a decode step, None for an eager step; all ranks choose alike."""
         if agreement.prefill:
             return None
-        return self.graphs.bucket(max(agreement.counts), plan.verifies)
+        return self.graphs.bucket(agreement.most_rows, plan.verifies, agreement.overlap)
 
     def _mixed_bucket(self, agreement: StepAgreement) -> int | None:
         """Tokens of the graph of a step with prompts, if there is one: the same on all ranks."""
-        if not agreement.prefill:
-            return None
-        return self.mixed_batch.graphs.bucket(max(agreement.counts))
+        graphs, rows = self.mixed_batch.graphs, agreement.most_rows
+        return graphs.bucket(rows, agreement.overlap) if agreement.prefill else None
 
     def _step(self, agreement: StepAgreement) -> Step:
-        counts = self._runner.group_counts(agreement)
-        rows = self._mixed_bucket(agreement) or max(agreement.counts)
+        counts = self._runner.group_counts(agreement.counts)
+        rows = self._mixed_bucket(agreement) or agreement.most_rows
         return Step(prefill=agreement.prefill, counts=counts, rows=rows)
 
-    def _run_idle(self, agreement: StepAgreement) -> BatchOutput:
+    def _run_idle(self, step: Step, split: SplitStep | None = None) -> BatchOutput:
         assert self._idle is not None, "a rank without peers has tokens in every step"
-        return self._output(self._idle.run(self._step(agreement)))
+        return self._output(self._idle.run(step, split))
 
     def _eager_output(self, plan: StepPlan, eager: EagerOutput) -> BatchOutput:
         """Logits and greedy tokens of the sampled rows."""
@@ -449,9 +449,10 @@ class SynchronousSteps:
         self._known_rows.learn(plan.items)
         runner.clear(plan.clear)
         slots: list[Tensor] | None = [] if plan.is_routed or runner.records_tokens else None
-        counts = runner.group_counts(agreement)
+        counts = runner.group_counts(agreement.counts)
         step = Step(prefill=agreement.prefill, counts=counts, routed=slots)
-        output, routed = self._batch.run(plan, step, x_TH), b""
+        split = SplitStep.of(runner, agreement, step)
+        output, routed = self._batch.run(plan, step, x_TH, split=split), b""
         runner.record_pass(plan, agreement, output.tokens)
         if slots is not None and plan.is_routed:
             routed = self._routed_experts.read(plan, slots, plan.num_tokens).experts()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from moesaic.core.overlap import Overlap
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.sampling.gpu_sampler import draw_rows
 from moesaic.engine.sampling.sampler import SampleRow
@@ -78,6 +79,16 @@ def warm_steps(
     return steps
 
 
+def split_steps(steps: Sequence[tuple[int, bool]]) -> list[tuple[int, bool]]:
+    """Those of the steps that run in two micro-batches, too: the smallest and the largest of each
+    kind, as only the kernels that send and wait differ from those of whole steps."""
+    found = list[tuple[int, bool]]()
+    for kind in (True, False):
+        sizes = sorted(size for size, prefill in steps if prefill == kind and size > 1)
+        found += [(size, kind) for size in dict.fromkeys([*sizes[:1], *sizes[-1:]])]
+    return found
+
+
 def single_tokens(most: int, longest: int) -> list[tuple[int, int]]:
     """Numbers of single tokens and their context, for the largest steps first: they decide how many
     parts attention cuts a sequence into. Up to 4 requests of up to 9000 tokens: (4, 2048),
@@ -127,6 +138,8 @@ def warm_up(runner: ModelRunner, steps: Sequence[tuple[int, bool]]) -> None:
             greedy_rows(logits_RV)
             draw_rows(logits_RV[:1], [DRAWN])
             _penalise(logits_RV[:1])
+    for size, prefill in split_steps(steps) if Overlap.TBO in runner.schedules else ():
+        runner.dummy_logits(warm_sequences(size, 1, 1), prefill, Overlap.TBO)
     if runner.device.type == "cuda":
         torch.cuda.synchronize(runner.device)
     logger.info(

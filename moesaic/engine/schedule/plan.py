@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from moesaic.core.overlap import Overlap
 from moesaic.core.request import TopLogprobs
 from moesaic.engine.sampling.sampler import SampleRow
 from moesaic.engine.schedule.step_budget import StepWork
@@ -294,6 +295,9 @@ class StepAgreement(msgspec.Struct, array_like=True):
     prefill: bool = False
     work: StepWork = StepWork()
     """That of the group with the most."""
+    overlap: Overlap = Overlap.OFF
+    first_half: tuple[int, ...] = ()
+    """With two micro-batches, the tokens of each group in the first one."""
     draft_steps: int = 0
     """The most of any group, as StepPlan.draft_steps."""
     drafting: tuple[int, ...] = ()
@@ -302,8 +306,22 @@ class StepAgreement(msgspec.Struct, array_like=True):
     @classmethod
     def alone(cls, plan: StepPlan) -> StepAgreement:
         """Without other ranks."""
-        drafts = plan.draft_steps, (plan.num_drafting,)
-        return cls(0, (plan.num_tokens,), (), plan.prefill, StepWork(), *drafts)
+        made = cls(0, (plan.num_tokens,), prefill=plan.prefill, draft_steps=plan.draft_steps)
+        made.drafting = (plan.num_drafting,)
+        return made
+
+    @property
+    def halves(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The tokens of each group in the two micro-batches."""
+        pairs = zip(self.counts, self.first_half, strict=True)
+        return self.first_half, tuple(count - half for count, half in pairs)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of a step that holds the tokens of every group; of one in two micro-batches each
+        half has half of them."""
+        most = max(self.counts)
+        return max(most, 2 * max(map(max, self.halves)) - 1) if self.first_half else most
 
 
 class StageOrder(msgspec.Struct, array_like=True):
@@ -313,6 +331,10 @@ class StageOrder(msgspec.Struct, array_like=True):
     plan: bytes
     routed: list[bytes] = []
     """Routed experts of the stages so far, as in StepResult."""
+    finished: int = 0
+    """Requests of all serving groups that have ended."""
+    moves: bool | None = None
+    """In a step without work that goes through all stages: whether one so far moves experts."""
 
 
 encode = msgspec.msgpack.Encoder().encode

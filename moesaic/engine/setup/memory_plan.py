@@ -238,6 +238,8 @@ class ResolvedModel:
     context_length: int
     cache_dtype: torch.dtype
     dense: DenseWeights | None
+    num_experts: int
+    """Of a layer that has some; 0 in a model without any."""
     draft: DraftSource | None = None
     """Of the model that makes drafts on the same ranks."""
 
@@ -267,7 +269,9 @@ class ResolvedModel:
         _check_heads(raw, whole, ranks.mesh.attention_tp)
         moe = moe_context(args, dtype, weights, limits, whole, ranks)
         dense = dense_weights(scheme, folder, moe)
-        model = cls(raw, scheme, limits, moe, length, cache_dtype(args, dtype), dense)
+        layers = (module for module in whole.modules() if isinstance(module, FusedMoE))
+        experts = next((layer.config.num_experts for layer in layers), 0)
+        model = cls(raw, scheme, limits, moe, length, cache_dtype(args, dtype), dense, experts)
         return replace(model, draft=draft_source(args, model, ranks.mesh))
 
     def parallel(self, ranks: RankContext) -> Parallel:

@@ -11,11 +11,13 @@ import torch
 from moesaic.comm.mesh import Mesh
 from moesaic.config import ServerArgs
 from moesaic.config.deepep import read_deepep_config
+from moesaic.core.overlap import Overlap, schedules_of
 from moesaic.engine.setup.first_placement import first_placements
 from moesaic.engine.setup.rank_context import RankContext
 from moesaic.models.blocks import CausalLM
 from moesaic.moe.backends import load_backends
 from moesaic.moe.context import DTYPE_NAMES, MoeContext
+from moesaic.moe.dispatch.host.exchange import LANES
 from moesaic.moe.dispatch.long_sequences import MIB, summarise
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.placement import Placement, redundant_slots
@@ -171,7 +173,7 @@ def moe_context(
         copies=copies,
         deterministic=deterministic,
         replicated=replicated,
-        **({"lanes": 1} if kind_of(args) == "cuda" else {}),
+        lanes=_lanes(args),
         **_programs(args),
     )
     _log_choice(context)
@@ -229,6 +231,12 @@ def _log_algorithm(algorithm: str, has_replicas: bool) -> None:
         logger.info("moe: %s has nothing to choose: no expert has a replica", algorithm)
     elif algorithm == LP:
         logger.info("moe: lp splits steps with prompts by the counts of all ranks, others evenly")
+
+
+def _lanes(args: ServerArgs) -> int:
+    """Kernels of one batch write into one lane; ranks on CPU have two anyway."""
+    is_split = Overlap.TBO in schedules_of(args.overlap)
+    return LANES if is_split or kind_of(args) == "cpu" else 1
 
 
 def _programs(args: ServerArgs) -> dict[str, int]:

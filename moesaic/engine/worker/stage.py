@@ -37,6 +37,7 @@ from moesaic.engine.schedule.plan_codec import PlanReceiver, PlanSender
 from moesaic.engine.schedule.step_budget import StepWork, heaviest
 from moesaic.engine.setup.rank_context import RankContext
 from moesaic.engine.worker.planner import Planner
+from moesaic.engine.worker.step_splitter import StepSplitter
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,11 @@ class Stage:
         """Gives the hidden states to the next stage; returns the handle of the step's results."""
         return handle
 
+    def pass_on(self, goes_on: bool) -> bool:
+        """Called in a step without work, with nothing in flight: whether another one follows.
+        `goes_on`: whether this rank has more to do."""
+        return goes_on
+
     def stop(self) -> None:
         """Lets the next stage sleep until ranks are woken."""
 
@@ -117,7 +123,8 @@ class SingleStage(Stage):
 
 
 class FirstStage(Stage):
-    """The first or only stage of a pipeline. `planner`: the serving group's, on its leader."""
+    """The first or only stage of a pipeline. `planner`: the serving group's, on its leader.
+    `moves`: whether stages move experts, each among its ranks; this one may have none."""
 
     def __init__(
         self,
@@ -125,10 +132,13 @@ class FirstStage(Stage):
         status: RankStatus,
         planner: Planner | None,
         pipe: Pipe | None,
+        moves: bool = False,
         rebalancer: Rebalancer | None = None,
+        splitter: StepSplitter | None = None,
     ) -> None:
         self._ranks, self._status, self._planner, self._pipe = ranks, status, planner, pipe
-        self._rebalancer = rebalancer
+        self._moves, self._rebalancer = moves, rebalancer
+        self._splitter = splitter or StepSplitter()
         self._mesh, self._place = ranks.mesh, ranks.place
         self.pipeline_depth = self._mesh.pp
         self.restart(0, [0] * self._mesh.dp)
@@ -157,19 +167,20 @@ class FirstStage(Stage):
         suspects = 0 if self._planner is None else self._planner.num_suspects
         delayer = None if self._planner is None else self._planner.scheduler.delayer
         told = 0 if delayer is None else delayer.told
+        half = self._splitter.first_half(plan)
         drafts = [plan.draft_steps, plan.num_drafting, self._wanted_drafts]
-        facts = [plan.num_tokens, logits, int(plan.prefill), len(data), suspects, told, *drafts]
+        facts = [plan.num_tokens, logits, int(plan.prefill), len(data), suspects, told, half]
+        facts += drafts
         report = self._report()
         own = torch.tensor([[*report, *facts, *astuple(step.work)]])
         rows = self._ranks.stage.gather_rows(own, [1] * mesh.tp, operation)
-        if self._rebalancer is not None:
+        if self._moves:
             self.reports = [RankReport(*row) for row in rows[:, : len(report)].tolist()]
         table = rows[:: mesh.attention_tp, len(report) :].tolist()
         columns = zip(*table, strict=True)
-        counts, logit_rows, prefills, lengths, suspect_sets, told_by, steps, drafting, *more = (
-            columns
-        )
-        self._settle_drafts(more[0])
+        counts, logit_rows, prefills, lengths, suspect_sets, told_by, halves, *more = columns
+        steps, drafting, wanted, *_ = more
+        self._settle_drafts(wanted)
         works = [StepWork(*row[len(facts) :]) for row in table]
         self._settle_prompts(works, told_by)
         self._suspects = list(suspect_sets)
@@ -178,15 +189,9 @@ class FirstStage(Stage):
             step.plan = plan if data else self._receiver.decode(self._encoded)
         step.agreement = StepAgreement(self.number)
         if any(counts):
-            step.agreement = StepAgreement(
-                self.number,
-                counts,
-                logit_rows,
-                any(prefills),
-                heaviest(works),
-                max(steps),
-                drafting,
-            )
+            whole = StepAgreement(self.number, counts, logit_rows, any(prefills), heaviest(works))
+            whole.draft_steps, whole.drafting = max(steps), drafting
+            step.agreement = self._splitter.settle(whole, halves)
 
     @property
     def _wanted_drafts(self) -> int:
@@ -203,9 +208,16 @@ class FirstStage(Stage):
             self._planner.agreed_drafts = most
 
     def _report(self) -> RankReport | tuple[()]:
-        if self._rebalancer is None:
+        if not self._moves:
             return ()
-        return self._rebalancer.report(0 if self._planner is None else self._planner.num_finished)
+        finished = 0 if self._planner is None else self._planner.num_finished
+        if self._rebalancer is None:
+            return RankReport(finished=finished)
+        return self._rebalancer.report(finished)
+
+    @property
+    def _finished(self) -> int:
+        return sum(report.finished for report in self.reports)
 
     def _settle_prompts(self, works: list[StepWork], told: Sequence[int]) -> None:
         """Tells the scheduler what the other groups do, which wait for its prompts."""
@@ -235,10 +247,22 @@ class FirstStage(Stage):
         if self._pipe is None:
             return handle
         routed = [handle.wait().routed] if step.plan.is_routed else []
-        self._pipe.send(encode(StageOrder(step.agreement, self._encoded, routed)), handle.hidden_TH)
+        order = StageOrder(step.agreement, self._encoded, routed, self._finished)
+        self._pipe.send(encode(order), handle.hidden_TH)
         if self._planner is not None and step.has_requests:
             return PipelineReply(self._pipe)
         return FinishedStep(StepResult([]))
+
+    def pass_on(self, goes_on: bool) -> bool:
+        """Other stages may move experts when this one has nothing to do."""
+        if self._pipe is None or not self._moves:
+            return goes_on
+        agreement = StepAgreement(self.number)
+        order = StageOrder(agreement, plan_codec.NOTHING, finished=self._finished, moves=goes_on)
+        self._pipe.send(encode(order), None)
+        moves = decode_order(self._pipe.take_reply()).moves
+        assert moves is not None
+        return moves
 
     def stop(self) -> None:
         if self._pipe is not None:
@@ -249,8 +273,15 @@ class FirstStage(Stage):
 class LaterStage(Stage):
     """A later stage of a pipeline: it carries out the orders of the previous one."""
 
-    def __init__(self, ranks: RankContext, status: RankStatus, pipe: Pipe) -> None:
+    def __init__(
+        self,
+        ranks: RankContext,
+        status: RankStatus,
+        pipe: Pipe,
+        rebalancer: Rebalancer | None = None,
+    ) -> None:
         self._ranks, self._status, self._pipe = ranks, status, pipe
+        self._rebalancer = rebalancer
         self.restart(0, [])
 
     def restart(self, number: int, suspects: list[int]) -> None:
@@ -258,6 +289,7 @@ class LaterStage(Stage):
         self._receiver = PlanReceiver()
         self._order = b""
         self._routed: list[bytes] = []
+        self._idle: StageOrder | None = None
 
     def may_plan(self) -> bool:
         return False
@@ -270,7 +302,31 @@ class LaterStage(Stage):
         self._status.begin_step(self.number)
         step.plan, step.agreement = self._receiver.decode(order.plan), order.agreement
         self._routed = order.routed
+        self._idle = None if order.moves is None else order
+        self._exchange_reports(order)
         return x_TH
+
+    def _exchange_reports(self, order: StageOrder) -> None:
+        """Not before ranks sleep: experts would stay on their way until a request comes."""
+        self.reports = ()
+        if self._rebalancer is None or not (order.agreement.counts or self._idle):
+            return
+        finished = order.finished if self._ranks.place.tp_rank == 0 else 0
+        own = torch.tensor([self._rebalancer.report(finished)])
+        operation = f"move experts in step {self.number}"
+        rows = self._ranks.stage.gather_rows(own, [1] * self._ranks.mesh.tp, operation)
+        self.reports = [RankReport(*row) for row in rows.tolist()]
+
+    def pass_on(self, goes_on: bool) -> bool:
+        """Without an order for such a step ranks sleep, as no stage has anything to do."""
+        if self._idle is None:
+            return False
+        self._idle.moves = bool(self._idle.moves) or goes_on
+        if self._ranks.is_last:
+            self._pipe.reply(encode(self._idle))
+        else:
+            self._pipe.send(encode(self._idle), None)
+        return True
 
     def hand_on(self, step: InflightStep, handle: StepHandle) -> StepHandle:
         if not self._ranks.is_last:

@@ -107,7 +107,10 @@ class StepLoop:
             self._expect_end()
             return True
         self._expect_end()
-        return has_work or self.stage.is_trial or self.stage.holds_prompts or self._moves_experts
+        if has_work:
+            return True
+        goes_on = self.stage.is_trial or self.stage.holds_prompts or self._moves_experts
+        return self.stage.pass_on(goes_on)
 
     def _expect_end(self) -> None:
         """Tells when the step that the device computes now will end."""
@@ -123,7 +126,7 @@ class StepLoop:
 
     def _rebalance(self, has_work: bool) -> None:
         """Between two steps, the same ones on all ranks, experts may change their slots."""
-        if self.runner.rebalancer is not None:
+        if self.runner.rebalancer is not None and self.stage.reports:
             self.runner.rebalancer.advance(self.stage.reports)
             if not has_work and self._moves_experts:
                 time.sleep(IDLE_SECONDS)

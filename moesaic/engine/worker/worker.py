@@ -31,6 +31,7 @@ from moesaic.engine.worker.rank_info import rank_info
 from moesaic.engine.worker.rank_stats import RankStatsReporter
 from moesaic.engine.worker.stage import FirstStage, LaterStage, SingleStage, Stage
 from moesaic.engine.worker.step_loop import StepLoop
+from moesaic.engine.worker.step_splitter import StepSplitter
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ def run(link: RankLink) -> None:
     if not logging.getLogger().isEnabledFor(logging.DEBUG):
         quiet = "moesaic.engine.setup.moe_setup" if link.rank == 0 else "moesaic"
         logging.getLogger(quiet).setLevel(logging.WARNING)
-        # Each leader logs its own batches, and the first rank of a replica what experts it moves.
+        # Each leader logs its own batches, and the first rank of a stage what experts it moves.
         for own in ("schedule.scheduler_metrics", "rebalance.rebalancer"):
             logging.getLogger(f"moesaic.engine.{own}").setLevel(logging.getLogger().level)
     worker = Worker(link)
@@ -99,11 +100,14 @@ class Worker:
         if self.mesh.world == 1:
             assert self.planner is not None
             return SingleStage(self.planner, status)
+        rebalancer = self.runner.rebalancer
         if self.ranks.is_first:
-            moves = self.runner.rebalancer
-            return FirstStage(self.ranks, status, self.planner, self.pipe, moves)
+            moves = rebalancer is not None or (self.args.enable_eplb and self.mesh.pp > 1)
+            splitter = StepSplitter.of(self.args, self.runner)
+            shared = (self.ranks, status, self.planner, self.pipe)
+            return FirstStage(*shared, moves, rebalancer, splitter)
         assert self.pipe is not None
-        return LaterStage(self.ranks, status, self.pipe)
+        return LaterStage(self.ranks, status, self.pipe, rebalancer)
 
     def serve(self) -> None:
         awake = False

@@ -20,6 +20,7 @@ in the order of k.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,10 +30,12 @@ from torch import Tensor
 from moesaic.comm.collectives.collective import WindowCollective
 from moesaic.comm.collectives.device_collective import rail_collective
 from moesaic.comm.collectives.nccl_collective import NcclCollective
+from moesaic.core.overlap import Overlap
 from moesaic.core.step import Step
 from moesaic.kernels.experts import weigh_pairs
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
 from moesaic.moe.dispatch.device.payload_rows import encoded_rows
+from moesaic.moe.dispatch.device.side_streams import SideStreams
 from moesaic.moe.formats import CombineInput, DispatchOutput, TopKOutput
 from moesaic.moe.placement import EpLayout
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS, Payload
@@ -95,8 +98,13 @@ class NodeRoute:
 
     lane: int
     rows: int
+    x_TH: Tensor
     topk: TopKOutput
     inner: Any
+    overlaps: bool = False
+    """Whether transfers run beside the step's stream."""
+    y_TH: Tensor | None = None
+    """The result, where it is made there."""
 
 
 class NodeDispatcher(BaseDispatcher):
@@ -116,6 +124,7 @@ class NodeDispatcher(BaseDispatcher):
         )
         spec = rail_spec(config, self.nodes)
         device = torch.get_default_device()
+        self.sides = SideStreams.of(comm, config.lanes)
         self.rail: WindowCollective | NcclCollective = comm.shared(
             spec, lambda: rail_collective(comm.group.rail, spec.part_bytes, comm.timeout, device)
         )
@@ -126,6 +135,13 @@ class NodeDispatcher(BaseDispatcher):
         self.row = wire_row(inner_config(self.config, self.nodes))
 
     def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> NodeRoute:
+        overlaps = self.config.lanes > 1 and step.overlap != Overlap.OFF and self.sides.exist
+        with self.sides.beside(step.lane) if overlaps else nullcontext():
+            route = self._send(x_TH, topk, step)
+        return replace(route, overlaps=overlaps)
+
+    def _send(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> NodeRoute:
+        """Between the nodes, then inside of this one."""
         config, count = self.config, x_TH.shape[0]
         rows = count if config.replicated else self._rows_of(count, step)
         ids_TK = _masked(topk.ids_TK, step.num_tokens_1)
@@ -139,8 +155,9 @@ class NodeDispatcher(BaseDispatcher):
         if not config.replicated:
             x_NH, sent = self._cross(x_NH, sent, rows * each)
         local = replace(sent, ids_TK=self._local(sent.ids_TK))
-        now = Step(step.prefill, step.lane, rows=x_NH.shape[0])
-        return NodeRoute(step.lane, rows, tokens, self.inner.dispatch_a(x_NH, local, now))
+        now = Step(step.prefill, step.lane, rows=x_NH.shape[0], overlap=step.overlap)
+        inner = self.inner.dispatch_a(x_NH, local, now)
+        return NodeRoute(step.lane, rows, x_TH, tokens, inner)
 
     def _rows_of(self, count: int, step: Step) -> int:
         """C, equal on all ranks and at least one."""
@@ -179,6 +196,8 @@ class NodeDispatcher(BaseDispatcher):
 
     def _dispatch_b(self, route: NodeRoute) -> DispatchOutput:
         """The handle stays the inner one, which a fused function reads."""
+        if route.overlaps:
+            self.sides.join(route.lane)
         output = self.inner.dispatch_b(route.inner)
         self._routes[route.lane] = replace(route, inner=output.handle)
         return output
@@ -187,9 +206,20 @@ class NodeDispatcher(BaseDispatcher):
         found = (route for route in self._routes.values() if route.inner is results.handle)
         route = next(found)
         del self._routes[route.lane]  # it holds the rows of all nodes
-        return replace(route, inner=self.inner.combine_a(results))
+        if not route.overlaps:
+            return replace(route, inner=self.inner.combine_a(results))
+        with self.sides.beside(route.lane):
+            route = replace(route, inner=self.inner.combine_a(results))
+            return replace(route, y_TH=self._return(route))
 
     def _combine_b(self, route: NodeRoute) -> Tensor:
+        if route.y_TH is None:
+            return self._return(route)
+        self.sides.join(route.lane)
+        return route.y_TH
+
+    def _return(self, route: NodeRoute) -> Tensor:
+        """Inside of this node, then between the nodes."""
         config, operation = self.config, self.operation("combine")
         y_NH = self.inner.combine_b(route.inner)
         ids_TK, weights_TK = route.topk.ids_TK, route.topk.weights_TK

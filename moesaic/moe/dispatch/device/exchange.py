@@ -10,7 +10,6 @@ nothing is overwritten too early. Planes fit the largest step; a smaller one use
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final, cast
@@ -23,6 +22,7 @@ from moesaic.comm.windows.factory import create_device_window, device_window_byt
 from moesaic.comm.windows.window import PlaneSpec
 from moesaic.kernels.a2a import ChannelCall, RowPlanes
 from moesaic.moe.dispatch.base import CommContext, RowSpec
+from moesaic.moe.dispatch.device.side_streams import SideStreams
 from moesaic.moe.dispatch.host.exchange import InFlight
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS, Payload
 
@@ -30,7 +30,6 @@ from moesaic.moe.quant.payload import PAYLOAD_FORMATS, Payload
 ROWS, RESULTS, SECOND_RESULTS = 0, 1, 2
 CHANNELS = 3
 NOT_SENT = -1
-SAME_STREAM: Final = nullcontext()
 # Views by lane, number of rows and scale.
 MOST_VIEWS: Final = 4096
 # Rows with their ids and, if they travel, their weights.
@@ -81,8 +80,7 @@ class DeviceExchange(InFlight):
         self.window = create_device_window(
             comm.group, spec.planes(), comm.timeout, spec.channels, device
         )
-        overlaps = spec.lanes > 1 and device.type == "cuda"
-        self._side = torch.cuda.Stream(device) if overlaps else None
+        self.sides = SideStreams.of(comm, spec.lanes)
         with torch.inference_mode(False):  # or it could not be written outside that mode
             self.active_P = torch.ones(self.size, dtype=torch.bool, device=device)
         """The active ranks, on the device."""
@@ -160,19 +158,6 @@ class DeviceExchange(InFlight):
     @torch.inference_mode(False)
     def _results(self, lane: int, first: int, rows: int) -> Tensor:
         return self.window.plane(f"results {lane}")[first : first + rows]
-
-    def side_stream(self) -> AbstractContextManager[Any]:
-        """Launches inside go to a side stream if lanes overlap, after all earlier launches; the
-        caller keeps its tensors until `join`."""
-        if self._side is None:
-            return SAME_STREAM
-        self._side.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self._side)
-
-    def join(self) -> None:
-        """The current stream waits for the side stream."""
-        if self._side is not None:
-            torch.cuda.current_stream().wait_stream(self._side)
 
     def register_layer(self) -> int:
         """The next number of a layer among those that share the window."""

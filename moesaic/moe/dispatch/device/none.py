@@ -29,7 +29,7 @@ class DeviceGather(DeviceRowsDispatcher):
 class ReplicatedRoute(DeviceRoute):
     """Token t is row t on all ranks."""
 
-    meets: bool
+    meets: bool = False
     """Whether all ranks meet before results are written."""
 
 
@@ -75,7 +75,8 @@ class DeviceReplicated(DeviceRowsDispatcher):
         meets = not self.exchange.follows(lane, self._place)
         if meets:
             signal(self._calls[lane][ROWS])
-        return ReplicatedRoute(self, lane, 0, self._tokens(x_TH, topk, step), meets)
+        tokens, overlaps = self._tokens(x_TH, topk, step), self._overlaps(step)
+        return ReplicatedRoute(self, lane, 0, tokens, overlaps, meets=meets)
 
     def _dispatch_b(self, route: DeviceRoute) -> DispatchOutput:
         assert isinstance(route, ReplicatedRoute)

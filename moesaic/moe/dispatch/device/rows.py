@@ -11,6 +11,11 @@ the runner finds the rows of each slot on the device. Results come back in one o
     by pairs    the token's rank weights and sums all pairs in the order of k. No kernel in between,
                 and bits do not depend on which experts share a rank: deterministic mode uses it.
 
+Where a step overlaps, a lane's transfers run on a side stream: `dispatch_a` launches the send and
+the wait for the rows of all ranks, `combine_a` the wait for the results and their sum; the halves
+behind them let the step's stream wait for that. Elsewhere the halves run back to back: the kernel
+that sends also waits, and the one that waits for results also signals.
+
 The host counts nothing and waits for nothing, and no shape depends on what was chosen: a step can
 be captured in a graph.
 """
@@ -24,6 +29,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from moesaic.core.overlap import Overlap
 from moesaic.core.step import Step
 from moesaic.kernels.a2a import (
     ChannelCall,
@@ -64,6 +70,10 @@ class DeviceRoute:
     lane: int
     rows: int
     tokens: LocalTokens
+    overlaps: bool = False
+    """Whether other work runs between the halves."""
+    y_TH: Tensor | None = None
+    """The result, where the side stream makes it."""
 
 
 class DeviceRowsDispatcher(BaseDispatcher):
@@ -80,6 +90,7 @@ class DeviceRowsDispatcher(BaseDispatcher):
         super().__init__(config, comm)
         layout, self.spec = config.layout, self.buffer_spec(config)
         self.exchange = comm.shared(self.spec, lambda: DeviceExchange(self.spec, comm))
+        self.sides = self.exchange.sides
         self.by_pairs = self.pairs or config.deterministic
         self.spread = SlotOwners(layout.slots_per_rank, layout.moe_tp_size)
         self._sent = SlotOwners(layout.slots_per_rank, layout.moe_tp_size, self.everywhere)
@@ -94,9 +105,6 @@ class DeviceRowsDispatcher(BaseDispatcher):
             for lane in range(config.lanes)
         ]
         self._name = self.operation("dispatch")
-        # With one lane the halves run back to back: the kernel that sends also waits, and the one
-        # that waits for results also signals.
-        self._early = config.lanes > 1
         self._prepare()
 
     def programs(self, phase: str) -> int:
@@ -150,9 +158,22 @@ class DeviceRowsDispatcher(BaseDispatcher):
         self.exchange.acquire(step.lane, self._name)
         tokens = self._tokens(x_TH, topk, step)
         inbox, call = self._inboxes[step.lane], self._calls[step.lane][ROWS]
-        with self.exchange.side_stream():
-            send(tokens, rows, inbox, self._sent, call, receives=not self._early)
-        return DeviceRoute(self, step.lane, rows, tokens)
+        route = DeviceRoute(self, step.lane, rows, tokens, self._overlaps(step))
+        if not route.overlaps:
+            send(tokens, rows, inbox, self._sent, call, receives=True)
+            return route
+        with self.sides.beside(step.lane):
+            send(tokens, rows, inbox, self._sent, call)
+            if self.sides.exist:  # else the host would wait
+                self._receive(route)
+        return route
+
+    def _overlaps(self, step: Step) -> bool:
+        return self.config.lanes > 1 and step.overlap != Overlap.OFF
+
+    def _receive(self, route: DeviceRoute) -> None:
+        inbox, call = self._inboxes[route.lane], self._calls[route.lane][ROWS]
+        receive(call, route.rows, self.config.top_k, inbox.ids)
 
     def _tokens(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> LocalTokens:
         ids_TK, weights_TK = topk.ids_TK.int().contiguous(), topk.weights_TK.contiguous()
@@ -160,10 +181,10 @@ class DeviceRowsDispatcher(BaseDispatcher):
 
     def _dispatch_b(self, route: DeviceRoute) -> DispatchOutput:
         exchange, lane = self.exchange, route.lane
-        exchange.join()
-        if self._early:
-            call, ids = self._calls[lane][ROWS], self._inboxes[lane].ids
-            receive(call, route.rows, self.config.top_k, ids)
+        if route.overlaps:
+            self.sides.join(lane)
+            if not self.sides.exist:
+                self._receive(route)
         rows = self.layout.size * route.rows
         arrived = exchange.arrived(lane, rows, self.config.global_scale)
         return self.output(route, *arrived, **self._room(lane, rows))
@@ -185,9 +206,14 @@ class DeviceRowsDispatcher(BaseDispatcher):
         target_RH = self._target(route.lane, results.y_RH.shape[0])
         if results.y_RH.data_ptr() != target_RH.data_ptr():  # such as a hook's results
             target_RH.copy_(results.y_RH)
-        if self._early:
+        if not route.overlaps:
+            return route
+        y_TH = self._empty(route)
+        with self.sides.beside(route.lane):
             signal(self._given(route.lane))
-        return route
+            if self.sides.exist:
+                self._collect(route, y_TH)
+        return replace(route, y_TH=y_TH)
 
     def _target(self, lane: int, rows: int) -> Tensor:
         """The buffer for this many of this rank's results."""
@@ -202,15 +228,24 @@ class DeviceRowsDispatcher(BaseDispatcher):
         return self._calls[lane][RESULTS]
 
     def _combine_b(self, route: DeviceRoute) -> Tensor:
+        y_TH = self._empty(route) if route.y_TH is None else route.y_TH
+        if route.overlaps and self.sides.exist:
+            self.sides.join(route.lane)
+        else:
+            self._collect(route, y_TH)
+        self.exchange.release(route.lane)
+        return y_TH
+
+    def _empty(self, route: DeviceRoute) -> Tensor:
+        return torch.empty_like(route.tokens.x_TH, dtype=self.config.dtype)
+
+    def _collect(self, route: DeviceRoute, y_TH: Tensor) -> None:
         """Padding rows give zeros; with `num_tokens_1` the kernel would leave them unwritten."""
-        tokens, hidden, dtype = route.tokens, self.config.hidden_size, self.config.dtype
-        y_TH = torch.empty_like(tokens.x_TH, dtype=dtype)
+        tokens = route.tokens
         if tokens.num_tokens_1 is not None:
             tokens = replace(tokens, num_tokens_1=None)
-        first = self._first() * hidden * dtype.itemsize
+        first = self._first() * self.config.hidden_size * self.config.dtype.itemsize
         offset = self.exchange.window.offset(f"results {route.lane}") + first
         results = ResultPlane(route.rows, offset, self.spread)
         collect = collect_pairs if self.by_pairs else collect_rows
-        collect(y_TH, tokens, results, self._given(route.lane), not self._early)
-        self.exchange.release(route.lane)
-        return y_TH
+        collect(y_TH, tokens, results, self._given(route.lane), not route.overlaps)

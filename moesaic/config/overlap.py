@@ -1,0 +1,37 @@
+"""What --overlap is, from the flag and from the guide's two switches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moesaic.config.args import ServerArgs
+
+# What each switch asks for, the one that counts first: with two micro-batches shared experts are
+# computed while tokens travel, too.
+SWITCHES = {"enable_two_batch_overlap": "tbo", "enable_single_batch_overlap": "sbo"}
+AGREE = {
+    "enable_two_batch_overlap": ("tbo", "auto"),
+    "enable_single_batch_overlap": ("sbo", "tbo", "auto"),
+}
+
+
+def resolved_overlap(args: ServerArgs) -> tuple[str, str]:
+    """off, auto, sbo or tbo, and why."""
+    asked, why = args.overlap or "off", "the default" if args.overlap is None else "--overlap"
+    for field, value in SWITCHES.items():
+        if args.overlap is None and getattr(args, field):
+            asked, why = value, "--" + field.replace("_", "-")
+            break
+    if asked != "off" and args.tp_size == 1:
+        return "off", "the experts of a layer are on one rank, which sends nothing"
+    return asked, why
+
+
+def overlap_contradictions(args: ServerArgs) -> Iterator[str]:
+    """The values that `resolved_overlap` makes of a switch do not contradict it."""
+    for field, values in AGREE.items():
+        if getattr(args, field) and args.tp_size > 1 and args.overlap not in (None, *values):
+            yield (
+                f"--{field.replace('_', '-')} and --overlap {args.overlap} exclude each other: "
+                "keep one"
+            )

@@ -1,0 +1,51 @@
+"""Which schedule a step has: a decision that every rank makes alike, from what all ranks know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from moesaic.core.overlap import Overlap
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What all ranks know of a step. `counts`: tokens of each attention group. `first_half`: those
+    of its first micro-batch; empty if some group cannot split its batch."""
+
+    counts: tuple[int, ...]
+    first_half: tuple[int, ...]
+    prefill: bool
+
+    @property
+    def halves(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The tokens of each group in the two micro-batches."""
+        rest = (n - half for n, half in zip(self.counts, self.first_half, strict=True))
+        return self.first_half, tuple(rest)
+
+    @property
+    def can_split(self) -> bool:
+        """Whether both micro-batches have tokens on some rank."""
+        return bool(self.first_half) and all(map(any, self.halves))
+
+
+class OverlapPolicy(Protocol):
+    def choose(self, shape: StepShape) -> Overlap:
+        """The same on all ranks of a stage."""
+
+
+class NoOverlap:
+    def choose(self, shape: StepShape) -> Overlap:
+        return Overlap.OFF
+
+
+class TwoBatches:
+    """Splits every step that can be split."""
+
+    def choose(self, shape: StepShape) -> Overlap:
+        return Overlap.TBO if shape.can_split else Overlap.OFF
+
+
+POLICIES: Final[dict[str, Callable[[], OverlapPolicy]]] = {"off": NoOverlap, "tbo": TwoBatches}
+"""By the value of --overlap."""
