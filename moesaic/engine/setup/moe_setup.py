@@ -214,7 +214,7 @@ def _log_slots(experts: int, shared: int, asked: int, ep: int) -> None:
             (experts + redundant) // ep,
         )
     if shared:
-        logger.info("moe: waterfill: each rank has %d more slots, for shared experts", shared)
+        logger.info("moe: waterfill: slots that each rank has for shared experts: %d", shared)
 
 
 def _log_algorithm(algorithm: str, has_replicas: bool) -> None:
