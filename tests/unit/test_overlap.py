@@ -17,6 +17,7 @@ from moesaic.config.resolve import resolve
 from moesaic.core.overlap import Overlap, schedules_of
 from moesaic.core.step import Step
 from moesaic.engine.schedule.plan import DecodeRows, PlanItem, StepAgreement, StepPlan
+from moesaic.engine.setup.memory_plan import plan_memory
 from moesaic.engine.worker.step_splitter import WHOLE, StepSplitter
 from moesaic.layers.paged_cache import PagedCache, Sequences, SequenceSpan
 from moesaic.layers.torch_attention import TorchAttention
@@ -361,3 +362,17 @@ def test_the_layer_in_the_docs() -> None:
         layer.__dict__.pop("_orders")
     assert torch.equal(hidden_states(model), whole)
     assert torch.equal(hidden_states(model, 4), halves)
+
+
+@pytest.mark.parametrize("backend", ["deepep", "none"])
+def test_the_memory_plan_has_the_second_lane(backend: str) -> None:
+    """Of a GPU's buffers, before they are allocated; ranks on CPU have two lanes anyway."""
+
+    def buffers(device: str, **flags: Any) -> int:
+        given = {"model_path": materialise("tiny:qwen3_moe"), "moe_a2a_backend": backend}
+        found = resolve(ServerArgs.from_kwargs(**given, **TWO, device="cpu", **flags))
+        return plan_memory(replace(found, device=device)).ranks[0].a2a_bytes
+
+    one, two = buffers("cuda"), buffers("cuda", overlap="tbo")
+    assert one < two <= 2 * one, "regions are multiples of 2 MiB"
+    assert buffers("cpu") == buffers("cpu", overlap="tbo")
