@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moesaic.comm.collectives.group import Peers
 from moesaic.comm.windows.window import PlaneSpec
+from moesaic.core.link import EmulatedLink
 from moesaic.core.stats import TrafficStats
 from moesaic.core.step import PREFILL, Step
 from moesaic.moe.formats import CombineInput, DispatchOutput, TopKOutput
@@ -98,6 +99,8 @@ class CommContext:
     buffers: dict[Any, Any] = field(default_factory=dict)
     traffic: dict[str, TrafficStats] = field(default_factory=dict)
     spans: Spans = field(default_factory=Spans)
+    link: EmulatedLink | None = None
+    """Between the ranks, in place of their memory's speed."""
 
     def shared(self, spec: Hashable, make: Callable[[], Buffer]) -> Buffer:
         """The buffer of all layers with an equal spec; the first one makes it."""
