@@ -312,6 +312,13 @@ class OverlapArgs:
         at_most=0.5,
     )
     enable_single_batch_overlap: bool = not_built(False, "The same as --overlap sbo.")
+    emulate_link: str | None = flag(
+        None,
+        "Deliver what ranks dispatch and combine as late as a network would, such as "
+        "gbps=50,us=5: 50 gigabytes a second (400 Gbit/s) for each rank, and 5 microseconds; on "
+        "CPU, and on CUDA for ranks that share a GPU.",
+        metavar="gbps=N,us=N",
+    )
 
 
 @dataclass(frozen=True)

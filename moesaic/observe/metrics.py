@@ -18,7 +18,10 @@ SGLANG_PREFIX: Final = "sglang:"
 GROUP: Final = "group"
 # Seconds of event loop lag.
 LAG_BOUNDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
-INFO_LABELS: Final = ("version", "model", "mesh", "a2a_backend", "mode", "runner_backend")
+INFO_LABELS: Final = (
+    *("version", "model", "mesh", "a2a_backend", "mode", "runner_backend"),
+    "emulated_link",  # "" for none
+)
 
 
 @dataclass(frozen=True, slots=True)

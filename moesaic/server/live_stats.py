@@ -265,6 +265,7 @@ def engine_info(engine: Engine) -> dict[str, str]:
         "a2a_backend": providers["a2a"],
         "mode": providers["a2a_mode"],
         "runner_backend": providers["runner"],
+        "emulated_link": providers["emulated_link"],
     }
 
 
