@@ -128,8 +128,8 @@ def test_the_operations_and_their_order() -> None:
         for operation in block.ops()
     ]
     assert names == [
-        "route", "dispatch_a", "yield", "run_shared", "dispatch_b", "run_experts", "combine_a",
-        "yield", "combine_b",
+        "route", "dispatch_a", "yield", "shared_inward", "dispatch_b", "run_experts", "combine_a",
+        "yield", "shared_outward", "combine_b",
     ]  # fmt: skip
     x_TH, (state,) = batch(3, 0)[0], [block_state(batch(3, 0)[0], Step())]
     for operation in block.ops():

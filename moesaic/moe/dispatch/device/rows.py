@@ -178,7 +178,7 @@ class DeviceRowsDispatcher(BaseDispatcher):
         return route
 
     def _overlaps(self, step: Step) -> bool:
-        return self.config.lanes > 1 and step.overlap != Overlap.OFF
+        return step.overlap != Overlap.OFF
 
     def _receive(self, route: DeviceRoute) -> None:
         inbox, call = self._inboxes[route.lane], self._calls[route.lane][ROWS]
