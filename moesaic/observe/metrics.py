@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from moesaic.core.stats import EngineStats, GroupStats, RankStats
 from moesaic.observe.expert_load import LayerLoad, PassBalance
@@ -40,6 +40,8 @@ class ServerStats:
     """As the API shows it."""
     leaders: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """By group: SGLang's labels for the rank that leads it."""
+    overlap: Sequence[Mapping[str, Any]] = ()
+    """What --overlap auto has measured and chosen (OverlapChoice.facts)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -477,6 +479,20 @@ METRICS: Final[tuple[Metric, ...]] = (
         "stats_age_seconds",
         "Age of the values of schedulers and ranks; they are read at most once a second.",
         _server(lambda s: s.engine_age),
+    ),
+    _gauge(
+        "overlap_hidden_ratio",
+        "Part of the communication of a step that its schedule hides, as measured at start by "
+        "--overlap auto; the labels say the kind of step, the most tokens of a rank, and the "
+        "schedule that was chosen.",
+        Series(
+            MetricSource.SERVER,
+            lambda s: [
+                ((c["kind"], str(c["tokens"]), c["chosen"]), c["hidden_ratio"][c["chosen"]])
+                for c in s.server.overlap
+            ],
+            ("kind", "tokens", "schedule"),
+        ),
     ),
     _gauge(
         "info",

@@ -222,6 +222,7 @@ class LiveStats:
             loop_lag_max=self.lag.max,
             startup=self._engine.startup_seconds,
             info=self.info,
+            overlap=self._engine.overlap_choices,
             model_name=self._model_name,
             leaders=self._leaders,
         )
