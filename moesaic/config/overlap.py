@@ -53,6 +53,11 @@ def link_contradictions(args: ServerArgs) -> Iterator[str]:
 
 def overlap_contradictions(args: ServerArgs) -> Iterator[str]:
     """The values that `resolved_overlap` makes of a switch do not contradict it."""
+    if args.overlap == "auto" and args.pp_size > 1:
+        yield (
+            f"--overlap auto with --pp-size {args.pp_size}: it measures steps that have all layers "
+            "at start; give --overlap sbo or tbo"
+        )
     for field, values in AGREE.items():
         if getattr(args, field) and args.tp_size > 1 and args.overlap not in (None, *values):
             yield (

@@ -89,12 +89,13 @@ class MoeContext:
         group: Peers | None = None,
         timeout: float = 60.0,
         link: EmulatedLink | None = None,
+        overlaps: bool = False,
         **options: Any,
     ) -> MoeContext:
         """Resolves `auto`; ValueError with advice if nothing works."""
         load_backends()
         choice = resolve(problem)
-        comm = CommContext(group or RankGroup.alone(), timeout, link=link)
+        comm = CommContext(group or RankGroup.alone(), timeout, link=link, overlaps=overlaps)
         made = partial(cls, choice.problem, choice.reasons, dtype, comm)
         return made(workspace=Workspace(choice.problem.device), **options)
 

@@ -18,9 +18,8 @@ SGLANG_PREFIX: Final = "sglang:"
 GROUP: Final = "group"
 # Seconds of event loop lag.
 LAG_BOUNDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
-INFO_LABELS: Final = (
-    *("version", "model", "mesh", "a2a_backend", "mode", "runner_backend"),
-    "emulated_link",  # "" for none
+INFO_LABELS: Final = tuple(
+    "version model mesh a2a_backend mode runner_backend emulated_link".split()
 )
 
 
@@ -197,6 +196,12 @@ def _layer_balance(snapshot: Snapshot) -> Iterator[Sample]:
 def _pass_balance(snapshot: Snapshot) -> Iterator[Sample]:
     if snapshot.balance is not None:
         yield (), snapshot.balance.mean
+
+
+def _hidden_ratios(snapshot: Snapshot) -> Iterator[Sample]:
+    for one in snapshot.server.overlap:
+        chosen = one["chosen"]
+        yield (one["kind"], str(one["tokens"]), chosen), one["hidden_ratio"][chosen]
 
 
 def _throughputs(snapshot: Snapshot) -> Iterator[Sample]:
@@ -482,17 +487,9 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     _gauge(
         "overlap_hidden_ratio",
-        "Part of the communication of a step that its schedule hides, as measured at start by "
-        "--overlap auto; the labels say the kind of step, the most tokens of a rank, and the "
-        "schedule that was chosen.",
-        Series(
-            MetricSource.SERVER,
-            lambda s: [
-                ((c["kind"], str(c["tokens"]), c["chosen"]), c["hidden_ratio"][c["chosen"]])
-                for c in s.server.overlap
-            ],
-            ("kind", "tokens", "schedule"),
-        ),
+        "Part of a step's communication that the schedule of --overlap auto hides, measured at "
+        "start, by the kind of step, the most tokens of a rank and the schedule.",
+        Series(MetricSource.SERVER, _hidden_ratios, ("kind", "tokens", "schedule")),
     ),
     _gauge(
         "info",

@@ -52,6 +52,8 @@ def test_ranks_on_hosts() -> None:
         assert engine.get_server_info()["overlap_choices"] == engine.overlap_choices
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", ["qwen2_moe", "mixtral"])
 def test_ranks_as_on_a_gpu(family: str) -> None:
     """Also of a family without shared experts."""

@@ -158,6 +158,7 @@ def moe_context(
         ranks.stage_peers,
         timeout=ranks.timeout,
         link=link_of(args),
+        overlaps=Overlap.SBO in schedules_of(args.overlap),
         max_tokens=-(-limits.tokens // sharers),
         max_decode_tokens=-(-limits.decode_tokens // sharers),
         redundant_experts=args.ep_num_redundant_experts,
