@@ -286,6 +286,12 @@ class Engine:
         """The resolved all-to-all and MoE runner backends."""
         return self._core.providers
 
+    @property
+    def overlap_choices(self) -> list[dict[str, Any]]:
+        """What --overlap auto has measured and chosen at start."""
+        found: list[dict[str, Any]] = self._core.rank_facts[0]["overlap_choices"]
+        return found
+
     def routing_info(self, stats: EngineStats | None = None) -> dict[str, Any]:
         """The sizes of an answer's routed experts, and for each rank its MoE layers and the logical
         experts that it holds in each of them, by `stats`, or now; none for a rank that is late."""

@@ -305,10 +305,12 @@ def test_contradictions() -> None:
         "--enable-two-batch-overlap and --overlap off exclude each other: keep one"
     ]
     assert list(overlap_contradictions(args(**TWO, enable_two_batch_overlap=True))) == []
+    (refused,) = overlap_contradictions(args(**TWO, overlap="auto", pp_size=2))
+    assert refused.startswith("--overlap auto with --pp-size 2: it measures steps")
 
 
 def test_every_choice_has_schedules_and_a_policy() -> None:
-    assert set(POLICIES) == {name for name in ("off", "tbo") if schedules_of(name)}
+    assert set(POLICIES) == {name for name in ("off", "sbo", "tbo") if schedules_of(name)}
     assert schedules_of(None) == (Overlap.OFF,) and Overlap.TBO in schedules_of("tbo")
     assert Step().overlap == Overlap.OFF
 

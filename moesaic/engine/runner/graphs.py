@@ -192,7 +192,7 @@ class GraphCache(CapturedGraphs[GraphKey]):
         queries: Sequence[int] = (1,),
         schedules: Sequence[Overlap] = (Overlap.OFF,),
     ) -> None:
-        self.sizes, self.queries = sizes, tuple(queries)
+        self.sizes, self.queries, self._schedules = sizes, tuple(queries), tuple(schedules)
         kinds = [(size, count, kind) for kind in schedules for size in sizes for count in queries]
         keys = [GraphKey(*each) for each in kinds if each[2] != Overlap.TBO or each[0] > 1]
         super().__init__(keys, body, device)
@@ -203,6 +203,8 @@ class GraphCache(CapturedGraphs[GraphKey]):
         """The smallest that holds the sequences, if any does."""
         place = bisect_left(self.sizes, sequences)
         if not sequences or place == len(self.sizes) or queries not in self.queries:
+            return None
+        if overlap not in self._schedules:
             return None
         return GraphKey(self.sizes[place], queries, overlap)
 

@@ -235,7 +235,9 @@ class AsynchronousSteps:
         bucket = self._mixed_bucket(agreement)
         records_tokens = self._runner.records_tokens  # which a mixed graph does not keep
         if bucket is not None and not records_tokens and self.mixed_batch.can_run(plan):
-            return self._eager_output(plan, self.mixed_batch.run(plan, bucket, x_TH, slots, split))
+            return self._eager_output(
+                plan, self.mixed_batch.run(plan, bucket, x_TH, slots, split, agreement.overlap)
+            )
         if not plan.has_work:
             return self._run_idle(step, split)
         if plan.is_routed or records_tokens:
@@ -267,7 +269,8 @@ class AsynchronousSteps:
     def _step(self, agreement: StepAgreement) -> Step:
         counts = self._runner.group_counts(agreement.counts)
         rows = self._mixed_bucket(agreement) or agreement.most_rows
-        return Step(prefill=agreement.prefill, counts=counts, rows=rows)
+        prefill, overlap = agreement.prefill, agreement.overlap
+        return Step(prefill=prefill, counts=counts, rows=rows, overlap=overlap)
 
     def _run_idle(self, step: Step, split: SplitStep | None = None) -> BatchOutput:
         assert self._idle is not None, "a rank without peers has tokens in every step"
@@ -452,7 +455,8 @@ class SynchronousSteps:
         runner.attention.clear(plan.clear)
         slots: list[Tensor] | None = [] if plan.is_routed or runner.records_tokens else None
         counts = runner.group_counts(agreement.counts)
-        step = Step(prefill=agreement.prefill, counts=counts, routed=slots)
+        prefill, overlap = agreement.prefill, agreement.overlap
+        step = Step(prefill=prefill, counts=counts, routed=slots, overlap=overlap)
         split = SplitStep.of(runner, agreement, step)
         output, routed = self._batch.run(plan, step, x_TH, split=split), b""
         runner.record_pass(plan, agreement, output.tokens)
