@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.windows.factory import create_device_window
+from moesaic.core.link import EmulatedLink
 from moesaic.core.step import Step
 from moesaic.kernels.timing_ranks import NUM_CHANNELS, NumberedCall, RankTimer, RunLength, TimedRank
 from moesaic.moe.backends import load_backends
@@ -49,6 +50,7 @@ class Job:
     tokens: tuple[int, ...]
     graphs: tuple[bool, ...]
     rounds: int
+    link: EmulatedLink | None = None
 
 
 @dataclass
@@ -60,6 +62,8 @@ class Found:
     error: float
     nbytes: dict[str, int]
     us: dict[tuple[str, bool], list[float]] = field(default_factory=dict)
+    link_bytes: dict[str, int] = field(default_factory=dict)
+    """What this rank's link carries, by half: of its tokens, and of their results."""
 
 
 def work(group: RankGroup, job: Job, place: TimedRank) -> list[Found]:
@@ -108,7 +112,7 @@ def config_of(group: RankGroup, job: Job) -> DispatchConfig:
 
 def dispatcher_of(group: RankGroup, job: Job) -> DeviceRowsDispatcher:
     load_backends()
-    config, comm = config_of(group, job), CommContext(group, TIMEOUT)
+    config, comm = config_of(group, job), CommContext(group, TIMEOUT, link=job.link)
     made = A2A_REGISTRY[job.backend].providers["cuda"](config, comm)
     assert isinstance(made, DeviceRowsDispatcher), f"{job.backend} has no rows that travel"
     return made
@@ -207,6 +211,19 @@ def bytes_of(dispatcher: DeviceRowsDispatcher, topk: TopKOutput) -> dict[str, in
     }
 
 
+def link_bytes_of(dispatcher: DeviceRowsDispatcher, topk: TopKOutput) -> dict[str, int]:
+    """What crosses to other ranks for a rank's tokens, and back."""
+    config, layout = dispatcher.config, dispatcher.layout
+    groups_TK = topk.ids_TK.cpu() // layout.slots_per_rank
+    away = [set(row) - {layout.rank} for row in groups_TK.tolist()]
+    rows = len(away) * (layout.size - 1) if dispatcher.everywhere else sum(map(len, away))
+    pairs = int((groups_TK != layout.rank).sum())
+    result = config.hidden_size * config.dtype.itemsize
+    unit = dispatcher.exchange.inbox(0, 1.0).wire_bytes(config.top_k)
+    back = pairs if dispatcher.by_pairs else sum(map(len, away))
+    return {"dispatch": rows * unit, "combine": back * result}
+
+
 def measure(dispatcher: DeviceRowsDispatcher, job: Job, tokens: int, timer: RankTimer) -> Found:
     few = tokens <= FEW_TOKENS
     rank, size = dispatcher.layout.rank, dispatcher.layout.size
@@ -221,6 +238,8 @@ def measure(dispatcher: DeviceRowsDispatcher, job: Job, tokens: int, timer: Rank
             f"plain computation gives, which is more than {MOST_ERROR:.0%}"
         )
     found = Found(tokens, error, bytes_of(dispatcher, rows.sets[0][1]))
+    of_sets = [link_bytes_of(dispatcher, topk) for _, topk in sets]
+    found.link_bytes = {half: sum(one[half] for one in of_sets) // len(sets) for half in of_sets[0]}
     if timer.on_gpu:
         length = RunLength(32, 4, job.rounds) if few else RunLength(4, 3, job.rounds)
     else:

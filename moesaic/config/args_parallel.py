@@ -291,7 +291,6 @@ class BalanceArgs:
 @dataclass(frozen=True)
 class OverlapArgs:
     GROUP: ClassVar[str] = "Overlap of communication and computation"
-    WHY: ClassVar[str] = "shared experts run after the others"
 
     overlap: str | None = flag(
         None,
@@ -299,8 +298,6 @@ class OverlapArgs:
         "shared experts; auto, what costs least, chosen for each step; unset: what the two "
         "switches below say, else off.",
         choices=OVERLAPS,
-        built=("off", "tbo"),
-        why="it is not built yet",
     )
     enable_two_batch_overlap: bool = flag(False, "The same as --overlap tbo.")
     tbo_token_distribution_threshold: float = flag(
@@ -310,7 +307,14 @@ class OverlapArgs:
         at_least=0,
         at_most=0.5,
     )
-    enable_single_batch_overlap: bool = not_built(False, "The same as --overlap sbo.")
+    enable_single_batch_overlap: bool = flag(False, "The same as --overlap sbo.")
+    emulate_link: str | None = flag(
+        None,
+        "Deliver what ranks dispatch and combine as late as a network would, such as "
+        "gbps=50,us=5: 50 gigabytes a second (400 Gbit/s) for each rank, and 5 microseconds; on "
+        "CPU, and on CUDA for ranks that share a GPU.",
+        metavar="gbps=N,us=N",
+    )
 
 
 @dataclass(frozen=True)

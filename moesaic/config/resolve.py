@@ -26,7 +26,11 @@ from moesaic.config.devices import (
 from moesaic.config.flags import check, convert, given, nearest, refuse_unbuilt, show, specs
 from moesaic.config.gpus import crowding_warning
 from moesaic.config.idle_balancing import idle_balancing
-from moesaic.config.overlap import overlap_contradictions, resolved_overlap
+from moesaic.config.overlap import (
+    link_contradictions,
+    overlap_contradictions,
+    resolved_overlap,
+)
 from moesaic.config.speculation import speculation_defaults, speculation_problems
 from moesaic.core.addresses import host_and_port, is_address
 
@@ -189,6 +193,7 @@ def contradictions(args: ServerArgs) -> Iterator[str]:
     yield from _moe(args)
     yield from overlap_contradictions(args)
     yield from balance_contradictions(args)
+    yield from link_contradictions(args)
     yield from _elastic(args)
     yield from _graphs(args)
     yield from _roles(args)

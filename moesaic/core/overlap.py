@@ -19,10 +19,15 @@ class Overlap(IntEnum):
 
 SCHEDULES: Final = {
     "off": (Overlap.OFF,),
+    "sbo": (Overlap.SBO,),
     "tbo": (Overlap.OFF, Overlap.TBO),
+    "auto": (Overlap.OFF, Overlap.SBO, Overlap.TBO),
 }
 
 
-def schedules_of(overlap: str | None) -> tuple[Overlap, ...]:
-    """The schedules that steps may have, by --overlap; unset means off."""
-    return SCHEDULES[overlap or "off"]
+def schedules_of(overlap: str | None, has_shared: bool = True) -> tuple[Overlap, ...]:
+    """The schedules that steps may have, by --overlap; unset means off. `has_shared`: whether the
+    model has shared experts, without which one batch has nothing to overlap."""
+    asked = SCHEDULES[overlap or "off"]
+    found = tuple(one for one in asked if has_shared or one != Overlap.SBO)
+    return found or (Overlap.OFF,)

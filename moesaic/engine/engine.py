@@ -66,12 +66,7 @@ from moesaic.engine.text.tokenizer import load_tokenizer
 from moesaic.engine.worker.local_core import LocalCore
 from moesaic.engine.worker.rank_info import log_ranks
 from moesaic.models.checkpoint import check_folder
-from moesaic.models.locate import (
-    changed_folder,
-    own_folder,
-    tokenizer_folder,
-    with_local_folders,
-)
+from moesaic.models.locate import changed_folder, own_folder, tokenizer_folder, with_local_folders
 from moesaic.observe.requests import RequestStats, RequestWatch
 from moesaic.observe.spans import SpanKind
 
@@ -290,6 +285,12 @@ class Engine:
     def providers(self) -> dict[str, Any]:
         """The resolved all-to-all and MoE runner backends."""
         return self._core.providers
+
+    @property
+    def overlap_choices(self) -> list[dict[str, Any]]:
+        """What --overlap auto has measured and chosen at start."""
+        found: list[dict[str, Any]] = self._core.rank_facts[0]["overlap_choices"]
+        return found
 
     def routing_info(self, stats: EngineStats | None = None) -> dict[str, Any]:
         """The sizes of an answer's routed experts, and for each rank its MoE layers and the logical

@@ -46,6 +46,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moesaic.kernels.link import (
+    NO_LOAD,
+    LinkLoad,
+    arrival_ns,
+    book_results,
+    book_rows,
+    sleep_until,
+)
 from moesaic.kernels.native import native
 
 A2A = "moesaic.kernels.triton.a2a"
@@ -62,7 +70,7 @@ class DeviceStateWord(IntEnum):
     TIMEOUT_NS = 1
     ACTIVE = 2  # one bit for each active rank
     BROKEN = 3  # a wait has failed
-    CHANNELS = 8
+    CHANNELS = 8  # those before belong to an emulated link (kernels/link.py)
 
 
 class FailureWords(IntEnum):
@@ -101,6 +109,8 @@ class SignalPlanes:
     state: Tensor
     failure: Tensor
     same_gpu: bool = False
+    link: int = 0
+    """The byte offset of the words of an emulated link; 0: none."""
     prepared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Launches that kernels reuse on this window."""
 
@@ -133,6 +143,8 @@ class ChannelCall:
     channel: int
     tag: int = 0
     programs: int = 0
+    load: LinkLoad = NO_LOAD
+    """What a signal sends over an emulated link, beyond rows."""
 
     @property
     def values(self) -> Tensor:
@@ -157,6 +169,11 @@ class RowPlanes:
     local_rows: bool = False
     """Values and scales stay in the region of the token's rank, at row t of their planes; only ids
     and weights are sent."""
+
+    def wire_bytes(self, top_k: int) -> int:
+        """What a row takes of a link, also where its reader fetches it."""
+        sent = 4 if self.weights < 0 else 8
+        return self.value_bytes + self.scale_bytes + sent * top_k
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +220,13 @@ def signal(call: ChannelCall) -> None:
     signals, state = call.signals, call.signals.state
     if state[DeviceStateWord.BROKEN]:
         return
+    if signals.link:
+        book_results(call, list(_active(signals)))
+    _raise(call)
+
+
+def _raise(call: ChannelCall) -> None:
+    signals, state = call.signals, call.signals.state
     place = DeviceStateWord.CHANNELS + 2 * call.channel
     state[place] += 1
     word = _word(call, int(state[place]))
@@ -228,6 +252,8 @@ def wait(call: ChannelCall) -> None:
                 return
             time.sleep(0)
     _fence()
+    if signals.link:
+        sleep_until(arrival_ns(call, list(_active(signals))))
 
 
 def _fail(call: ChannelCall, wanted: int) -> None:
@@ -271,6 +297,7 @@ def send(
     ids_TK = tokens.ids_TK[:count]
     values, scales = encode_rows(tokens.x_TH[:count], planes.payload, planes.scale)
     first = signals.rank * rows
+    rows_P, pairs_P = [0] * signals.size, [0] * signals.size
     for rank in _active(signals):
         group = rank // owners.width
         here_TK = ids_TK.div(owners.slots, rounding_mode="floor") == group
@@ -278,6 +305,7 @@ def send(
         ids_CK = signals.plane(rank, planes.ids + first * top_k * 4, (rows, top_k), torch.int32)
         ids_CK[:count], ids_CK[count:] = local_TK, -1
         goes_T = here_TK.any(1) | owners.everywhere
+        rows_P[rank], pairs_P[rank] = int(goes_T.sum()), int(here_TK.sum())
         if not planes.local_rows:
             _put_rows(signals, rank, planes, first, (values, scales), goes_T)
         if planes.weights >= 0:
@@ -286,7 +314,10 @@ def send(
     if planes.local_rows:
         goes_T = (ids_TK >= 0).any(1) | owners.everywhere
         _put_rows(signals, signals.rank, planes, 0, (values, scales), goes_T)
-    signal.twin(call)
+    if signals.link:
+        unit = planes.wire_bytes(top_k)
+        book_rows(call, rows_P, pairs_P, unit, list(_active(signals)))
+    _raise(call)
     if receives:
         receive.twin(call, rows, top_k, planes.ids)
 

@@ -31,11 +31,18 @@ class GatedMLP(Module):
         self.down_proj = RowLinear(down, parts, group, operation)
 
     def forward(self, x_TH: Tensor, step: Step = PREFILL) -> Tensor:
+        return self.outward(*self.inward(x_TH, step))
+
+    def inward(self, x_TH: Tensor, step: Step = PREFILL) -> tuple[Tensor, slice | None]:
+        """The first half of the layer: what `outward` takes."""
         rows = None
         if self.parallel.spans_groups(self.parallel.dense_tp):
             gather = self._gather_even if step.rows else self._gather_counted
             x_TH, rows = gather(x_TH, step)
-        return self.down_proj(self.gate_up_proj.gated(x_TH), rows)
+        return self.gate_up_proj.gated(x_TH), rows
+
+    def outward(self, inner_TI: Tensor, rows: slice | None) -> Tensor:
+        return self.down_proj(inner_TI, rows)
 
     def _gather_counted(self, x_TH: Tensor, step: Step) -> tuple[Tensor, slice]:
         """The rows of all groups, and which of them are this group's."""

@@ -82,6 +82,7 @@ class _Bench:
         async with session(self.plan.headers) as self.session:
             info = await self._query_server()
             self.model = args.model or info.model
+            self.emulated_link = info.emulated_link
             self.texts = self._texts(info)
             stream = not args.disable_stream
             ignore_eos = not args.disable_ignore_eos
@@ -147,6 +148,8 @@ class _Bench:
             print(note, file=sys.stderr)
         if args.output_file:
             line = report.json_line(args, load, figures, run, self.model)
+            if self.emulated_link:
+                line["emulated_link"] = self.emulated_link
             report.append_json(args.output_file, line)
         sys.stdout.flush()
 
@@ -175,7 +178,8 @@ class _Bench:
         names = [entry.get("id") for entry in models.get("data") or [] if isinstance(entry, dict)]
         name = names[0] if names else about.get("served_model_name") or about.get("model_path")
         tokenizer = about.get("tokenizer_path") or about.get("model_path")
-        return _Info(str(name or "default"), str(tokenizer or ""))
+        link = str(about.get("emulate_link") or "")
+        return _Info(str(name or "default"), str(tokenizer or ""), link)
 
     async def _get(self, path: str) -> dict[str, Any]:
         async with self.session.get(self.url + path) as response:
@@ -197,6 +201,8 @@ class _Bench:
 class _Info:
     model: str
     tokenizer: str
+    emulated_link: str = ""
+    """What it says that its ranks exchange over, if that is emulated."""
 
 
 def raise_file_limit() -> None:

@@ -109,11 +109,12 @@ class SparseBlock(Module):
             self._route,
             self._dispatch_a,
             YIELD,
-            self._run_shared,
+            self._shared_inward,
             self._dispatch_b,
             self._run_experts,
             self._combine_a,
             YIELD,
+            self._shared_outward,
             self._combine_b,
         )
 
@@ -145,10 +146,16 @@ class SparseBlock(Module):
         state.sent = dispatcher.dispatch_a(state.own_x_TH, state.chosen, state.own_step)
 
     @fills_wait
-    def _run_shared(self, state: LayerState) -> None:
+    def _shared_inward(self, state: LayerState) -> None:
+        if self.shared_experts is not None:
+            state.shared_inner = self.shared_experts.inward(state.x_TH, state.step)
+
+    @fills_wait
+    def _shared_outward(self, state: LayerState) -> None:
         if self.shared_experts is None:
             return
-        shared_TH = self.shared_experts(state.x_TH, state.step)
+        shared_TH = self.shared_experts.outward(*state.shared_inner)
+        del state.shared_inner
         gate_T1 = state.shared_gate_T1
         state.shared_TH = shared_TH if gate_T1 is None else gate_T1 * shared_TH
 

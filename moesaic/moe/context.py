@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -12,6 +13,7 @@ from moesaic.comm.collectives.collective import SingleRank
 from moesaic.comm.collectives.device_collective import DeviceCollective
 from moesaic.comm.collectives.group import Peers, RankGroup
 from moesaic.comm.collectives.nccl_collective import NcclCollective
+from moesaic.core.link import EmulatedLink
 from moesaic.moe.backends import load_backends
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
 from moesaic.moe.dispatch.device.exchange import DeviceExchange
@@ -86,14 +88,16 @@ class MoeContext:
         dtype: torch.dtype,
         group: Peers | None = None,
         timeout: float = 60.0,
-        **options: bool | int | str,
+        link: EmulatedLink | None = None,
+        overlaps: bool = False,
+        **options: Any,
     ) -> MoeContext:
         """Resolves `auto`; ValueError with advice if nothing works."""
         load_backends()
         choice = resolve(problem)
-        comm = CommContext(group or RankGroup.alone(), timeout)
+        comm = CommContext(group or RankGroup.alone(), timeout, link=link, overlaps=overlaps)
         made = partial(cls, choice.problem, choice.reasons, dtype, comm)
-        return made(workspace=Workspace(choice.problem.device), **options)  # type: ignore[arg-type]
+        return made(workspace=Workspace(choice.problem.device), **options)
 
     @classmethod
     def single(

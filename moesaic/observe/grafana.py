@@ -51,6 +51,7 @@ ROWS: Final = {
         Panel("Generated tokens per second", "short", "generation_throughput", 6),
         Panel("Steps", "ops", "steps_total", 6),
         Panel("Time in steps", "percentunit", "forward_seconds_total", 6),
+        Panel("Communication hidden by overlap", "percentunit", "overlap_hidden_ratio"),
     ),
     "Speculative decoding": (
         Panel("Tokens of a draft", "short", "spec_accept_length spec_num_drafts", 6),

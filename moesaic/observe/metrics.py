@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from moesaic.core.stats import EngineStats, GroupStats, RankStats
 from moesaic.observe.expert_load import LayerLoad, PassBalance
@@ -18,7 +18,9 @@ SGLANG_PREFIX: Final = "sglang:"
 GROUP: Final = "group"
 # Seconds of event loop lag.
 LAG_BOUNDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
-INFO_LABELS: Final = ("version", "model", "mesh", "a2a_backend", "mode", "runner_backend")
+INFO_LABELS: Final = tuple(
+    "version model mesh a2a_backend mode runner_backend emulated_link".split()
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class ServerStats:
     """As the API shows it."""
     leaders: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """By group: SGLang's labels for the rank that leads it."""
+    overlap: Sequence[Mapping[str, Any]] = ()
+    """What --overlap auto has measured and chosen (OverlapChoice.facts)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +216,12 @@ def _layer_balance(snapshot: Snapshot) -> Iterator[Sample]:
 def _pass_balance(snapshot: Snapshot) -> Iterator[Sample]:
     if snapshot.balance is not None:
         yield (), snapshot.balance.mean
+
+
+def _hidden_ratios(snapshot: Snapshot) -> Iterator[Sample]:
+    for one in snapshot.server.overlap:
+        chosen = one["chosen"]
+        yield (one["kind"], str(one["tokens"]), chosen), one["hidden_ratio"][chosen]
 
 
 def _throughputs(snapshot: Snapshot) -> Iterator[Sample]:
@@ -527,6 +537,12 @@ METRICS: Final[tuple[Metric, ...]] = (
         "stats_age_seconds",
         "Age of the values of schedulers and ranks; they are read at most once a second.",
         _server(lambda s: s.engine_age),
+    ),
+    _gauge(
+        "overlap_hidden_ratio",
+        "Part of a step's communication that the schedule of --overlap auto hides, measured at "
+        "start, by the kind of step, the most tokens of a rank and the schedule.",
+        Series(MetricSource.SERVER, _hidden_ratios, ("kind", "tokens", "schedule")),
     ),
     _gauge(
         "info",

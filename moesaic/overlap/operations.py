@@ -59,6 +59,8 @@ class LayerState(OnceState):
     """The combine that is in flight."""
     y_TH: Tensor | PairSum
     """The block's result, without shared experts."""
+    shared_inner: tuple[Tensor, slice | None]
+    """The shared experts' first half."""
     shared_TH: Tensor | None
 
     @property

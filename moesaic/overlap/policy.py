@@ -47,5 +47,16 @@ class TwoBatches:
         return Overlap.TBO if shape.can_split else Overlap.OFF
 
 
-POLICIES: Final[dict[str, Callable[[], OverlapPolicy]]] = {"off": NoOverlap, "tbo": TwoBatches}
-"""By the value of --overlap."""
+class SingleBatch:
+    """Hides transfers behind shared experts in every step."""
+
+    def choose(self, shape: StepShape) -> Overlap:
+        return Overlap.SBO
+
+
+POLICIES: Final[dict[str, Callable[[], OverlapPolicy]]] = {
+    "off": NoOverlap,
+    "sbo": SingleBatch,
+    "tbo": TwoBatches,
+}
+"""By the value of --overlap; `auto` has one of its own (overlap/cost.py)."""

@@ -222,6 +222,7 @@ class LiveStats:
             loop_lag_max=self.lag.max,
             startup=self._engine.startup_seconds,
             info=self.info,
+            overlap=self._engine.overlap_choices,
             model_name=self._model_name,
             leaders=self._leaders,
         )
@@ -265,6 +266,7 @@ def engine_info(engine: Engine) -> dict[str, str]:
         "a2a_backend": providers["a2a"],
         "mode": providers["a2a_mode"],
         "runner_backend": providers["runner"],
+        "emulated_link": providers["emulated_link"],
     }
 
 

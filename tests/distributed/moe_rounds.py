@@ -130,7 +130,7 @@ def truth_of(combination: Combination, rank: int) -> Tensor:
 class Seat:
     """A layer of a rank with cases to draw from, and a graph of it where there are any."""
 
-    def __init__(self, group: RankGroup, combination: Combination, **options: int) -> None:
+    def __init__(self, group: RankGroup, combination: Combination, **options: Any) -> None:
         rank = 0 if combination.replicated else group.rank
         self.combination = combination
         self.bank = bank_of(group.size, rank, num_experts(combination.ep), combination.where)
@@ -207,15 +207,17 @@ class Tally:
         self._pending = []
 
 
-def seats_of(group: RankGroup, a2a: str, mode: str, **options: int) -> list[Seat]:
+def seats_of(group: RankGroup, a2a: str, mode: str, **options: Any) -> list[Seat]:
     combinations = with_every_payload(a2a, mode, group.size)
     return [Seat(group, combination, **options) for combination in combinations]
 
 
-def rounds(group: RankGroup, a2a: str, mode: str, counts: dict[str, int]) -> list[str]:
+def rounds(
+    group: RankGroup, a2a: str, mode: str, counts: dict[str, int], **options: Any
+) -> list[str]:
     """So many rounds of each kind, `eager` and `replayed`, in random order, each by a random layer;
     now and then all its buffers are poisoned. Those that went wrong."""
-    seats = seats_of(group, a2a, mode, lanes=1)
+    seats = seats_of(group, a2a, mode, lanes=1, **options)
     if counts.get("replayed"):
         for seat in seats:
             seat.capture()
@@ -235,10 +237,10 @@ def rounds(group: RankGroup, a2a: str, mode: str, counts: dict[str, int]) -> lis
     return _done(group, seats, tally)
 
 
-def flights(group: RankGroup, a2a: str, mode: str, count: int) -> list[str]:
+def flights(group: RankGroup, a2a: str, mode: str, count: int, **options: Any) -> list[str]:
     """Rounds with two lanes in flight: in an order that all ranks share, any of the 252 that there
     are, or in one of each rank's own. Those that went wrong."""
-    seats = seats_of(group, a2a, mode)
+    seats = seats_of(group, a2a, mode, **options)
     common, own, tally = random.Random(2), random.Random(group.rank + 3), Tally(seats)
     orders = list(interleavings())
     for number in range(count):

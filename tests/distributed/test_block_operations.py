@@ -6,6 +6,7 @@ T tokens · H hidden.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.launch.local_ranks import LocalRanks
+from moesaic.core.overlap import Overlap
 from moesaic.core.step import Step
 from moesaic.kernels.experts import summed
 from moesaic.layers.linear import Linear, LinearConfig
@@ -120,6 +122,28 @@ def test_two_ranks_as_on_a_gpu(a2a: str, mode: str, pools: Callable[[int], Local
     assert pools(2).run(two_batches, a2a, mode, "cuda", True) == [[], []]
 
 
+def single_batch(group: RankGroup, a2a: str, mode: str, device: str) -> list[bool]:
+    """Whether shared experts beside transfers give the bits of those behind them."""
+    block = make_block(group, a2a, mode, device, shared=True)
+    found = []
+    for count in (0, 1, 5) if device == "cpu" else (1, 5):
+        x_TH, step = batch(count, group.rank)[0], step_of(0)
+        plain_TH, single_TH = (
+            summed(block(x_TH, replace(step, overlap=overlap)))
+            for overlap in (Overlap.OFF, Overlap.SBO)
+        )
+        found.append(torch.equal(plain_TH, single_TH))
+    return found
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@each_a2a
+def test_shared_experts_beside_transfers(
+    a2a: str, mode: str, device: str, pools: Callable[[int], LocalRanks]
+) -> None:
+    assert all(map(all, pools(2).run(single_batch, a2a, mode, device)))
+
+
 def test_the_operations_and_their_order() -> None:
     """Shared experts run while the rows are on their way; the list holds two yields."""
     block = make_block(RankGroup.alone(), "none", "normal", "cpu", shared=True)
@@ -128,8 +152,8 @@ def test_the_operations_and_their_order() -> None:
         for operation in block.ops()
     ]
     assert names == [
-        "route", "dispatch_a", "yield", "run_shared", "dispatch_b", "run_experts", "combine_a",
-        "yield", "combine_b",
+        "route", "dispatch_a", "yield", "shared_inward", "dispatch_b", "run_experts", "combine_a",
+        "yield", "shared_outward", "combine_b",
     ]  # fmt: skip
     x_TH, (state,) = batch(3, 0)[0], [block_state(batch(3, 0)[0], Step())]
     for operation in block.ops():

@@ -219,8 +219,8 @@ def passes(group: RankGroup, deterministic: bool) -> float:
             worst = max(worst, float((y_TH - reference(experts, x_TH, topk)).abs().max()))
             time.sleep(naps.random() * 0.004)
     context.check()
-    (exchange,) = context.comm.buffers.values()
-    assert isinstance(exchange, DeviceExchange)
+    shared = context.comm.buffers.values()
+    assert len([one for one in shared if isinstance(one, DeviceExchange)]) == 1
     return worst
 
 

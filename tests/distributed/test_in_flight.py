@@ -257,6 +257,38 @@ def hooked(group: RankGroup, a2a: str, mode: str) -> list[str]:
     return calls
 
 
+def named_hooks(group: RankGroup) -> list[str]:
+    """The registrations that have a method each; those between the halves see rows on their way."""
+    layer = make_layer(group, "deepep", "normal", Experts.random(EXPERTS, HIDDEN, INNER))
+    dispatcher, calls = layer.dispatcher, list[str]()
+    x_TH, topk = batch(6, group.rank)
+    plain = layer(x_TH, topk)
+
+    def negate(of: BaseDispatcher, x_TH: Tensor, topk: TopKOutput) -> tuple[Tensor, TopKOutput]:
+        assert of is dispatcher
+        return -x_TH, topk
+
+    handles = [
+        dispatcher.register_pre_dispatch_hook(negate),
+        dispatcher.register_pre_dispatch_hook(negate),
+        dispatcher.register_pre_dispatch_hook(lambda of, x, topk: calls.append("pre")),
+        dispatcher.register_mid_dispatch_hook(lambda of: calls.append(f"mid {of is dispatcher}")),
+        dispatcher.register_post_dispatch_hook(lambda of, out: calls.append(out.format)),
+        dispatcher.register_pre_combine_hook(lambda of, given: calls.append(given.format)),
+        dispatcher.register_mid_combine_hook(lambda of: "what it returns is not used"),
+        dispatcher.register_post_combine_hook(lambda of, y_TH: 2 * y_TH),
+    ]
+    assert torch.equal(layer(x_TH, topk), 2 * plain)
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(layer(x_TH, topk), plain)
+    return calls
+
+
+def test_hooks_by_name(pools: Callable[[int], LocalRanks]):
+    assert pools(2).run(named_hooks) == [["pre", "mid True", "deepep_normal", "rows"]] * 2
+
+
 @each_a2a
 def test_hooks(a2a: str, mode: str, pools: Callable[[int], LocalRanks]):
     for calls in pools(2).run(hooked, a2a, mode):
@@ -269,5 +301,7 @@ def test_hooks(a2a: str, mode: str, pools: Callable[[int], LocalRanks]):
 
 def test_unknown_hook_is_refused():
     layer = make_layer(RankGroup.alone(), "none", "normal", Experts.random(EXPERTS, HIDDEN, INNER))
-    with pytest.raises(ValueError, match="no hook 'dispatch': choose one of pre_dispatch, post_d"):
+    with pytest.raises(
+        ValueError, match="no hook 'dispatch': choose one of pre_dispatch, mid_dispatch, post_d"
+    ):
         layer.dispatcher.register_hook("dispatch", lambda *_: None)

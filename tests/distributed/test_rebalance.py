@@ -30,6 +30,7 @@ from moesaic.moe.layer import FusedMoE
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from moesaic.moe.registry import MoeProblem
 from moesaic.moe.runner.base import Workspace
+from moesaic.observe.spans import SpanKind, unpack
 from tests.distributed.moe_ranks import A2A_FLAGS
 from tests.moe_oracle import Experts, config_of, random_topk, reference
 
@@ -81,6 +82,8 @@ class Found:
     routed: list[int]
     bits_changed: int
     """Steps whose results differ from those of the first placement, of the same tokens."""
+    traced_bytes: int
+    """What the spans of moves tell."""
 
 
 class Bench:
@@ -111,6 +114,8 @@ class Bench:
             self.mover.warm_up()
         self.all_sums = self._gather_sums()
         self.steps, self.worst, self.routed = 0, 0.0, [0] * EXPERTS
+        self.spans = self.layers[0].context.comm.spans
+        self.spans.start()
 
     def _layer(self, number: int) -> FusedMoE:
         setting = self.setting
@@ -206,6 +211,8 @@ class Bench:
 
     def found(self, bits_changed: int = 0) -> Found:
         layer, totals = self.layers[0], self.mover.totals
+        assert not self.spans.lost
+        spans = list(unpack(self.spans.read(0, self.spans.count)))
         counted = [0] * EXPERTS
         for expert, tokens in zip(layer.counted_experts, layer.load.tokens, strict=True):
             counted[expert] += tokens
@@ -220,6 +227,7 @@ class Bench:
             counted,
             self.routed,
             bits_changed,
+            sum(span.nbytes for span in spans if span.kind == SpanKind.MOVE),
         )
 
 
@@ -248,6 +256,9 @@ def check(by_rank: list[list[Found]], settings: list[Setting]) -> None:
         assert len({tuple(one.slots) for one in found}) == 1, "one placement on all ranks"
         assert {one.rebalances + one.aborted for one in found} == {setting.rebalances}, setting
         assert sum(one.moved_bytes for one in found) > 0, setting
+        for one in found:  # some of an aborted rebalance may have come without being used
+            assert one.moved_bytes <= one.traced_bytes, setting
+            assert one.aborted or one.moved_bytes == one.traced_bytes, setting
         assert [one.bits_changed for one in found] == [0] * RANKS, setting
         routed = [sum(one.routed[e] for one in found) for e in range(EXPERTS)]
         counted = [sum(one.counted[e] for one in found) for e in range(EXPERTS)]

@@ -3,6 +3,7 @@ which ranks share; and by the twins of kernels."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -153,6 +154,35 @@ def test_a_failing_request_ends_alone(line: str) -> None:
         served = Served(engine)
         for place, name in enumerate(("router", "experts", "combine")):
             served.poisoned_prompt(name, 3 * place)
+
+
+@pytest.mark.slow
+def test_aborted_requests_change_no_other() -> None:
+    """Requests come at random, and every third is aborted after some tokens."""
+    flags = groups(2, "deepep") | DETERMINISTIC
+    with engine_of("qwen3_moe", **flags, **TBO) as engine:
+        alone = [engine.generate(input_ids=p, sampling_params=GREEDY) for p in prompts()[:9]]
+
+        async def ask(number: int) -> list[int]:
+            chooser = random.Random(number)
+            await asyncio.sleep(chooser.random() / 10)
+            told: list[int] = []
+            call = {"input_ids": prompts()[number % 9], "sampling_params": GREEDY}
+            if number % 3:
+                return (await engine.async_generate(**call))["output_ids"]
+            async for piece in await engine.async_generate(**call, stream=True, rid=f"r{number}"):
+                told = piece["output_ids"]
+                if len(told) > chooser.randrange(8):
+                    engine.abort(f"r{number}")
+            return told
+
+        async def ask_all() -> list[list[int]]:
+            return await asyncio.gather(*map(ask, range(27)))
+
+        for number, ids in enumerate(asyncio.run(ask_all())):
+            wanted = alone[number % 9]["output_ids"]
+            assert ids == wanted[: len(ids)]
+            assert number % 3 == 0 or ids == wanted
 
 
 TWINS = {

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moesaic.comm.windows.device_window import CpuDeviceWindow
 from moesaic.comm.windows.window import PlaneSpec
+from moesaic.core.link import EmulatedLink
 from moesaic.kernels.a2a import NUM_FAILURE_WORDS, LocalTokens, RowPlanes, SignalPlanes, SlotOwners
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from tests.kernels.triton_cases import DEVICE
@@ -74,8 +75,8 @@ class Case:
         where = (values, scales, ids, weights, value_bytes, self.scale_bytes)
         return RowPlanes(self.payload, *where, self.scale, self.local_rows)
 
-    def windows(self, device: str) -> list[CpuDeviceWindow]:
-        made = CpuDeviceWindow.between(self.size, self.specs(), TIMEOUT, 2)
+    def windows(self, device: str, link: EmulatedLink | None = None) -> list[CpuDeviceWindow]:
+        made = CpuDeviceWindow.between(self.size, self.specs(), TIMEOUT, 2, link)
         first = min(made[0].offset(spec.name) for spec in self.specs())
         for window in made:
             window.signals.regions[window.rank][first:] = 0xFF  # NaN, whatever type it is
@@ -104,8 +105,9 @@ def _moved(windows: list[CpuDeviceWindow], device: str, same_gpu: bool) -> list[
         failure = torch.zeros(NUM_FAILURE_WORDS, dtype=torch.int64).pin_memory()
         state = window.signals.state.to(device)
         window.signals = SignalPlanes(
-            window.rank, window.size, regions, bases_P, 0, state, failure, same_gpu
-        )
+            window.rank, window.size, regions, bases_P, 0, state, failure, same_gpu,
+            link=window.signals.link,
+        )  # fmt: skip
     return windows
 
 

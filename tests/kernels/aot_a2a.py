@@ -41,6 +41,8 @@ PAST_L1, COUNT = "ld.global.cg.v4", "ld.global.cg.b64"
 
 def use(kernel: Any, warps: int, size: int, scope: str = "sys", **constants: Any) -> Usage:
     fixed = {**constants, "SIZE": size, "PDL": True}
+    if "LINK" in kernel.arg_names:
+        fixed.setdefault("LINK", 0)
     if "LANES" in kernel.arg_names:
         fixed |= {"LANES": lanes(size, warps), "SCOPE": scope}
     types = {name: TYPES.get(name, "i32") for name in kernel.arg_names if name not in fixed}
@@ -69,6 +71,23 @@ def check_signals(size: int) -> None:
         # A kernel behind must not take the place of a peer that this one waits for.
         release = usage.ptx.index("griddepcontrol.launch_dependents")
         assert usage.ptx.rindex(ACQUIRE) < release
+
+
+def check_link(size: int) -> None:
+    """With an emulated link; the words are behind the flags."""
+    use(a2a._signal_kernel, 1, size, LINK=48)
+    for signals in (False, True):
+        usage = use(a2a._wait_kernel, 1, size, SIGNAL_FIRST=signals, LINK=48)
+        assert usage.count("%globaltimer") > 0
+        # It waits before the next kernel may start.
+        release = usage.ptx.index("griddepcontrol.launch_dependents")
+        assert usage.ptx.rindex("%globaltimer") < release
+    plan = send_plan(16, 2048, "bf16", size, GpuModel())
+    planes = RowPlanes("bf16", 0, 0, 0, 0, 4096, 0)
+    fixed = {**a2a.send_constants(planes, 2048, TOP_K, plan), **SPREAD, "LINK": 48}
+    for receives in (False, True):
+        usage = use(a2a._send_kernel, plan.warps, size, **fixed, RECEIVES=receives)
+        assert usage.registers <= 128
 
 
 def check_send(payload: str, rows: int, hidden: int, size: int = 4, weights: bool = True) -> None:
@@ -124,6 +143,7 @@ def check_variants() -> None:
 
 def main() -> None:
     check_signals(4)
+    check_link(4)
     check_send("bf16", 16, 2048)
     check_send("fp8", 4096, 2048)
     check_collect(False, 16, 2048)

@@ -16,6 +16,7 @@ from moesaic.observe.expert_load import expert_loads
 from moesaic.observe.exposition import exposition
 from moesaic.observe.grafana import ROWS
 from moesaic.observe.metrics import (
+    INFO_LABELS,
     METRICS,
     Metric,
     MetricKind,
@@ -88,14 +89,12 @@ def test_a_request_is_measured_where_it_ends() -> None:
 
 def test_labels_are_escaped() -> None:
     ugly = 'a\\b"c\nd{e="f"}'
-    info = dict.fromkeys(
-        ("version", "model", "mesh", "a2a_backend", "mode", "runner_backend"), ugly
-    )
+    info = dict.fromkeys(INFO_LABELS, ugly)
     traffic = {ugly: TrafficStats(dispatch_bytes=3)}
     engine = EngineStats(0.0, [GroupStats(0)], [RankStats(0, ugly, traffic=traffic)])
     server = ServerStats({(ugly, 200): 2}, histogram(), 0.0, {ugly: 1.5}, info)
     values = parsed(exposition(Snapshot(engine, [], 0.0, RequestWatch().stats(0), server)))
-    assert values["moesaic_info"] == {(ugly,) * 6: 1}
+    assert values["moesaic_info"] == {(ugly,) * len(INFO_LABELS): 1}
     assert values["moesaic_http_requests_total"] == {(ugly, "200"): 2}
     assert values["moesaic_a2a_bytes_total"]["0", ugly, "dispatch"] == 3
     assert values["moesaic_startup_seconds"] == {(ugly,): 1.5}

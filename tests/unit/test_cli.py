@@ -47,7 +47,7 @@ GUIDE = (
     ),
     (
         "--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep --enable-single-batch-overlap",
-        "--enable-single-batch-overlap",
+        "",
     ),
     (
         "--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep --enable-eplb",
@@ -103,7 +103,7 @@ GUIDE = (
     (
         "--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep --deepep-mode auto "
         "--enable-two-batch-overlap --enable-single-batch-overlap",
-        "--enable-single-batch-overlap",
+        "",
     ),
     (f"{FP4} --disable-shared-experts-fusion", ""),
     (

@@ -17,6 +17,7 @@ from moesaic.config.resolve import resolve
 from moesaic.core.overlap import Overlap, schedules_of
 from moesaic.core.step import Step
 from moesaic.engine.schedule.plan import DecodeRows, PlanItem, StepAgreement, StepPlan
+from moesaic.engine.setup.memory_plan import plan_memory
 from moesaic.engine.worker.step_splitter import WHOLE, StepSplitter
 from moesaic.layers.paged_cache import PagedCache, Sequences, SequenceSpan
 from moesaic.layers.torch_attention import TorchAttention
@@ -304,10 +305,12 @@ def test_contradictions() -> None:
         "--enable-two-batch-overlap and --overlap off exclude each other: keep one"
     ]
     assert list(overlap_contradictions(args(**TWO, enable_two_batch_overlap=True))) == []
+    (refused,) = overlap_contradictions(args(**TWO, overlap="auto", pp_size=2))
+    assert refused.startswith("--overlap auto with --pp-size 2: it measures steps")
 
 
 def test_every_choice_has_schedules_and_a_policy() -> None:
-    assert set(POLICIES) == {name for name in ("off", "tbo") if schedules_of(name)}
+    assert set(POLICIES) == {name for name in ("off", "sbo", "tbo") if schedules_of(name)}
     assert schedules_of(None) == (Overlap.OFF,) and Overlap.TBO in schedules_of("tbo")
     assert Step().overlap == Overlap.OFF
 
@@ -361,3 +364,17 @@ def test_the_layer_in_the_docs() -> None:
         layer.__dict__.pop("_orders")
     assert torch.equal(hidden_states(model), whole)
     assert torch.equal(hidden_states(model, 4), halves)
+
+
+@pytest.mark.parametrize("backend", ["deepep", "none"])
+def test_the_memory_plan_has_the_second_lane(backend: str) -> None:
+    """Of a GPU's buffers, before they are allocated; ranks on CPU have two lanes anyway."""
+
+    def buffers(device: str, **flags: Any) -> int:
+        given = {"model_path": materialise("tiny:qwen3_moe"), "moe_a2a_backend": backend}
+        found = resolve(ServerArgs.from_kwargs(**given, **TWO, device="cpu", **flags))
+        return plan_memory(replace(found, device=device)).ranks[0].a2a_bytes
+
+    one, two = buffers("cuda"), buffers("cuda", overlap="tbo")
+    assert one < two <= 2 * one, "regions are multiples of 2 MiB"
+    assert buffers("cpu") == buffers("cpu", overlap="tbo")

@@ -20,6 +20,7 @@ from moesaic.comm.errors import OutOfStep, PeerTimeout, WindowAborted
 from moesaic.comm.lifecycle import Membership
 from moesaic.comm.windows.shared_memory import round_up
 from moesaic.comm.windows.window import PlaneSpec, check_names, layout_of, share_memory
+from moesaic.core.link import EmulatedLink
 from moesaic.kernels.a2a import (
     COUNT_SHIFT,
     GENERATION_SHIFT,
@@ -32,6 +33,7 @@ from moesaic.kernels.a2a import (
     SignalPlanes,
     ahead,
 )
+from moesaic.kernels.link import LinkState, LinkWord
 
 # Planes begin at multiples of this, so that 16 bytes can be copied at once.
 ALIGN: Final = 512
@@ -52,20 +54,23 @@ class DeviceWindow(ABC):
         timeout: float,
         channels: int,
         near: bool = False,
+        link: EmulatedLink | None = None,
     ) -> None:
         """`near`: all regions are on one GPU."""
         self.rank, self.size = group_rank, len(regions)
         self.members: Sequence[int] = range(self.size)
         """The ranks of the service, for errors."""
         size, device = self.size, regions[0].device
-        state = new_state(channels, range(size), timeout).to(device)
+        self.link = link
+        state = new_state(channels, range(size), timeout, link).to(device)
         bases = torch.tensor([region.data_ptr() for region in regions], device=device)
         pinned = device.type == "cuda"  # kernels write it as they run
         failure = torch.zeros(NUM_FAILURE_WORDS, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self.signals = SignalPlanes(
-            group_rank, size, tuple(regions), bases, 0, state, failure, near
-        )
-        self._offsets, self.region_bytes = layout(specs, channels, size)
+            group_rank, size, tuple(regions), bases, 0, state, failure, near,
+            link=0 if link is None else channels * size * 8,
+        )  # fmt: skip
+        self._offsets, self.region_bytes = layout(specs, channels, size, link)
         self._specs = {spec.name: spec for spec in specs}
         self.timeout = timeout
         self._channels = channels
@@ -102,7 +107,7 @@ class DeviceWindow(ABC):
         """Drops what is in flight. All active ranks call it when no kernel of the last one runs."""
         membership.check(self.rank, self.size, self.generation, MAX_GENERATION + 1)
         self.generation, self._reason = membership.generation, ""
-        state = new_state(self._channels, membership.active, self.timeout)
+        state = new_state(self._channels, membership.active, self.timeout, self.link)
         state[DeviceStateWord.GENERATION] = self.generation
         self.signals.state.copy_(state)
         self.signals.failure.zero_()
@@ -199,42 +204,60 @@ class CpuDeviceWindow(DeviceWindow):
 
     @classmethod
     def create(
-        cls, group: Peers, specs: Sequence[PlaneSpec], timeout: float, channels: int
+        cls,
+        group: Peers,
+        specs: Sequence[PlaneSpec],
+        timeout: float,
+        channels: int,
+        link: EmulatedLink | None = None,
     ) -> CpuDeviceWindow:
         """All ranks of the group call it with the same planes."""
-        nbytes = layout(specs, channels, group.size)[1]
+        nbytes = layout(specs, channels, group.size, link)[1]
         if group.size == 1:
             return cls(0, [torch.zeros(nbytes, dtype=torch.uint8)], specs, timeout, channels)
         memory = share_memory(group, group.size * nbytes, layout_of(specs, channels))
         data = torch.frombuffer(memory, dtype=torch.uint8)
-        return cls(group.rank, data.split(nbytes), specs, timeout, channels)
+        return cls(group.rank, data.split(nbytes), specs, timeout, channels, link=link)
 
     @classmethod
     def between(
-        cls, size: int, specs: Sequence[PlaneSpec], timeout: float, channels: int
+        cls,
+        size: int,
+        specs: Sequence[PlaneSpec],
+        timeout: float,
+        channels: int,
+        link: EmulatedLink | None = None,
     ) -> list[CpuDeviceWindow]:
         """Windows of ranks in one process, for tests of kernels."""
-        nbytes = layout(specs, channels, size)[1]
+        nbytes = layout(specs, channels, size, link)[1]
         regions = torch.zeros(size, nbytes, dtype=torch.uint8).unbind(0)
-        return [cls(rank, regions, specs, timeout, channels) for rank in range(size)]
+        return [cls(rank, regions, specs, timeout, channels, link=link) for rank in range(size)]
 
     def close(self) -> None:
         """The memory is freed with the last tensor that views it."""
         vars(self).pop("signals", None)
 
 
-def new_state(channels: int, active: Sequence[int], timeout: float) -> Tensor:
+def new_state(
+    channels: int, active: Sequence[int], timeout: float, link: EmulatedLink | None = None
+) -> Tensor:
     """The initial state of a rank, on the CPU."""
     state = torch.zeros(DeviceStateWord.CHANNELS + 2 * channels, dtype=torch.int64, device="cpu")
     state[DeviceStateWord.TIMEOUT_NS] = int(timeout * 1e9)
     state[DeviceStateWord.ACTIVE] = sum(1 << rank for rank in active)
+    if link is not None:
+        state[LinkState.COST] = link.cost
+        state[LinkState.LATENCY] = link.latency_ns
     return state
 
 
-def layout(specs: Sequence[PlaneSpec], channels: int, size: int) -> tuple[dict[str, int], int]:
+def layout(
+    specs: Sequence[PlaneSpec], channels: int, size: int, link: EmulatedLink | None = None
+) -> tuple[dict[str, int], int]:
     """The offset of each plane in a region, and the bytes of the region."""
     check_names(specs)
-    offsets, end = {}, round_up(channels * size * 8, ALIGN)
+    words = 1 if link is None else 1 + len(LinkWord)
+    offsets, end = {}, round_up(channels * size * 8 * words, ALIGN)
     for spec in specs:
         offsets[spec.name] = end
         end += round_up(spec.nbytes, ALIGN)

@@ -32,6 +32,7 @@ from moesaic.comm.lifecycle import Membership
 from moesaic.comm.windows.device_window import DeviceWindow, layout
 from moesaic.comm.windows.shared_memory import round_up
 from moesaic.comm.windows.window import PlaneSpec, layout_of
+from moesaic.core.link import EmulatedLink
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +70,10 @@ class SymmetricWindow(DeviceWindow):
         timeout: float,
         channels: int,
         device: torch.device,
+        link: EmulatedLink | None = None,
     ) -> SymmetricWindow:
         """All ranks call it with the same planes; a failure on one is a RuntimeError on all."""
-        nbytes = layout(specs, channels, group.size)[1]
+        nbytes = layout(specs, channels, group.size, link)[1]
         if device.index is None:
             device = torch.device(device.type, torch.cuda.current_device())
         if group.size == 1:
@@ -84,10 +86,14 @@ class SymmetricWindow(DeviceWindow):
             # All ranks have zeroed their memory before any maps another's.
             gpu = str(torch.cuda.get_device_properties(device).uuid)
             near = len(set(rendezvous.exchange(gpu.encode()))) == 1
+            if link is not None and not near:
+                raise ValueError(
+                    "--emulate-link needs ranks that share a GPU: clocks of GPUs differ"
+                )
             handle = rendezvous.part(lambda: _rendezvous(owner, group, rendezvous))
             window = rendezvous.part(
                 lambda: cls(
-                    group.rank, _regions(handle, owner, group), specs, timeout, channels, near
+                    group.rank, _regions(handle, owner, group), specs, timeout, channels, near, link
                 )
             )
             window._owners = (owner, handle)

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from moesaic.comm.collectives.group import Peers
 from moesaic.comm.errors import PeerTimeout
+from moesaic.comm.windows.link import PLANE, HostLink, words_shape
 from moesaic.comm.windows.shared_memory import create_memory, map_memory, round_up
 from moesaic.comm.windows.signals import Signals, page_bytes
+from moesaic.core.link import EmulatedLink
 
 MEMORY: Final = "moesaic-window"
 PAGE: Final = 4096
@@ -65,6 +67,7 @@ class SharedWindow:
         group: Peers,
         timeout: float,
         channels: int,
+        link: EmulatedLink | None = None,
     ) -> None:
         self.group = group
         self.rank, self.size, self.timeout = group.rank, group.size, timeout
@@ -80,6 +83,10 @@ class SharedWindow:
         self._signals = self.signals_type(
             page, data.data_ptr(), self.rank, self.size, channels + 1, group.status
         )
+        self.link: HostLink | None = None
+        """Delays what other ranks send, where one is emulated."""
+        if link is not None:
+            self.link = HostLink(link, self._stacked[PLANE], self.rank, group.status)
 
     def stacked(self, name: str) -> Tensor:
         """[size, *shape]: the planes of all ranks in one tensor."""
@@ -95,10 +102,14 @@ class SharedWindow:
 
     def forget(self) -> None:
         """Drops what was touched and not signalled, after a step was abandoned."""
+        if self.link is not None:
+            self.link.forget()
 
     def signal(self, channel: int, epoch: int, operation: str) -> None:
         """Makes earlier writes visible to ranks that wait for this epoch."""
         assert 0 <= channel < self._channels, f"channel {channel} of {self._channels}"
+        if self.link is not None:
+            self.link.book(channel)
         self._signals.post(channel, epoch, operation)
 
     def wait(
@@ -114,6 +125,8 @@ class SharedWindow:
         seconds = self.timeout if timeout is None else timeout
         chosen = self._everyone if ranks is None else ranks
         self._wait(channel, epoch, operation, chosen, seconds)
+        if self.link is not None:
+            self.link.sleep(channel, chosen)
 
     def _wait(
         self, channel: int, epoch: int, operation: str, ranks: Sequence[int], seconds: float
@@ -157,6 +170,14 @@ def window_bytes(specs: Sequence[PlaneSpec], size: int, channels: int = CHANNELS
 def control_bytes(size: int, channels: int) -> int:
     """Bytes before the first plane."""
     return round_up(page_bytes(size, channels + 1), PAGE)
+
+
+def with_link(
+    specs: Sequence[PlaneSpec], link: EmulatedLink | None, channels: int, size: int
+) -> list[PlaneSpec]:
+    """The planes of a window, with that of its link where one is emulated."""
+    own = [PlaneSpec(PLANE, words_shape(channels, size), torch.int64)]
+    return [*specs, *(own if link is not None else ())]
 
 
 def check_names(specs: Sequence[PlaneSpec]) -> None:

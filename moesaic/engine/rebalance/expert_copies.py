@@ -87,6 +87,8 @@ class CopyBuffers:
         """The seconds of what is being sent to other nodes."""
         self._seconds = 0.0
         self._bytes = 0
+        self.received = 0
+        """Bytes that were staged from other ranks."""
         if isinstance(self.window, SharedWindow):
             self._touch_pages(self.window)
             if self._stream is not None:
@@ -139,7 +141,7 @@ class CopyBuffers:
         self.start(work)
         if self._stream is not None:
             self._stream.synchronize()
-        self._seconds, self._bytes, self._begin = 0.0, 0, None
+        self._seconds, self._bytes, self._begin, self.received = 0.0, 0, None, 0
         self.forget()
 
     def count_bytes(self, nbytes: int) -> None:
@@ -354,6 +356,7 @@ class ChunkCopy:
         staged = row[piece.begin - arrival.sent.start : piece.end - arrival.sent.start]
         sent = self._buffers.outbox(arrival.rank)[piece.begin - first : piece.end - first]
         staged.copy_(sent, non_blocking=True)
+        self._buffers.received += len(staged)
         sent_sum = self._buffers.sums(arrival.rank)[arrival.sent.place]
         self._buffers.count_wrong(word_sum(staged) != sent_sum)
 

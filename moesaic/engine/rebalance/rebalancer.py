@@ -230,8 +230,9 @@ class Rebalancer:
         elif wanted > begun and min(ended) == max(ended):
             self._begin(Order.decode(wanted))
         if self._phases and min(ended) == self._num_ended:
+            before = self._copies.received
             self._run_phase()
-            self._spans.add(SpanKind.MOVE, begin)
+            self._spans.add(SpanKind.MOVE, begin, nbytes=self._copies.received - before)
 
     def _drops(self, reports: Sequence[RankReport]) -> bool:
         """Drops the rebalance if a rank has failed, or if others have dropped it in a step that

@@ -193,6 +193,7 @@ class GraphCache(CapturedGraphs[GraphKey]):
     ) -> None:
         self.sizes = tuple(sorted({*sizes, *verify_sizes}))
         self._plain, self._verify = tuple(sorted(sizes)), frozenset(verify_sizes)
+        self._schedules = tuple(schedules)
         apart = [size for size in verify_sizes if self._is_apart(size)]
         keys = list[GraphKey]()
         for kind in schedules:
@@ -212,6 +213,8 @@ class GraphCache(CapturedGraphs[GraphKey]):
         sizes = self._plain if overlap == Overlap.TBO else self.sizes
         place = bisect_left(sizes, rows)
         if not rows or place == len(sizes):
+            return None
+        if overlap not in self._schedules:
             return None
         size = sizes[place]
         if size not in self._plain:

@@ -93,13 +93,14 @@ class MixedBatch:
         x_TH: Tensor | None,
         slots: TokenSlots,
         split: SplitStep | None = None,
+        overlap: Overlap = Overlap.OFF,
     ) -> EagerOutput:
         """`agreed`: the bucket of the rank with the most tokens."""
         assert self._buffers is not None
         inputs, count = StepInputs.of(plan, slots), plan.num_tokens
         singles = self._buffers.num_singles(plan.lengths)
         if split is None:
-            key = self.graphs.key(agreed, count, singles)
+            key = self.graphs.key(agreed, count, singles, overlap)
         else:
             key = self.graphs.key(agreed, 2 * max(split.tokens), singles, Overlap.TBO)
         self._upload(inputs, key)

@@ -24,6 +24,7 @@ from moesaic.engine.runner.attention import BACKENDS
 from moesaic.engine.runner.expert_recorder import ExpertRecorder
 from moesaic.engine.runner.loading import rank_memory
 from moesaic.engine.runner.matchers import Matchers
+from moesaic.engine.runner.overlap_calibration import calibrate
 from moesaic.engine.runner.peer_watchdog import PeerWatchdog
 from moesaic.engine.runner.recorded_tokens import StepTokens
 from moesaic.engine.runner.split_step import SplitStep, dummy_agreement
@@ -48,13 +49,14 @@ from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.kernels.attention import tokens_at_once
 from moesaic.layers.attention import Attention, LatentAttention
 from moesaic.layers.paged_cache import PagedCache, PageTable, PageUpdate, Sequences
-from moesaic.models.blocks import DecoderLayer
+from moesaic.models.blocks import DecoderLayer, SparseBlock
 from moesaic.models.config import BuildContext
 from moesaic.models.halves import forward_halves
 from moesaic.models.registry import build_model
 from moesaic.models.skewed_routers import skew_routers
 from moesaic.models.weights import fill_randomly, load_weights, sync_input_scales
 from moesaic.moe.layer import FusedMoE
+from moesaic.overlap.cost import OverlapChoice
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +90,6 @@ class ModelRunner:
         self.eos_ids, self.vocab_size = resolved.eos_ids, resolved.raw.integer("vocab_size")
         self.num_layers, self.top_k = resolved.num_layers, resolved.top_k
         self.num_experts = resolved.num_experts
-        self.schedules = schedules_of(args.overlap)
-        """Those that a step may have."""
         self.samples = ranks.is_last and ranks.place.attention_rank == 0
         self.matchers = Matchers(partial(self._compiler, args), 2 * self.max_running)
         if self.samples and _serves_grammars(args):
@@ -97,6 +97,8 @@ class ModelRunner:
         share = self._load_model(args, resolved)
         self.draft = self._load_draft(args, resolved)
         """Makes drafts at the end of each step, if a model on the ranks does."""
+        self.schedules = self._schedules(args)
+        """Those that a step may have."""
         self._check_placements()
         self.rebalancer = self._make_rebalancer(args, resolved)
         self.watchdog = PeerWatchdog.of(self.moe, ranks)
@@ -132,9 +134,21 @@ class ModelRunner:
             self._log_gpu_memory(self.steps)
         else:
             self.steps = SynchronousSteps(self, args.watchdog_timeout)
+        self.overlap_choices: list[OverlapChoice] = []
+        """What --overlap auto has found at start."""
+        if Overlap.TBO in self.schedules and args.overlap == "auto":
+            self.overlap_choices = calibrate(self, args)
         self.overlaps = self.steps.overlaps and not args.disable_overlap_schedule
         """Whether `begin` returns before a step is computed: plans may then have future tokens."""
         self._wait_for_helpers()
+
+    def _schedules(self, args: ServerArgs) -> tuple[Overlap, ...]:
+        blocks = (module for module in self.model.modules() if isinstance(module, SparseBlock))
+        has_shared = any(block.shared_experts is not None for block in blocks)
+        found = schedules_of(args.overlap, has_shared)
+        if args.overlap == "sbo" and not has_shared:
+            logger.info("overlap: off: the model has no shared experts to compute meanwhile")
+        return found
 
     def _wait_for_helpers(self) -> None:
         """The compiler of grammars and the planner's process start meanwhile; later they would hold

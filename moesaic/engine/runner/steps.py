@@ -229,14 +229,14 @@ class AsynchronousSteps:
             if self._runner.records_tokens:
                 output.tokens = self.graph_batch.tokens(key, plan.num_tokens)
             if plan.is_routed:
-                output.routed = self._routed_experts.read(
-                    plan, self.graph_batch.routed[key], key.rows
-                )
+                routed = self.graph_batch.routed[key]
+                output.routed = self._routed_experts.read(plan, routed, key.rows)
             return output
         bucket = self._mixed_bucket(agreement)
         records_tokens = self._runner.records_tokens  # which a mixed graph does not keep
         if bucket is not None and not records_tokens and self.mixed_batch.can_run(plan):
-            return self._eager_output(plan, self.mixed_batch.run(plan, bucket, x_TH, slots, split))
+            given = (plan, bucket, x_TH, slots, split, agreement.overlap)
+            return self._eager_output(plan, self.mixed_batch.run(*given))
         if not plan.has_work:
             return self._run_idle(step, split)
         if plan.is_routed or records_tokens:
@@ -262,7 +262,8 @@ class AsynchronousSteps:
     def _step(self, agreement: StepAgreement) -> Step:
         counts = self._runner.group_counts(agreement.counts)
         rows = self._mixed_bucket(agreement) or agreement.most_rows
-        return Step(prefill=agreement.prefill, counts=counts, rows=rows)
+        prefill, overlap = agreement.prefill, agreement.overlap
+        return Step(prefill=prefill, counts=counts, rows=rows, overlap=overlap)
 
     def _run_idle(self, step: Step, split: SplitStep | None = None) -> BatchOutput:
         assert self._idle is not None, "a rank without peers has tokens in every step"
@@ -450,7 +451,8 @@ class SynchronousSteps:
         runner.clear(plan.clear)
         slots: list[Tensor] | None = [] if plan.is_routed or runner.records_tokens else None
         counts = runner.group_counts(agreement.counts)
-        step = Step(prefill=agreement.prefill, counts=counts, routed=slots)
+        prefill, overlap = agreement.prefill, agreement.overlap
+        step = Step(prefill=prefill, counts=counts, routed=slots, overlap=overlap)
         split = SplitStep.of(runner, agreement, step)
         output, routed = self._batch.run(plan, step, x_TH, split=split), b""
         runner.record_pass(plan, agreement, output.tokens)

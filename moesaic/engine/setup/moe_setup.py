@@ -11,6 +11,7 @@ import torch
 from moesaic.comm.mesh import Mesh
 from moesaic.config import ServerArgs
 from moesaic.config.deepep import read_deepep_config
+from moesaic.config.overlap import link_of
 from moesaic.core.overlap import Overlap, schedules_of
 from moesaic.engine.setup.first_placement import first_placements
 from moesaic.engine.setup.rank_context import RankContext
@@ -163,6 +164,8 @@ def moe_context(
         dtype,
         ranks.stage_peers,
         timeout=ranks.timeout,
+        link=link_of(args),
+        overlaps=Overlap.SBO in schedules_of(args.overlap),
         max_tokens=-(-limits.tokens // sharers),
         max_decode_tokens=-(-limits.decode_tokens // sharers),
         redundant_experts=args.ep_num_redundant_experts,
@@ -221,7 +224,7 @@ def _log_slots(experts: int, shared: int, asked: int, ep: int) -> None:
             (experts + redundant) // ep,
         )
     if shared:
-        logger.info("moe: waterfill: each rank has %d more slots, for shared experts", shared)
+        logger.info("moe: waterfill: slots that each rank has for shared experts: %d", shared)
 
 
 def _log_algorithm(algorithm: str, has_replicas: bool) -> None:
@@ -264,6 +267,7 @@ def describe_backends(context: MoeContext) -> dict[str, Any]:
         "runner_provider": provider_name(runner.providers[choice.device]),
         "payload": choice.payload,
         "weights": choice.weights.name,
+        "emulated_link": "" if context.comm.link is None else str(context.comm.link),
         "reasons": list(context.reasons),
     }
 
@@ -276,6 +280,12 @@ def _log_choice(context: MoeContext) -> None:
         "(%(runner_provider)s) on %(device)s, %(weights)s weights, %(payload)s sent",
         describe_backends(context),
     )
+    if context.comm.link is not None:
+        logger.warning(
+            "moe: dispatch and combine arrive as over an emulated link of %s: times are those of "
+            "such a cluster, not of this machine",
+            context.comm.link,
+        )
 
 
 def report_buffers(context: MoeContext, model: CausalLM) -> int:

@@ -15,6 +15,8 @@ from moesaic.engine.setup.moe_setup import describe_backends
 logger = logging.getLogger(__name__)
 
 MIB: Final = 1 << 20
+# The same on all ranks.
+OF_ALL = ("providers", "overlap_choices")
 LOGGED_RANKS: Final = 16
 # Figures of the serving groups that add up to those of the service.
 SUMMED: Final = (
@@ -48,6 +50,7 @@ def rank_info(runner: ModelRunner) -> dict[str, Any]:
         "first_slot": layers[0].layout.first_slot if layers else 0,
         "experts": list(layers[0].local_experts) if layers else [],
         "providers": describe_backends(runner.moe),
+        "overlap_choices": [choice.facts() for choice in runner.overlap_choices],
         **runner.steps.device_info(),
     }
 
@@ -100,6 +103,7 @@ def service_info(
         **groups[0],
         **{key: sum(group[key] for group in groups) for key in SUMMED},
         "providers": first["providers"],
+        "overlap_choices": ranks[0]["overlap_choices"],
         "placement": {
             "version": groups[0]["placement_version"],
             "num_experts": num_experts,
@@ -108,5 +112,5 @@ def service_info(
         },
         "memory": {key: sum(rank[key] for rank in ranks) for key in MEMORY},
         "groups": list(groups),
-        "ranks": [{k: v for k, v in rank.items() if k != "providers"} for rank in ranks],
+        "ranks": [{k: v for k, v in rank.items() if k not in OF_ALL} for rank in ranks],
     }

@@ -11,6 +11,7 @@ from moesaic.config import ServerArgs
 from moesaic.core.overlap import Overlap
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.schedule.plan import StepAgreement, StepPlan
+from moesaic.overlap.cost import ChosenOverlap
 from moesaic.overlap.policy import POLICIES, NoOverlap, OverlapPolicy, StepShape
 from moesaic.overlap.split import cut_decodes, cut_prompts
 
@@ -32,7 +33,11 @@ class StepSplitter:
     @classmethod
     def of(cls, args: ServerArgs, runner: ModelRunner) -> StepSplitter:
         """Steps that keep the slots of their tokens are not split."""
-        policy = POLICIES[args.overlap or "off"]()
+        policy: OverlapPolicy = POLICIES.get(args.overlap or "off", NoOverlap)()
+        if runner.schedules == (Overlap.OFF,):
+            policy = NoOverlap()
+        elif runner.overlap_choices:
+            policy = ChosenOverlap(runner.overlap_choices)
         return cls(
             policy,
             args.tbo_token_distribution_threshold,

@@ -27,6 +27,13 @@ from moesaic.kernels.a2a_plan import GROUPS, GpuModel, LaunchPlan
 from moesaic.kernels.a2a_tuned import Kernel, plan_of
 from moesaic.kernels.payloads import PLAIN
 from moesaic.kernels.triton.a2a_collect import collect_kernel
+from moesaic.kernels.triton.a2a_link import (
+    await_arrival,
+    book_results,
+    book_rows,
+    count_sent,
+    load_arguments,
+)
 from moesaic.kernels.triton.a2a_signals import (
     ACTIVE,
     CHANNELS,
@@ -69,10 +76,12 @@ VALUE_TYPES = {name: PLAIN_TYPES[dtype] for name, dtype in PLAIN.items()} | {
 # Arguments of the send and collect kernels that vary between launches.
 TENSORS = ("ids_ptr", "weights_ptr", "num_tokens_ptr")
 NUMBERS = ("stride", "num_rows", "rows", "channel", "tag", "scale")
+# What a signal puts on an emulated link.
+LOAD = ("counts", "unit", "fixed")
 SCALE_TYPES = {"fp8": tl.float32, "int8": tl.float32, "nvfp4": tl.uint8, "mxfp4": tl.uint8}
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=[*VARYING, *LOAD])
 def _signal_kernel(
     bases_ptr,
     state_ptr,
@@ -80,9 +89,13 @@ def _signal_kernel(
     flags,
     channel,
     tag,
+    counts,
+    unit,
+    fixed,
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
     SCOPE: tl.constexpr,
+    LINK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     await_inputs(PDL)
@@ -90,10 +103,12 @@ def _signal_kernel(
     lane = tl.arange(0, LANES)
     active = active_ranks(state_ptr, lane)
     place = (bases_ptr, state_ptr, rank, flags, channel)
+    if LINK:
+        book_results(place, LINK, counts, unit, fixed, active, lane, SIZE)
     signal_once(place, active, lane, tag, SIZE, SCOPE)
 
 
-@triton.jit(do_not_specialize=[*VARYING, "fill"])
+@triton.jit(do_not_specialize=[*VARYING, "fill", *LOAD])
 def _wait_kernel(
     bases_ptr,
     state_ptr,
@@ -104,9 +119,13 @@ def _wait_kernel(
     tag,
     ids,
     fill,
+    counts,
+    unit,
+    fixed,
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
     SCOPE: tl.constexpr,
+    LINK: tl.constexpr,
     SIGNAL_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -116,10 +135,14 @@ def _wait_kernel(
     active = active_ranks(state_ptr, lane)
     place = (bases_ptr, state_ptr, rank, flags, channel)
     if SIGNAL_FIRST:
+        if LINK:
+            book_results(place, LINK, counts, unit, fixed, active, lane, SIZE)
         wanted = signal_once(place, active, lane, tag, SIZE, SCOPE)
     else:
         wanted = flag_word(state_ptr, times_raised(state_ptr + CHANNELS + 2 * channel), tag)
-    await_flags(place, failure_ptr, wanted, active, lane, SIZE, SCOPE)
+    here = await_flags(place, failure_ptr, wanted, active, lane, SIZE, SCOPE)
+    if LINK:
+        await_arrival(place, failure_ptr, LINK, here, active, lane, SIZE)
     release_next(PDL)
     _clear_absent(bases_ptr, state_ptr, rank, ids, fill, SIZE)
 
@@ -152,7 +175,7 @@ def _destinations(groups, EVERYWHERE: tl.constexpr):
         return tl.reduce(tl.where(groups < 0, 0, ones), 0, _either)
 
 
-@triton.jit(do_not_specialize=[*VARYING, "scale"])
+@triton.jit(do_not_specialize=[*VARYING, "scale", "unit"])
 def _send_kernel(
     x_ptr,
     ids_ptr,
@@ -173,6 +196,7 @@ def _send_kernel(
     channel,
     tag,
     scale,
+    unit,
     H: tl.constexpr,
     K: tl.constexpr,
     K_BLOCK: tl.constexpr,
@@ -189,6 +213,7 @@ def _send_kernel(
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
     SCOPE: tl.constexpr,
+    LINK: tl.constexpr,
     RECEIVES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -208,6 +233,8 @@ def _send_kernel(
     count = times_raised(state_ptr + CHANNELS + 2 * channel) + (active != 0)
     word = flag_word(state_ptr, count, tag)
     tokens = num_rows if num_tokens_ptr is None else tl.load(num_tokens_ptr)
+    rows_to = tl.zeros_like(lane).to(tl.int64)
+    pairs_to = tl.zeros_like(lane).to(tl.int64)
     for item in range(tl.program_id(0), rows * PARTS, tl.num_programs(0)):
         part = item % PARTS
         token = tl.cast(item // PARTS, tl.int64)
@@ -219,6 +246,11 @@ def _send_kernel(
         slots = tl.where(is_token, slots, -1)
         groups = groups_of(slots, OWNERS.slots)
         goes = tl.where(is_token, _destinations(groups, OWNERS.everywhere), 0)
+        if LINK:
+            counted = part == 0
+            rows_to += (bit(goes, lane // OWNERS.width) & counted).to(tl.int64)
+            chosen = groups[:, None] == (lane // OWNERS.width)[None, :]
+            pairs_to += tl.where(counted, tl.sum(chosen.to(tl.int64), 0), 0)
         group = part * GROUPS + tl.arange(0, GROUPS)
         inside = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         x = tl.load(x_ptr + token * stride + inside, (inside < H) & is_row, 0.0)
@@ -250,22 +282,30 @@ def _send_kernel(
             if weights_ptr is not None:
                 at = byte_at(bases[to], weights + row * (K * 4), tl.float32, 4)
                 tl.store(at + k, by, first & needs)
+    own = (bases_ptr, state_ptr, rank, flags, channel)
+    if LINK:
+        count_sent(own, LINK, rows_to, pairs_to, lane, SIZE)
     # Each program releases its own writes to all ranks, on other GPUs as well.
     if is_last(state_ptr + CHANNELS + 2 * channel + 1, SCOPE):
-        own = (bases_ptr, state_ptr, rank, flags, channel)
+        if LINK:
+            book_rows(own, LINK, unit, active, lane, SIZE)
         raise_counted(own, count, word, active, lane, SIZE, SCOPE)
         if RECEIVES:
-            await_flags(own, failure_ptr, word, active, lane, SIZE, SCOPE)
+            here = await_flags(own, failure_ptr, word, active, lane, SIZE, SCOPE)
+            if LINK:
+                await_arrival(own, failure_ptr, LINK, here, active, lane, SIZE)
             release_next(PDL)
             _clear_absent(bases_ptr, state_ptr, rank, ids, rows * K, SIZE)
 
 
 def signal(call: ChannelCall) -> None:
     signals = call.signals
-    launch = signals.prepared.get("signal")
+    launch = signals.prepared.get(("signal", call.load))
     if launch is None:
-        launch = Relaunch(_signal_kernel, (), ("channel", "tag"), **signal_arguments(signals, 1))
-        signals.prepared["signal"] = launch
+        launch = signals.prepared["signal", call.load] = Relaunch(
+            _signal_kernel, (), ("channel", "tag"),
+            **load_arguments(call), **signal_arguments(signals, 1),
+        )  # fmt: skip
     launch(1, (), (call.channel, call.tag))
 
 
@@ -278,13 +318,13 @@ def receive(call: ChannelCall, rows: int, top_k: int, ids: int) -> None:
 
 
 def _wait(call: ChannelCall, signal_first: bool = False, ids: int = 0, fill: int = 0) -> None:
-    signals, key = call.signals, ("wait", signal_first, ids)
+    signals, key = call.signals, ("wait", signal_first, ids, call.load)
     launch = signals.prepared.get(key)
     if launch is None:
         launch = signals.prepared[key] = Relaunch(
             _wait_kernel, (), ("channel", "tag", "fill"),
             failure_ptr=signals.failure, ids=ids, SIGNAL_FIRST=signal_first,
-            **signal_arguments(signals, 1),
+            **load_arguments(call), **signal_arguments(signals, 1),
         )  # fmt: skip
     launch(1, (), (call.channel, call.tag, fill))
 
@@ -325,6 +365,7 @@ def send(
             _send_kernel, ("x_ptr", *TENSORS), NUMBERS, failure_ptr=signals.failure,
             values=planes.values, scales=planes.scales, ids=planes.ids,
             weights=max(0, planes.weights), RECEIVES=receives, OWNERS=owners,
+            LINK=signals.link, unit=planes.wire_bytes(top_k),
             **send_constants(planes, hidden, top_k, plan),
             **signal_arguments(signals, plan.warps),
         )  # fmt: skip

@@ -118,7 +118,7 @@ def _load_flags(at, asks, otherwise, SCOPE: tl.constexpr):
 
 
 @triton.jit
-def _execute(instruction: tl.constexpr, lane):
+def execute(instruction: tl.constexpr, lane):
     """Executes an instruction without operands in every thread."""
     if not INTERPRETED:
         tl.inline_asm_elementwise(
@@ -127,7 +127,7 @@ def _execute(instruction: tl.constexpr, lane):
 
 
 @triton.jit
-def _now(lane):
+def now(lane):
     """The time in nanoseconds."""
     if INTERPRETED:
         return lane.to(tl.int64)
@@ -226,7 +226,7 @@ def await_flags(place, failure_ptr, wanted, active, lane, SIZE: tl.constexpr, SC
     offset = flags + channel.to(tl.int64) * (SIZE * 8)
     at = byte_at(tl.load(bases_ptr + rank), offset, tl.int64, 8) + tl.minimum(lane, SIZE - 1)
     counts = (lane < SIZE) & bit(active, lane)
-    deadline = _now(lane) + tl.load(state_ptr + TIMEOUT_NS)
+    deadline = now(lane) + tl.load(state_ptr + TIMEOUT_NS)
     here = tl.zeros_like(lane).to(tl.int64) + wanted
     seen = _load_flags(at, counts, here, SCOPE)
     level = _worst(seen, wanted, counts)
@@ -234,14 +234,14 @@ def await_flags(place, failure_ptr, wanted, active, lane, SIZE: tl.constexpr, SC
     aborted = 0
     while level == BEHIND:
         if looks > LOOKS:
-            _execute("nanosleep.u32 100", lane)
+            execute("nanosleep.u32 100", lane)
         seen = _load_flags(at, counts, here, SCOPE)
         level = _worst(seen, wanted, counts)
         looks += 1
         if (level == BEHIND) & (looks % LOOKS == 0):
             word = tl.load(failure_ptr + ABORT + lane, lane == 0, 0, volatile=True)
             aborted = tl.max((word != 0).to(tl.int32), 0)
-            late = tl.max(((_now(lane) > deadline) | INTERPRETED).to(tl.int32), 0)
+            late = tl.max(((now(lane) > deadline) | INTERPRETED).to(tl.int32), 0)
             level = tl.where((aborted | late) != 0, GIVEN_UP, level)
     if level != HERE:
         _record_failure(state_ptr, failure_ptr, seen, wanted, counts, lane, channel, aborted)
@@ -273,5 +273,5 @@ def _record_failure(state_ptr, failure_ptr, seen, wanted, counts, lane, channel,
         tl.store(failure_ptr + SEEN, tl.where(peers == 0, wanted, flag))
         tl.store(failure_ptr + WANTED, wanted)
         # The host sees the reason last.
-        _execute("fence.acq_rel.sys", lane)
+        execute("fence.acq_rel.sys", lane)
         tl.store(failure_ptr + FAILURE, tl.where(strange, OUT_OF_STEP, why).to(tl.int64))

@@ -76,6 +76,8 @@ class FusedDispatcher(BaseDispatcher):
 
 
 class FuseEPDispatcher(FusedDispatcher, ExchangeDispatcher):
+    by_pairs = True
+
     @classmethod
     def buffer_spec(cls, config: DispatchConfig) -> ExchangeSpec:
         """Every slot's rows are padded by less than a tile."""

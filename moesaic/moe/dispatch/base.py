@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moesaic.comm.collectives.group import Peers
 from moesaic.comm.windows.window import PlaneSpec
+from moesaic.core.link import EmulatedLink
 from moesaic.core.stats import TrafficStats
 from moesaic.core.step import PREFILL, Step
 from moesaic.moe.formats import CombineInput, DispatchOutput, TopKOutput
@@ -98,6 +99,10 @@ class CommContext:
     buffers: dict[Any, Any] = field(default_factory=dict)
     traffic: dict[str, TrafficStats] = field(default_factory=dict)
     spans: Spans = field(default_factory=Spans)
+    link: EmulatedLink | None = None
+    """Between the ranks, in place of their memory's speed."""
+    overlaps: bool = False
+    """Whether a single batch may compute while its rows travel."""
 
     def shared(self, spec: Hashable, make: Callable[[], Buffer]) -> Buffer:
         """The buffer of all layers with an equal spec; the first one makes it."""
@@ -115,11 +120,15 @@ class BaseDispatcher(ABC):
     """Subclasses implement the four halves with a leading underscore.
 
     Hooks run in the order of registration, with the dispatcher and the input or output; what a hook
-    returns, if not None, replaces it. The value of `pre_dispatch` is (x, topk).
+    returns, if not None, replaces it. The value of `pre_dispatch` is (x, topk). `mid_dispatch` and
+    `mid_combine` run between the two halves, while rows travel, with None.
     """
 
     name: ClassVar[str]
-    HOOKS: ClassVar = ("pre_dispatch", "post_dispatch", "pre_combine", "post_combine")
+    HOOKS: ClassVar = (
+        *("pre_dispatch", "mid_dispatch", "post_dispatch"),
+        *("pre_combine", "mid_combine", "post_combine"),
+    )
 
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
         self.config, self.layout, self.comm = config, config.layout, comm
@@ -144,6 +153,30 @@ class BaseDispatcher(ABC):
         self._hooks[point][handle.id] = hook
         return handle
 
+    def register_pre_dispatch_hook(self, hook: Hook) -> RemovableHandle:
+        """`hook(dispatcher, x_TH, topk)` may return both, or None. `handle.remove()` ends it."""
+        return self.register_hook("pre_dispatch", lambda own, value: hook(own, *value))
+
+    def register_post_dispatch_hook(self, hook: Hook) -> RemovableHandle:
+        """`hook(dispatcher, dispatch_output)`."""
+        return self.register_hook("post_dispatch", hook)
+
+    def register_pre_combine_hook(self, hook: Hook) -> RemovableHandle:
+        """`hook(dispatcher, combine_input)`."""
+        return self.register_hook("pre_combine", hook)
+
+    def register_post_combine_hook(self, hook: Hook) -> RemovableHandle:
+        """`hook(dispatcher, y_TH)`."""
+        return self.register_hook("post_combine", hook)
+
+    def register_mid_dispatch_hook(self, hook: Hook) -> RemovableHandle:
+        """`hook(dispatcher)`, while tokens travel to their experts."""
+        return self.register_hook("mid_dispatch", lambda own, _: hook(own))
+
+    def register_mid_combine_hook(self, hook: Hook) -> RemovableHandle:
+        """`hook(dispatcher)`, while results travel back."""
+        return self.register_hook("mid_combine", lambda own, _: hook(own))
+
     def dispatch(self, x_TH: Tensor, topk: TopKOutput, step: Step = PREFILL) -> DispatchOutput:
         return self.dispatch_b(self.dispatch_a(x_TH, topk, step))
 
@@ -165,6 +198,7 @@ class BaseDispatcher(ABC):
         return pending
 
     def dispatch_b(self, pending: Any) -> DispatchOutput:
+        self._call("mid_dispatch", None)
         begin, before = time.monotonic_ns(), self.traffic.dispatch_bytes
         output = self._call("post_dispatch", self._dispatch_b(pending))
         self.note_dispatch_time(begin, before)
@@ -178,6 +212,7 @@ class BaseDispatcher(ABC):
         return pending
 
     def combine_b(self, pending: Any) -> Tensor:
+        self._call("mid_combine", None)
         begin, before = time.monotonic_ns(), self.traffic.combine_bytes
         y_TH = self._call("post_combine", self._combine_b(pending))
         self.note_combine_time(begin, before, y_TH.shape[0])
@@ -223,7 +258,8 @@ class BaseDispatcher(ABC):
     def _call(self, point: str, value: Value) -> Value:
         for hook in tuple(self._hooks[point].values()):
             replacement = hook(self, value)
-            value = value if replacement is None else replacement
+            if replacement is not None and value is not None:
+                value = replacement
         return value
 
     @abstractmethod

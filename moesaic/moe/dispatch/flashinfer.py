@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moesaic.comm.windows.factory import create_window
+from moesaic.comm.windows.link import HostLink
 from moesaic.comm.windows.window import PlaneSpec, SharedWindow, window_bytes
 from moesaic.core.step import Step
 from moesaic.kernels.cpu.rows import Terms, sum_rows
@@ -67,7 +68,8 @@ class FlashInferDispatcher(WindowDispatcher):
         self.spec = self.buffer_spec(config)
         planes, channels = self.spec.planes(), LANES * len(ExchangeSignal)
         self.lanes = comm.shared(
-            self.spec, lambda: Lanes(create_window(comm.group, planes, comm.timeout, channels))
+            self.spec,
+            lambda: Lanes(create_window(comm.group, planes, comm.timeout, channels, comm.link)),
         )
         self.window: SharedWindow = self.lanes.window
 
@@ -112,6 +114,8 @@ class FlashInferDispatcher(WindowDispatcher):
         count = self.window.plane("counts", rank)[lane, self.layout.rank]
         count.fill_(len(tokens))
         self.window.touch(count, (rank,))
+        if self.window.link is not None:
+            self.window.link.carry(rank, len(tokens) * self.row_bytes)
         if rank != self.layout.rank:
             self.note_dispatch(len(tokens))
 
@@ -138,6 +142,8 @@ class FlashInferDispatcher(WindowDispatcher):
     def _combine_a(self, results: CombineInput) -> PutRoute:
         assert isinstance(results, RowsCombineInput)
         route: PutRoute = results.handle
+        if self.window.link is not None:
+            self._carry_results(self.window.link, route, results.pairs)
         if results.pairs:
             self._put_pairs(route, results.y_RH)
         else:
@@ -149,6 +155,12 @@ class FlashInferDispatcher(WindowDispatcher):
                 self.window.touch(place, (source,))
         self.signal(ExchangeSignal.RESULTS_READY, route.lane)
         return route
+
+    def _carry_results(self, link: HostLink, route: PutRoute, pairs: bool) -> None:
+        assert route.valid_RK is not None
+        unit = self.config.hidden_size * self.config.dtype.itemsize
+        for source, valid_RK in enumerate(route.valid_RK.split(route.counts)):
+            link.carry(source, unit * (int(valid_RK.sum()) if pairs else len(valid_RK)))
 
     def _put_pairs(self, route: PutRoute, y_NH: Tensor) -> None:
         """A row has room for a result of each of its K."""

@@ -135,7 +135,7 @@ class NodeDispatcher(BaseDispatcher):
         self.row = wire_row(inner_config(self.config, self.nodes))
 
     def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> NodeRoute:
-        overlaps = self.config.lanes > 1 and step.overlap != Overlap.OFF and self.sides.exist
+        overlaps = step.overlap != Overlap.OFF and self.sides.exist
         with self.sides.beside(step.lane) if overlaps else nullcontext():
             route = self._send(x_TH, topk, step)
         return replace(route, overlaps=overlaps)

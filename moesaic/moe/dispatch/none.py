@@ -76,7 +76,11 @@ class ReplicatedDispatcher(StandardDispatcher):
         half = self._half(route.lane, 0)
         target = self.exchange.results(route.lane)[half : half + len(results.y_RH)]
         target.copy_(results.y_RH)
-        self.exchange.window.touch(target)
+        window = self.exchange.window
+        window.touch(target)
+        if window.link is not None:
+            for rank in range(self.layout.size):
+                window.link.carry(rank, target.nbytes)
         self.signal(ExchangeSignal.RESULTS_READY, route.lane)
 
     def collect(self, route: RowsRoute, number: int) -> Tensor:

@@ -78,7 +78,7 @@ class DeviceExchange(InFlight):
         self.payload = PAYLOAD_FORMATS[spec.payload]
         device = torch.get_default_device()
         self.window = create_device_window(
-            comm.group, spec.planes(), comm.timeout, spec.channels, device
+            comm.group, spec.planes(), comm.timeout, spec.channels, device, comm.link
         )
         self.sides = SideStreams.of(comm, spec.lanes)
         with torch.inference_mode(False):  # or it could not be written outside that mode
@@ -109,7 +109,10 @@ class DeviceExchange(InFlight):
         self.window.check()
 
     def call(self, kind: int, lane: int, operation: str, layer: int) -> ChannelCall:
-        return self.window.call(lane * CHANNELS + kind, operation, layer)
+        return self.window.call(self.channel(kind, lane), operation, layer)
+
+    def channel(self, kind: int, lane: int) -> int:
+        return lane * CHANNELS + kind
 
     def inbox(self, lane: int, scale: float) -> RowPlanes:
         hidden, values, scales = self.spec.hidden_size, self.payload.values, self.payload.scales

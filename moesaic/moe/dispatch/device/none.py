@@ -5,12 +5,13 @@ T tokens of this rank · K chosen · H hidden.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from moesaic.core.step import Step
 from moesaic.kernels.a2a import ChannelCall, signal, wait
+from moesaic.kernels.link import NO_LOAD, LinkLoad
 from moesaic.moe.dispatch.base import CommContext, DispatchConfig
 from moesaic.moe.dispatch.device.exchange import RESULTS, ROWS, SECOND_RESULTS, DeviceExchangeSpec
 from moesaic.moe.dispatch.device.payload_rows import encoded_rows
@@ -94,5 +95,16 @@ class DeviceReplicated(DeviceRowsDispatcher):
     def _first(self) -> int:
         return self._half * (self.spec.result_rows // 2)
 
-    def _given(self, lane: int) -> ChannelCall:
-        return self._calls[lane][SECOND_RESULTS if self._half else RESULTS]
+    def _load(self, lane: int) -> LinkLoad:
+        """No rows came that could be counted: `_given` knows the most that a step can send."""
+        return NO_LOAD
+
+    def _given(self, route: DeviceRoute) -> ChannelCall:
+        call = self._calls[route.lane][SECOND_RESULTS if self._half else RESULTS]
+        if self.comm.link is None:
+            return call
+        config, rows = self.config, route.tokens.x_TH.shape[0]
+        if self.by_pairs:
+            rows = -(-rows * config.top_k // config.layout.ep_size)
+        nbytes = rows * config.hidden_size * config.dtype.itemsize
+        return replace(call, load=LinkLoad(fixed=nbytes))

@@ -42,6 +42,7 @@ from moesaic.kernels.a2a import (
     send,
     signal,
 )
+from moesaic.kernels.link import NO_LOAD, LinkLoad
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
 from moesaic.moe.dispatch.device.exchange import (
     CHANNELS,
@@ -99,6 +100,7 @@ class DeviceRowsDispatcher(BaseDispatcher):
                 replace(
                     self.exchange.call(kind, lane, self.operation(phase), config.layer),
                     programs=self.programs(phase),
+                    load=self._load(lane) if phase == "combine" else NO_LOAD,
                 )
                 for kind, phase in enumerate(PHASES)
             ]
@@ -106,6 +108,13 @@ class DeviceRowsDispatcher(BaseDispatcher):
         ]
         self._name = self.operation("dispatch")
         self._prepare()
+
+    def _load(self, lane: int) -> LinkLoad:
+        """What results take of an emulated link."""
+        if self.comm.link is None:
+            return NO_LOAD
+        unit = self.config.hidden_size * self.config.dtype.itemsize
+        return LinkLoad(0, unit, self.exchange.channel(ROWS, lane), self.by_pairs)
 
     def programs(self, phase: str) -> int:
         """The most programs of a phase's kernels; 0: no limit."""
@@ -169,7 +178,7 @@ class DeviceRowsDispatcher(BaseDispatcher):
         return route
 
     def _overlaps(self, step: Step) -> bool:
-        return self.config.lanes > 1 and step.overlap != Overlap.OFF
+        return step.overlap != Overlap.OFF
 
     def _receive(self, route: DeviceRoute) -> None:
         inbox, call = self._inboxes[route.lane], self._calls[route.lane][ROWS]
@@ -210,7 +219,7 @@ class DeviceRowsDispatcher(BaseDispatcher):
             return route
         y_TH = self._empty(route)
         with self.sides.beside(route.lane):
-            signal(self._given(route.lane))
+            signal(self._given(route))
             if self.sides.exist:
                 self._collect(route, y_TH)
         return replace(route, y_TH=y_TH)
@@ -223,9 +232,9 @@ class DeviceRowsDispatcher(BaseDispatcher):
         """The first row of the results."""
         return 0
 
-    def _given(self, lane: int) -> ChannelCall:
+    def _given(self, route: DeviceRoute) -> ChannelCall:
         """The channel that signals the results."""
-        return self._calls[lane][RESULTS]
+        return self._calls[route.lane][RESULTS]
 
     def _combine_b(self, route: DeviceRoute) -> Tensor:
         y_TH = self._empty(route) if route.y_TH is None else route.y_TH
@@ -248,4 +257,4 @@ class DeviceRowsDispatcher(BaseDispatcher):
         offset = self.exchange.window.offset(f"results {route.lane}") + first
         results = ResultPlane(route.rows, offset, self.spread)
         collect = collect_pairs if self.by_pairs else collect_rows
-        collect(y_TH, tokens, results, self._given(route.lane), not route.overlaps)
+        collect(y_TH, tokens, results, self._given(route), not route.overlaps)

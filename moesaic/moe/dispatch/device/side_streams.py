@@ -16,13 +16,14 @@ HIGH_PRIORITY: Final = -1
 
 class SideStreams:
     """One for each lane, and the same for all layers, as a GPU that ranks share has few queues.
-    Without a GPU, or with one lane, there are none: what is launched beside the steps runs at once.
+    Without a GPU, or where no step overlaps, there are none: what is launched beside the steps runs
+    at once.
 
     Memory that is allocated inside of `beside` is used again only there, behind all that the steps
     have launched by then. Memory from outside is the caller's to keep until `join`."""
 
     def __init__(self, lanes: int, device: torch.device) -> None:
-        self.exist = lanes > 1 and device.type == "cuda"
+        self.exist = lanes > 0 and device.type == "cuda"
         count = lanes if self.exist else 0
         self._streams = [torch.cuda.Stream(device, priority=HIGH_PRIORITY) for _ in range(count)]
 
@@ -30,7 +31,8 @@ class SideStreams:
     def of(cls, comm: CommContext, lanes: int) -> SideStreams:
         """Those that the dispatchers of all layers share, on the default device."""
         device = torch.get_default_device()
-        return comm.shared(("side streams", lanes), lambda: cls(lanes, device))
+        count = lanes if lanes > 1 or comm.overlaps else 0
+        return comm.shared(("side streams", count), lambda: cls(count, device))
 
     @contextmanager
     def beside(self, lane: int) -> Iterator[None]:

@@ -176,7 +176,9 @@ class Exchange(Lanes):
 
     def __init__(self, spec: ExchangeSpec, comm: CommContext) -> None:
         channels = LANES * len(ExchangeSignal)
-        super().__init__(create_window(comm.group, spec.planes(), comm.timeout, channels))
+        super().__init__(
+            create_window(comm.group, spec.planes(), comm.timeout, channels, comm.link)
+        )
         self.spec = spec
         self.payload = PAYLOAD_FORMATS[spec.payload]
         self._inboxes: list[dict[str, Tensor]] = [{} for _ in range(LANES)]
@@ -264,7 +266,9 @@ class Exchange(Lanes):
 
     def touch_results(self, lane: int, starts: Sequence[int], blocks: Sequence[Tensor]) -> None:
         """Between nodes: sends each result to the node of its token. Results from a start on belong
-        to the published rows of its block, in order."""
+        to the published rows of its block, in order. An emulated link carries them."""
+        if self.window.link is not None:
+            self._carry_results(torch.cat(list(blocks)) if blocks else torch.empty(0))
         if not self.window.spans_nodes:
             return
         results = self.results(lane)
@@ -276,6 +280,13 @@ class Exchange(Lanes):
             for source, count in zip(sources.tolist(), counts.tolist(), strict=True):
                 start, stop = stop, stop + count
                 self.window.touch(results[start:stop], (source,))
+
+    def _carry_results(self, rows_R: Tensor) -> None:
+        assert self.window.link is not None
+        unit = self.spec.hidden_size * self.spec.dtype.itemsize
+        sources, counts = (rows_R // (LANES * self.spec.tokens)).unique(return_counts=True)
+        for source, count in zip(sources.tolist(), counts.tolist(), strict=True):
+            self.window.link.carry(int(source), unit * count)
 
     def collect(self, lane: int, terms: Terms, width: int) -> tuple[Tensor, int]:
         """The sum of each token's results, and how many came from other ranks."""

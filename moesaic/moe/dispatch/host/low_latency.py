@@ -39,6 +39,7 @@ class LowLatencyRoute:
 
 class LowLatencyDispatcher(ExchangeDispatcher):
     name = "deepep_low_latency"
+    by_pairs = True
 
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
         super().__init__(config, comm)

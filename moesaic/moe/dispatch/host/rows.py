@@ -58,12 +58,11 @@ class RowsRoute:
     tokens: list[slice]
     """This rank's tokens of each round."""
     sources: list[Tensor]
-    """For each round the published row of each result, if results go to other nodes."""
+    """For each round the published row of each result, if results go to other nodes or over an
+    emulated link."""
 
 
 class RowsDispatcher(ExchangeDispatcher):
-    everywhere: ClassVar[bool] = False
-    """Whether all tokens go to all groups."""
     output: ClassVar[type[StandardDispatchOutput]] = StandardDispatchOutput
     """The backend's format."""
 
@@ -109,7 +108,9 @@ class RowsDispatcher(ExchangeDispatcher):
             )
 
     def _publish(self, pending: PendingTokens, number: int) -> None:
-        self.exchange.publish(pending.lane, pending.x, pending.topk, self._tokens(number))
+        tokens = self._tokens(number)
+        self.exchange.publish(pending.lane, pending.x, pending.topk, tokens)
+        self.carry_tokens(pending.topk.ids_TK[tokens])
         self.signal(ExchangeSignal.TOKENS_READY, pending.lane)
 
     def _tokens(self, number: int) -> slice:
@@ -207,7 +208,8 @@ class RoundsResult:
         scale = dispatcher.config.global_scale
         self.x = dispatcher.exchange.copy_rows(lane, plan.rows_R, len(self.x or ()), scale)
         self.parts.append((plan.ids_RK, plan.weights_RK))
-        if dispatcher.exchange.window.spans_nodes:
+        window = dispatcher.exchange.window
+        if window.spans_nodes or window.link is not None:
             each_R = (plan.ids_RK >= 0).sum(1) if dispatcher.config.deterministic else None
             rows_R = plan.rows_R
             self.sources.append(rows_R if each_R is None else rows_R.repeat_interleave(each_R))

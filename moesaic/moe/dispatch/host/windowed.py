@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -26,6 +27,12 @@ class WindowDispatcher(BaseDispatcher):
     lanes: Lanes
     """Shared by the layers that share buffers."""
 
+    @property
+    def row_bytes(self) -> int:
+        """What a token takes on its way to a rank, with its ids and weights."""
+        config = self.config
+        return config.payload.row_bytes(config.hidden_size) + 8 * config.top_k
+
     def signal(self, kind: ExchangeSignal, lane: int) -> None:
         self.lanes.signal(kind, lane, self.config.layer, self.operation(kind.phase))
 
@@ -40,6 +47,11 @@ class WindowDispatcher(BaseDispatcher):
 class ExchangeDispatcher(WindowDispatcher):
     """Publishes tokens and results where all ranks read them."""
 
+    everywhere: ClassVar[bool] = False
+    """Whether all tokens go to all groups."""
+    by_pairs: ClassVar[bool] = False
+    """Whether a token goes to a rank once for each of its slots there."""
+
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
         super().__init__(config, comm)
         spec = self.buffer_spec(config)
@@ -53,8 +65,22 @@ class ExchangeDispatcher(WindowDispatcher):
         x = self.config.encode(x_TH)
         self.lanes.acquire(lane, self.operation("dispatch"))
         self.exchange.publish(lane, x, topk, slice(None))
+        self.carry_tokens(topk.ids_TK)
         self.signal(ExchangeSignal.TOKENS_READY, lane)
         return PendingTokens(lane, x, topk)
+
+    def carry_tokens(self, ids_TK: Tensor) -> None:
+        """Puts these tokens on the emulated link, if there is one, for the ranks that read them."""
+        link = self.exchange.window.link
+        if link is None:
+            return
+        groups_TK, width = self.layout.owner(ids_TK), self.layout.moe_tp_size
+        for group in range(self.layout.ep_size):
+            here_TK = groups_TK == group
+            goes = here_TK.any(1) | self.everywhere
+            count = int(here_TK.sum() if self.by_pairs else goes.sum())
+            for rank in range(group * width, (group + 1) * width):
+                link.carry(rank, count * self.row_bytes)
 
     def sum_results(self, lane: int, terms: Terms) -> Tensor:
         y_TH, foreign = self.exchange.collect(lane, terms, self.layout.moe_tp_size)

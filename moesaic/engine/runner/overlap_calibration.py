@@ -1,0 +1,242 @@
+"""Measures steps of all schedules at start, for --overlap auto.
+
+Steps go through the runner as in service: all ranks begin the same ones, with as many tokens on
+each, which share one page of the empty KV cache. Schedules take turns, so that a machine that
+becomes slower slows all of them down, and the slowest rank counts. The compute of a step is that
+of one batch whose kernels do not wait for other ranks; on a CPU, the step without its dispatches
+and combines.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+
+from moesaic.config import ServerArgs
+from moesaic.core.overlap import Overlap
+from moesaic.core.step import Step
+from moesaic.engine.schedule.plan import PlanItem, StepAgreement, StepHandle, StepPlan
+from moesaic.models.blocks import SparseBlock
+from moesaic.overlap.cost import OverlapChoice, StepCosts, between
+from moesaic.overlap.split import cut_decodes, cut_prompts
+
+if TYPE_CHECKING:
+    from moesaic.engine.runner.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+# Requests of the steps; real ones are numbered from 0 or 1 on.
+FIRST_REQUEST: Final = 1 << 50
+PAGE: Final = 1
+CONTEXT: Final = 256
+"""Tokens that a decoding sequence has before the step, if the model has as many positions."""
+PROMPT: Final = 1024
+"""Tokens of a prompt; steps with more have several."""
+LEAST_PREFILL: Final = 16
+ROUNDS: Final = 3
+# Steps in a row, so that the host is ahead of the device.
+DECODES, PREFILLS = 4, 2
+SECONDS: Final = 30.0
+"""When so many have passed in steps that count, no larger step is measured."""
+COMPILE_SECONDS: Final = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepKind:
+    """As many tokens on every rank. `first_half`: those of the first micro-batch."""
+
+    prefill: bool
+    tokens: int
+    first_half: int
+
+    @property
+    def can_split(self) -> bool:
+        return 0 < self.first_half < self.tokens
+
+
+def sizes_of(decode_tokens: int, chunk_tokens: int) -> list[tuple[bool, int]]:
+    """Whether a step prefills, and its tokens: powers of two and the most, small ones first.
+
+    >>> sizes_of(3, 40)
+    [(False, 1), (False, 2), (False, 3), (True, 16), (True, 32), (True, 40)]
+    """
+
+    def powers(least: int, most: int) -> list[int]:
+        found = [1 << n for n in range(most.bit_length()) if least <= 1 << n <= most]
+        return found if most in found or most < least else [*found, most]
+
+    decodes, prefills = powers(1, decode_tokens), powers(LEAST_PREFILL, chunk_tokens)
+    return [*((False, size) for size in decodes), *((True, size) for size in prefills)]
+
+
+def calibrate(runner: ModelRunner, args: ServerArgs) -> list[OverlapChoice]:
+    """The choices for the steps that could be measured in time; all ranks of a stage make the same
+    ones."""
+    began = time.monotonic()
+    calibration = Calibration(runner, args)
+    with torch.inference_mode(), runner.watchdog.waiting_longer(COMPILE_SECONDS):
+        choices = calibration.run()
+    runner.reset_statistics()
+    for recorder in (runner.recorder, runner.balance_recorder):
+        if recorder is not None:
+            recorder.restart()
+    logger.info(
+        "overlap: measured %d sizes of steps in %.1f s", len(choices), time.monotonic() - began
+    )
+    for choice in choices:
+        kind = "prefill" if choice.prefill else "decode"
+        logger.info("overlap: %s of %d tokens a rank: %s", kind, choice.tokens, choice.why)
+    return choices
+
+
+class Calibration:
+    def __init__(self, runner: ModelRunner, args: ServerArgs) -> None:
+        self._runner, self._page_size = runner, args.page_size
+        self._threshold = args.tbo_token_distribution_threshold
+        self._number, self._spent = FIRST_REQUEST, 0.0
+        self._shared = [
+            module
+            for module in runner.model.modules()
+            if isinstance(module, SparseBlock) and module.shared_experts is not None
+        ]
+
+    def run(self) -> list[OverlapChoice]:
+        limits = self._runner.limits
+        for part in (self._runner.cache.keys, self._runner.cache.values):
+            part[:, PAGE].view(torch.uint8).zero_()
+        costs: dict[bool, list[StepCosts]] = {False: [], True: []}
+        found = list[OverlapChoice]()
+        for prefill, tokens in sizes_of(self._runner.max_running, limits.chunk_tokens):
+            if self._slowest([self._spent])[0] > SECONDS:
+                logger.warning(
+                    "overlap: after %.0f s steps of %d and more tokens are not measured: they "
+                    "have the schedule of the largest that was",
+                    SECONDS,
+                    tokens,
+                )
+                break
+            half = between(costs[prefill], -(-tokens // 2))
+            found.append(self._measure(self._kind(prefill, tokens), half))
+            costs[prefill].append(found[-1].costs)
+        return found
+
+    def _kind(self, prefill: bool, tokens: int) -> StepKind:
+        lengths = np.array(self._lengths(prefill, tokens))
+        cut = cut_prompts(lengths, self._threshold) if prefill else cut_decodes(lengths)
+        return StepKind(prefill, tokens, cut.tokens)
+
+    def _lengths(self, prefill: bool, tokens: int) -> list[int]:
+        if not prefill:
+            return [1] * tokens
+        most = min(PROMPT, self._runner.context_length)
+        rest = [tokens % most] if tokens % most else []
+        return [most] * (tokens // most) + rest
+
+    def _measure(self, kind: StepKind, half: StepCosts | None) -> OverlapChoice:
+        """`half`: of half as many tokens, None if they are not known."""
+        splits = kind.can_split and half is not None
+        schedules = [one for one in self._runner.schedules if splits or one != Overlap.TBO]
+        for schedule in schedules:
+            self._timed(kind, schedule)  # compiles
+        begin = time.monotonic()
+        rounds = [self._round(kind, schedules) for _ in range(ROUNDS)]
+        self._spent += time.monotonic() - begin
+        off = schedules.index(Overlap.OFF)
+        medians = [statistics.median(times) for times in zip(*rounds, strict=True)]
+        fastest = min(times[off] for times in rounds)
+        *medians, shared, fastest = self._slowest([*medians, self._shared_seconds(kind), fastest])
+        compute = min(medians.pop(), medians[off])
+        costs = StepCosts(kind.tokens, compute, medians[off] - compute, min(shared, compute))
+        measured = dict(zip(schedules, medians, strict=True))
+        return OverlapChoice(kind.prefill, costs, half, measured, fastest)
+
+    def _round(self, kind: StepKind, schedules: Sequence[Overlap]) -> list[float]:
+        """Seconds of each schedule, and of the compute of one batch."""
+        found = [self._timed(kind, schedule) for schedule in schedules]
+        seconds, inside = found[schedules.index(Overlap.OFF)]
+        compute = seconds - inside
+        if self._runner.watchdog.windows:  # kernels of a device
+            with self._runner.watchdog.compiling_only():
+                compute = self._timed(kind, Overlap.OFF)[0]
+        return [*(total for total, _ in found), compute]
+
+    def _timed(self, kind: StepKind, schedule: Overlap) -> tuple[float, float]:
+        """Seconds of a step, and those of them in dispatches and combines of ranks on CPU: of
+        several steps in a row behind one that all ranks end together."""
+        count = PREFILLS if kind.prefill else DECODES
+        first = self._begin(kind, schedule)
+        # On a device the next steps are there when one ends.
+        ahead = [self._begin(kind, schedule) for _ in range(count) if self._on_device]
+        first.wait()
+        begin, before = time.perf_counter(), self._transfer_seconds()
+        for handle in ahead or (self._begin(kind, schedule) for _ in range(count)):
+            handle.wait()
+        inside = self._transfer_seconds() - before
+        return (time.perf_counter() - begin) / count, inside / count
+
+    def _begin(self, kind: StepKind, schedule: Overlap) -> StepHandle:
+        groups = self._runner.ranks.mesh.dp
+        split = (kind.first_half,) * groups if schedule == Overlap.TBO else ()
+        counts, nothing = (kind.tokens,) * groups, (0,) * groups
+        agreement = StepAgreement(
+            0, counts, nothing, kind.prefill, overlap=schedule, first_half=split
+        )
+        return self._runner.begin(self._plan(kind), agreement)
+
+    @property
+    def _on_device(self) -> bool:
+        return self._runner.device.type == "cuda"
+
+    def _plan(self, kind: StepKind) -> StepPlan:
+        """Sequences that nobody samples; their tokens choose experts as text of any kind does."""
+        runner, positions = self._runner, self._runner.context_length
+        first = 0 if kind.prefill else min(CONTEXT, positions - 1)
+        page_size = self._page_size
+        items = []
+        for row, length in enumerate(self._lengths(kind.prefill, kind.tokens)):
+            self._number += 1
+            ids = [(31 * (self._number + n)) % runner.vocab_size for n in range(length)]
+            pages = [PAGE] * -(-(first + length) // page_size)
+            items.append(PlanItem(self._number, ids, first, row, pages))
+        return StepPlan(items, prefill=kind.prefill)
+
+    def _transfer_seconds(self) -> float:
+        """That ranks on CPU have spent in dispatches and combines."""
+        stats = self._runner.moe.comm.traffic.values()
+        return sum(one.dispatch_seconds + one.combine_seconds for one in stats)
+
+    def _shared_seconds(self, kind: StepKind) -> float:
+        """All shared experts of a step, one behind the other."""
+        if not self._shared:
+            return 0.0
+        x_TH = self._runner.hidden_buffer(kind.tokens).normal_()
+        counts = self._runner.group_counts((kind.tokens,) * self._runner.ranks.mesh.dp)
+        step, times = Step(kind.prefill, counts=counts, rows=kind.tokens), []
+        for _ in range(1 + ROUNDS):
+            self._synchronise()
+            begin = time.perf_counter()
+            for block in self._shared:
+                assert block.shared_experts is not None
+                block.shared_experts(x_TH, step)
+            self._synchronise()
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times[1:])
+
+    def _synchronise(self) -> None:
+        if self._on_device:
+            torch.cuda.synchronize(self._runner.device)
+
+    def _slowest(self, seconds: Sequence[float]) -> list[float]:
+        """Of all ranks of the stage."""
+        packed = struct.pack(f"{len(seconds)}d", *seconds)
+        gathered = self._runner.ranks.stage_peers.all_gather_bytes(packed, "calibrate overlap")
+        by_rank = (struct.unpack(f"{len(seconds)}d", part) for part in gathered)
+        return [max(times) for times in zip(*by_rank, strict=True)]

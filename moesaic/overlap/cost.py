@@ -1,0 +1,186 @@
+"""What a schedule of a step costs, and which one to choose.
+
+A step of one batch takes its compute and its communication, one behind the other. Single-batch
+overlap hides each half of the shared experts behind one of the two transfers of a layer. Two
+micro-batches hide each other's transfers, but experts are read twice, and small products are less
+efficient: two halves compute longer than the whole.
+
+    one batch            K(B) + C(B)
+    single batch         K(B) + C(B) - min(2/3 S(B), C(B)/2) - min(1/3 S(B), C(B)/2)
+    two micro-batches    K(B/2) + max(K(B/2), C(B/2))
+
+B tokens of a rank · K compute · C communication · S shared experts, of which the first two of three
+products run behind the dispatch. The model says what to expect and why; steps are measured, and the
+measured times decide (engine/runner/overlap_calibration.py).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from moesaic.core.overlap import Overlap
+from moesaic.overlap.policy import StepShape
+
+# A schedule must be faster than one batch by this part, which is about what measurements vary.
+LEAST_GAIN: Final = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Seconds of a step of one batch, with as many tokens on every rank."""
+
+    tokens: int
+    compute: float
+    communication: float
+    shared: float = 0.0
+    """Of `compute`, what the shared experts take."""
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.communication
+
+
+def predict(whole: StepCosts, half: StepCosts | None) -> dict[Overlap, float]:
+    """Seconds of each schedule. `half`: of half as many tokens; None if the step cannot be split.
+
+    A step of 3 ms, 1 ms of it communication and 0.3 ms shared experts, whose halves take 1.2 ms and
+    communicate 0.5 ms: one batch 3, single batch 2.7, two micro-batches 2.4 ms.
+    """
+    transfer, shared = whole.communication / 2, whole.shared
+    hidden = min(2 * shared / 3, transfer) + min(shared / 3, transfer)
+    found = {Overlap.OFF: whole.seconds, Overlap.SBO: whole.seconds - hidden}
+    if half is not None:
+        found[Overlap.TBO] = half.compute + max(half.compute, half.communication)
+    return found
+
+
+def between(costs: Sequence[StepCosts], tokens: int) -> StepCosts | None:
+    """The costs of so many tokens, by straight lines between those that are known, in order; None
+    outside of them."""
+    place = bisect_left([one.tokens for one in costs], tokens)
+    if place < len(costs) and costs[place].tokens == tokens:
+        return costs[place]
+    if not 0 < place < len(costs):
+        return None
+    low, high = costs[place - 1], costs[place]
+    part = (tokens - low.tokens) / (high.tokens - low.tokens)
+
+    def mixed(a: float, b: float) -> float:
+        return a + part * (b - a)
+
+    return StepCosts(
+        tokens,
+        mixed(low.compute, high.compute),
+        mixed(low.communication, high.communication),
+        mixed(low.shared, high.shared),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapChoice:
+    """The schedule of steps with about `tokens` tokens on the rank that has most."""
+
+    prefill: bool
+    costs: StepCosts
+    half: StepCosts | None
+    measured: Mapping[Overlap, float]
+    """Seconds of a step, for each schedule that it can have."""
+    fastest_off: float
+    """Seconds of the fastest of the steps of one batch."""
+
+    @property
+    def tokens(self) -> int:
+        return self.costs.tokens
+
+    @property
+    def predicted(self) -> dict[Overlap, float]:
+        return predict(self.costs, self.half)
+
+    @property
+    def chosen(self) -> Overlap:
+        """The fastest, unless one batch has ever been about as fast."""
+        best = min(self.measured, key=lambda schedule: self.measured[schedule])
+        limit = (1 - LEAST_GAIN) * self.fastest_off
+        return best if self.measured[best] < limit else Overlap.OFF
+
+    def hidden_ratio(self, schedule: Overlap) -> float:
+        """The part of the communication that the schedule hides: 0 to 1."""
+        compute, communication = self.costs.compute, self.costs.communication
+        if schedule == Overlap.TBO:
+            if self.half is None:
+                return 0.0
+            compute, communication = 2 * self.half.compute, 2 * self.half.communication
+        if communication <= 0:
+            return 0.0
+        exposed = self.measured[schedule] - compute
+        return min(1.0, max(0.0, 1 - exposed / communication))
+
+    @property
+    def reread(self) -> float:
+        """How much longer two halves compute than the whole."""
+        return 0.0 if self.half is None else 2 * self.half.compute - self.costs.compute
+
+    @property
+    def why(self) -> str:
+        """In milliseconds, for the log."""
+        costs, ms = self.costs, 1e3
+        told = [
+            f"{name(schedule)} {ms * seconds:.3f} ({ms * self.predicted[schedule]:.3f} predicted)"
+            for schedule, seconds in self.measured.items()
+        ]
+        parts = [f"communication {ms * costs.communication:.3f}"]
+        if costs.shared:
+            parts.append(f"shared experts {ms * costs.shared:.3f}")
+        if self.half is not None:
+            parts.append(f"two halves compute {ms * self.reread:.3f} longer")
+        hidden = f"hides {self.hidden_ratio(self.chosen):.0%}" if self.chosen else "nothing hidden"
+        return f"{name(self.chosen)}: ms: {', '.join(told)}; {', '.join(parts)}; {hidden}"
+
+    def facts(self) -> dict[str, Any]:
+        """For /server_info, metrics and benchmarks."""
+        return {
+            "kind": "prefill" if self.prefill else "decode",
+            "tokens": self.tokens,
+            "chosen": name(self.chosen),
+            "compute_ms": 1e3 * self.costs.compute,
+            "communication_ms": 1e3 * self.costs.communication,
+            "shared_ms": 1e3 * self.costs.shared,
+            "reread_ms": 1e3 * self.reread,
+            "measured_ms": {name(key): 1e3 * value for key, value in self.measured.items()},
+            "predicted_ms": {
+                name(key): 1e3 * self.predicted[key]
+                for key in self.measured
+                if key in self.predicted
+            },
+            "hidden_ratio": {name(key): self.hidden_ratio(key) for key in self.measured},
+        }
+
+
+def name(schedule: Overlap) -> str:
+    """As --overlap names it."""
+    return schedule.name.lower()
+
+
+class ChosenOverlap:
+    """Chooses by measured steps; between two sizes only what both chose."""
+
+    def __init__(self, choices: Sequence[OverlapChoice]) -> None:
+        self._kinds = {
+            prefill: sorted((c for c in choices if c.prefill == prefill), key=lambda c: c.tokens)
+            for prefill in (False, True)
+        }
+
+    def choose(self, shape: StepShape) -> Overlap:
+        kind = self._kinds[shape.prefill]
+        if not kind:
+            return Overlap.OFF
+        place = bisect_left([choice.tokens for choice in kind], max(shape.counts))
+        around = kind[max(0, place - 1) : place + 1]
+        if place < len(kind) and kind[place].tokens == max(shape.counts):
+            around = kind[place : place + 1]
+        found = {choice.chosen for choice in around}
+        schedule = found.pop() if len(found) == 1 else Overlap.OFF
+        return Overlap.OFF if schedule == Overlap.TBO and not shape.can_split else schedule
