@@ -113,7 +113,8 @@ def test_models_without_shared_experts_have_no_single_batch_overlap() -> None:
 
 
 def test_sizes_that_are_measured() -> None:
-    assert sizes_of(3, 40) == [
-        (False, 1), (False, 2), (False, 3), (True, 16), (True, 32), (True, 40),
+    assert sizes_of(20, 40) == [
+        (False, 1), (False, 2), (False, 4), (False, 8), (False, 16), (True, 16),
+        (False, 20), (True, 32), (True, 40),
     ]  # fmt: skip
     assert sizes_of(4, 8) == [(False, 1), (False, 2), (False, 4)]

@@ -43,7 +43,7 @@ PROMPT: Final = 1024
 LEAST_PREFILL: Final = 16
 ROUNDS: Final = 5
 # Steps in a row, so that the host is ahead of the device.
-DECODES, PREFILLS = 6, 2
+DECODES, PREFILLS, HOST_STEPS = 6, 2, 2
 SECONDS: Final = 30.0
 """When so many have passed in steps that count, no larger step is measured."""
 COMPILE_SECONDS: Final = 120.0
@@ -65,8 +65,8 @@ class StepKind:
 def sizes_of(decode_tokens: int, chunk_tokens: int) -> list[tuple[bool, int]]:
     """Whether a step prefills, and its tokens: powers of two and the most, small ones first.
 
-    >>> sizes_of(3, 40)
-    [(False, 1), (False, 2), (False, 3), (True, 16), (True, 32), (True, 40)]
+    >>> sizes_of(20, 32)
+    [(False, 1), (False, 2), (False, 4), (False, 8), (False, 16), (True, 16), (False, 20), (True, 32)]
     """
 
     def powers(least: int, most: int) -> list[int]:
@@ -74,7 +74,8 @@ def sizes_of(decode_tokens: int, chunk_tokens: int) -> list[tuple[bool, int]]:
         return found if most in found or most < least else [*found, most]
 
     decodes, prefills = powers(1, decode_tokens), powers(LEAST_PREFILL, chunk_tokens)
-    return [*((False, size) for size in decodes), *((True, size) for size in prefills)]
+    sizes = [*((False, size) for size in decodes), *((True, size) for size in prefills)]
+    return sorted(sizes, key=lambda one: one[1])
 
 
 def calibrate(runner: ModelRunner, args: ServerArgs) -> list[OverlapChoice]:
@@ -174,15 +175,15 @@ class Calibration:
     def _timed(self, kind: StepKind, schedule: Overlap) -> tuple[float, float]:
         """Seconds of a step, and those of them in dispatches and combines of ranks on CPU: of
         several steps in a row behind one that all ranks end together."""
-        count = PREFILLS if kind.prefill else DECODES
         if self._on_device:
+            count = PREFILLS if kind.prefill else DECODES
             return self._timed_on_device(kind, schedule, count), 0.0
         self._begin(kind, schedule).wait()
         begin, before = time.perf_counter(), self._transfer_seconds()
-        for _ in range(count):
+        for _ in range(HOST_STEPS):
             self._begin(kind, schedule).wait()
         inside = self._transfer_seconds() - before
-        return (time.perf_counter() - begin) / count, inside / count
+        return (time.perf_counter() - begin) / HOST_STEPS, inside / HOST_STEPS
 
     def _timed_on_device(self, kind: StepKind, schedule: Overlap, count: int) -> float:
         """From the end of a step to the end of the last, while the host launches ahead."""
