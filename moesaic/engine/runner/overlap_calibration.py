@@ -65,8 +65,8 @@ class StepKind:
 def sizes_of(decode_tokens: int, chunk_tokens: int) -> list[tuple[bool, int]]:
     """Whether a step prefills, and its tokens: powers of two and the most, small ones first.
 
-    >>> sizes_of(20, 32)
-    [(False, 1), (False, 2), (False, 4), (False, 8), (False, 16), (True, 16), (False, 20), (True, 32)]
+    >>> sizes_of(5, 32)
+    [(False, 1), (False, 2), (False, 4), (False, 5), (True, 16), (True, 32)]
     """
 
     def powers(least: int, most: int) -> list[int]:
