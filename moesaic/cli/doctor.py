@@ -149,11 +149,11 @@ def _notes(found: Findings, gpus: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 def _lay_out(args: ServerArgs) -> MemoryPlan:
     from moesaic.engine.setup.memory_plan import plan_memory
-    from moesaic.models.locate import model_folder
+    from moesaic.models.locate import model_folder, with_local_folders
 
     folder = model_folder(args)
     _check_files(args, folder)
-    return plan_memory(replace(args, model_path=folder))
+    return plan_memory(with_local_folders(args, folder))
 
 
 def _check_files(args: ServerArgs, folder: str) -> None:

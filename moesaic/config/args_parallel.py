@@ -36,6 +36,12 @@ OTHER_RUNNER_BACKENDS = tuple(
 )
 LORA_RUNNER_BACKENDS = ("lora_cutedsl", "lora_triton", "lora_marlin")
 REGISTER = "or name the module that registers it with --moe-backend-module"
+REFUSED_A2A_BACKENDS = dict.fromkeys(
+    OTHER_A2A_BACKENDS, "it is not built, and all give the same answers: give deepep, " + REGISTER
+)
+REFUSED_RUNNER_BACKENDS = dict.fromkeys(
+    OTHER_RUNNER_BACKENDS, "it is not built: leave it out, and the weights decide, " + REGISTER
+) | dict.fromkeys(LORA_RUNNER_BACKENDS, "LoRA adapters are not served: leave it out")
 TRANSFER_BACKENDS = ("mooncake", "nixl", "ascend", "fake", "mori", "mooncake_tcp")
 
 
@@ -129,21 +135,14 @@ class MoeArgs:
         "How tokens are sent to their experts.",
         choices=A2A_BACKENDS,
         open=True,
-        refused=dict.fromkeys(
-            OTHER_A2A_BACKENDS,
-            "it is not built, and all give the same answers: give deepep, " + REGISTER,
-        ),
+        refused=REFUSED_A2A_BACKENDS,
     )
     moe_runner_backend: str = flag(
         "auto",
         "How experts compute.",
         choices=RUNNER_BACKENDS,
         open=True,
-        refused=dict.fromkeys(
-            OTHER_RUNNER_BACKENDS,
-            "it is not built: leave it out, and the weights decide, " + REGISTER,
-        )
-        | dict.fromkeys(LORA_RUNNER_BACKENDS, "LoRA adapters are not served: leave it out"),
+        refused=REFUSED_RUNNER_BACKENDS,
     )
     moe_backend_module: str | None = flag(
         None, "Python module that registers more backends for the two flags above.", metavar="M"

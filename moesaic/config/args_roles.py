@@ -3,49 +3,129 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moesaic.config.args_engine import ATTENTION_BACKENDS
-from moesaic.config.args_parallel import A2A_BACKENDS, RUNNER_BACKENDS, TRANSFER_BACKENDS
-from moesaic.config.flags import not_built
+from moesaic.config.args_engine import (
+    ATTENTION_BACKENDS,
+    ATTENTION_KERNELS,
+    QUANTIZATIONS,
+    QUANTIZATIONS_BUILT,
+)
+from moesaic.config.args_parallel import (
+    A2A_BACKENDS,
+    REFUSED_A2A_BACKENDS,
+    REFUSED_RUNNER_BACKENDS,
+    RUNNER_BACKENDS,
+    TRANSFER_BACKENDS,
+)
+from moesaic.config.flags import flag, not_built
+from moesaic.core.speculation import ALGORITHMS, SAME, UNQUANTISED
 
 
 @dataclass(frozen=True)
 class SpeculativeArgs:
     GROUP: ClassVar[str] = "Speculative decoding"
-    WHY: ClassVar[str] = "a step decodes one token of a request"
 
-    speculative_algorithm: str | None = not_built(
+    speculative_algorithm: str | None = flag(
         None,
-        "How draft tokens are made.",
+        "How draft tokens are made, which steps verify; unset: a step decodes one token of a "
+        "request. EAGLE and NEXTN: by the checkpoint's own layer for multi-token prediction.",
         choices=("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", "DFLASH", "DSPARK", "UNO"),
+        same=SAME,
+        built=tuple(ALGORITHMS),
+        why="nothing makes such drafts yet",
     )
-    speculative_draft_model_path: str | None = not_built(
-        None, "Folder of the draft model.", aliases=("--speculative-draft-model",), metavar="DIR"
+    speculative_draft_model_path: str | None = flag(
+        None,
+        "Folder of the draft model of STANDALONE: a smaller model with the target's vocabulary.",
+        aliases=("--speculative-draft-model",),
+        metavar="DIR",
     )
-    speculative_num_steps: int | None = not_built(None, "Draft steps before a verify.", at_least=1)
-    speculative_eagle_topk: int | None = not_built(None, "Branches of a draft step.", at_least=1)
-    speculative_num_draft_tokens: int | None = not_built(
-        None, "Draft tokens verified at once.", at_least=1
+    speculative_draft_model_quantization: str | None = flag(
+        None,
+        "Quantization of the draft model's experts; unset: as the checkpoint has them, or the "
+        "target's --quantization; unquant: none.",
+        choices=QUANTIZATIONS,
+        same={"awq_marlin": "awq", "gptq_marlin": "gptq"},
+        built=(UNQUANTISED, *QUANTIZATIONS_BUILT),
+        why="there are no kernels for this format",
+    )
+    speculative_num_steps: int | None = flag(
+        None, "Tokens that a draft model proposes, one after the other.", at_least=1
+    )
+    speculative_eagle_topk: int | None = flag(
+        None, "Branches of a draft step: 1, a draft is a chain.", at_least=1
+    )
+    speculative_num_draft_tokens: int | None = flag(
+        None, "Tokens of a request that a step verifies: its newest one and drafts.", at_least=1
     )
     speculative_accept_threshold_single: float = not_built(
-        1.0, "Accept a draft token above this probability.", above=0, at_most=1
+        1.0,
+        "Accept a draft token above this probability.",
+        above=0,
+        at_most=1,
+        why="drafts never change an answer",
     )
     speculative_accept_threshold_acc: float = not_built(
-        1.0, "Divide the acceptance bound of a draft token by this.", above=0, at_most=1
+        1.0,
+        "Divide the acceptance bound of a draft token by this.",
+        above=0,
+        at_most=1,
+        why="drafts never change an answer",
     )
     speculative_token_map: str | None = not_built(
-        None, "File with the drafter's vocabulary.", metavar="FILE"
+        None,
+        "File with the drafter's vocabulary.",
+        metavar="FILE",
+        why="drafts are made of the whole vocabulary",
     )
-    speculative_attention_mode: str = not_built(
-        "prefill", "Attention kernels of the verify step.", choices=("prefill", "decode")
+    speculative_attention_mode: str = flag(
+        "prefill",
+        "Attention kernels of the verify step: one serves both, whichever is named.",
+        choices=("prefill", "decode"),
+        idle=("decode",),
+        built=("prefill",),
+        why="attention has kernels of its own, which the device decides",
     )
-    speculative_draft_attention_backend: str | None = not_built(
-        None, "Attention kernels of the drafter.", choices=ATTENTION_BACKENDS
+    speculative_draft_attention_backend: str | None = flag(
+        None,
+        "Attention kernels of the drafter: those of the device, whichever is named.",
+        choices=ATTENTION_BACKENDS,
+        idle=ATTENTION_KERNELS,
+        built=("auto",),
+        why="attention has kernels of its own, which the device decides",
     )
-    speculative_moe_runner_backend: str | None = not_built(
-        None, "Runner of the drafter; unset: the target's.", choices=RUNNER_BACKENDS
+    speculative_moe_runner_backend: str | None = flag(
+        None,
+        "Runner of the draft model; unset: the target's.",
+        choices=RUNNER_BACKENDS,
+        open=True,
+        refused=REFUSED_RUNNER_BACKENDS,
     )
-    speculative_moe_a2a_backend: str | None = not_built(
-        None, "All-to-all of the drafter; unset: the target's.", choices=A2A_BACKENDS
+    speculative_moe_a2a_backend: str | None = flag(
+        None,
+        "All-to-all of the draft model; unset: the target's.",
+        choices=A2A_BACKENDS,
+        open=True,
+        refused=REFUSED_A2A_BACKENDS,
+    )
+    disable_speculative_adaptive: bool = flag(
+        False,
+        "Draft as many tokens in every step; else as many as pay, or none, as acceptance and the "
+        "times of steps have shown.",
+    )
+    speculative_ngram_max_trie_depth: int = flag(
+        18, "NGRAM: the most tokens before a draft that are compared.", at_least=3
+    )
+    speculative_ngram_capacity: int = flag(
+        10_000_000,
+        "NGRAM: tokens of ended requests that drafts are looked for in, by serving group; each "
+        "takes up to 110 bytes.",
+        at_least=0,
+    )
+    speculative_ngram_match_type: str = flag(
+        "BFS",
+        "NGRAM: which of the longest matches is drafted from: BFS the newest, PROB one with the "
+        "most frequent next token.",
+        choices=("BFS", "PROB"),
     )
 
 

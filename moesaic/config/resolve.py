@@ -31,7 +31,8 @@ from moesaic.config.overlap import (
     overlap_contradictions,
     resolved_overlap,
 )
-from moesaic.core.addresses import host_and_port
+from moesaic.config.speculation import speculation_defaults, speculation_problems
+from moesaic.core.addresses import host_and_port, is_address
 
 logger = logging.getLogger(__name__)
 
@@ -178,6 +179,8 @@ def _defaults(args: ServerArgs) -> Iterator[FlagChange]:
     yield FlagChange("overlap", *resolved_overlap(args))
     if args.dist_timeout is None:
         yield FlagChange("dist_timeout", DIST_TIMEOUT, "the default")
+    for change in speculation_defaults(args):
+        yield FlagChange(*change)
 
 
 def contradictions(args: ServerArgs) -> Iterator[str]:
@@ -291,7 +294,7 @@ def _rendezvous(args: ServerArgs) -> Iterator[str]:
                 "--dist-init-addr NODE0:PORT, an address of node 0 and a free port there "
                 "(or MASTER_ADDR and MASTER_PORT in the environment)"
             )
-    if address is not None and not _is_address(address):
+    if address is not None and not is_address(address):
         yield (
             f"{source} is {address!r}: give HOST:PORT with a port from 1 to 65535, such as "
             "10.0.0.1:29500 or [fd00::1]:29500"
@@ -304,13 +307,6 @@ def master_address() -> str | None:
     if not host or not port:
         return None
     return host_and_port(host, port)
-
-
-def _is_address(text: str) -> bool:
-    host, _, port = text.rpartition(":")
-    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host.replace(":", " ")
-    named = bool(bare) and not any(letter.isspace() or letter in "[]/" for letter in bare)
-    return named and port.isascii() and port.isdecimal() and 1 <= int(port) <= 65535
 
 
 def _dp_attention(args: ServerArgs) -> Iterator[str]:
@@ -373,10 +369,16 @@ def _deepep_config(args: ServerArgs) -> Iterator[str]:
 def _backend_names(args: ServerArgs) -> Iterator[str]:
     """Unknown names, unless a module or an installed package may register them: then the registry
     decides once they are imported."""
-    for field in ("moe_a2a_backend", "moe_runner_backend"):
+    target = ("moe_a2a_backend", "moe_runner_backend")
+    for field in (*target, *(f"speculative_{name}" for name in target)):
         spec, name = specs(ServerArgs)[field], getattr(args, field)
         known = [str(choice) for choice in spec.flag.choices]
-        if name in known or args.moe_backend_module or entry_points(group=BACKEND_ENTRY_POINTS):
+        if (
+            name is None
+            or name in known
+            or args.moe_backend_module
+            or entry_points(group=BACKEND_ENTRY_POINTS)
+        ):
             continue
         if name in spec.flag.refused:
             yield f"{spec.name} is {name!r}: {spec.flag.refused[name]}"
@@ -427,9 +429,7 @@ def _roles(args: ServerArgs) -> Iterator[str]:
         )
     if args.disaggregation_mode == "prefill" and args.disaggregation_transfer_backend == "fake":
         yield "--disaggregation-transfer-backend fake sends nothing: prefill needs a real one"
-    if args.speculative_algorithm is None:
-        for typed in given(args, "speculative_num_draft_tokens"):
-            yield f"{typed} needs --speculative-algorithm"
+    yield from speculation_problems(args)
 
 
 def _https(args: ServerArgs) -> Iterator[str]:

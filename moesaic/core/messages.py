@@ -68,6 +68,8 @@ class RequestDelta(msgspec.Struct, array_like=True, gc=False):
     routed_first: int = 0
     routed: bytes = b""
     """Experts of the tokens from `routed_first` on, if the request asks for them."""
+    drafts: tuple[int, int, int] = (0, 0, 0)
+    """As Request.draft_counts."""
 
 
 class StepOutput(Message):

@@ -96,10 +96,15 @@ class Request(NewRequest, eq=False):
     pending: int = 0
     drafts: list[int] = []
     """A drafter's proposals for the next tokens, which the next step verifies."""
+    may_draft: bool = True
+    """False once a step with drafts of it has failed: if it fails without, drafts did not cause it.
+    """
     verifying: bool = False
     """An in-flight step verifies drafts: how many tokens it yields is not known yet."""
     awaits_grammar: bool = False
     """A step computed all its tokens before its grammar was compiled."""
+    draft_counts: tuple[int, int, int] = (0, 0, 0)
+    """Drafts that steps have verified for it, the tokens of these, and those that were accepted."""
     cached_tokens: int = 0
     retractions: int = 0
     finish_reason: FinishReason | None = None

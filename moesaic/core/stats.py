@@ -88,6 +88,14 @@ class GroupStats(msgspec.Struct, array_like=True):
     """Tokens of a page."""
     waiting_tokens: int = 0
     """Prompt tokens of the requests that wait."""
+    verified: int = 0
+    """Drafts that steps have verified: chains, of one request and step each."""
+    drafted_tokens: list[int] = []
+    """The tokens of these at each position."""
+    accepted_tokens: list[int] = []
+    """Those that were accepted."""
+    num_drafts: int = 0
+    """The most tokens of a draft in the next step."""
 
 
 class EngineStats(msgspec.Struct):

@@ -66,7 +66,12 @@ from moesaic.engine.text.tokenizer import load_tokenizer
 from moesaic.engine.worker.local_core import LocalCore
 from moesaic.engine.worker.rank_info import log_ranks
 from moesaic.models.checkpoint import check_folder
-from moesaic.models.locate import changed_folder, own_folder, tokenizer_folder
+from moesaic.models.locate import (
+    changed_folder,
+    own_folder,
+    tokenizer_folder,
+    with_local_folders,
+)
 from moesaic.observe.requests import RequestStats, RequestWatch
 from moesaic.observe.spans import SpanKind
 
@@ -486,12 +491,8 @@ def _preferred_params(args: ServerArgs) -> dict[str, Any]:
 
 
 def _with_local_model(args: ServerArgs, folder: str) -> ServerArgs:
-    return replace(
-        args,
-        model_path=folder,
-        tokenizer_path=tokenizer_folder(args, folder),
-        served_model_name=args.served_model_name or args.model_path,
-    )
+    name = args.served_model_name or args.model_path
+    return replace(with_local_folders(args, folder), served_model_name=name)
 
 
 def _with_own_folder(args: ServerArgs, given: ServerArgs, folder: str) -> ServerArgs:

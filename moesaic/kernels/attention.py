@@ -34,6 +34,9 @@ DECODE = "moesaic.kernels.triton.attention_decode"
 PREFILL = "moesaic.kernels.triton.attention_prefill"
 FP8 = torch.float8_e4m3fn
 MAX_SPLITS = 128
+# Up to this many single tokens, each split of the decode kernel norms and rotates its inputs, which
+# takes less time than another kernel launch.
+MAX_FUSED_ENTRIES = 32
 # Query heads times positions of a tile in prefill.
 PREFILL_ROWS = 128
 Out = TypeVar("Out", bound=Tensor | Rows)

@@ -325,24 +325,24 @@ def _expand(
 
 
 class DecodeBuffers:
-    """Static tensors of a CUDA graph that decodes up to `size` sequences of a page table, with up
-    to `queries` new tokens each. `attention` reads them and the table in every run of the graph;
-    rows without a token become zeros and store nothing.
+    """Static tensors of a CUDA graph that decodes up to `rows` new tokens of a page table's
+    sequences. `attention` reads them and the table in every run of the graph; rows without a token
+    become zeros and store nothing.
 
-    The decode kernel takes each token as its own sequence; tokens of one sequence share its pages.
-    All tokens are stored before any is read, so each token sees those before it.
+    The decode kernel takes each token as its own sequence. `shares`: several tokens may be of one
+    sequence, and share its pages. All tokens are stored before any is read then, so that each token
+    sees those before it.
     """
 
     def __init__(
         self,
         cache: PagedCache,
-        size: int,
+        rows: int,
         table: PageTable,
         deterministic: bool = False,
-        queries: int = 1,
+        shares: bool = False,
     ) -> None:
-        self.cache, self.size, self.table, self.queries = cache, size, table, queries
-        self.rows = rows = size * queries
+        self.cache, self.rows, self.table = cache, rows, table
         device, pages = cache.keys.device, table.pages
         self._packed = torch.zeros(4, rows, dtype=torch.int32, device=device)
         slots_T, positions_T, kv_lens_T, first_T = self._packed
@@ -355,7 +355,7 @@ class DecodeBuffers:
         max_kv_len = table.max_pages * cache.page_size
         decode = decode_rows(cache, rows_T, kv_lens_T, first_T, pages, max_kv_len)
         self.attention = GpuAttention(cache, slots_T, positions_T, decode)
-        self.attention.fused = queries == 1
+        self.attention.fused = not shares
 
     @property
     def positions_T(self) -> Tensor:
@@ -363,19 +363,27 @@ class DecodeBuffers:
 
     def fill(self, sequences: Sequences) -> None:
         """The sequences' rows follow each other from row 0 on. Does not block the host."""
-        if len(sequences) > self.size:
-            raise ValueError(
-                f"{len(sequences)} sequences do not fit into buffers for {self.size}: use larger "
-                "ones"
-            )
-        assert (sequences.lengths_B <= self.queries).all(), f"more than {self.queries} queries"
         number, position = sequences.positions()
+        if len(position) > self.rows:
+            raise ValueError(
+                f"{len(position)} tokens do not fit into buffers for {self.rows}: use larger ones"
+            )
         first = sequences.first_B[number]
         packed = np.zeros((4, self.rows), np.int32)
         packed[0] = -1
         slots = self.table.slots(self.cache.page_size, first, position)
         packed[:, : len(position)] = slots, position, position + 1, first
         self._packed.copy_(pinned(packed, self._packed.device), non_blocking=True)
+
+    def fill_singles(self, positions_B: Tensor, first_B: Tensor) -> None:
+        """A token of each sequence at positions that only the device may know; `first_B`: the first
+        entries of the sequences in the page table."""
+        size = self.cache.page_size
+        slots_B = self.table.pages[first_B + positions_B // size] * size + positions_B % size
+        self._packed.zero_()
+        self._packed[0].fill_(-1)
+        columns = torch.stack((slots_B, positions_B, positions_B + 1, first_B))
+        self._packed[:, : len(positions_B)].copy_(columns)
 
 
 def _single_queries(kv_lens_B: Tensor, first_B: Tensor, pages: Tensor) -> Prefill:

@@ -6,6 +6,7 @@ C latent size · V value size.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from moesaic.layers.context import AttentionSpec, LatentSpec
@@ -14,17 +15,21 @@ from moesaic.layers.torch_attention import TorchAttention
 
 
 class PaddedAttention(TorchAttention):
-    """Attends for the rows that `fill` set last, up to `queries` of each sequence; all others get
-    zeros and store nothing."""
+    """Attends for the rows that `fill` set last; all others get zeros and store nothing."""
 
-    def __init__(self, cache: PagedCache, table: PageTable, queries: int = 1) -> None:
+    def __init__(self, cache: PagedCache, table: PageTable) -> None:
         super().__init__(cache, [])
-        self.table, self.queries = table, queries
+        self.table = table
 
     def fill(self, sequences: Sequences) -> None:
         """The sequences' rows follow each other from row 0 on."""
-        assert (sequences.lengths_B <= self.queries).all(), f"more than {self.queries} queries"
         super().__init__(self.cache, self.table.spans(sequences))
+
+    def fill_singles(self, positions_B: Tensor, first_B: Tensor) -> None:
+        """As DecodeBuffers.fill_singles."""
+        rows_B, ones_B = torch.arange(len(first_B)), torch.ones(len(first_B), dtype=torch.int64)
+        columns = (rows_B, ones_B, positions_B + 1, first_B)
+        self.fill(Sequences(*(column.int().numpy() for column in columns)))
 
     def attend(self, spec: AttentionSpec, q_TND: Tensor, k_TMD: Tensor, v_TMD: Tensor) -> Tensor:
         out_TND, rows = q_TND.new_zeros(q_TND.shape), len(self.slots_T)

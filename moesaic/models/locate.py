@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,6 +42,19 @@ def tokenizer_folder(args: ServerArgs, model: str) -> str | None:
     if args.tokenizer_path is None or args.tokenizer_path == args.model_path:
         return model if args.tokenizer_path else None
     return _Hub(_hub_root(args), None).folder(args.tokenizer_path)
+
+
+def with_local_folders(args: ServerArgs, folder: str) -> ServerArgs:
+    """The same with folders in the place of names. `folder`: the model's."""
+    draft = args.speculative_draft_model_path
+    if draft is not None:
+        draft = _Hub(_hub_root(args), None).folder(draft)
+    return replace(
+        args,
+        model_path=folder,
+        tokenizer_path=tokenizer_folder(args, folder),
+        speculative_draft_model_path=draft,
+    )
 
 
 def _hub_root(args: ServerArgs) -> Path:

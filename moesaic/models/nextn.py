@@ -30,6 +30,8 @@ from moesaic.models.deepseek_v2 import LayerParts
 from moesaic.models.deepseek_v3 import variant_of
 from moesaic.models.schemes import Scheme
 from moesaic.models.weights import build_whole, load_weights, sync_input_scales
+from moesaic.moe.context import MoeContext
+from moesaic.moe.layer import FusedMoE
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 
@@ -126,6 +128,14 @@ class NextN(Module):
         assert isinstance(layer, NextNLayer)
         return layer
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all weights but the main model's."""
+        experts = (module.weights for module in self.modules() if isinstance(module, FusedMoE))
+        return sum(parameter.nbytes for parameter in self.parameters()) + sum(
+            weights.w13_eJH.nbytes + weights.w2_eHI.nbytes for weights in experts
+        )
+
     def checkpoint_slots(self) -> Iterator[TensorSlot | MatrixSlot]:
         return self.slots("model.")
 
@@ -135,10 +145,19 @@ class NextN(Module):
         return not ours or name.endswith("rotary_emb.inv_freq")
 
 
-def build_nextn(raw: RawConfig, main: CausalLM, own: OwnWeights) -> NextN:
-    """Weights are not loaded yet. `main`: the whole model or its last stage."""
+def build_nextn(
+    raw: RawConfig,
+    main: CausalLM,
+    own: OwnWeights,
+    moe: MoeContext | None = None,
+    count: int | None = None,
+) -> NextN:
+    """Weights are not loaded yet. `main`: the whole model or its last stage. `moe`: of the layers'
+    experts, unset: `main`'s. `count`: the first layers only."""
     assert main.lm_head is not None, "only the last stage predicts"
-    config = replace(main.config, parallel=replace(main.config.parallel, layers=_layers(raw)))
+    layers = nextn_layers(raw)[:count]
+    parallel = replace(main.config.parallel, layers=layers)
+    config = replace(main.config, parallel=parallel, moe=moe or main.config.moe)
     parts = LayerParts(raw, config, variant_of(raw), main.rope)
     return NextN(parts, main.model.embed_tokens, main.lm_head, own).eval()
 
@@ -147,14 +166,24 @@ def load_nextn(main: CausalLM, folder: Path, scheme: Scheme | None = None) -> Ne
     """The MTP layers of `main`'s checkpoint, sharded and quantised like `main`."""
     raw = RawConfig.read(folder)
     with Checkpoint(folder) as checkpoint:
-        own = OwnWeights.of(checkpoint, _layers(raw))
+        own = OwnWeights.of(checkpoint, nextn_layers(raw))
     model = build_nextn(raw, main, own)
-    load_weights(model, folder, scheme, lambda raw: build_nextn(raw, build_whole(raw), own))
-    sync_input_scales(model, folder)
+    fill_nextn(model, folder, own, scheme)
     return model
 
 
-def _layers(raw: RawConfig) -> range:
+def fill_nextn(model: NextN, folder: Path, own: OwnWeights, scheme: Scheme | None = None) -> None:
+    """Loads the weights."""
+    count = len(model.config.layers)
+
+    def whole(raw: RawConfig) -> NextN:
+        return build_nextn(raw, build_whole(raw), own, count=count)
+
+    load_weights(model, folder, scheme, whole)
+    sync_input_scales(model, folder)
+
+
+def nextn_layers(raw: RawConfig) -> range:
     names = raw.list_of("architectures", str)
     if ARCHITECTURE not in names:
         raise ValueError(

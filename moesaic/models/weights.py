@@ -243,7 +243,7 @@ def _copy(planes: dict[str, Tensor], slot: MatrixSlot) -> None:
         into.copy_(plane)
 
 
-def fill_randomly(model: CausalLM, seed: int, *, direct: bool | None = None) -> None:
+def fill_randomly(model: Loadable, seed: int, *, direct: bool | None = None) -> None:
     """`--load-format dummy`: random weights of a realistic magnitude.
 
     They depend on the seed and the name only, so ranks agree. `direct`, the default on a GPU, draws

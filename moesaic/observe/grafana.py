@@ -53,6 +53,13 @@ ROWS: Final = {
         Panel("Time in steps", "percentunit", "forward_seconds_total", 6),
         Panel("Communication hidden by overlap", "percentunit", "overlap_hidden_ratio"),
     ),
+    "Speculative decoding": (
+        Panel("Tokens of a draft", "short", "spec_accept_length spec_num_drafts", 6),
+        Panel("Acceptance", "percentunit", "spec_accept_rate", 6),
+        Panel("Drafts verified", "ops", "spec_verified_total", 4),
+        Panel("Drafted tokens", "short", "spec_drafted_tokens_total", 4),
+        Panel("Accepted tokens", "short", "spec_accepted_tokens_total", 4),
+    ),
     "Ranks": (
         Panel(
             "Ranks: compute and wait",

@@ -132,6 +132,26 @@ def _groups(value: Callable[[GroupStats], float], hidden: Labels = (GROUP,)) -> 
     return Series(MetricSource.SCHEDULERS, read, (GROUP,), hidden)
 
 
+def _drafting(value: Callable[[GroupStats], float]) -> Series:
+    """Of schedulers that may plan drafts."""
+
+    def read(snapshot: Snapshot) -> Iterator[Sample]:
+        for group in snapshot.engine.groups:
+            if group.drafted_tokens:
+                yield (str(group.group),), value(group)
+
+    return Series(MetricSource.SCHEDULERS, read, (GROUP,), hidden=(GROUP,))
+
+
+def _positions(value: Callable[[GroupStats], Sequence[int]]) -> Series:
+    def read(snapshot: Snapshot) -> Iterator[Sample]:
+        for group in snapshot.engine.groups:
+            for position, number in enumerate(value(group), 1):
+                yield (str(group.group), str(position)), number
+
+    return Series(MetricSource.SCHEDULERS, read, (GROUP, "position"), hidden=(GROUP,))
+
+
 def _phases(prefill: str, decode: str) -> Series:
     def read(snapshot: Snapshot) -> Iterator[Sample]:
         for group in snapshot.engine.groups:
@@ -363,6 +383,39 @@ METRICS: Final[tuple[Metric, ...]] = (
         "failed_steps_total",
         "Steps that raised an error; their requests ended.",
         _groups(lambda g: g.failed_steps),
+    ),
+    _counter(
+        "spec_verified_total",
+        "Drafts that steps have verified, each of one request (speculative decoding).",
+        _drafting(lambda g: g.verified),
+        sglang=_also("spec_verify_calls_total"),
+    ),
+    _counter(
+        "spec_drafted_tokens_total",
+        "Tokens of verified drafts, by their position from 1 on.",
+        _positions(lambda g: g.drafted_tokens),
+    ),
+    _counter(
+        "spec_accepted_tokens_total",
+        "Those that were accepted.",
+        _positions(lambda g: g.accepted_tokens),
+    ),
+    _gauge(
+        "spec_accept_length",
+        "Tokens that a verified draft gives, with the one that its step samples, since the start.",
+        _drafting(lambda g: 1 + sum(g.accepted_tokens) / max(1, g.verified)),
+        sglang=_also("spec_accept_length"),
+    ),
+    _gauge(
+        "spec_accept_rate",
+        "Share of drafted tokens that were accepted, since the start.",
+        _drafting(lambda g: hit_ratio(sum(g.accepted_tokens), sum(g.drafted_tokens))),
+        sglang=_also("spec_accept_rate"),
+    ),
+    _gauge(
+        "spec_num_drafts",
+        "The most tokens of a request's draft in the next step; 0 while drafts do not pay.",
+        _drafting(lambda g: g.num_drafts),
     ),
     _counter("rank_steps_total", "Steps that a rank took part in.", _ranks(lambda r: r.steps)),
     _counter(

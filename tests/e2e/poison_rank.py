@@ -106,14 +106,14 @@ def fail(name: str) -> NoReturn:
 
 
 def poison_plans() -> None:
-    plan_item = planner._plan_item
+    plan_item = planner.plan_item
 
     def fail_or_plan(work: PlannedItem, history: TokenHistory | None) -> PlanItem:
         if PLAN in work.request.token_ids:
             fail("the plan")
         return plan_item(work, history)
 
-    planner._plan_item = fail_or_plan
+    planner.plan_item = fail_or_plan
 
 
 def run(link: RankLink) -> None:

@@ -243,15 +243,6 @@ def test_rows_that_are_not_finite(
     assert rejected.token_ids == answer[:2] and not rejected.broken
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_grammar_takes_no_drafts(synchronous: ModelRunner, asynchronous: bool) -> None:
-    runner = runner_of(True) if asynchronous else synchronous
-    work = sequences()[0]
-    work.params = SamplingParams(temperature=0.0, regex="[a-z]+")
-    with pytest.raises(ValueError, match=r"request 0 has a grammar.*without drafts"):
-        runner.begin(StepPlan([work.item([5, 6])], clear([work]), True))
-
-
 def test_scores_beside_drafts(synchronous: ModelRunner) -> None:
     """Logits of prompts come behind those of all sampled rows."""
     answers = [one.output for one in one_at_a_time(synchronous)]

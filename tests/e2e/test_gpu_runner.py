@@ -14,6 +14,7 @@ import torch
 from moesaic import Engine
 from moesaic.comm.errors import WindowAborted
 from moesaic.config import ServerArgs, resolve
+from moesaic.core.overlap import Overlap, schedules_of
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.runner.future_tokens import NOBODY, FutureTokens, SamplingPath
@@ -25,7 +26,7 @@ from moesaic.engine.sampling.gpu_sampler import draw_rows
 from moesaic.engine.sampling.sampler import SampleRow, sample
 from moesaic.engine.schedule.plan import ItemResult, PlanItem, PromptScore, StepPlan
 from moesaic.engine.schedule.request_state import RequestState
-from moesaic.engine.setup.graph_sizes import graph_sizes
+from moesaic.engine.setup.graph_sizes import graph_sizes, verify_graph_sizes
 from moesaic.engine.worker.local_core import LocalCore
 from moesaic.kernels.sampling import greedy_rows
 from moesaic.models.tiny import FAMILIES, materialise
@@ -302,12 +303,31 @@ def test_buckets(caplog: pytest.LogCaptureFixture):
     assert cache.keys == [one, four, six]
     expected_keys = [None, one, four, four, four, six, six, None, None]
     assert [cache.bucket(rows) for rows in range(9)] == expected_keys
-    assert cache.bucket(2, 3) is None
+    assert cache.bucket(2, verifies=True) is None
     cache.run(four)
     assert ran == [four]
-    cache = GraphCache((1, 4), ran.append, torch.device("cpu"), queries=(1, 3))
-    assert [cache.bucket(2, queries) for queries in (1, 2, 3)] == [(4, 1), None, (4, 3)]
-    assert [key.rows for key in cache.keys] == [1, 3, 4, 12]
+
+
+def test_buckets_of_steps_with_drafts():
+    """Rows of a verify step beyond what attention fuses need no graph of their own; larger ones
+    than without drafts serve ranks without drafts, too."""
+    plain = graph_sizes(ServerArgs(), 40)
+    verify = verify_graph_sizes(plain, 40, 20)
+    assert plain == (1, 2, 4, 8, 16, 24, 32, 40) and verify == (*plain, 48, 56, 60)
+    assert verify_graph_sizes(plain, 40, 0) == verify_graph_sizes((), 40, 20) == ()
+    assert verify_graph_sizes((4,), 40, 40) == (4, 8)
+    cache = GraphCache(plain, print, torch.device("cpu"), verify)
+    assert cache.sizes == verify
+    assert sorted(key.rows for key in cache.keys if key.verifies) == [*plain[:-1], 48, 56, 60]
+    found = [cache.bucket(rows) for rows in (3, 33, 41, 60)]
+    assert found == [GraphKey(4), GraphKey(40), GraphKey(48, True), GraphKey(60, True)]
+    drafted = [cache.bucket(rows, verifies=True) for rows in (3, 32, 33, 41, 61)]
+    wanted = [GraphKey(4, True), GraphKey(32, True), GraphKey(40), GraphKey(48, True), None]
+    assert drafted == wanted and all(key in cache.keys for key in wanted if key is not None)
+    both = GraphCache(plain, print, torch.device("cpu"), verify, schedules_of("tbo"))
+    assert both.bucket(3, overlap=Overlap.TBO) == GraphKey(4, overlap=Overlap.TBO) in both.keys
+    assert both.bucket(41, overlap=Overlap.TBO) is None
+    assert not any(key.verifies for key in both.keys if key.overlap == Overlap.TBO)
 
 
 def test_the_slot_of_a_token_is_the_row_of_its_request():

@@ -50,6 +50,7 @@ def engine_with(**flags: Any) -> Iterator[tuple[Engine, httpx.Client]]:
 def server() -> Iterator[tuple[Engine, httpx.Client]]:
     flags = {"max_running_requests": 2, "max_queued_requests": 1, "metric_names": "sglang"}
     flags["expert_balancedness_report_mode"] = "prometheus"
+    flags |= {"speculative_algorithm": "NGRAM", "disable_speculative_adaptive": True}
     with engine_with(num_threads=1, **flags) as found:
         yield found
 
@@ -94,10 +95,10 @@ def test_all_of_the_table_and_nothing_else(server: tuple[Engine, httpx.Client]) 
 def test_values_are_those_of_the_engine(server: tuple[Engine, httpx.Client]) -> None:
     engine, client = server
     before = fresh(client, engine)
-    params = {"max_new_tokens": 12, "ignore_eos": True}
+    params = {"max_new_tokens": 12, "ignore_eos": True, "temperature": 0}
     prompt = list(range(40))
     engine.generate(input_ids=[prompt, [7] * 3], sampling_params=params)
-    engine.generate(input_ids=prompt, sampling_params=params)
+    found = engine.generate(input_ids=prompt, sampling_params=params)
     after = fresh(client, engine)
 
     def grown(name: str, *labels: str) -> float:
@@ -105,6 +106,15 @@ def test_values_are_those_of_the_engine(server: tuple[Engine, httpx.Client]) -> 
         return after[name][labels] - before.get(name, {}).get(labels, 0)
 
     assert grown("requests_total", "length") == 3
+    # The second answer is drafted from the first, which is the same.
+    meta = found["meta_info"]
+    assert grown("spec_verified_total", "0") >= meta["spec_verify_ct"] > 0
+    accepted = [grown("spec_accepted_tokens_total", "0", str(n)) for n in range(1, 12)]
+    drafted = [grown("spec_drafted_tokens_total", "0", str(n)) for n in range(1, 12)]
+    assert sum(accepted) >= meta["spec_accept_token_num"] > 4
+    assert all(a <= d for a, d in zip(accepted, drafted, strict=True))
+    assert accepted == sorted(accepted, reverse=True)
+    assert after["moesaic_spec_num_drafts"]["0",] == 11
     assert grown("requests_total", "error") == 0
     assert grown("generation_tokens_total") == 36
     assert grown("prompt_tokens_total") == 83
@@ -147,6 +157,9 @@ SGLANG = {
     ("num_queue_reqs", "gauge", "scheduler"): "requests_waiting requests_queued",
     ("cache_hit_rate", "gauge", ""): "cache_hit_ratio",
     ("prompt_tokens_total", "counter", ""): "prompt_tokens_total",
+    ("spec_verify_calls_total", "counter", "scheduler"): "spec_verified_total",
+    ("spec_accept_length", "gauge", "scheduler"): "spec_accept_length",
+    ("spec_accept_rate", "gauge", "scheduler"): "spec_accept_rate",
     ("generation_tokens_total", "counter", ""): "generation_tokens_total",
     ("cached_tokens_total", "counter", "cache_source"): "cached_tokens_total",
     ("num_requests_total", "counter", ""): "requests_total",

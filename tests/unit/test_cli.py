@@ -87,7 +87,7 @@ GUIDE = (
     (
         "--model-path M --tp 8 --ep 8 --moe-runner-backend flashinfer_trtllm "
         "--speculative-moe-runner-backend triton",
-        "--speculative-moe-runner-backend triton",
+        "",
     ),
     (
         "--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep --moe-runner-backend deep_gemm "

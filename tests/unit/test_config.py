@@ -25,6 +25,8 @@ from moesaic.config.resolve import (
     problems,
     resolve,
 )
+from moesaic.config.speculation import speculation_of
+from moesaic.core.speculation import Speculation
 from moesaic.moe.backends import ENTRY_POINTS
 
 ROOT = Path(__file__).parents[2]
@@ -108,13 +110,13 @@ def test_command_line(line: str, field: str, value: object):
             "did you mean low_latency?",
         ),
         (
-            "--speculative-algorithm EAGLE --deepep-mode fast --enable-lora --tp two --page-size 0",
+            "--speculative-algorithm UNO --deepep-mode fast --enable-lora --tp two --page-size 0",
             "--tp-size is 'two': give a whole number; "
             "--deepep-mode is 'fast': choose one of auto, normal, low_latency; "
             "--page-size is 0: give at least 1; not supported: --enable-lora (LoRA adapters are "
             "not served: merge the adapter into the checkpoint (peft's merge_and_unload) and "
-            "serve that); not built yet: --speculative-algorithm EAGLE (a step decodes one token "
-            "of a request: leave it out)",
+            "serve that); not built yet: --speculative-algorithm UNO (nothing makes such drafts "
+            "yet: give EAGLE, STANDALONE, NGRAM)",
         ),
         (
             "--magic 3 --max-loras-per-batch 4 --wand --enforce-shared-experts-fusion",
@@ -339,6 +341,16 @@ def test_missing_file_is_named(tmp_path: Path):
             "prefill needs a real one",
         ),
         ("--speculative-num-draft-tokens 4", "needs --speculative-algorithm"),
+        ("--speculative-algorithm NEXTN --speculative-eagle-topk 4", "not a tree: give 1"),
+        ("--speculative-algorithm NEXTN --speculative-draft-model D", "takes none: leave it out"),
+        ("--speculative-algorithm NEXTN --speculative-num-draft-tokens 1", "give at least 2"),
+        (
+            "--speculative-algorithm EAGLE --speculative-num-steps 3 "
+            "--speculative-num-draft-tokens 5",
+            "a chain of 3 drafts and the newest token are 4: give that",
+        ),
+        ("--speculative-algorithm NEXTN --pp-size 2", "give --pp-size 1"),
+        ("--speculative-algorithm STANDALONE", "needs --speculative-draft-model-path DIR"),
         ("--skip-tokenizer-init --chat-template t", "--chat-template t needs a tokenizer"),
         ("--skip-tokenizer-init --tokenizer-path t", "--tokenizer-path t needs a tokenizer"),
         (
@@ -900,3 +912,20 @@ def test_graph_sizes_mean_nothing_on_cpu(caplog: pytest.LogCaptureFixture):
         args = resolve(make(cuda_graph_bs=(1, 2)))
     assert args.cuda_graph_bs is None
     assert "--cuda-graph-bs is None: there are no CUDA graphs on cpu" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("line", "steps", "tokens"),
+    [
+        ("NEXTN", 3, 4),
+        ("EAGLE --speculative-num-steps 1", 1, 2),
+        ("EAGLE --speculative-num-draft-tokens 6", 5, 6),
+        ("EAGLE --speculative-num-steps 2 --speculative-num-draft-tokens 3", 2, 3),
+    ],
+)
+def test_unset_speculative_flags_follow_from_the_others(line: str, steps: int, tokens: int):
+    args = resolve(parse(f"--model-path m --device cpu --speculative-algorithm {line}"))
+    found = speculation_of(args)
+    assert found == Speculation("EAGLE", steps, tokens)
+    assert found.num_drafts == steps and resolve(args) == args
+    assert args.speculative_eagle_topk == 1

@@ -124,7 +124,7 @@ def test_drafts_are_verified_also_where_steps_overlap(asynchronous: bool) -> Non
     assert core.planner.num_steps == 1 + 20 // 5  # the prompt, then five tokens a step
 
 
-def test_a_rollback_gives_the_drafts_back() -> None:
+def test_a_rollback_takes_the_drafts_away() -> None:
     (request,) = requests()[:1]
     request.token_ids.append(5)
     request.num_computed, request.drafts = len(request.prompt_ids), [7, 8, 9]
@@ -133,7 +133,8 @@ def test_a_rollback_gives_the_drafts_back() -> None:
     assert item.drafts == [7, 8] and item.samples and request.verifying
     assert not request.can_run_ahead and request.drafts == [] and request.pending == 1
     item.undo()
-    assert request.drafts == [7, 8] and not request.verifying and request.pending == 0
+    assert request.drafts == [] and not request.verifying and request.pending == 0
+    assert not request.may_draft
     assert request.num_computed == len(request.prompt_ids)
 
 
@@ -162,4 +163,4 @@ def test_requests_that_cannot_verify_get_no_drafts() -> None:
     for request in (plain, pending, masked, nearly_done):
         request.drafts = [7, 8]
     counts = [scheduler._drafts_that_fit(r) for r in (plain, pending, masked, nearly_done)]
-    assert counts == [2, 0, 0, 1]
+    assert counts == [2, 0, 2, 1]

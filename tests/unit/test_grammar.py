@@ -323,12 +323,38 @@ def test_matchers_follow_the_data_and_forget(tokenizer: Tokenizer) -> None:
         matchers.begin(plan_of(outputs, ended, "a[bc]d"))
         found = matchers.wait()
         keys = list(outputs)
-        assert {keys[n]: allowed_tokens(one.bits) for n, one in found.items()} == expected
+        assert {keys[n]: allowed_tokens(one.bits) for (n, _), one in found.items()} == expected
     assert len(matchers._matchers) == 2 and len(made) == 1
     matchers.begin(plan_of({4: [b]}, none, "a[bc]d"))
-    assert "grammar failed" in matchers.wait()[0].broken and len(matchers._matchers) == 2
+    assert "grammar failed" in matchers.wait()[0, 9].broken and len(matchers._matchers) == 2
     matchers.begin(plan_of(dict.fromkeys(range(10, 18), none), none, "a"))
     assert len(matchers.wait()) == 8 and len(matchers._matchers) == 3
+
+
+def test_masks_of_drafted_tokens(tokenizer: Tokenizer) -> None:
+    """Each draft that the grammar allows gets a mask behind it; the matcher forgets all of them."""
+    matchers = Matchers(lambda: Compiler(tokenizer, VOCAB, [EOS]), 3, PATIENT)
+    a, b, c, d = tokenizer.encode("abcd")
+    steps = [
+        ([a], [b, d], [[b, c], [d], [EOS]]),
+        ([a], [b, d, EOS, EOS], [[b, c], [d], [EOS]]),
+        ([a], [c, c, d], [[b, c], [d]]),
+        ([a], [d, d], [[b, c]]),
+        ([], [a, b, d], [[a], [b, c], [d], [EOS]]),
+        ([a, b], [d, EOS], [[d], [EOS]]),
+        ([a, b, d], [EOS, a], [[EOS]]),
+        ([a, b, d], [], [[EOS]]),
+        ([a, c], [d], [[d], [EOS]]),
+    ]
+    for outputs, drafts, expected in steps:
+        plan = plan_of({1: outputs}, [], "a[bc]d")
+        plan.items[0].token_ids += drafts
+        plan.items[0].num_drafts = len(drafts)
+        matchers.begin(plan)
+        masks = matchers.wait()
+        found = [masks[key] for key in sorted(masks) if not masks[key].unready]
+        assert [allowed_tokens(one.bits) for one in found] == expected
+        assert list(matchers._matchers) == [1], "it needs no new matcher"
 
 
 def test_without_an_end_token_the_request_just_ends(tokenizer: Tokenizer) -> None:
@@ -344,7 +370,7 @@ def test_several_end_tokens_all_work(tokenizer: Tokenizer) -> None:
     matchers = Matchers(lambda: Compiler(tokenizer, VOCAB + 50, [EOS, EOS + 1, 5000]), 3, PATIENT)
     a, b = tokenizer.encode("ab")
     matchers.begin(plan_of({1: [a, b]}, [], "ab"))
-    assert allowed_tokens(matchers.wait()[0].bits) == [EOS, EOS + 1]
+    assert allowed_tokens(matchers.wait()[0, 9].bits) == [EOS, EOS + 1]
 
 
 def test_masks_of_others_do_not_wait_for_a_compilation(tokenizer: Tokenizer) -> None:
@@ -366,17 +392,17 @@ def test_masks_of_others_do_not_wait_for_a_compilation(tokenizer: Tokenizer) -> 
     first = matchers._unready[1].matcher
     assert matchers._unready[2].matcher is first  # one compilation serves both
     matchers.begin(plan_of({1: []}, [2], "a"))
-    assert matchers.wait()[0].unready and list(matchers._unready) == [1]
+    assert matchers.wait()[0, 9].unready and list(matchers._unready) == [1]
     begin.set()
     assert isinstance(first.exception(), RuntimeError)
     matchers.begin(plan_of({1: []}, [], "a"))
-    assert matchers.wait()[0].broken == "its grammar failed: no memory for tables"
+    assert matchers.wait()[0, 9].broken == "its grammar failed: no memory for tables"
     assert not matchers._unready
     matchers.begin(plan_of({3: []}, [], "a"))  # another request tries again
-    assert matchers.wait()[0].unready
+    assert matchers.wait()[0, 9].unready
     matchers._unready[3].matcher.result()
     matchers.begin(plan_of({3: []}, [], "a"))
-    assert allowed_tokens(matchers.wait()[0].bits) == [a]
+    assert allowed_tokens(matchers.wait()[0, 9].bits) == [a]
 
 
 def test_grammars_of_waiting_requests_are_not_displaced(

@@ -89,7 +89,7 @@ def test_lost_steps_change_nothing(flags, parts):
 def poison_plans(core: LocalCore, where: str, patch: pytest.MonkeyPatch) -> None:
     """Makes the plan fail at the lookup of request 4, or at its second token."""
     kv = core.planner.kv
-    lookup, plan_item = kv.lookup, planner_module._plan_item
+    lookup, plan_item = kv.lookup, planner_module.plan_item
 
     def fail_in_lookup(request: Request) -> Any:
         if request.rid == "4":
@@ -104,7 +104,7 @@ def poison_plans(core: LocalCore, where: str, patch: pytest.MonkeyPatch) -> None
     if where == "lookup":
         patch.setattr(kv, "lookup", fail_in_lookup)
     else:
-        patch.setattr(planner_module, "_plan_item", fail_in_item)
+        patch.setattr(planner_module, "plan_item", fail_in_item)
 
 
 @pytest.mark.parametrize(("flags", "parts"), [(FLAGS[0], 1), (FLAGS[1], 3)], ids=str)

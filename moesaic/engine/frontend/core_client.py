@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -24,7 +24,7 @@ from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.setup.memory_plan import check_plan
 from moesaic.engine.worker.planner import ModelFacts
 from moesaic.engine.worker.rank_info import log_ranks, service_info
-from moesaic.models.locate import model_folder, tokenizer_folder
+from moesaic.models.locate import model_folder, with_local_folders
 from moesaic.observe.spans import SpanKind, Spans
 
 logger = logging.getLogger(__name__)
@@ -152,6 +152,7 @@ class CoreClient:
     def _advance(self, state: RequestState, delta: messages.RequestDelta) -> None:
         request = state.request
         request.cached_tokens, request.retractions = delta.cached_tokens, delta.retractions
+        request.draft_counts = delta.drafts
         if delta.queue_seconds is not None:
             request.queue_seconds = state.held + delta.queue_seconds
         request.input_logprobs += delta.input_logprobs
@@ -232,8 +233,7 @@ def start_ranks(args: ServerArgs, mesh: Mesh) -> CoreClient:
 
 def serve_node(args: ServerArgs) -> int:
     """Runs the ranks of a further node until the first node ends the service; an exit status."""
-    folder = model_folder(args)
-    args = replace(args, model_path=folder, tokenizer_path=tokenizer_folder(args, folder))
+    args = with_local_folders(args, model_folder(args))
     patience = args.drain_timeout + STOP_SECONDS
     return host_ranks(Service(service_spec(args, mesh_of(args))), patience)
 

@@ -91,6 +91,8 @@ class OutputFormat:
             meta["e2e_latency"] = request.finished - request.created
             if request.first_token is not None:
                 meta["ttft"] = request.first_token - request.created
+            if request.draft_counts[0]:
+                meta |= speculation(request)
             if request.routed_start is not None:
                 meta["routed_experts"] = routed_experts.encoded(request)
         if request.return_logprob:
@@ -112,6 +114,18 @@ class OutputFormat:
     def _has_logprobs(self, request: Request, progress: Progress) -> bool:
         number = num_logprobs(request, 0, progress.num_output)
         return progress.finished or self._repeated + number <= MAX_REPEATED
+
+
+def speculation(request: Request) -> dict[str, int | float]:
+    """As SGLang has it. A verified draft gives its accepted tokens and one that is sampled."""
+    verified, drafted, accepted = request.draft_counts
+    return {
+        "spec_verify_ct": verified,
+        "spec_accept_length": 1 + accepted / verified,
+        "spec_accept_rate": accepted / drafted,
+        "spec_accept_token_num": accepted,
+        "spec_draft_token_num": drafted,
+    }
 
 
 def cached_tokens_details(request: Request) -> dict[str, int] | None:

@@ -27,7 +27,7 @@ class TorchBackend:
 
     def static(self, key: GraphKey) -> StaticAttention:
         """Attention over static buffers, for decode steps of a fixed size."""
-        return PaddedAttention(self._cache, self._table, queries=key.queries)
+        return PaddedAttention(self._cache, self._table)
 
     def mixed(self, tokens: int, max_running: int) -> MixedBuffers | None:
         """Static buffers for steps of up to `tokens` tokens with prompts, if there are any."""
@@ -44,8 +44,8 @@ class GpuBackend(TorchBackend):
         return GpuAttention.of(self._cache, sequences, self._table, self._deterministic)
 
     def static(self, key: GraphKey) -> StaticAttention:
-        sizes = (key.sequences, self._table)
-        return DecodeBuffers(self._cache, *sizes, self._deterministic, queries=key.queries)
+        given = (self._cache, key.rows, self._table, self._deterministic)
+        return DecodeBuffers(*given, shares=key.verifies)
 
     def mixed(self, tokens: int, max_running: int) -> MixedBuffers | None:
         """Latents have none: how many of them are expanded differs from step to step."""

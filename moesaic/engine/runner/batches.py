@@ -22,6 +22,7 @@ from moesaic.engine.runner.pinned import Ints, PinnedRing
 from moesaic.engine.runner.recorded_tokens import StepTokens
 from moesaic.engine.runner.split_step import SplitRows, SplitStep
 from moesaic.engine.schedule.plan import StepPlan
+from moesaic.engine.setup.graph_sizes import GraphSizes
 from moesaic.kernels.sampling import greedy_rows
 from moesaic.layers.context import AttentionStep
 from moesaic.layers.paged_cache import PageTable, Sequences
@@ -56,12 +57,10 @@ class StepInputs(NamedTuple):
 
     @classmethod
     def of(cls, plan: StepPlan, slots: TokenSlots | None) -> StepInputs:
-        total, lengths = plan.num_tokens, plan.lengths
-        shifts = plan.first - (lengths.cumsum() - lengths)
         return cls(
             plan.token_ids,
-            np.arange(total) + np.repeat(shifts, lengths),
-            () if slots is None else slots.numbers.repeat(lengths),
+            plan.positions(),
+            () if slots is None else slots.numbers.repeat(plan.lengths),
             plan.logit_rows(),
             () if slots is None else slots.numbers.repeat(plan.sampled),
         )
@@ -146,19 +145,19 @@ class IdleBatch:
 
 
 class GraphBatch:
-    """A decode step: as many tokens of every item, on static buffers."""
+    """A decode step of one lane on static buffers; requests may have drafts behind their token."""
 
     def __init__(
         self,
         runner: ModelRunner,
         uploads: PinnedRing,
         future_tokens: FutureTokens,
-        sizes: tuple[int, ...],
-        queries: Sequence[int],
+        graphs: GraphSizes,
     ) -> None:
         self._runner, self._uploads, self._future_tokens = runner, uploads, future_tokens
         device, ranks = runner.device, runner.ranks
-        self.graphs = GraphCache(sizes, self._compute, device, queries, runner.schedules)
+        given = (graphs.plain, self._compute, device, graphs.verify, runner.schedules)
+        self.graphs = GraphCache(*given)
         keys = self.graphs.keys
         # Of the whole batch, or of both halves.
         self.attention = {
@@ -173,7 +172,7 @@ class GraphBatch:
         self._count_1 = self.packed[COUNT].view(torch.int32)[:1]
         self._own_1 = self.packed[OWN].view(torch.int32)[:1]
         self.found_2B = torch.zeros(2, most, dtype=torch.int64, device=device)
-        shape = (most if sizes and ranks.is_last else 0, runner.vocab_size)
+        shape = (most if keys and ranks.is_last else 0, runner.vocab_size)
         self.logits_BV = torch.zeros(shape, dtype=torch.float32, device=device)
         self.routed: dict[GraphKey, list[Tensor]] = {}
         """The slots that each graph's routers choose, by layer: held, so that they keep their
@@ -181,7 +180,8 @@ class GraphBatch:
         self._ids: dict[GraphKey, Tensor] = {}
         """The token ids that each graph computes, held like the slots."""
         self._x_BH = None if ranks.is_first else runner.hidden_buffer(most)
-        self._hidden_BH = None if ranks.is_last else runner.hidden_buffer(most)
+        keeps_rows = not ranks.is_last or runner.draft is not None
+        self._hidden_BH = runner.hidden_buffer(most) if keeps_rows else None
         self._split = SplitRows(runner, most)
 
     def run(
@@ -192,17 +192,17 @@ class GraphBatch:
         slots: TokenSlots,
         split: SplitStep | None = None,
     ) -> Tensor | None:
-        """Hidden states for the next stage; the last one fills `logits_BV` and `found_2B`."""
-        queries = key.queries
-        count = queries * plan.num_sequences
-        assert count == plan.num_tokens, f"the graph takes {queries} tokens of every sequence"
+        """Hidden states for the next stage or a draft model; the last stage fills `logits_BV` and
+        `found_2B`."""
+        count, lengths = plan.num_tokens, plan.lengths
+        assert count <= key.rows, f"{count} tokens for {key.name}"
         host, event = self._uploads.next_buffer(self.packed.numel())
         packed = host.view(self.packed.shape)
         table = packed.numpy()
         sequences = sequences_of(plan, self._runner.page_table)
         table[IDS, :count] = plan.token_ids
-        table[POSITIONS, :count] = (plan.first[:, None] + np.arange(queries)).ravel()
-        table[SLOTS, :count] = np.repeat(slots.numbers, queries)
+        table[POSITIONS, :count] = plan.positions()
+        table[SLOTS, :count] = np.repeat(slots.numbers, lengths)
         padding = self._future_tokens.padding
         table[IDS : SLOTS + 1, count : key.rows] = [[0], [0], [padding]]
         table[COUNT, 0] = count
@@ -233,6 +233,7 @@ class GraphBatch:
         hidden_BH = self._layers(key, self._ids[key], packed[POSITIONS])
         if self._hidden_BH is not None:
             self._hidden_BH[: key.rows].copy_(hidden_BH)
+        if not runner.ranks.is_last:
             return
         logits_BV = runner.model.logits(hidden_BH)
         if not runner.samples:

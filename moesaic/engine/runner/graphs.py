@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from moesaic.core.overlap import Overlap
 from moesaic.engine.setup.device_memory import GIB
+from moesaic.kernels.attention import MAX_FUSED_ENTRIES
 
 logger = logging.getLogger(__name__)
 
@@ -37,23 +38,20 @@ class CapturedKey(Protocol):
 
 
 class GraphKey(NamedTuple):
-    sequences: int
-    queries: int = 1
-    """New tokens of each sequence: one more than its drafts."""
+    rows: int
+    verifies: bool = False
+    """Sequences may have several rows, one more than their drafts."""
     overlap: Overlap = Overlap.OFF
 
     @property
-    def rows(self) -> int:
-        return self.sequences * self.queries
-
-    @property
     def name(self) -> str:
-        return f"{self.rows} rows" + IN_HALVES * (self.overlap == Overlap.TBO)
+        split = IN_HALVES * (self.overlap == Overlap.TBO)
+        return f"{self.rows} rows" + " with drafts" * self.verifies + split
 
     @property
     def half(self) -> GraphKey:
         """The size of a micro-batch."""
-        return self._replace(sequences=-(-self.sequences // 2))
+        return self._replace(rows=-(-self.rows // 2))
 
 
 class MixedKey(NamedTuple):
@@ -182,31 +180,48 @@ class CapturedGraphs(Generic[Key]):
 
 
 class GraphCache(CapturedGraphs[GraphKey]):
-    """The graphs of decode steps."""
+    """The graphs of decode steps: `sizes` without drafts, `verify_sizes` with some. A graph without
+    drafts serves a verify step, too, where the attention of both is the same."""
 
     def __init__(
         self,
         sizes: tuple[int, ...],
         body: Callable[[GraphKey], None],
         device: torch.device,
-        queries: Sequence[int] = (1,),
+        verify_sizes: tuple[int, ...] = (),
         schedules: Sequence[Overlap] = (Overlap.OFF,),
     ) -> None:
-        self.sizes, self.queries, self._schedules = sizes, tuple(queries), tuple(schedules)
-        kinds = [(size, count, kind) for kind in schedules for size in sizes for count in queries]
-        keys = [GraphKey(*each) for each in kinds if each[2] != Overlap.TBO or each[0] > 1]
+        self._schedules = tuple(schedules)
+        self.sizes = tuple(sorted({*sizes, *verify_sizes}))
+        self._plain, self._verify = tuple(sorted(sizes)), frozenset(verify_sizes)
+        apart = [size for size in verify_sizes if self._is_apart(size)]
+        keys = list[GraphKey]()
+        for kind in schedules:
+            whole = kind != Overlap.TBO  # drafts are verified in one batch
+            keys += [GraphKey(size, False, kind) for size in sizes if whole or size > 1]
+            keys += [GraphKey(size, True, kind) for size in apart if whole]
         super().__init__(keys, body, device)
 
+    def _is_apart(self, size: int) -> bool:
+        return size <= MAX_FUSED_ENTRIES or size not in self._plain
+
     def bucket(
-        self, sequences: int, queries: int = 1, overlap: Overlap = Overlap.OFF
+        self, rows: int, verifies: bool = False, overlap: Overlap = Overlap.OFF
     ) -> GraphKey | None:
-        """The smallest that holds the sequences, if any does."""
-        place = bisect_left(self.sizes, sequences)
-        if not sequences or place == len(self.sizes) or queries not in self.queries:
+        """The smallest that holds the rows, if any does. All ranks of a step get as many rows,
+        whether they verify drafts or not."""
+        sizes = self._plain if overlap == Overlap.TBO else self.sizes
+        place = bisect_left(sizes, rows)
+        if not rows or place == len(sizes):
             return None
         if overlap not in self._schedules:
             return None
-        return GraphKey(self.sizes[place], queries, overlap)
+        size = sizes[place]
+        if size not in self._plain:
+            return GraphKey(size, True, overlap)
+        if verifies and self._is_apart(size):
+            return GraphKey(size, True, overlap) if size in self._verify else None
+        return GraphKey(size, False, overlap)
 
 
 class MixedGraphs(CapturedGraphs[MixedKey]):

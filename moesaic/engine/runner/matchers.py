@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,9 +33,13 @@ MAX_COMPILED: Final = 16
 PATIENCE: Final = 0.02
 
 
+MaskKey = tuple[int, int]
+"""The number of a plan's item, and the position of the sampled token."""
+
+
 @dataclass(frozen=True, slots=True)
 class GrammarMask:
-    """The tokens that a plan's item may sample."""
+    """The tokens that a row of a plan's item may sample."""
 
     bits: Tensor | None = None
     """One per token."""
@@ -55,11 +59,36 @@ class Compilation:
     deadline: float
 
 
+class MaskedItem(NamedTuple):
+    request_no: int
+    row: SampleRow
+    """How its first token is sampled."""
+    drafts: Sequence[int]
+
+
 @dataclass(slots=True)
 class RequestMatcher:
     matcher: LLMatcher
     grammar: Grammar
     consumed: list[int] = field(default_factory=list)
+    num_drafts: int = 0
+    """Drafts that the matcher has consumed beyond that."""
+
+    def forget_drafts(self) -> bool:
+        """Whether the matcher is as it was before them."""
+        count, self.num_drafts = self.num_drafts, 0
+        return count == 0 or bool(self.matcher.rollback(count))
+
+    def next_draft(self, item: MaskedItem, mask: GrammarMask) -> int | None:
+        """The next draft, if the grammar allows it."""
+        if self.num_drafts == len(item.drafts) or mask.bits is None:
+            return None
+        draft = item.drafts[self.num_drafts]
+        return draft if int(mask.bits[draft // 8]) >> draft % 8 & 1 else None
+
+    def consume(self, draft: int) -> bool:
+        self.num_drafts += 1
+        return bool(self.matcher.consume_token(draft))
 
 
 class Matchers:
@@ -79,7 +108,7 @@ class Matchers:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="moesaic-grammar")
         self._compile_thread = ThreadPoolExecutor(1, thread_name_prefix="moesaic-compile")
         self._begun: Future[Compiler] | None = None
-        self._masks: Future[dict[int, GrammarMask]] | None = None
+        self._masks: Future[dict[MaskKey, GrammarMask]] | None = None
 
     def begin_compiler(self) -> None:
         """Makes the compiler before the first request needs it."""
@@ -107,51 +136,64 @@ class Matchers:
         for key in plan.ended:
             self._forget(key)
         rows = {
-            number: (item.request_no, item.sample)
+            number: MaskedItem(item.request_no, item.sample, item.drafts)
             for number, item in enumerate(plan.items)
             if item.sample is not None and item.sample.params.grammar is not None
         }
         if rows:
             self._masks = self._thread.submit(self._compute, rows)
 
-    def pending(self) -> Callable[[], dict[int, GrammarMask]]:
+    def pending(self) -> Callable[[], dict[MaskKey, GrammarMask]]:
         """A `wait` for the masks of this step, also after another one begins."""
         masks = self._masks
         return dict if masks is None else masks.result
 
-    def wait(self) -> dict[int, GrammarMask]:
-        """By item of the plan, of those with a grammar."""
+    def wait(self) -> dict[MaskKey, GrammarMask]:
+        """Of the items with a grammar: behind a draft that it forbids nothing is sampled, and there
+        are no masks."""
         return {} if self._masks is None else self._masks.result()
 
-    def _compute(self, rows: Mapping[int, tuple[int, SampleRow]]) -> dict[int, GrammarMask]:
-        found: dict[int, GrammarMask] = {}
+    def _compute(self, rows: Mapping[int, MaskedItem]) -> dict[MaskKey, GrammarMask]:
+        found: dict[MaskKey, GrammarMask] = {}
         ready: dict[int, RequestMatcher] = {}
         self._begin_compilations(rows)
-        for number, (key, row) in rows.items():
+        for number, (key, row, _) in rows.items():
             try:
                 state = self._advance(key, row)
                 if state is None:
-                    found[number] = GrammarMask(unready=True)
+                    found[number, row.position] = GrammarMask(unready=True)
                 else:
                     ready[number] = state
             except Exception as error:
                 self._forget(key)
                 if not isinstance(error, ValueError):
                     logger.exception("the grammar of a request failed")
-                found[number] = GrammarMask(broken=f"its grammar failed: {error}")
-        masks_MB = self._fill_masks(list(ready.values()))
-        for (number, matcher), mask_B in zip(ready.items(), masks_MB, strict=True):
-            found[number] = self._checked_mask(matcher, mask_B)
-            if found[number].broken:
-                self._forget(rows[number][0])
+                found[number, row.position] = GrammarMask(broken=f"its grammar failed: {error}")
+        depth, states = 0, dict(ready)
+        while states:
+            masks_MB = self._fill_masks(list(states.values()))
+            for (number, matcher), mask_B in zip([*states.items()], masks_MB, strict=True):
+                position = rows[number].row.position + depth
+                mask = found[number, position] = self._checked_mask(matcher, mask_B)
+                draft = matcher.next_draft(rows[number], mask)
+                if draft in self._compiler.eos_ids:  # a matcher cannot go back behind its end
+                    found[number, position + 1] = GrammarMask(unready=True)
+                    draft = None
+                if draft is None or not matcher.consume(draft):
+                    del states[number]
+            depth += 1
+        for number, state in ready.items():
+            item = rows[number]
+            if found[number, item.row.position].broken or not state.forget_drafts():
+                self._forget(item.request_no)
         while len(self._matchers) > self._limit:
             self._matchers.popitem(last=False)
         return found
 
-    def _begin_compilations(self, rows: Mapping[int, tuple[int, SampleRow]]) -> None:
+    def _begin_compilations(self, rows: Mapping[int, MaskedItem]) -> None:
         """Begins all new grammars of a step before it waits for one, so that it waits for all of
         them together no longer than for one."""
-        for key, row in rows.values():
+        for key, row, _ in rows.values():
             grammar = row.params.grammar
             if key not in self._matchers and key not in self._unready and grammar is not None:
                 self._unready[key] = self._compilation(grammar)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moesaic.comm.supervise.control_page import RankStatus
 from moesaic.config import ServerArgs
+from moesaic.config.speculation import speculation_of
 from moesaic.core.overlap import Overlap, schedules_of
 from moesaic.core.process import keep_freed_memory
 from moesaic.core.rank_state import RankState
@@ -27,7 +28,7 @@ from moesaic.engine.runner.overlap_calibration import calibrate
 from moesaic.engine.runner.peer_watchdog import PeerWatchdog
 from moesaic.engine.runner.recorded_tokens import StepTokens
 from moesaic.engine.runner.split_step import SplitStep, dummy_agreement
-from moesaic.engine.runner.steps import AsynchronousSteps, SynchronousSteps
+from moesaic.engine.runner.steps import COMPILE_SECONDS, AsynchronousSteps, SynchronousSteps
 from moesaic.engine.runner.warm_up import sorted_parts, warm_steps, warm_up
 from moesaic.engine.schedule.plan import StepAgreement, StepHandle, StepPlan
 from moesaic.engine.schedule.step_budget import CHUNK_MULTIPLE
@@ -38,10 +39,11 @@ from moesaic.engine.setup.device_memory import (
     gpu_sharers,
     release_unused,
 )
-from moesaic.engine.setup.graph_sizes import graph_sizes
+from moesaic.engine.setup.graph_sizes import GraphSizes
 from moesaic.engine.setup.memory_plan import RankShare, ResolvedModel, check_rank, loaded_tokens
 from moesaic.engine.setup.moe_setup import kind_of, report_buffers
 from moesaic.engine.setup.rank_context import RankContext
+from moesaic.engine.speculate.draft_phase import DraftPhase
 from moesaic.engine.text.grammar import Compiler, is_installed
 from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.kernels.attention import tokens_at_once
@@ -61,15 +63,13 @@ logger = logging.getLogger(__name__)
 
 class ModelRunner:
     """This rank's weights, KV cache and steps. `kind` is whose code runs (cpu or cuda), `device`
-    where its tensors reside. Steps are asynchronous by default where the kind is cuda; `queries`:
-    new tokens per sequence in decode graphs."""
+    where its tensors reside. Steps are asynchronous by default where the kind is cuda."""
 
     def __init__(
         self,
         args: ServerArgs,
         ranks: RankContext | None = None,
         asynchronous: bool | None = None,
-        queries: Sequence[int] = (1,),
     ) -> None:
         keep_freed_memory()
         ranks = ranks or RankContext()
@@ -84,7 +84,7 @@ class ModelRunner:
         self.moe, self.limits = resolved.moe, resolved.limits
         self.spans = self.moe.comm.spans
         """The recorder of what was computed when."""
-        self.context_length, self.max_running = resolved.context_length, self.limits.decode_tokens
+        self.context_length, self.max_running = resolved.context_length, self.limits.running
         self._cache_dtype = resolved.cache_dtype
         self._memory = rank_memory(args, self.device, ranks)
         self.eos_ids, self.vocab_size = resolved.eos_ids, resolved.raw.integer("vocab_size")
@@ -97,6 +97,8 @@ class ModelRunner:
         share = self._load_model(args, resolved)
         self.schedules = self._schedules(args)
         """Those that a step may have."""
+        self.draft = self._load_draft(args, resolved)
+        """Makes drafts at the end of each step, if a model on the ranks does."""
         self._check_placements()
         self.rebalancer = self._make_rebalancer(args, resolved)
         self.watchdog = PeerWatchdog.of(self.moe, ranks)
@@ -104,7 +106,14 @@ class ModelRunner:
         self.recorder = ExpertRecorder.of(args, self)
         self.balance_recorder = ExpertRecorder.for_report(args, self)
         asynchronous = self.kind == "cuda" if asynchronous is None else asynchronous
-        sizes = graph_sizes(args, self.max_running) if asynchronous else ()
+        sizes = GraphSizes.of(args, self.limits) if asynchronous else GraphSizes()
+        if self.limits.drafts:
+            logger.info(
+                "speculative decoding: steps verify up to %d drafts beside %d requests; buffers "
+                "of low-latency dispatch, logits and graphs follow from that",
+                self.limits.drafts,
+                self.limits.running,
+            )
         steps = self._warm_steps(sizes)
         if self.device.type == "cuda":
             self._warm_up_device(args, steps)
@@ -114,8 +123,11 @@ class ModelRunner:
         self._log_loaded(args, share.weight_bytes, time.monotonic() - started)
         self.steps: AsynchronousSteps | SynchronousSteps
         if asynchronous:
-            self.steps = AsynchronousSteps(self, args, sizes, queries)
+            self.steps = AsynchronousSteps(self, args, sizes)
             self.steps.prepare(() if args.skip_server_warmup else steps)
+            if self.draft is not None:
+                with self.watchdog.waiting_longer(COMPILE_SECONDS):
+                    self.draft.use_graphs(sizes)
             if self.rebalancer is not None:
                 self.rebalancer.warm_up()
             self.reset_statistics()
@@ -164,6 +176,22 @@ class ModelRunner:
             sync_input_scales(self.model, folder)
         return share
 
+    def _load_draft(self, args: ServerArgs, resolved: ResolvedModel) -> DraftPhase | None:
+        source, speculation = resolved.draft, speculation_of(args)
+        if source is None or speculation is None:
+            return None
+        with self.device:
+            model = source.build(self.model)
+        source.load(model, args)
+        logger.info(
+            "draft model: %.2f GiB of weights; each step proposes up to %d tokens, and the next "
+            "verifies up to %d of a request",
+            model.nbytes / GIB,
+            speculation.num_steps,
+            speculation.num_draft_tokens,
+        )
+        return DraftPhase(self, model, speculation.num_steps, args.watchdog_timeout)
+
     def _check_placements(self) -> None:
         """ValueError unless all ranks of the stage have read the same first placements."""
         slots = [layer.placement.slots for layer in self.moe_layers]
@@ -187,11 +215,17 @@ class ModelRunner:
         made.start_planner()
         return made
 
-    def _warm_steps(self, sizes: tuple[int, ...]) -> list[tuple[int, bool]]:
+    def _warm_steps(self, sizes: GraphSizes) -> list[tuple[int, bool]]:
         mesh, same = self.ranks.mesh, self.moe.replicated
         top_k = next((layer.config.top_k for layer in self.moe_layers), 1)
         exchange, sharers = mesh.tp > 1 and not same, 1 if same else mesh.attention_tp
-        return warm_steps(self.limits, sizes, exchange, sorted_parts(mesh.tp, top_k), sharers)
+        return warm_steps(
+            self.limits,
+            (*sizes.plain, *sizes.verify),
+            exchange,
+            sorted_parts(mesh.tp, top_k),
+            sharers,
+        )
 
     def _warm_up_device(self, args: ServerArgs, steps: Sequence[tuple[int, bool]]) -> None:
         """Compiles kernels before the KV cache is sized, as they and libraries take memory."""
@@ -215,6 +249,14 @@ class ModelRunner:
     def use_cache(self, cache: PagedCache, table: PageTable) -> None:
         self.cache, self.page_table = cache, table
         self.attention = BACKENDS[self.kind](cache, table, self.moe.deterministic)
+        if self.draft is not None:
+            self.draft.use_cache(cache, table)
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Of pages that have a new owner."""
+        self.attention.clear(pages)
+        if self.draft is not None:
+            self.draft.clear(pages)
 
     def _new_table(self, args: ServerArgs, rows: int, tokens: int) -> PageTable:
         return PageTable(rows, -(-tokens // args.page_size), self.device)
@@ -252,7 +294,7 @@ class ModelRunner:
             weight_bytes / GIB,
             str(self.moe.dtype).removeprefix("torch."),
             tokens,
-            self.cache.num_bytes / GIB,
+            (self.cache.num_bytes + self._draft_cache_bytes) / GIB,
             reason,
             self.context_length,
             self.max_running,
@@ -264,12 +306,16 @@ class ModelRunner:
         logger.info(
             "memory of the GPU: weights %.2f GiB, KV cache %.2f GiB, graphs %.2f GiB, %.2f GiB "
             "free, of which the largest step takes about %.2f GiB",
-            self.model.nbytes / GIB,
-            self.cache.num_bytes / GIB,
-            steps.graph_bytes / GIB,
+            (self.model.nbytes + (0 if self.draft is None else self.draft.model.nbytes)) / GIB,
+            (self.cache.num_bytes + self._draft_cache_bytes) / GIB,
+            (steps.graph_bytes + (0 if self.draft is None else self.draft.graph_bytes)) / GIB,
             torch.cuda.mem_get_info(self.device)[0] / GIB,
             self.step_bytes.total / GIB,
         )
+
+    @property
+    def _draft_cache_bytes(self) -> int:
+        return 0 if self.draft is None else self.draft.cache.num_bytes
 
     def _compiler(self, args: ServerArgs) -> Compiler:
         assert args.tokenizer_path is not None, "checked before a request is submitted"
@@ -327,7 +373,7 @@ class ModelRunner:
     ) -> StepHandle:
         """Starts a step; steps run in the order in which they begin. `agreement`: what all ranks
         know of it, if there are several. `x_TH`: hidden states of the previous stage."""
-        agreement = agreement or StepAgreement(0, (plan.num_tokens,), prefill=plan.prefill)
+        agreement = agreement or StepAgreement.alone(plan)
         try:
             self.page_table.write(plan.page_updates())
             return self.steps.begin(plan, agreement, x_TH)
@@ -349,6 +395,8 @@ class ModelRunner:
         # First, as the device may wait for another rank.
         self.watchdog.lifecycle.abort(reason)
         self.steps.drop()
+        if self.draft is not None and not self.watchdog.lifecycle.keeps_graphs:
+            self.draft.drop()
         for recorder in (self.recorder, self.balance_recorder):
             if recorder is not None:
                 recorder.restart()
@@ -379,7 +427,9 @@ class ModelRunner:
             hidden_TH = self.model(ids_T, positions_T, attention, step, x_TH)
         if not self.ranks.is_last:
             return hidden_TH[:0]
-        return self.model.logits(hidden_TH[: self.max_running])
+        if self.draft is not None:
+            self.draft.warm_up(hidden_TH, sequences, step)
+        return self.model.logits(hidden_TH[: self.limits.decode_tokens])
 
     @property
     def placement_version(self) -> int:

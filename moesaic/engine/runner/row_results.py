@@ -14,7 +14,7 @@ from typing import Final
 from msgspec import structs
 from torch import Tensor
 
-from moesaic.engine.runner.matchers import GrammarMask
+from moesaic.engine.runner.matchers import GrammarMask, MaskKey
 from moesaic.engine.sampling.adjust import tokens_of
 from moesaic.engine.sampling.sampler import NonFiniteLogits, SampleRow, sample, token_logprobs
 from moesaic.engine.schedule.plan import (
@@ -75,12 +75,7 @@ def decoded_tokens(found: Sequence[ItemResult]) -> tuple[list[int], list[int]]:
 
 
 def _rows_after_drafts(item: PlanItem, row: SampleRow) -> Iterator[SampleRow]:
-    if row.params.grammar is not None:
-        raise ValueError(
-            f"request {item.request_no} has a grammar, whose masks are not made for drafts: plan "
-            "its steps without drafts"
-        )
-    drafts = item.token_ids[-item.num_drafts :]
+    drafts = item.drafts
     for count in range(1, len(drafts) + 1):
         output_ids = tokens_of(row).then(drafts[:count]) if row.params.adjusts else ()
         yield structs.replace(row, position=row.position + count, output_ids=output_ids)
@@ -113,7 +108,7 @@ def accept_drafts(plan: StepPlan, found: Sequence[ItemResult]) -> None:
 def _accept(item: PlanItem, rows: Sequence[ItemResult]) -> None:
     """A row that could not be sampled ends the item like a rejected draft: the next step fails."""
     result = rows[0]
-    for draft, row in zip(item.token_ids[-item.num_drafts :], rows[1:], strict=True):
+    for draft, row in zip(item.drafts, rows[1:], strict=True):
         if not result.token_ids or result.token_ids[-1] != draft or not row.token_ids:
             return
         result.token_ids = [*result.token_ids, *row.token_ids]
@@ -125,23 +120,25 @@ def sample_rows(
     rows: Sequence[SampledRow],
     logits_RV: Tensor,
     found: Sequence[ItemResult],
-    masks: Mapping[int, GrammarMask],
+    masks: Mapping[MaskKey, GrammarMask],
 ) -> None:
-    """Samples each row into its entry of `found`. `masks`: by item, of those with a grammar."""
-    for (item, _), result in zip(rows, found, strict=True) if masks else ():
-        if (mask := masks.get(item)) is not None:
+    """Samples each row into its entry of `found`. `masks`: of those with a grammar."""
+    keys = [(item, row.position) for item, row in rows] if masks else []
+    for key, result in zip(keys, found, strict=True) if masks else ():
+        if (mask := masks.get(key)) is not None:
             result.broken, result.ended, result.unready = mask.broken, mask.ended, mask.unready
-    bits = {item: mask.bits for item, mask in masks.items()}
     open_rows = _open_rows(found)
     while open_rows:
         some_RV = logits_RV if len(open_rows) == len(rows) else logits_RV[open_rows]
         chosen = [rows[n] for n in open_rows]
-        row_bits = [bits.get(item) for item, _ in chosen] if bits else ()
+        row_masks = [masks.get(keys[n]) for n in open_rows] if masks else ()
+        row_bits = [None if mask is None else mask.bits for mask in row_masks]
         try:
             sampled = sample(some_RV, [row for _, row in chosen], row_bits)
         except NonFiniteLogits as error:
             for n in error.rows:
-                masked = chosen[n][0] in bits and math.isfinite(some_RV[n].max().item())
+                masked = bool(row_masks) and row_masks[n] is not None
+                masked = masked and math.isfinite(some_RV[n].max().item())
                 found[open_rows[n]].broken = NONE_LEFT if masked else NOT_FINITE
             open_rows = _open_rows(found)
             continue

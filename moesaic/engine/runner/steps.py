@@ -29,7 +29,7 @@ from moesaic.engine.runner.batches import PACKED, EagerBatch, EagerOutput, Graph
 from moesaic.engine.runner.device_penalties import DevicePenalties
 from moesaic.engine.runner.future_tokens import DRAWN, FutureTokens, SamplingPath, TokenSlots
 from moesaic.engine.runner.graphs import GraphKey
-from moesaic.engine.runner.matchers import GrammarMask
+from moesaic.engine.runner.matchers import GrammarMask, MaskKey
 from moesaic.engine.runner.mixed_batch import MixedBatch
 from moesaic.engine.runner.pinned import DeviceEvent, PinnedRing
 from moesaic.engine.runner.recorded_tokens import StepTokens
@@ -57,7 +57,7 @@ from moesaic.engine.schedule.plan import (
     StepResult,
 )
 from moesaic.engine.setup.device_memory import describe_gpu
-from moesaic.engine.setup.graph_sizes import mixed_graph_sizes
+from moesaic.engine.setup.graph_sizes import GraphSizes, mixed_graph_sizes
 from moesaic.kernels.sampling import greedy_rows
 from moesaic.observe.spans import SpanKind
 
@@ -67,15 +67,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HOST = SamplingPath.HOST
-# Seconds that kernels wait for ranks which may still compile theirs. The supervisor ends the wait
-# if such a rank dies or its start takes too long.
+# For ranks that may still compile their kernels; the supervisor ends the wait for one that died.
 COMPILE_SECONDS = 600.0
 
 
 @dataclass(slots=True)
 class BatchOutput:
     """`logits_RV` and `found_2R`, greedy tokens and whether they are invalid, are of sampled rows;
-    `scored`: the output of a step that scores prompt tokens."""
+    `scored`: the output of a step that scores prompt tokens; `rows_TH`: hidden states of all."""
 
     logits_RV: Tensor
     found_2R: Tensor
@@ -83,12 +82,13 @@ class BatchOutput:
     scored: EagerOutput | None = None
     routed: RoutedSlots | None = None
     tokens: StepTokens | None = None
+    rows_TH: Tensor | None = None
 
 
 @dataclass(slots=True)
 class DeviceStep:
     """An in-flight step; after `event`, `found` [2, R] has the tokens of all sampled rows, and
-    failures. `rows`: those of the plan's items, which follow its decodes."""
+    failures. `rows`: those of the plan's items, which follow its decodes. `draft`: adds drafts."""
 
     steps: AsynchronousSteps
     plan: StepPlan
@@ -103,7 +103,8 @@ class DeviceStep:
     """Rows that the host samples from `logits_LV`, into `slots_L`."""
     logits_LV: Tensor | None = None
     slots_L: list[int] = field(default_factory=list)
-    masks: Callable[[], dict[int, GrammarMask]] = dict
+    masks: Callable[[], dict[MaskKey, GrammarMask]] = dict
+    draft: Callable[[Sequence[ItemResult]], None] | None = None
     _result: StepResult | None = None
 
     @property
@@ -125,10 +126,7 @@ class DeviceStep:
 
 class AsynchronousSteps:
     @torch.inference_mode()
-    def __init__(
-        self, runner: ModelRunner, args: ServerArgs, sizes: tuple[int, ...], queries: Sequence[int]
-    ) -> None:
-        """`sizes`: sequences of the graphs of decode steps."""
+    def __init__(self, runner: ModelRunner, args: ServerArgs, sizes: GraphSizes) -> None:
         self._runner, mesh = runner, runner.ranks.mesh
         # Only the rank that samples knows future tokens.
         self.overlaps = mesh.attention_tp == mesh.pp == 1
@@ -142,7 +140,7 @@ class AsynchronousSteps:
         """Why the GPU will never finish its work: waiting for it would hang."""
         self._host_sampled: dict[int, DeviceStep] = {}
         """Requests whose newest token the host has yet to sample, and its step."""
-        device, most = runner.device, max(sizes, default=1) * max(queries)
+        device, most = runner.device, max((*sizes.plain, *sizes.verify), default=1)
         self._future_tokens = FutureTokens(runner.max_running, device)
         self._uploads = PinnedRing(device, PACKED * most, self._timeout)
         self._downloads = PinnedRing(device, 2 * runner.max_running, self._timeout)
@@ -154,9 +152,9 @@ class AsynchronousSteps:
         self._routed_experts = RoutedExperts(runner, self._uploads)
         self._idle = IdleBatch(runner) if self._has_peers else None
         self._eager = EagerBatch(*shared, self._idle)
-        mixed_sizes = mixed_graph_sizes(args, runner.limits.tokens) if sizes else ()
+        mixed_sizes = mixed_graph_sizes(args, runner.limits.tokens) if sizes.plain else ()
         self.mixed_batch = MixedBatch(*shared, mixed_sizes)
-        self.graph_batch = GraphBatch(*shared, sizes, queries)
+        self.graph_batch = GraphBatch(*shared, sizes)
         self.graphs = self.graph_batch.graphs
 
     @torch.inference_mode()
@@ -180,7 +178,7 @@ class AsynchronousSteps:
         if runner.device.type == "cuda":
             torch.cuda.set_device(runner.device)  # the current device is per thread
         self._number += 1
-        runner.attention.clear(plan.clear)
+        runner.clear(plan.clear)
         for number in plan.ended:
             self._host_sampled.pop(number, None)
         self._sample_missing_tokens(plan.items)
@@ -197,6 +195,9 @@ class AsynchronousSteps:
         output = self._compute(plan, agreement, x_TH, slots)
         runner.record_pass(plan, agreement, output.tokens)
         step = self._sample(plan, rows, slots, output)
+        if runner.draft and output.rows_TH is not None and agreement.draft_steps:
+            found_2R = None if step.host_sampled else output.found_2R
+            step.draft = runner.draft.begin(plan, agreement, output.rows_TH, found_2R)
         if needs_host:
             step.masks = runner.matchers.pending()
         step.event.record()
@@ -223,7 +224,7 @@ class AsynchronousSteps:
         split = SplitStep.of(self._runner, agreement, step)
         if (key := self._graph_key(plan, agreement)) is not None:
             hidden_TH = self.graph_batch.run(plan, key, x_TH, slots, split)
-            rows = plan.num_sequences * key.queries if self._runner.samples else 0
+            rows = plan.num_tokens if self._runner.samples else 0
             output = self._output(hidden_TH, rows)
             if self._runner.records_tokens:
                 output.tokens = self.graph_batch.tokens(key, plan.num_tokens)
@@ -251,15 +252,9 @@ class AsynchronousSteps:
 
     def _graph_key(self, plan: StepPlan, agreement: StepAgreement) -> GraphKey | None:
         """The graph of a decode step, None for an eager step; all ranks choose alike."""
-        if self._has_peers:
-            if agreement.prefill:
-                return None
-            return self.graphs.bucket(agreement.most_rows, overlap=agreement.overlap)
-        queries = int(plan.lengths[0]) if plan.has_work else 1
-        unlike = (i for i in plan.items if i.num_drafts != queries - 1 or i.score is not None)
-        if (plan.lengths != queries).any() or next(unlike, None) is not None:
+        if agreement.prefill:
             return None
-        return self.graphs.bucket(plan.num_sequences, queries)
+        return self.graphs.bucket(agreement.most_rows, plan.verifies, agreement.overlap)
 
     def _mixed_bucket(self, agreement: StepAgreement) -> int | None:
         """Tokens of the graph of a step with prompts, if there is one: the same on all ranks."""
@@ -281,6 +276,7 @@ class AsynchronousSteps:
         if not self._runner.ranks.is_last:
             return self._output(eager.hidden_TH)
         output, count = self._output(), plan.num_sampled
+        output.rows_TH = eager.hidden_TH
         if count:
             output.logits_RV = self._runner.model.logits(eager.hidden_TH[eager.rows_R[:count]])
         if count and self._runner.samples:
@@ -294,7 +290,8 @@ class AsynchronousSteps:
         """The output of a graph's first rows; `hidden_TH`: for the next pipeline stage."""
         batch = self.graph_batch
         handed_TH = None if self._runner.ranks.is_last else hidden_TH
-        return BatchOutput(batch.logits_BV[:rows], batch.found_2B[:, :rows], handed_TH)
+        found = batch.logits_BV[:rows], batch.found_2B[:, :rows], handed_TH
+        return BatchOutput(*found, rows_TH=hidden_TH)
 
     def _sample(
         self,
@@ -311,11 +308,10 @@ class AsynchronousSteps:
             output.found_2R = output.found_2R[:, rows_R]
         sequences_R = np.repeat(np.arange(plan.num_sequences), plan.sampled)[:count]
         drawn, on_host = slots.choose(DRAWN, sequences_R), slots.choose((HOST,), sequences_R)
-        found_2R = output.found_2R
         if len(drawn):
-            found_2R = self._draw(plan, rows, drawn, sequences_R[drawn], slots, output)
+            output.found_2R = self._draw(plan, rows, drawn, sequences_R[drawn], slots, output)
         host, event = self._downloads.next_buffer(2 * count)
-        found = host.view(2, count).copy_(found_2R, non_blocking=True)
+        found = host.view(2, count).copy_(output.found_2R, non_blocking=True)
         step = DeviceStep(self, plan, self._number, rows, found, event)
         step.hidden_TH, step.scored, step.routed = output.hidden_TH, output.scored, output.routed
         if len(on_host):
@@ -374,6 +370,8 @@ class AsynchronousSteps:
         accept_drafts(plan, found)
         if step.scored is not None:
             self._score(plan, step.scored, results)
+        if step.draft is not None:
+            step.draft(results)
         decoded = tokens[:begin].tolist(), np.flatnonzero(broken[:begin]).tolist()
         return StepResult(results, routed, *decoded)
 
@@ -452,7 +450,7 @@ class SynchronousSteps:
         if runner.samples:
             runner.matchers.begin(plan)
         self._known_rows.learn(plan.items)
-        runner.attention.clear(plan.clear)
+        runner.clear(plan.clear)
         slots: list[Tensor] | None = [] if plan.is_routed or runner.records_tokens else None
         counts = runner.group_counts(agreement.counts)
         prefill, overlap = agreement.prefill, agreement.overlap
@@ -466,6 +464,8 @@ class SynchronousSteps:
             return FinishedStep(StepResult([], routed), output.hidden_TH)
         result = self.results(plan, output, agreement.logits or (len(output.rows_R),))
         result.routed = routed
+        if runner.draft is not None and agreement.draft_steps:
+            runner.draft.run(plan, agreement, output.hidden_TH, result.items)
         return FinishedStep(result)
 
     def results(self, plan: StepPlan, output: EagerOutput, group_rows: Sequence[int]) -> StepResult:

@@ -64,7 +64,8 @@ class PlannedItem(msgspec.Struct, frozen=True, gc=False, eq=False):
             request.num_scored = max(request.num_scored, scored)
         request.num_computed, request.pages_sent = stop, len(request.pages)
         request.pending += self.samples
-        request.sampling_sent |= self.samples
+        # A step continues from the tokens of one that verifies drafts only once the host has them.
+        request.sampling_sent = (request.sampling_sent or self.samples) and not self.drafts
         if request.drafts:
             request.drafts, request.verifying = [], bool(self.drafts)
 
@@ -80,16 +81,16 @@ class PlannedItem(msgspec.Struct, frozen=True, gc=False, eq=False):
         """The step could not sample yet: the next one computes the last token again."""
         request = self.request
         request.pending -= self.samples
-        request.awaits_grammar = True
+        request.awaits_grammar, request.verifying = True, False
         if request.retractions == self.retractions:
-            request.num_computed = self.stop - 1
+            request.num_computed = self.confirmed - 1
 
     def undo(self) -> None:
         """Restores the request, after its later steps. It keeps pages that it has not lost."""
         request = self.request
         request.pending -= self.samples
         request.num_scored = self.num_scored
-        request.drafts, request.verifying = [*self.drafts], False
+        request.verifying, request.may_draft = False, request.may_draft and not self.drafts
         if request.retractions == self.retractions:
             request.num_computed = self.first
 
@@ -97,7 +98,7 @@ class PlannedItem(msgspec.Struct, frozen=True, gc=False, eq=False):
 def work_of(items: Collection[PlannedItem], first: Ints = NO_DECODES.first) -> StepWork:
     """`first`: the computed tokens of the requests that decode beside the items."""
     decodes = [item for item in items if item.decodes]
-    held = sum(item.stop for item in decodes) + int(first.sum()) + len(first)
+    held = sum(item.stop * item.length for item in decodes) + int(first.sum()) + len(first)
     work = StepWork(sum(item.length for item in decodes) + len(first), 0, held, 0)
     if len(decodes) < len(items):
         for item in items:
@@ -124,6 +125,8 @@ class InflightStep:
     leader."""
     decoding: PlannedDecodes = field(default_factory=PlannedDecodes)
     """And of its decodes."""
+    drafting: int = 0
+    """The drafts that each request may have; if any, it was planned when all tokens were known."""
     started_at: int = field(default_factory=time.monotonic_ns)
     begun_at: int = 0
     """When it was launched, if the device had nothing else to do; else 0."""
@@ -159,6 +162,11 @@ class InflightStep:
             if request.retractions == retractions:
                 request.num_computed = computed
             yield request
+
+    @property
+    def num_decoding(self) -> int:
+        """The requests that decode."""
+        return len(self.decoding.requests) + sum(item.decodes for item in self.items)
 
     @property
     def prompt_tokens(self) -> int:

@@ -55,6 +55,15 @@ class PlanItem(msgspec.Struct, array_like=True, gc=False):
     and yields the sampled tokens up to and including the first that differs from its proposal."""
     num_routed: int = 0
     """How many of the last tokens the request asks the routed experts of."""
+    next_id: int = 0
+    """The prompt's token behind this chunk, which a draft model reads; 0 behind the prompt."""
+    draft_until: int = 0
+    """The last position for which the row of the page table has room, if the ranks' draft model
+    proposes tokens behind this item; else 0."""
+
+    @property
+    def drafts(self) -> Sequence[int]:
+        return self.token_ids[len(self.token_ids) - self.num_drafts :]
 
     @property
     def num_sampled(self) -> int:
@@ -102,6 +111,14 @@ class StepPlan(msgspec.Struct, dict=True):
     is_routed: bool = False
     """Whether an item has a `num_routed`."""
     decodes: DecodeRows = NO_DECODES
+    draft_steps: int = 0
+    """Tokens that the ranks' draft model proposes behind each item with a `draft_until`; 0: it does
+    not run."""
+
+    @property
+    def num_drafting(self) -> int:
+        """Sequences that get drafts."""
+        return sum(item.draft_until > 0 for item in self.items) if self.draft_steps else 0
 
     @property
     def has_work(self) -> bool:
@@ -110,6 +127,11 @@ class StepPlan(msgspec.Struct, dict=True):
     @property
     def num_sequences(self) -> int:
         return len(self.decodes) + len(self.items)
+
+    @property
+    def verifies(self) -> bool:
+        """Whether some item has drafts."""
+        return self.num_tokens > self.num_sequences
 
     @cached_property
     def lengths(self) -> Ints:
@@ -149,6 +171,12 @@ class StepPlan(msgspec.Struct, dict=True):
     @cached_property
     def num_sampled(self) -> int:
         return int(self.sampled.sum())
+
+    def positions(self) -> Ints:
+        """Of all tokens in their sequences."""
+        lengths = self.lengths
+        shifts = self.first - (lengths.cumsum() - lengths)
+        return np.arange(self.num_tokens) + np.repeat(shifts, lengths)
 
     def page_updates(self) -> list[PageUpdate]:
         """New pages of all sequences."""
@@ -206,6 +234,8 @@ class ItemResult(msgspec.Struct, array_like=True, gc=False):
     input_top_logprobs: Sequence[TopLogprobs] = ()
     unready: bool = False
     """Its grammar is still being compiled: the next step samples its token."""
+    drafts: Sequence[int] = ()
+    """What the ranks' draft model proposes behind the sampled tokens."""
 
 
 class StepResult(msgspec.Struct, array_like=True):
@@ -268,6 +298,17 @@ class StepAgreement(msgspec.Struct, array_like=True):
     overlap: Overlap = Overlap.OFF
     first_half: tuple[int, ...] = ()
     """With two micro-batches, the tokens of each group in the first one."""
+    draft_steps: int = 0
+    """The most of any group, as StepPlan.draft_steps."""
+    drafting: tuple[int, ...] = ()
+    """Sequences of each group that get drafts."""
+
+    @classmethod
+    def alone(cls, plan: StepPlan) -> StepAgreement:
+        """Without other ranks."""
+        made = cls(0, (plan.num_tokens,), prefill=plan.prefill, draft_steps=plan.draft_steps)
+        made.drafting = (plan.num_drafting,)
+        return made
 
     @property
     def halves(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

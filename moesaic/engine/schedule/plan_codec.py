@@ -38,6 +38,7 @@ class WirePlan(msgspec.Struct, array_like=True):
     decodes: bytes = b""
     """The columns of DecodeRows."""
     pages: list[PageUpdate] = []
+    draft_steps: int = 0
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -66,7 +67,8 @@ class PlanSender:
         ended = [key for key in plan.ended if self._known.pop(key, None) is not None]
         items = [self._item(item) for item in plan.items]
         columns, pages = plan.decodes.to_bytes(), plan.decodes.pages
-        wire = WirePlan(items, plan.clear, plan.prefill, ended, plan.is_routed, columns, pages)
+        facts = (plan.clear, plan.prefill, ended, plan.is_routed)
+        wire = WirePlan(items, *facts, columns, pages, plan.draft_steps)
         return _encoder.encode(wire)
 
     def _item(self, item: PlanItem) -> WireItem:
@@ -98,7 +100,8 @@ class PlanReceiver:
             del self._known[key]
         items = [self._item(item) for item in wire.items]
         decodes = DecodeRows.from_bytes(wire.decodes, wire.pages)
-        return StepPlan(items, wire.clear, wire.prefill, wire.ended, wire.is_routed, decodes)
+        facts = (wire.clear, wire.prefill, wire.ended, wire.is_routed)
+        return StepPlan(items, *facts, decodes, wire.draft_steps)
 
     def _item(self, wire: WireItem) -> PlanItem:
         item = wire.item

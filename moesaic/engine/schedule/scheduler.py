@@ -58,6 +58,12 @@ class SchedulerConfig:
     wave: int = CHUNK_MULTIPLE
     """As in StepBudget."""
     delayer: PrefillDelayer | None = None
+    max_drafts: int = sys.maxsize
+    """Most drafts of a step."""
+    columns: bool = True
+    """Requests that only decode are columns; a draft model needs an item of each."""
+    drafts_ahead: int = 0
+    """Positions behind a step's last one that a draft model fills on the ranks."""
 
 
 Plan = dict[Request, PlannedItem]
@@ -161,9 +167,11 @@ class Scheduler:
     ) -> Schedule:
         """The next step's work. `parts`: in-flight steps that share the decoding requests. `only`:
         the requests that may take part (None: all). `ahead`: includes requests whose next token is
-        in flight, if they do not need it on the host. `drafts`: decoding requests may have some."""
+        in flight, if they do not need it on the host. `drafts`: some requests have drafts."""
         planned: Plan = {}
-        self._fill_table(uses_table=only is None and not drafts)
+        self._fill_table(uses_table=only is None and self.config.columns)
+        if drafts:
+            self._take_drafted()
         rows, waiting = self.decode_table.choose(ahead)
         self._awaiting = work_of((), self.decode_table.first(waiting))
         decoding, filling = self._choose(only, ahead)
@@ -178,6 +186,9 @@ class Scheduler:
         if self.config.mixed:
             self._plan_prompts(filling, planned, rows, only)
         self._reserve = max(self._least_reserve, self._reserve - RESERVE_DECAY)
+        for item in planned.values() if self.config.drafts_ahead and drafts else ():
+            if item.samples:
+                self._make_room_ahead(item)
         return Schedule(list(planned.values()), self.decode_table.still_in(rows))
 
     def requests_of(self, schedule: Schedule) -> list[Request]:
@@ -192,10 +203,18 @@ class Scheduler:
             return
         others, self._others = self._others, []
         for request in others:
-            if request.is_plain and request.sampling_sent and request.is_decoding:
+            is_known = request.is_plain and request.sampling_sent and not request.drafts
+            if is_known and request.is_decoding:
                 self.decode_table.enter(request)
             else:
                 self._others.append(request)
+
+    def _take_drafted(self) -> None:
+        """Requests with drafts are items of their own."""
+        for request in self.running:
+            if request.drafts and request in self.decode_table:
+                self.decode_table.leave(request)
+                insort(self._others, request, key=_request_no)
 
     def _choose(
         self, only: frozenset[Request] | None, ahead: bool
@@ -221,12 +240,13 @@ class Scheduler:
         return self.decode_table.still_in(rows)
 
     def _plan_decodes(self, decoding: list[Request], planned: Plan) -> None:
-        page_size = self.kv.page_size
+        page_size, room = self.kv.page_size, self.config.max_drafts
         for request in decoding:
             # Mostly the last page has room; a request that was just retracted has no pages.
             first = request.num_computed
             if first < len(request.pages) * page_size or self._plan(request, 1, planned):
-                drafts = self._drafts_that_fit(request) if request.drafts else 0
+                drafts = self._drafts_that_fit(request, room) if request.drafts else 0
+                room -= drafts
                 planned[request] = PlannedItem.decoding(request, first, drafts)
 
     def _plan_prompts(
@@ -261,14 +281,20 @@ class Scheduler:
         usage = self.kv.num_used / self.kv.allocator.num_pages
         return self.delayer.hold_back(busy and len(self.running) < self.config.max_running, usage)
 
-    def _drafts_that_fit(self, request: Request) -> int:
+    def _drafts_that_fit(self, request: Request, room: int = sys.maxsize) -> int:
         """Drafts retract no request, and none is verified beyond the last token that is allowed.
-        The runner makes no grammar masks for drafts, and needs the last token on the host."""
-        if request.pending or request.params.grammar is not None:
+        The runner needs the newest token on the host."""
+        if request.pending:
             return 0
-        count = min(len(request.drafts), request.remaining_tokens - 1)
+        count = min(len(request.drafts), request.remaining_tokens - 1, room)
         has_room = count > 0 and self.kv.grow(request, request.num_computed + 1 + count)
         return count if has_room else 0
+
+    def _make_room_ahead(self, item: PlannedItem) -> None:
+        """Gives a request the pages that a draft model fills, as far as this retracts no other."""
+        request = item.request
+        last = len(request.prompt_ids) + request.max_new_tokens
+        self.kv.grow(request, min(item.stop + self.config.drafts_ahead, last))
 
     def finish(self, request: Request) -> None:
         """Removes a running or waiting request."""

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 from msgspec.structs import replace
 
 from moesaic.core.stats import GroupStats
+from moesaic.engine.schedule.acceptance import Acceptance, AcceptanceAlarm
 from moesaic.engine.schedule.inflight import InflightStep
 from moesaic.engine.schedule.plan import StepResult
 from moesaic.engine.schedule.scheduler import Scheduler
@@ -32,15 +33,24 @@ class SchedulerMetrics:
     """Totals of one scheduler. A log line has what was added to them since the last one of its
     kind. `interval`: the least number of decode steps between lines."""
 
-    def __init__(self, scheduler: Scheduler, interval: int, group: int = 0) -> None:
+    def __init__(
+        self, scheduler: Scheduler, interval: int, group: int = 0, most_drafts: int = 0
+    ) -> None:
         self._scheduler, self._interval = scheduler, interval
         self.counts = GroupStats(group)
+        self.counts.drafted_tokens = [0] * most_drafts
+        self.counts.accepted_tokens = [0] * most_drafts
+        self.acceptance = Acceptance()
+        """Of the last step."""
+        self._alarm = AcceptanceAlarm()
         self._prefill_line = self._decode_line = Totals(0.0, GroupStats(group), 0)
 
     def observe(self, step: InflightStep, result: StepResult, seconds: float) -> None:
         counts = self.counts
         counts.generated_tokens += len(result.token_ids) - len(result.broken)
         counts.generated_tokens += sum(len(item.token_ids) for item in result.items)
+        if counts.drafted_tokens:
+            self._count_drafts(step, result)
         counts.cached_tokens = self._scheduler.num_cached_tokens
         if step.plan.prefill:
             counts.prompt_tokens += step.prompt_tokens
@@ -54,6 +64,20 @@ class SchedulerMetrics:
         is_due = counts.decode_steps - before.counts.decode_steps >= self._interval
         if is_due and time.monotonic() - before.when >= LINE_SECONDS:
             self._log_decode(before.counts)
+
+    def _count_drafts(self, step: InflightStep, result: StepResult) -> None:
+        counts, seen = self.counts, Acceptance.of(step, result, len(self.counts.drafted_tokens))
+        self.acceptance = seen
+        if not seen.verified:
+            return
+        counts.verified += seen.verified
+        for total, new in (
+            (counts.drafted_tokens, seen.drafted),
+            (counts.accepted_tokens, seen.accepted),
+        ):
+            for position, number in enumerate(new):
+                total[position] += number
+        self._alarm.observe(seen)
 
     def stats(self) -> GroupStats:
         scheduler, kv, counts = self._scheduler, self._scheduler.kv, self.counts
@@ -99,20 +123,36 @@ class SchedulerMetrics:
         seconds = counts.decode_seconds + counts.prefill_seconds
         seconds -= before.decode_seconds + before.prefill_seconds
         logger.info(
-            "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, "
+            "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, %s"
             "gen throughput (token/s): %.2f, #queue-req: %d",
             len(scheduler.running),
             scheduler.kv.num_used * scheduler.kv.page_size,
             self._usage,
+            _shown_acceptance(counts, before),
             (counts.generated_tokens - before.generated_tokens) / max(seconds, 1e-9),
             len(scheduler.waiting),
         )
         self._decode_line = self._totals()
 
     def _totals(self) -> Totals:
-        return Totals(time.monotonic(), replace(self.counts), self._scheduler.num_admitted)
+        counts = self.counts
+        lists = (list(counts.drafted_tokens), list(counts.accepted_tokens))
+        copied = replace(counts, drafted_tokens=lists[0], accepted_tokens=lists[1])
+        return Totals(time.monotonic(), copied, self._scheduler.num_admitted)
 
     @property
     def _usage(self) -> float:
         kv = self._scheduler.kv
         return kv.num_used / max(1, kv.allocator.num_pages)
+
+
+def _shown_acceptance(counts: GroupStats, before: GroupStats) -> str:
+    """Tokens that a verified draft gave, with the one that the step samples itself, and the share
+    of its tokens that were accepted; empty if nothing was verified."""
+    verified = counts.verified - before.verified
+    if not verified:
+        return ""
+    drafted = sum(counts.drafted_tokens) - sum(before.drafted_tokens)
+    accepted = sum(counts.accepted_tokens) - sum(before.accepted_tokens)
+    length, rate = 1 + accepted / verified, accepted / drafted
+    return f"accept len: {length:.2f}, accept rate: {rate:.2f}, "

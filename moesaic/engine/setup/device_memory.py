@@ -182,7 +182,7 @@ class StepBytes:
         config, tokens, size = model.config, limits.tokens, model.config.dtype.itemsize
         widest, experts, attention, gathered, routed, graphs = [0], [0], [0], [0], 0, 0
         if limits.graph_tokens and model.cache.value_dim:  # latents have no such graphs
-            captured = StepLimits(limits.graph_tokens, limits.decode_tokens)
+            captured = replace(limits, tokens=limits.graph_tokens, graph_tokens=0)
             graph = cls.of(model, captured, context_length)
             graphs = graph.experts + graph.dense + graph.attention
         for module in model.modules():
@@ -202,7 +202,7 @@ class StepBytes:
             dense=tokens * size * (4 * config.hidden_size + 2 * max(widest)) + max(gathered),
             attention=max(attention),
             routed=routed,
-            counters=limits.decode_tokens * config.vocab_size * COUNTER_BYTES,
+            counters=limits.running * config.vocab_size * COUNTER_BYTES,
             graphs=graphs,
         )
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 from moesaic.config import ServerArgs
+from moesaic.engine.setup.moe_setup import StepLimits
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +21,18 @@ COARSE, FINE = 4, 8
 # The default chunk with the requests that decode beside it: kernel by kernel, the host would hold
 # up steps of that size.
 MOST_CAPTURED_TOKENS = 9216
+
+
+class GraphSizes(NamedTuple):
+    """Rows of the graphs of decode steps, ascending: without drafts, and with some."""
+
+    plain: tuple[int, ...] = ()
+    verify: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, args: ServerArgs, limits: StepLimits) -> GraphSizes:
+        plain = graph_sizes(args, limits.running)
+        return cls(plain, verify_graph_sizes(plain, limits.running, limits.drafts))
 
 
 def graph_sizes(args: ServerArgs, max_running: int) -> tuple[int, ...]:
@@ -36,6 +50,19 @@ def graph_sizes(args: ServerArgs, max_running: int) -> tuple[int, ...]:
                 most,
             )
         return tuple(sorted(set(args.cuda_graph_bs) - set(beyond)))
+    return _sizes_up_to(most)
+
+
+def verify_graph_sizes(plain: tuple[int, ...], max_running: int, drafts: int) -> tuple[int, ...]:
+    """Rows of the buckets of steps with drafts, at most `drafts` of them: the `plain` ones, which
+    ranks without drafts have in the same step, and larger ones in proportion."""
+    if not plain or not drafts:
+        return ()
+    most = plain[-1] * (max_running + drafts) // max_running
+    return (*plain, *(size for size in _sizes_up_to(most) if size > plain[-1]))
+
+
+def _sizes_up_to(most: int) -> tuple[int, ...]:
     sizes: list[int] = []
     size = 1
     while size < most:

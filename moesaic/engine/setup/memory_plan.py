@@ -44,6 +44,7 @@ from moesaic.engine.setup.moe_setup import (
     weight_format,
 )
 from moesaic.engine.setup.rank_context import DEVICE_BYTES, RankContext, neighbours
+from moesaic.engine.speculate.drafters import DraftModel, DraftSource, draft_source
 from moesaic.layers.attention import Attention, Heads, LatentAttention
 from moesaic.layers.parallel import Parallel
 from moesaic.models.blocks import CausalLM
@@ -59,6 +60,8 @@ from moesaic.moe.quant.weights import WeightFormat
 from moesaic.moe.shape_only import ShapeOnlyGroup
 
 DEFAULT_MAX_RUNNING = {"cpu": 64, "cuda": 256}
+# Drafts of a step: each takes a row of logits and, in low-latency dispatch, of the buffers.
+MOST_DRAFTS = 1024
 # The largest message of a collective and of a pipeline: longer ones are split.
 COLLECTIVE_BYTES = 4 << 20
 MESSAGE_BYTES = 1 << 20
@@ -90,10 +93,14 @@ class RankShare:
     """Those in the memory of the node, if the rank computes on a GPU."""
     table_bytes: int = 0
     """The rotations of all positions."""
+    draft_bytes: int = 0
+    """The weights of the draft model."""
+    draft_cache_bytes: int = 0
+    """Its part of `cache_bytes_per_token`."""
 
     @property
     def weight_bytes(self) -> int:
-        return self.dense_bytes + self.expert_bytes
+        return self.dense_bytes + self.expert_bytes + self.draft_bytes
 
     @property
     def fixed_bytes(self) -> int:
@@ -122,7 +129,7 @@ class MemoryPlan:
         """The same without advice."""
         self._check_host_memory()
         model, smaller = self.model, smaller_weights(self.model.moe)
-        wanted = model.limits.decode_tokens * model.context_length
+        wanted = model.limits.running * model.context_length
         requests = (
             CacheRequest(
                 share.cache_bytes_per_token,
@@ -233,6 +240,8 @@ class ResolvedModel:
     dense: DenseWeights | None
     num_experts: int
     """Of a layer that has some; 0 in a model without any."""
+    draft: DraftSource | None = None
+    """Of the model that makes drafts on the same ranks."""
 
     @property
     def num_layers(self) -> int:
@@ -262,7 +271,8 @@ class ResolvedModel:
         dense = dense_weights(scheme, folder, moe)
         layers = (module for module in whole.modules() if isinstance(module, FusedMoE))
         experts = next((layer.config.num_experts for layer in layers), 0)
-        return cls(raw, scheme, limits, moe, length, cache_dtype(args, dtype), dense, experts)
+        model = cls(raw, scheme, limits, moe, length, cache_dtype(args, dtype), dense, experts)
+        return replace(model, draft=draft_source(args, model, ranks.mesh))
 
     def parallel(self, ranks: RankContext) -> Parallel:
         return ranks.parallel(self.num_layers, self.moe.deterministic)
@@ -299,6 +309,10 @@ class ResolvedModel:
         in_experts = sum(map(expert_bytes, experts))
         attention = (m for m in model.modules() if isinstance(m, Attention | LatentAttention))
         gpu = torch.device("cuda") if moe.resolved.device == "cuda" else None
+        with torch.device("meta"):
+            draft = None if self.draft is None else self.draft.build(model)
+        size = self.cache_dtype.itemsize
+        draft_cache = 0 if draft is None else draft.cache.bytes_per_token(size)
         moves = args.enable_eplb and experts
         moving = buffer_sizes(args, experts, ranks.stage_peers) if moves else None
         return RankShare(
@@ -312,8 +326,9 @@ class ResolvedModel:
             kv_heads=model.cache.num_heads,
             dense_bytes=model.nbytes - in_experts,
             expert_bytes=in_experts,
-            cache_bytes_per_token=model.cache.bytes_per_token(self.cache_dtype.itemsize),
-            a2a_bytes=moe.buffers(layer.dispatcher.config for layer in experts).total,
+            cache_bytes_per_token=model.cache.bytes_per_token(size) + draft_cache,
+            a2a_bytes=moe.buffers(layer.dispatcher.config for layer in experts).total
+            + _other_buffers(moe, draft),
             collective_bytes=collective_bytes(
                 ranks.mesh, self.limits, model.config.hidden_size, moe.dtype, gpu
             ),
@@ -321,7 +336,19 @@ class ResolvedModel:
             moving_bytes=moving.nbytes(ranks.mesh.tp, gpu or torch.device("cpu")) if moving else 0,
             host_bytes=moving.host_bytes if moving else 0,
             table_bytes=model.rope.nbytes * self.context_length,  # the part has one position
+            draft_bytes=0 if draft is None else draft.nbytes,
+            draft_cache_bytes=draft_cache,
         )
+
+
+def _other_buffers(moe: MoeContext, draft: DraftModel | None) -> int:
+    """The buffers of a draft model that does not use the target's."""
+    if draft is None or not draft.experts:
+        return 0
+    own = draft.experts[0].context
+    if own.resolved == moe.resolved:
+        return 0
+    return own.buffers(layer.dispatcher.config for layer in draft.experts).total
 
 
 def _check_heads(raw: RawConfig, model: CausalLM, size: int) -> None:
@@ -384,10 +411,20 @@ def chunk_tokens(args: ServerArgs, mesh: Mesh, context: int) -> int:
 
 def step_limits(args: ServerArgs, mesh: Mesh, context: int) -> StepLimits:
     running = max_running(args, mesh)
-    tokens = chunk_tokens(args, mesh, context) + running
+    drafts = most_drafts(args, running)
+    tokens = chunk_tokens(args, mesh, context) + running + drafts
     on_gpu = kind_of(args) == "cuda"
     captured = max(mixed_graph_sizes(args, tokens), default=0) if on_gpu else 0
-    return StepLimits(tokens, running, captured)
+    return StepLimits(tokens, running + drafts, captured, drafts)
+
+
+def most_drafts(args: ServerArgs, running: int) -> int:
+    """The most drafts of a step: those of all requests, up to a bound that one of them may fill."""
+    if args.speculative_algorithm is None:
+        return 0
+    assert args.speculative_num_draft_tokens is not None, "the arguments are not resolved"
+    each = args.speculative_num_draft_tokens - 1
+    return min(running * each, max(MOST_DRAFTS, each))
 
 
 def pipe_spec(mesh: Mesh, limits: StepLimits, hidden_size: int, dtype: torch.dtype) -> PipeSpec:

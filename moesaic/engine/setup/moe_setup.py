@@ -44,6 +44,13 @@ class StepLimits:
     decode_tokens: int
     graph_tokens: int = 0
     """Of a step with prompts that is captured as a CUDA graph."""
+    drafts: int = 0
+    """How many of the decode tokens are drafts."""
+
+    @property
+    def running(self) -> int:
+        """The most requests at once."""
+        return self.decode_tokens - self.drafts
 
     @property
     def chunk_tokens(self) -> int:

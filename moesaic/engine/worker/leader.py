@@ -51,7 +51,7 @@ class Leader:
         return step
 
     def apply(self, step: InflightStep, result: StepResult, seconds: float) -> None:
-        self.planner.metrics.observe(step, result, seconds)
+        self.planner.observe(step, result, seconds)
         self.planner.apply(step, result)
         self.report()
 
@@ -142,6 +142,7 @@ class ReportedRequest(RequestState):
             retractions=request.retractions,
             finish=request.finish_reason,
             queue_seconds=request.queue_seconds,
+            drafts=request.draft_counts,
         )
         self._num_tokens = len(request.token_ids)
         if request.return_logprob:

@@ -18,7 +18,8 @@ from moesaic.engine.schedule.plan import StepResult
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.schedule.step_budget import StepCost
 from moesaic.engine.setup.moe_setup import describe_backends
-from moesaic.engine.worker.planner import Drafter, Planner
+from moesaic.engine.speculate.drafters import Drafter
+from moesaic.engine.worker.planner import Planner
 from moesaic.engine.worker.rank_info import rank_info, service_info
 from moesaic.engine.worker.rank_stats import RankStatsReporter
 from moesaic.engine.worker.stage import SingleStage
@@ -128,7 +129,7 @@ class LocalCore:
     def apply(self, step: InflightStep, result: StepResult, seconds: float) -> None:
         """An error that no single request causes ends all requests, but not the engine."""
         begin = self.runner.spans.clock()
-        self.planner.metrics.observe(step, result, seconds)
+        self.planner.observe(step, result, seconds)
         try:
             self.planner.apply(step, result)
         except Exception as error:

@@ -7,26 +7,24 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from moesaic.config import ServerArgs
+from moesaic.config.speculation import speculation_of
 from moesaic.core.redact import shown_id
 from moesaic.core.request import ABORTED, FinishReason, Request, failure
 from moesaic.engine.runner.model_runner import ModelRunner
-from moesaic.engine.sampling.sampler import SampleRow
 from moesaic.engine.sampling.token_history import TokenHistory
 from moesaic.engine.schedule.inflight import InflightStep, PlannedDecodes, PlannedItem
 from moesaic.engine.schedule.kv_manager import KVManager
 from moesaic.engine.schedule.plan import (
-    FUTURE_TOKEN,
     NO_DECODES,
     NOT_FINITE,
     DecodeRows,
     ItemResult,
     PlanItem,
-    PromptScore,
     StepPlan,
     StepResult,
 )
@@ -35,8 +33,17 @@ from moesaic.engine.schedule.quarantine import Quarantine
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.schedule.scheduler import NOTHING, Schedule, Scheduler, SchedulerConfig
 from moesaic.engine.schedule.scheduler_metrics import SchedulerMetrics
+from moesaic.engine.speculate.controller import DraftController
+from moesaic.engine.speculate.drafters import Drafter, make_drafter
+from moesaic.engine.worker.plan_items import history_of, plan_item
 
 logger = logging.getLogger(__name__)
+
+
+# A step that ends so many times its own seconds after the last one was waited for by nobody.
+IDLE_TIMES: Final = 2.0
+# More drafts than any request gets.
+ANY_NUMBER: Final = 1 << 20
 
 
 class PlannedWork(NamedTuple):
@@ -54,13 +61,6 @@ class PlannedWork(NamedTuple):
 
 
 NO_WORK: Final = PlannedWork([], [], PlannedDecodes(), NO_DECODES)
-
-
-class Drafter(Protocol):
-    """Proposes tokens. Steps verify the proposals, so that they change no answer."""
-
-    def propose(self, requests: Sequence[Request]) -> None:
-        """Sets `drafts` of requests that decode; the host knows all their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,16 @@ class Planner:
         group: int = 0,
         drafter: Drafter | None = None,
     ) -> None:
-        self.runner, self.drafter = runner, drafter
+        self.runner, self.drafter = runner, drafter or make_drafter(args, runner)
+        self.draft_steps = 0 if runner.draft is None else runner.draft.num_steps
+        """Tokens that the ranks' draft model proposes at the end of a step, at most."""
+        self.controller = _controller(args)
+        """None: requests have all drafts that the drafter proposes."""
+        self.agreed_drafts: int | None = None
+        """What all groups plan next, as each with requests has wanted; None: this one decides."""
+        self._observed_at = 0.0
+        self._drafting = 0
+        """The drafts of a request that the last plan was made for."""
         self._new_pages: list[int] = []
         """Allocated since the last plan; the next step clears them."""
         self.kv = KVManager(
@@ -108,9 +117,16 @@ class Planner:
             max_step_ms=args.max_step_ms,
             wave=runner.prefill_wave,
             delayer=_delayer(args),
+            max_drafts=runner.limits.drafts or sys.maxsize,
+            drafts_ahead=0 if runner.draft is None else runner.draft.positions_ahead,
+            columns=runner.draft is None,
         )
         self.scheduler = Scheduler(config, self.kv)
-        self.metrics = SchedulerMetrics(self.scheduler, args.decode_log_interval, group)
+        speculation = speculation_of(args)
+        most_drafts = 0 if speculation is None else speculation.num_drafts
+        self.metrics = SchedulerMetrics(
+            self.scheduler, args.decode_log_interval, group, most_drafts
+        )
         self.facts = ModelFacts(
             vocab_size=runner.vocab_size,
             context_length=runner.context_length,
@@ -162,7 +178,7 @@ class Planner:
         self.scheduler.add(state.request)
         self.states[number] = state
         if state.request.params.has_history:
-            self._histories[number] = _history(state.request)
+            self._histories[number] = history_of(state.request)
         if state.request.routed_start is not None:
             self._routed.add(number)
 
@@ -185,6 +201,7 @@ class Planner:
         """The next step, with an empty plan if there is nothing to compute. `parts`: how many
         steps share the decoding requests. A request that breaks the plan is found and ended as one
         that breaks a step; an error that no request causes ends all of them."""
+        self._drafting = 0
         try:
             chosen = self._try_suspects()
             if chosen is NO_WORK and self.scheduler.has_work:
@@ -204,19 +221,17 @@ class Planner:
         ended, self._ended = self._ended, []
         self.num_steps += 1
         is_routed = bool(self._routed) and any(item.num_routed for item in items)
-        plan = StepPlan(items, pages, prefill, ended, is_routed, decodes)
-        return InflightStep(plan, work, decoding)
+        facts = (ended, is_routed, decodes, min(self.draft_steps, self._drafting))
+        plan = StepPlan(items, pages, prefill, *facts)
+        return InflightStep(plan, work, decoding, drafting=self._drafting)
 
     def _choose(self, parts: int) -> PlannedWork:
         """The work of the next step. Nothing counts as done before all of it is known, so that an
         error leaves all requests as they were; the error is raised if no request causes it."""
         num_open, schedule = len(self.states), NOTHING
         try:
-            drafts = self.drafter is not None
+            drafts = self._propose()
             ahead = self.runner.overlaps and not drafts
-            if self.drafter is not None:
-                running = self.scheduler.running
-                self.drafter.propose([r for r in running if r.is_decoding and not r.pending])
             schedule = self.scheduler.schedule(parts, ahead=ahead, drafts=drafts)
             return self._plan_work(schedule)
         except Exception as error:
@@ -228,6 +243,35 @@ class Planner:
             if chosen is NO_WORK and len(self.states) == num_open:
                 raise
             return chosen
+
+    def _propose(self) -> bool:
+        """Sets the drafts of the next step; False if it is to have none."""
+        most = self._drafting = self._next_drafts
+        if not most:
+            return False
+        running = self.scheduler.running
+        asked = [r for r in running if r.is_decoding and not r.pending and r.may_draft]
+        if self.drafter is not None:
+            self.drafter.propose(asked)
+        for request in asked:
+            if len(request.drafts) > most:
+                request.drafts = request.drafts[:most]
+        return True
+
+    @property
+    def wanted_drafts(self) -> int:
+        """The most drafts of a request that this group would plan; -1 without requests. With some,
+        a plan needs the tokens of all steps in flight."""
+        if not self.scheduler.has_work:
+            return -1
+        if self.drafter is None and not self.draft_steps:
+            return 0
+        return ANY_NUMBER if self.controller is None else self.controller.num_drafts
+
+    @property
+    def _next_drafts(self) -> int:
+        wanted = self.wanted_drafts if self.agreed_drafts is None else self.agreed_drafts
+        return max(0, wanted)
 
     def _try_suspects(self) -> PlannedWork:
         """A step for the next set of suspects; those that cannot be computed now are dropped."""
@@ -252,8 +296,24 @@ class Planner:
         if schedule.is_empty:
             return NO_WORK
         history, work = self._histories.get, schedule.items
-        items = [_plan_item(planned, history(planned.request.request_no)) for planned in work]
+        items = [plan_item(planned, history(planned.request.request_no)) for planned in work]
+        if self.draft_steps and self._drafting:
+            for planned, item in zip(work, items, strict=True):
+                self._plan_drafts(planned, item)
         return PlannedWork(work, items, *self.scheduler.decode_table.plan(schedule.rows))
+
+    def _plan_drafts(self, planned: PlannedItem, item: PlanItem) -> None:
+        """Tells the ranks' draft model what it needs beside the item."""
+        request = planned.request
+        if item.sample is None:
+            item.next_id = (*request.token_ids[planned.stop : planned.stop + 1], 0)[0]
+            return
+        most = len(request.prompt_ids) + request.max_new_tokens
+        room = min(len(request.pages) * self.kv.page_size, most)
+        # The step's token and a draft behind it must be allowed, and have pages.
+        ahead = self.scheduler.config.drafts_ahead
+        if planned.confirmed + 2 < most and (not ahead or planned.stop < room):
+            item.draft_until = room - 1
 
     def rollback(self, steps: Iterable[InflightStep]) -> list[Request]:
         """Undoes all in-flight steps and returns their requests; their pages are cleared again, and
@@ -275,6 +335,23 @@ class Planner:
         if culprit is not None:
             logger.error("request %s made a step fail: %s", shown_id(culprit.rid), error)
             self._fail(culprit, f"the step failed: {error}")
+
+    def observe(self, step: InflightStep, result: StepResult, seconds: float) -> None:
+        """Counts a step that has run, before it is applied."""
+        self.metrics.observe(step, result, seconds)
+        controller, acceptance = self.controller, self.metrics.acceptance
+        if controller is None:
+            return
+        requests, now = step.num_decoding, time.monotonic()
+        # From one step's end to the next one's: what the host does in between counts, too, unless
+        # there was nothing to do.
+        whole, self._observed_at = now - self._observed_at, now
+        ms = 1000 * (whole if whole < IDLE_TIMES * seconds else seconds)
+        if step.drafting:
+            controller.observe_drafts(acceptance.accepted, requests, step.drafting)
+        if not step.plan.prefill:
+            controller.observe_step(requests, ms, step.drafting)
+        self.metrics.counts.num_drafts = self._next_drafts
 
     def apply(self, step: InflightStep, result: StepResult) -> None:
         """Steps are applied in the order in which they were planned."""
@@ -350,6 +427,10 @@ class Planner:
             item.repeat_last()
             return
         item.end(len(found.token_ids))
+        if item.drafts:
+            verified, drafted, accepted = request.draft_counts
+            accepted += item.accepted(len(found.token_ids))
+            request.draft_counts = verified + 1, drafted + len(item.drafts), accepted
         self.scheduler.decode_table.update(request)
         reason = state.accept_all(found)
         if found.ended:
@@ -358,6 +439,8 @@ class Planner:
             reason = FinishReason("length", length=0)
         if reason is not None:
             self._finish(state, reason)
+        elif request.retractions == item.retractions:
+            request.drafts = [*found.drafts]
 
     def _fail(self, request: Request, message: str) -> None:
         if (state := self.states.get(request.request_no)) is not None:
@@ -375,6 +458,13 @@ class Planner:
             state.finish(reason)
 
 
+def _controller(args: ServerArgs) -> DraftController | None:
+    speculation = speculation_of(args)
+    if speculation is None:
+        return None
+    return DraftController(speculation.num_drafts, not args.disable_speculative_adaptive)
+
+
 def _delayer(args: ServerArgs) -> PrefillDelayer | None:
     """Only groups whose steps are one can wait for each other."""
     if not (args.enable_prefill_delayer and args.enable_dp_attention and args.dp_size > 1):
@@ -383,63 +473,4 @@ def _delayer(args: ServerArgs) -> PrefillDelayer | None:
         args.prefill_delayer_max_delay_passes,
         args.prefill_delayer_max_delay_ms,
         args.prefill_delayer_token_usage_low_watermark,
-    )
-
-
-def _history(request: Request) -> TokenHistory:
-    return TokenHistory(request.params, request.eos_ids, request.token_ids, request.prompt_len)
-
-
-def _plan_item(planned: PlannedItem, history: TokenHistory | None) -> PlanItem:
-    request, first, drafts = planned.request, planned.first, planned.drafts
-    stop = planned.confirmed if drafts else planned.stop
-    tokens, sent = request.token_ids, request.pages_sent
-    position = len(tokens) + request.pending
-    ids = tokens[first:stop] if first < len(tokens) else [FUTURE_TOKEN]
-    sample, score, num_routed = None, None, 0
-    if stop == position and position < len(request.prompt_ids) + request.max_new_tokens:
-        sample = _sample_row(request, position, history)
-    if request.return_logprob:
-        score = _score(request, stop)
-    if drafts:
-        ids = [*ids, *drafts]
-    if request.routed_start is not None:
-        num_routed = max(0, planned.stop - max(first, request.routed_start))
-    return PlanItem(
-        request.request_no,
-        ids,
-        first,
-        request.row,
-        request.pages[sent:] if sent < len(request.pages) else (),
-        sent,
-        score,
-        sample,
-        len(drafts),
-        num_routed,
-    )
-
-
-def _score(request: Request, stop: int) -> PromptScore | None:
-    """The prompt tokens whose logprobs this chunk's rows give."""
-    begin = request.logprob_start + request.num_scored
-    end = min(stop, request.prompt_len - 1)
-    if begin >= end:
-        return None
-    assert begin >= request.num_computed, "a prefix was reused whose logprobs are requested"
-    row = begin - request.num_computed
-    targets = request.prompt_ids[begin + 1 : end + 1]
-    return PromptScore(row, targets, request.top_logprobs_num, request.token_ids_logprob)
-
-
-def _sample_row(request: Request, position: int, history: TokenHistory | None) -> SampleRow:
-    return SampleRow(
-        request.params,
-        request.seed,
-        position,
-        request.prompt_ids if request.params.repetition_penalty != 1.0 else (),
-        history.outputs() if history is not None else (),
-        request.eos_ids,
-        request.return_logprob,
-        request.top_logprobs_num,
-        request.token_ids_logprob,
     )

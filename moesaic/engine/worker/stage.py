@@ -61,6 +61,8 @@ class Stage:
     """Steps that a pipeline has in flight at once."""
     holds_prompts = False
     """A group has held prompts back from the last step, so that there is more to do."""
+    awaits_tokens = False
+    """A group needs the tokens of all steps in flight for its next plan."""
     reports: Sequence[RankReport] = ()
     """What the ranks of the stage have told of moving experts, if these move."""
 
@@ -107,9 +109,17 @@ class SingleStage(Stage):
         self.number += 1
         if self._status is not None:
             self._status.begin_step(self.number)
+        self.awaits_tokens = self._planner.wanted_drafts > 0
         plan, work = step.plan, step.work
         counts = (plan.num_tokens,) if plan.has_work else ()
-        step.agreement = StepAgreement(self.number, counts, prefill=plan.prefill, work=work)
+        step.agreement = StepAgreement(
+            self.number,
+            counts,
+            prefill=plan.prefill,
+            work=work,
+            draft_steps=plan.draft_steps,
+            drafting=(plan.num_drafting,),
+        )
 
 
 class FirstStage(Stage):
@@ -158,7 +168,9 @@ class FirstStage(Stage):
         delayer = None if self._planner is None else self._planner.scheduler.delayer
         told = 0 if delayer is None else delayer.told
         half = self._splitter.first_half(plan)
+        drafts = [plan.draft_steps, plan.num_drafting, self._wanted_drafts]
         facts = [plan.num_tokens, logits, int(plan.prefill), len(data), suspects, told, half]
+        facts += drafts
         report = self._report()
         own = torch.tensor([[*report, *facts, *astuple(step.work)]])
         rows = self._ranks.stage.gather_rows(own, [1] * mesh.tp, operation)
@@ -166,7 +178,9 @@ class FirstStage(Stage):
             self.reports = [RankReport(*row) for row in rows[:, : len(report)].tolist()]
         table = rows[:: mesh.attention_tp, len(report) :].tolist()
         columns = zip(*table, strict=True)
-        counts, logit_rows, prefills, lengths, suspect_sets, told_by, halves, *_ = columns
+        counts, logit_rows, prefills, lengths, suspect_sets, told_by, halves, *more = columns
+        steps, drafting, wanted, *_ = more
+        self._settle_drafts(wanted)
         works = [StepWork(*row[len(facts) :]) for row in table]
         self._settle_prompts(works, told_by)
         self._suspects = list(suspect_sets)
@@ -176,7 +190,22 @@ class FirstStage(Stage):
         step.agreement = StepAgreement(self.number)
         if any(counts):
             whole = StepAgreement(self.number, counts, logit_rows, any(prefills), heaviest(works))
+            whole.draft_steps, whole.drafting = max(steps), drafting
             step.agreement = self._splitter.settle(whole, halves)
+
+    @property
+    def _wanted_drafts(self) -> int:
+        return -1 if self._planner is None else self._planner.wanted_drafts
+
+    def _settle_drafts(self, wanted: Sequence[int]) -> None:
+        """All groups plan as many drafts as the one that wants most: a step with drafts of one is
+        no faster than with those of all, and draft models run on all ranks."""
+        most = max(wanted)
+        if most < 0:  # no group has requests
+            return
+        self.awaits_tokens = most > 0
+        if self._planner is not None:
+            self._planner.agreed_drafts = most
 
     def _report(self) -> RankReport | tuple[()]:
         if not self._moves:

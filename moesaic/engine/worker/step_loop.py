@@ -56,7 +56,7 @@ class StepLoop:
     @property
     def depth(self) -> int:
         """Steps that may be in flight at once."""
-        if self.in_trial:
+        if self.in_trial or (self.runner.overlaps and self.stage.awaits_tokens):
             return 1
         return 2 if self.runner.overlaps else self.stage.pipeline_depth
 
@@ -102,6 +102,8 @@ class StepLoop:
             self.inflight.pop()
         if self.inflight and (not has_work or len(self.inflight) >= self.depth):
             self.complete_oldest()
+            while len(self.inflight) >= self.depth:  # it may have become less
+                self.complete_oldest()
             self._expect_end()
             return True
         self._expect_end()

@@ -48,6 +48,8 @@ class StepSplitter:
         """The tokens of the plan that the first micro-batch would have, or WHOLE."""
         if isinstance(self._policy, NoOverlap) or self._keeps_whole(plan):
             return WHOLE
+        if plan.draft_steps or any(item.num_drafts for item in plan.items):
+            return WHOLE  # a verify step is one batch
         if plan.prefill:
             return cut_prompts(plan.lengths, self._threshold).tokens
         return cut_decodes(plan.lengths).tokens

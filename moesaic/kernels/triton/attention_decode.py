@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.kernels.attention import (
+    MAX_FUSED_ENTRIES,
     DecodeRows,
     HeadEntry,
     LayerPages,
@@ -73,9 +74,6 @@ LONE_CONFIGS = ((128, AttentionTile(16, 128, 8, 4)), (256, AttentionTile(16, 128
 # Splits and channels that a merging program loads at once, registers permitting.
 MAX_MERGED = 16
 MERGED_WIDTH = 128
-# Up to this many sequences, each split norms and rotates its inputs itself, which takes less time
-# than another kernel launch.
-MAX_FUSED_ENTRIES = 32
 # Channels of half a head that a thread norms.
 THREAD_CHANNELS = 8
 

@@ -1,0 +1,397 @@
+"""Tokens a second with drafts against none, in one engine, whose text follows a script.
+
+    python -m bench.speculation --model-path shape:qwen3-30b-a3b --load-format dummy \
+        --dtype bfloat16
+
+A model with random weights writes what nobody could draft. Here the next token is a function of the
+newest one: its logit gets a large amount, in all steps alike, so that the script costs the same
+with and without drafts. The function decides the text: `loops` repeats after 64 tokens, `free`
+never. Graphs of steps with prompts are off, as they keep no row's token.
+
+- `simulated`: drafts that follow the script, each with a given probability. They cost nothing to
+  make, so that this is what verifying costs and gives.
+- `ngram`: the drafter that looks for repetitions, on both texts.
+
+Each case runs with drafts, with those that the controller chooses, and without, one after the
+other, and all must give the script's tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from bench.common import (
+    Distinct,
+    check_out,
+    complaints_in_a_line,
+    engine_flags,
+    merge,
+    positive,
+    print_table,
+)
+from moesaic.cli.common import read_args
+from moesaic.config.args import ServerArgs
+from moesaic.config.resolve import resolve
+from moesaic.core.request import Request
+from moesaic.core.sampling import SamplingParams
+from moesaic.engine.schedule.plan import StepHandle, StepPlan
+from moesaic.engine.schedule.request_state import RequestState
+from moesaic.engine.speculate.controller import DraftController
+from moesaic.engine.speculate.drafters import Drafter
+from moesaic.engine.speculate.ngram import NgramDrafter
+from moesaic.engine.speculate.ngram_index import NgramIndex
+from moesaic.engine.worker.local_core import LocalCore
+from moesaic.models.blocks import CausalLM
+from moesaic.models.config import RawConfig
+from moesaic.models.tiny import materialise
+
+# Tokens of a loop, and loops.
+LOOP: Final = 64
+LOOPS: Final = 16
+# From the beginning of a free text to the next one's.
+FREE_TOKENS: Final = 4000
+# Added to the logit of the script's next token.
+AMOUNT: Final = 1e4
+NGRAM_DRAFTS: Final = 11
+# Without --quick.
+BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+STEPS: Final = (1, 2, 3, 4)
+RATES: Final = (0.5, 0.7, 0.9)
+QUICK: Final = (
+    ("ngram", "loops", 0.0, NGRAM_DRAFTS, (1, 8, 32)),
+    ("simulated", "free", 0.9, 3, (1, 8, 32, 128)),
+    ("ngram", "free", 0.0, NGRAM_DRAFTS, (1, 8, 32)),
+    ("simulated", "free", 0.5, 3, (1, 32, 128)),
+    ("simulated", "free", 0.9, 1, (1, 32)),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    drafter: str  # simulated or ngram
+    text: str  # loops or free
+    rate: float  # probability that a simulated draft is right
+    drafts: int  # of a request, at most
+    batch: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tokens a second of requests that all decode."""
+
+    model: str
+    device: str
+    drafter: str
+    text: str
+    rate: float
+    drafts: int
+    batch: int
+    context: int
+    plain_tok_s: float
+    fixed_tok_s: float
+    adaptive_tok_s: float
+    accept_len: float
+    plain_ms: float
+    fixed_ms: float
+    chosen: int  # drafts that the controller allows at last
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self.model, self.device, self.drafter, self.text, self.rate, self.drafts, self.batch
+
+
+class Script:
+    """The next token of every token."""
+
+    def __init__(self, vocab: int) -> None:
+        ids, room = torch.arange(vocab), 1 << (vocab.bit_length() - 1)
+        loops = ids // LOOP % LOOPS * LOOP + (ids + 1) % LOOP
+        # All tokens below a power of two in one long loop.
+        free = (ids % room * 1_664_525 + 1_013_904_223) % room
+        self._tables = {"loops": loops % vocab, "free": free}
+        self.rows: Tensor | None = None
+        """Of the step that is launched: those whose logits are needed."""
+        self.text, self.next_V = "free", free.clone()
+        self._host: list[int] = free.tolist()
+
+    def choose(self, text: str) -> None:
+        """In place, as graphs read the table."""
+        self.text = text
+        self.next_V.copy_(self._tables[text])
+        self._host = self._tables[text].tolist()
+
+    def follow(self, token: int, count: int) -> list[int]:
+        """The tokens after `token`."""
+        found = list[int]()
+        for _ in range(count):
+            token = self._host[token]
+            found.append(token)
+        return found
+
+    @contextmanager
+    def patched(self, device: torch.device) -> Iterator[None]:
+        """Models that run meanwhile follow the script."""
+        self.next_V = self.next_V.to(device)
+        forward, logits, latest = CausalLM.forward, CausalLM.logits, list[Tensor]()
+
+        def note(model: CausalLM, ids_T: Tensor, *rest: Any) -> Tensor:
+            latest[:] = [ids_T]
+            return forward(model, ids_T, *rest)
+
+        def scripted(model: CausalLM, x_RH: Tensor, rows: Sequence[int] = ()) -> Tensor:
+            logits_RV = logits(model, x_RH, rows)
+            ids_R = latest[0]
+            if len(ids_R) != len(logits_RV):
+                if self.rows is None:  # a step of the warm-up
+                    return logits_RV
+                ids_R = ids_R[self.rows.to(device)][: len(logits_RV)]
+            next_R1 = self.next_V[ids_R][:, None]
+            amount_R1 = torch.full_like(next_R1, AMOUNT, dtype=logits_RV.dtype)
+            return logits_RV.scatter(1, next_R1, amount_R1)
+
+        CausalLM.forward, CausalLM.logits = note, scripted  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            CausalLM.forward, CausalLM.logits = forward, logits  # type: ignore[method-assign]
+
+
+class ScriptDrafter:
+    """Drafts that are right with probability `rate`."""
+
+    def __init__(self, script: Script, rate: float, drafts: int) -> None:
+        self._script, self._rate, self._drafts = script, rate, drafts
+        self._chance = random.Random(1)
+
+    def propose(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            drafts = self._script.follow(request.token_ids[-1], self._drafts)
+            wrong = (n for n in range(len(drafts)) if self._chance.random() >= self._rate)
+            if (first := next(wrong, None)) is not None:
+                drafts[first:] = [token ^ 1 for token in drafts[first:]]
+            request.drafts = drafts
+
+
+@dataclass(frozen=True)
+class Measured:
+    tok_s: float
+    step_ms: float
+    accept_len: float
+
+
+class Runs:
+    def __init__(self, core: LocalCore, script: Script, options: argparse.Namespace) -> None:
+        self.core, self.script = core, script
+        self.context, self.seconds, self._settle = options.context, options.seconds, options.settle
+        self.model: str = options.model
+        self._number, self._start, self._begin = 0, 1, core.runner.begin
+        core.runner.begin = self._noting_begin  # type: ignore[method-assign]
+
+    def _noting_begin(self, plan: StepPlan, *rest: Any) -> StepHandle:
+        self.script.rows = torch.from_numpy(plan.logit_rows())
+        return self._begin(plan, *rest)
+
+    def measure(self, batch: int, drafter: Drafter | None, controller: DraftController) -> Measured:
+        """Of steps in which all requests decode, after some that are not counted."""
+        core, planner = self.core, self.core.planner
+        planner.drafter, planner.controller = None, controller
+        requests = [self._request() for _ in range(batch)]
+        while any(not r.num_output for r in requests):
+            core.step()
+        planner.drafter = drafter
+        self._run_for(self._settle)
+        before = self._totals(requests)
+        self._run_for(self.seconds)
+        after = self._totals(requests)
+        self._check(requests)
+        for request in requests:
+            core.abort(request.request_no)
+        while core.has_work:
+            core.step()
+        when, tokens, steps, verified, accepted = (
+            b - a for a, b in zip(before, after, strict=True)
+        )
+        return Measured(tokens / when, 1e3 * when / steps, 1 + accepted / max(1, verified))
+
+    def _run_for(self, seconds: float) -> None:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            self.core.step()
+
+    def _totals(self, requests: Sequence[Request]) -> tuple[float, ...]:
+        """All steps are completed, so that a step that is in flight counts to neither side."""
+        while self.core.loop.inflight:
+            self.core.loop.complete_oldest()
+        return (
+            time.perf_counter(),
+            sum(r.num_output for r in requests),
+            self.core.planner.num_steps,
+            sum(r.draft_counts[0] for r in requests),
+            sum(r.draft_counts[2] for r in requests),
+        )
+
+    def _request(self) -> Request:
+        """Its prompt follows the script, too."""
+        self._number += 1
+        number, room = self._number, self.core.facts.context_length - self.context
+        first = self._next_start(number)
+        prompt = [first, *self.script.follow(first, self.context - 1)]
+        params = SamplingParams(temperature=0.0, ignore_eos=True)
+        request = Request(str(number), prompt, params, number, room - 1, number)
+        self.core.add(RequestState(request, None, lambda progress: None))
+        return request
+
+    def _next_start(self, number: int) -> int:
+        """Of free text: far behind that of the request before on the loop of all tokens."""
+        if self.script.text != "free":
+            return number * 7919 % (LOOP * LOOPS)
+        self._start = self.script.follow(self._start, FREE_TOKENS)[-1]
+        return self._start
+
+    def _check(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            answer = request.output_ids
+            if answer != self.script.follow(request.prompt_ids[-1], len(answer)):
+                raise SystemExit(f"request {request.rid} does not follow the script")
+
+
+def run_case(runs: Runs, case: Case, args: ServerArgs) -> Row:
+    runs.script.choose(case.text)
+
+    def drafter() -> Drafter:
+        if case.drafter == "ngram":
+            return NgramDrafter(NgramIndex(10_000_000, 18), case.drafts)
+        return ScriptDrafter(runs.script, case.rate, case.drafts)
+
+    def controller(adaptive: bool) -> DraftController:
+        return DraftController(case.drafts, adaptive)
+
+    plain = runs.measure(case.batch, None, controller(False))
+    fixed = runs.measure(case.batch, drafter(), controller(False))
+    chosen = controller(True)
+    adaptive = runs.measure(case.batch, drafter(), chosen)
+    return Row(
+        model=runs.model,
+        device=torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+        drafter=case.drafter,
+        text=case.text,
+        rate=case.rate,
+        drafts=case.drafts,
+        batch=case.batch,
+        context=runs.context,
+        plain_tok_s=round(plain.tok_s, 1),
+        fixed_tok_s=round(fixed.tok_s, 1),
+        adaptive_tok_s=round(adaptive.tok_s, 1),
+        accept_len=round(fixed.accept_len, 3),
+        plain_ms=round(plain.step_ms, 3),
+        fixed_ms=round(fixed.step_ms, 3),
+        chosen=chosen.num_drafts,
+    )
+
+
+def cases(options: argparse.Namespace) -> list[Case]:
+    if options.quick:
+        found = [Case(*one, batch) for *one, batches in QUICK for batch in batches]
+    else:
+        found = [
+            *(Case("ngram", t, 0.0, NGRAM_DRAFTS, b) for t in ("loops", "free") for b in BATCHES),
+            *(Case("simulated", "free", r, k, b) for b in BATCHES for r in RATES for k in STEPS),
+        ]
+    return [case for case in found if case.batch <= options.most]
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        "python -m bench.speculation",
+        description=(__doc__ or "").splitlines()[0],
+        epilog="Flags of the engine are taken, too: --model-path, --device and all others.",
+        allow_abbrev=False,
+    )
+    made.add_argument("--quick", action="store_true", help="the most important cases")
+    made.add_argument("--most", type=positive, default=256, help="leave larger batches out")
+    made.add_argument("--context", type=positive, default=512, help="tokens of each prompt")
+    made.add_argument("--seconds", type=float, default=1.0, help="for each figure")
+    made.add_argument("--settle", type=float, default=1.0, help="seconds before each")
+    made.add_argument("--only", nargs="+", action=Distinct, choices=("ngram", "simulated"))
+    made.add_argument("--out", type=Path, help="JSON list of rows, to which new ones are added")
+    return made
+
+
+def read_flags(rest: Sequence[str], options: argparse.Namespace) -> ServerArgs:
+    given = engine_flags("speculation", rest)
+    most = max(case.batch for case in cases(options))
+    defaults = {
+        "max_running_requests": str(most),
+        "log_level": "warning",
+        "random_seed": "0",
+        "speculative_algorithm": "NGRAM",
+        "speculative_num_draft_tokens": str(NGRAM_DRAFTS + 1),
+    }
+    read = resolve(read_args(defaults | given))
+    if read.tp_size * read.pp_size * read.dp_size > 1:
+        raise ValueError("this measures one rank: leave out --tp-size, --pp-size and --dp-size")
+    options.model = read.model_path.partition(":")[2] or Path(read.model_path).name
+    folder = materialise(read.model_path)
+    changes: dict[str, Any] = {"disable_radix_cache": True, "skip_tokenizer_init": True}
+    return replace(read, model_path=folder, disable_prefill_cuda_graph=True, **changes)
+
+
+def report(row: Row) -> list[str]:
+    return [
+        row.drafter + " " + row.text,
+        f"{row.rate:g}",
+        str(row.drafts),
+        str(row.batch),
+        f"{row.plain_tok_s:,.0f}",
+        f"{row.fixed_tok_s:,.0f}",
+        f"{row.adaptive_tok_s:,.0f}",
+        f"{row.fixed_tok_s / row.plain_tok_s:.2f}",
+        f"{row.adaptive_tok_s / row.plain_tok_s:.2f}",
+        f"{row.accept_len:.2f}",
+        f"{row.plain_ms:.2f}",
+        f"{row.fixed_ms:.2f}",
+        str(row.chosen),
+    ]
+
+
+HEADER: Final = [
+    *("case", "rate", "drafts", "batch", "plain tok/s", "fixed tok/s", "adaptive tok/s", "fixed"),
+    *("adaptive", "accept len", "plain ms", "fixed ms", "chosen"),
+]
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    options, rest = parser().parse_known_args(words)
+    logging.basicConfig(level=logging.WARNING)
+    with complaints_in_a_line():
+        if options.out is not None:
+            check_out(options.out)
+        args = read_flags(rest, options)
+        chosen = [c for c in cases(options) if not options.only or c.drafter in options.only]
+        device = torch.device("cuda" if args.device == "cuda" else "cpu")
+        rows = list[Row]()
+        make: Callable[[ServerArgs], LocalCore] = LocalCore
+        script = Script(RawConfig.read(Path(args.model_path)).integer("vocab_size"))
+        with script.patched(device):
+            runs = Runs(make(args), script, options)
+            for case in chosen:
+                rows.append(run_case(runs, case, args))
+                print(*report(rows[-1]), flush=True)
+                if options.out is not None:
+                    merge(options.out, rows)
+    print_table(HEADER, [report(row) for row in rows])
+
+
+if __name__ == "__main__":
+    main()

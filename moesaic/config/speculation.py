@@ -1,0 +1,111 @@
+"""Resolves the flags of speculative decoding, or says what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moesaic.config.args import ServerArgs
+from moesaic.config.flags import show, specs
+from moesaic.core.speculation import ALGORITHMS, SAME, Speculation
+
+COUNTS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+ONE_TOKEN = "--speculative-num-draft-tokens is 1, the newest token alone: give at least 2, or "
+BACKENDS = ("speculative_moe_runner_backend", "speculative_moe_a2a_backend")
+
+
+def speculation_of(args: ServerArgs) -> Speculation | None:
+    """`args` are resolved. None: without drafts."""
+    if args.speculative_algorithm is None:
+        return None
+    steps, tokens = args.speculative_num_steps, args.speculative_num_draft_tokens
+    assert steps is not None and tokens is not None, "the flags are not resolved"
+    return Speculation(args.speculative_algorithm, steps, tokens, args.speculative_draft_model_path)
+
+
+def speculation_defaults(args: ServerArgs) -> Iterator[tuple[str, object, str]]:
+    """The values that flags get, and why."""
+    name = args.speculative_algorithm
+    if name is None:
+        return
+    if args.speculative_attention_mode != "prefill":
+        yield "speculative_attention_mode", "prefill", "one kernel serves both"
+    if args.speculative_draft_attention_backend is not None:
+        yield "speculative_draft_attention_backend", None, "those of the device"
+    name = SAME.get(name, name)
+    default, why = ALGORITHMS[name], f"the default of {name}"
+    if args.speculative_num_steps is None:
+        tokens = args.speculative_num_draft_tokens or default.num_draft_tokens
+        steps = tokens - 1 if default.on_ranks else default.num_steps
+        yield "speculative_num_steps", steps, why
+        yield "speculative_num_draft_tokens", tokens, why
+        yield "speculative_eagle_topk", 1, why
+    elif default.on_ranks:
+        tokens = args.speculative_num_steps + 1
+        yield "speculative_num_draft_tokens", tokens, "a chain: one more than its steps"
+        yield "speculative_eagle_topk", 1, why
+
+
+def speculation_problems(args: ServerArgs) -> Iterator[str]:
+    """What is wrong with these arguments in every version, the first cause first."""
+    name = args.speculative_algorithm
+    if name is None:
+        yield from _needs_algorithm(args)
+    elif (known := ALGORITHMS.get(SAME.get(name, name))) is not None:
+        shown = f"--speculative-algorithm {name}"
+        if known.needs_model and args.speculative_draft_model_path is None:
+            yield f"{shown} needs --speculative-draft-model-path DIR: the model that makes drafts"
+        if not known.takes_model and args.speculative_draft_model_path is not None:
+            yield (
+                f"{_shown(args, 'speculative_draft_model_path')}: {shown} takes none: leave it out"
+            )
+        if not known.on_ranks:
+            yield from _without_models(args, shown)
+        if known.on_ranks:
+            yield from _draft_models(args, shown)
+
+
+def _needs_algorithm(args: ServerArgs) -> Iterator[str]:
+    for field in (*COUNTS, "speculative_draft_model_path"):
+        if getattr(args, field) is not None:
+            yield f"{_shown(args, field)} needs --speculative-algorithm"
+
+
+def _without_models(args: ServerArgs, shown: str) -> Iterator[str]:
+    for field in BACKENDS:
+        if getattr(args, field) is not None:
+            yield f"{_shown(args, field)}: {shown} has no draft model: leave it out"
+    if args.speculative_num_steps is not None and args.speculative_num_draft_tokens is None:
+        yield (
+            f"{_shown(args, 'speculative_num_steps')}: {shown} takes none: give "
+            f"--speculative-num-draft-tokens {args.speculative_num_steps + 1}"
+        )
+    if (args.speculative_eagle_topk or 1) > 1:
+        yield f"{_shown(args, 'speculative_eagle_topk')}: {shown} proposes a chain: leave it out"
+    if args.speculative_num_draft_tokens == 1:
+        yield ONE_TOKEN + f"leave {shown} out"
+
+
+def _draft_models(args: ServerArgs, shown: str) -> Iterator[str]:
+    steps, tokens = args.speculative_num_steps, args.speculative_num_draft_tokens
+    if (args.speculative_eagle_topk or 1) > 1:
+        yield (
+            f"--speculative-eagle-topk {args.speculative_eagle_topk}: steps verify a chain of "
+            "drafts, not a tree: give 1, or leave it out"
+        )
+    if tokens == 1:
+        yield ONE_TOKEN + f"leave {shown} out"
+    if steps is not None and tokens is not None and tokens != steps + 1:
+        yield (
+            f"--speculative-num-draft-tokens {tokens} with --speculative-num-steps {steps}: a "
+            f"chain of {steps} drafts and the newest token are {steps + 1}: give that, or leave "
+            "one of the two out"
+        )
+    if args.pp_size > 1:
+        yield (
+            f"{shown} with --pp-size {args.pp_size}: drafts continue the last stage's output, and "
+            "the first stage waits for them in every step: give --pp-size 1"
+        )
+
+
+def _shown(args: ServerArgs, field: str) -> str:
+    return show(specs(ServerArgs)[field], getattr(args, field))

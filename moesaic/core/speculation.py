@@ -1,0 +1,56 @@
+"""Speculative decoding as the flags describe it: data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """A way to make drafts. `module` (engine/speculate/drafters.py imports it when it is chosen)
+    registers how; the other fields say which flags it takes and their values where they are
+    unset."""
+
+    module: str
+    num_steps: int = 3
+    num_draft_tokens: int = 4
+    takes_model: bool = False
+    """--speculative-draft-model-path may name a model."""
+    needs_model: bool = False
+    on_ranks: bool = True
+    """A model makes the drafts, on the same ranks as the target; if not, the planner's host."""
+
+
+ALGORITHMS: Final = {
+    "EAGLE": Algorithm("moesaic.engine.speculate.nextn"),
+    "STANDALONE": Algorithm(
+        "moesaic.engine.speculate.standalone", takes_model=True, needs_model=True
+    ),
+    "NGRAM": Algorithm("moesaic.engine.speculate.ngram", 11, 12, on_ranks=False),
+}
+"""By the value of --speculative-algorithm."""
+SAME: Final = {"NEXTN": "EAGLE"}
+"""Other names of algorithms."""
+UNQUANTISED: Final = "unquant"
+"""The value of --speculative-draft-model-quantization for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """The resolved flags. A draft is a chain of `num_drafts` tokens."""
+
+    algorithm: str
+    num_steps: int
+    num_draft_tokens: int
+    """Tokens of a request in the step that verifies them: the newest one, and the drafts."""
+    draft_model_path: str | None = None
+
+    @property
+    def num_drafts(self) -> int:
+        """The most drafts of a request."""
+        return self.num_draft_tokens - 1
+
+    @property
+    def makes(self) -> Algorithm:
+        return ALGORITHMS[self.algorithm]

@@ -1,0 +1,1 @@
+"""Speculative decoding: what proposes tokens that steps verify."""

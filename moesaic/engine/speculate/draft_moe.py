@@ -1,0 +1,106 @@
+"""The MoE context of a draft model: the target's ranks and buffers, perhaps other backends."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from moesaic.comm.mesh import Mesh
+from moesaic.config import ServerArgs
+from moesaic.engine.setup.moe_setup import StepLimits, describe_backends
+from moesaic.models.config import BuildContext, RawConfig
+from moesaic.models.registry import build_model
+from moesaic.moe.context import MoeContext
+from moesaic.moe.expert_load import DeviceCounters
+from moesaic.moe.layer import FusedMoE
+from moesaic.moe.placement import redundant_slots
+from moesaic.moe.quant.weights import WeightFormat
+from moesaic.moe.registry import A2A_REGISTRY, MoeProblem
+
+logger = logging.getLogger(__name__)
+
+
+def draft_moe(
+    args: ServerArgs,
+    target: MoeContext,
+    weights: WeightFormat,
+    limits: StepLimits,
+    mesh: Mesh,
+    raw: RawConfig | None = None,
+) -> MoeContext:
+    """`weights`: of the draft model's experts. They have no redundant slots, and never move. `raw`:
+    the draft model's config, if it is another model."""
+    runner, a2a = args.speculative_moe_runner_backend, args.speculative_moe_a2a_backend
+    is_alike = raw is None and weights == target.weight_format
+    if runner is None and a2a is None and is_alike:
+        own = DeviceCounters()
+        return replace(target, redundant_experts=0, placements={}, max_replicas=0, counters=own)
+    problem = replace(
+        target.resolved,
+        a2a=a2a or args.moe_a2a_backend,
+        mode=args.deepep_mode,
+        runner=runner or args.moe_runner_backend,
+        payload="auto",
+        weights=weights,
+    )
+    problem = _sized(problem, target.dtype, raw)
+    context = replace(
+        _make(target, problem, limits, mesh), comm=target.comm, workspace=target.workspace
+    )
+    for reason in context.reasons:
+        logger.info("draft model: moe: %s", reason)
+    logger.info(
+        "draft model: moe: a2a %(a2a)s (%(a2a_mode)s, %(a2a_provider)s), runner %(runner)s "
+        "(%(runner_provider)s) on %(device)s, %(weights)s weights, %(payload)s sent",
+        describe_backends(context),
+    )
+    return context
+
+
+def _sized(problem: MoeProblem, dtype: torch.dtype, raw: RawConfig | None) -> MoeProblem:
+    """Without redundant slots, but for those that an even distribution needs."""
+    if not problem.experts:  # copies of all experts
+        return problem
+    if raw is not None:
+        with torch.device("meta"):
+            model = build_model(raw, BuildContext.single(dtype, 1))
+        layer = next((m.config for m in model.modules() if isinstance(m, FusedMoE)), None)
+        if layer is None:
+            return problem
+        problem = replace(
+            problem,
+            experts=layer.num_experts,
+            hidden_size=layer.hidden_size,
+            intermediate_size=layer.intermediate_size,
+        )
+    return replace(problem, redundant=redundant_slots(problem.experts, 0, problem.ep))
+
+
+def _make(target: MoeContext, problem: MoeProblem, limits: StepLimits, mesh: Mesh) -> MoeContext:
+    backend = A2A_REGISTRY.get(problem.a2a)  # MoeContext.make refuses an unknown name
+    replicated = backend is not None and backend.takes_replicated and mesh.dp == 1
+    sharers = 1 if replicated else mesh.attention_tp
+    try:
+        return MoeContext.make(
+            problem,
+            target.dtype,
+            target.comm.group,
+            timeout=target.comm.timeout,
+            max_tokens=-(-limits.tokens // sharers),
+            max_decode_tokens=-(-limits.decode_tokens // sharers),
+            dispatch_algorithm=target.dispatch_algorithm,
+            copies=target.copies,
+            deterministic=target.deterministic,
+            replicated=replicated,
+            lanes=target.lanes,
+            dispatch_programs=target.dispatch_programs,
+            combine_programs=target.combine_programs,
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"the draft model's experts have {problem.weights.name} weights "
+            "(--speculative-moe-runner-backend and --speculative-moe-a2a-backend are the target's "
+            f"unless given): {error}"
+        ) from None

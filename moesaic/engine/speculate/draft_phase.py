@@ -1,0 +1,375 @@
+"""Drafts of a model that runs on all ranks, at the end of each step.
+
+A step of the target gives tokens and, for each of its rows, a hidden state. The draft model first
+extends its own KV cache by the same rows (each with the token behind it), then continues every
+sequence that sampled by a chain of tokens, one forward pass each, which the next step verifies. Its
+cache has the target's page numbers, so that prefixes, retraction and rollbacks need nothing else.
+
+All ranks of a stage take part, also with no rows: the agreement says how many there are.
+
+T tokens of the step · D sequences that get drafts · H hidden · V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moesaic.core.step import Step
+from moesaic.engine.runner.attention import BACKENDS
+from moesaic.engine.runner.batches import sequences_of
+from moesaic.engine.runner.graphs import GraphKey
+from moesaic.engine.runner.pinned import PinnedRing
+from moesaic.engine.runner.row_results import LOGIT_ROWS
+from moesaic.engine.schedule.plan import Ints, ItemResult, StepAgreement, StepPlan
+from moesaic.engine.setup.graph_sizes import GraphSizes
+from moesaic.engine.speculate.draft_graphs import DraftGraphs, Places
+from moesaic.engine.speculate.drafters import DraftModel, DraftRows
+from moesaic.kernels.sampling import greedy_rows
+from moesaic.layers.paged_cache import PagedCache, PageTable, Sequences
+
+if TYPE_CHECKING:
+    from moesaic.engine.runner.model_runner import ModelRunner
+
+
+AddDrafts = Callable[[Sequence[ItemResult]], None]
+NO_TOKEN: Final = -1
+
+
+class Continuation(NamedTuple):
+    """What sampling has decided, which all ranks of an attention group need."""
+
+    next_T: Ints
+    """The token behind each row of the step; arbitrary behind rejected drafts."""
+    last_D: Ints
+    """The row of the last token of each sequence that gets drafts."""
+
+    @classmethod
+    def of(cls, plan: StepPlan, results: Sequence[ItemResult]) -> Continuation:
+        assert not len(plan.decodes), "with drafts every request is an item of its own"
+        next_T, last, start = np.zeros(plan.num_tokens, np.int64), list[int](), 0
+        next_T[:-1] = plan.token_ids[1:]
+        for item, result in zip(plan.items, results, strict=True):
+            stop = start + len(item.token_ids)
+            next_T[stop - 1] = item.next_id
+            if item.sample is not None:
+                tokens = result.token_ids or (0,)
+                first = stop - item.num_sampled
+                next_T[first : first + len(tokens)] = tokens
+                if item.draft_until:
+                    last.append(first + len(tokens) - 1)
+            start = stop
+        return cls(next_T, np.array(last, np.int64))
+
+
+class SampledRows(NamedTuple):
+    """Where a step samples, and what it continues if it gets drafts: the host knows this before the
+    step has run. R sampled rows · K drafts of the request with the most."""
+
+    next_T: Ints
+    """As in Continuation, where no row samples."""
+    rows_R: Ints
+    """The row of each sampled token."""
+    places_DK: Ints
+    """Which of the sampled tokens each draft has to equal."""
+    drafts_DK: Ints
+    """The drafts; -1 where there is none."""
+    last_D: Ints
+    """The first sampled row of each sequence, and its position."""
+    position_D: Ints
+    until_D: Ints
+    first_D: Ints
+
+    @classmethod
+    def of(cls, plan: StepPlan, max_pages: int) -> SampledRows:
+        empty = [ItemResult() for _ in plan.items]
+        next_T = Continuation.of(plan, empty).next_T
+        rows_R = plan.logit_rows()[: plan.num_sampled]
+        drafting = [n for n, item in enumerate(plan.items) if item.draft_until]
+        items = [plan.items[n] for n in drafting]
+        starts_D = (np.cumsum(plan.sampled) - plan.sampled)[drafting]
+        most = max((item.num_drafts for item in items), default=0)
+        drafts_DK = np.full((len(items), most), NO_TOKEN)
+        for row, item in zip(drafts_DK, items, strict=True):
+            row[: item.num_drafts] = item.drafts
+        places_DK = np.where(drafts_DK < 0, 0, starts_D[:, None] + np.arange(most))
+        position_D = plan.positions()[rows_R[starts_D]]
+        until_D = np.array([item.draft_until for item in items], np.int64)
+        first_D = plan.rows[drafting] * max_pages
+        parts = (rows_R[starts_D], position_D, until_D, first_D)
+        return cls(next_T, rows_R, places_DK, drafts_DK, *parts)
+
+    @property
+    def most_drafts(self) -> int:
+        return self.drafts_DK.shape[1]
+
+    def columns(self) -> list[Ints]:
+        return [part.ravel() for part in self]
+
+
+class Pass(NamedTuple):
+    """A forward pass of all ranks: the rows of each group, and whether any has prompts."""
+
+    counts: tuple[int, ...]
+    prefill: bool = False
+    verifies: bool = False
+    """Sequences may have several rows."""
+
+
+class DraftPhase:
+    def __init__(
+        self, runner: ModelRunner, model: DraftModel, num_steps: int, timeout: float
+    ) -> None:
+        self._runner, self.model, self.num_steps = runner, model, num_steps
+        self._timeout = timeout + runner.ranks.timeout * (runner.ranks.mesh.tp > 1)
+        self._uploads = PinnedRing(runner.device, 4 * LOGIT_ROWS, self._timeout)
+        self._downloads = PinnedRing(runner.device, num_steps * runner.max_running, self._timeout)
+        self.graphs: DraftGraphs | None = None
+
+    def use_cache(self, target: PagedCache, table: PageTable) -> None:
+        """Makes a cache with the pages of the target's, filled with zeros: positions that the model
+        has not computed are read as such."""
+        runner, pages = self._runner, target.keys.shape[1] - 1
+        sizes = (pages, target.page_size, target.keys.dtype, runner.device)
+        self.cache, self._table = PagedCache(self.model.cache, *sizes), table
+        for part in (self.cache.keys, self.cache.values):
+            part.view(torch.uint8).zero_()
+        self._attention = BACKENDS[runner.kind](self.cache, table, runner.moe.deterministic)
+        self._idle = self._attention.static(GraphKey(1)) if runner.kind == "cuda" else None
+
+    @torch.inference_mode()
+    def use_graphs(self, sizes: GraphSizes) -> None:
+        """Captures them on a GPU; elsewhere static buffers are used all the same."""
+        given = (self._runner, self.model, self._attention, sizes, self._uploads)
+        self.graphs = DraftGraphs(*given)
+        if self._runner.device.type == "cuda":
+            self.graphs.capture(torch.cuda.graph_pool_handle())
+
+    def drop(self) -> None:
+        """After a failed step, as AsynchronousSteps.drop."""
+        if self.graphs is not None:
+            self.graphs.drop()
+
+    @property
+    def graph_bytes(self) -> int:
+        return 0 if self.graphs is None else self.graphs.nbytes
+
+    def warm_up(self, hidden_TH: Tensor, sequences: Sequences, step: Step) -> None:
+        """Runs a step of arbitrary tokens, as ModelRunner.dummy_logits does."""
+        rows = torch.arange(len(hidden_TH), device=hidden_TH.device)
+        given = DraftRows(rows % self._runner.vocab_size, rows % self._runner.context_length)
+        found_TH = self.model.forward(given, hidden_TH, self._attention.attend(sequences), step)
+        if not step.counts:
+            self._most_likely(found_TH[: self._runner.max_running], (self._runner.max_running,))
+
+    def clear(self, pages: Sequence[int]) -> None:
+        self._attention.clear(pages)
+
+    def begin(
+        self,
+        plan: StepPlan,
+        agreement: StepAgreement,
+        hidden_TH: Tensor,
+        found_2R: Tensor | None,
+    ) -> AddDrafts:
+        """Launches the passes behind a step that was just launched, and returns what adds the
+        drafts to its results; then the device is done. `found_2R`: what it samples; None if the
+        host samples some: the passes wait for it."""
+        if found_2R is None or self._runner.ranks.attention.size > 1:
+            return partial(self.run, plan, agreement, hidden_TH)
+        rows = SampledRows.of(plan, self._table.max_pages)
+        next_T, rows_R, *columns = self._uploads.upload(*rows.columns())
+        next_T.index_copy_(0, rows_R, found_2R[0])
+        ahead = Pass(agreement.counts, agreement.prefill, plan.verifies)
+        given = plan.positions(), sequences_of(plan, self._table)
+        extends = next_T if self.model.reads_target else plan.token_ids
+        hidden_TH = self._forward(ahead, extends, *given, hidden_TH)
+        if not any(agreement.drafting):
+            return lambda results: None
+        places, drafts, last_D, position_D, until_D, first_D = columns
+        shape = (len(last_D), rows.most_drafts)
+        right_DK = found_2R[0][places].view(shape) == drafts.view(shape)
+        accepted_D = right_DK.long().cumprod(1).sum(1)
+        last_D = last_D + accepted_D
+        hidden_DH, ids_D = hidden_TH[last_D], next_T[last_D]
+        found = list[Tensor]()
+        if self.model.reads_target:
+            ids_D = self._most_likely(hidden_DH, agreement.drafting)
+            found.append(ids_D)
+        for number in self._chained(agreement):
+            at_D = torch.minimum(position_D + accepted_D + number, until_D)
+            at = Places(at_D, first_D)
+            hidden_DH = self._forward_singles(agreement.drafting, ids_D, at, hidden_DH)
+            ids_D = self._most_likely(hidden_DH, agreement.drafting)
+            found.append(ids_D)
+        return self._download(plan, torch.stack(found))
+
+    def _download(self, plan: StepPlan, drafts: Tensor) -> AddDrafts:
+        host, event = self._downloads.next_buffer(drafts.numel())
+        host.copy_(drafts.view(-1), non_blocking=True)
+        event.record()
+        return lambda results: _add(plan, results, host.view(drafts.shape))
+
+    def run(
+        self,
+        plan: StepPlan,
+        agreement: StepAgreement,
+        hidden_TH: Tensor,
+        results: Sequence[ItemResult],
+    ) -> None:
+        """Sets the `drafts` of `results`, which only the rank that samples has."""
+        facts = self._settle(plan, results)
+        ahead = Pass(agreement.counts, agreement.prefill, plan.verifies)
+        extends = facts.next_T if self.model.reads_target else plan.token_ids
+        given = extends, plan.positions(), sequences_of(plan, self._table)
+        hidden_TH = self._forward(ahead, *given, hidden_TH)
+        drafts = self._chain(plan, agreement, facts, hidden_TH)
+        if results and drafts is not None:
+            _add(plan, results, drafts)
+
+    def _settle(self, plan: StepPlan, results: Sequence[ItemResult]) -> Continuation:
+        """The first rank of an attention group has sampled; the others get what it knows."""
+        group, tokens = self._runner.ranks.attention, plan.num_tokens
+        drafting = sum(item.draft_until > 0 for item in plan.items)
+        if not plan.has_work:
+            return Continuation(np.zeros(0, np.int64), np.zeros(0, np.int64))
+        if group.size == 1:
+            return Continuation.of(plan, results)
+        counts = [tokens + drafting] + [0] * (group.size - 1)
+        column = np.zeros((0, 1), np.int64)
+        if group.rank == 0:
+            column = np.concatenate(Continuation.of(plan, results))[:, None]
+        found = group.gather_rows(torch.from_numpy(column), counts, "tokens for drafts")
+        return Continuation(*np.split(found.numpy()[:, 0], [tokens]))
+
+    def _chain(
+        self, plan: StepPlan, agreement: StepAgreement, facts: Continuation, hidden_TH: Tensor
+    ) -> Tensor | None:
+        """[steps, D]: the proposals; None where this rank has none of the logits."""
+        counts = agreement.drafting
+        if not any(counts):
+            return None
+        last_D, ids_D = self._uploads.upload(facts.last_D, facts.next_T[facts.last_D])
+        hidden_DH, found = hidden_TH[last_D], list[Tensor]()
+        if self.model.reads_target:
+            ids_D = self._most_likely(hidden_DH, counts)
+            found.append(ids_D)
+        drafting = np.array([item.draft_until > 0 for item in plan.items], bool)
+        until_D = np.array([item.draft_until for item in plan.items], np.int64)[drafting]
+        first_D = plan.rows[drafting] * self._table.max_pages
+        position_D = plan.positions()[facts.last_D]
+        for number in self._chained(agreement):
+            at_D = np.minimum(position_D + number, until_D)
+            given_D, sequences = self._shared(ids_D, len(at_D)), _single(at_D, first_D)
+            hidden_DH = self._forward(Pass(counts), given_D, at_D, sequences, hidden_DH)
+            ids_D = self._most_likely(hidden_DH, counts)
+            found.append(ids_D)
+        return self._on_host(torch.stack(found)) if self._runner.samples else None
+
+    def _chained(self, agreement: StepAgreement) -> range:
+        """How far behind the last token each pass of a chain is."""
+        return range(1, agreement.draft_steps + (not self.model.reads_target))
+
+    @property
+    def positions_ahead(self) -> int:
+        """Positions behind a step's last one that chains fill."""
+        return self.num_steps - self.model.reads_target
+
+    def _on_host(self, drafts: Tensor) -> Tensor:
+        """The draft model has run when they are there."""
+        host, event = self._downloads.next_buffer(drafts.numel())
+        host.copy_(drafts.view(-1), non_blocking=True)
+        event.record()
+        event.wait(self._timeout, "the draft model")
+        return host.view(drafts.shape)
+
+    def _forward(
+        self,
+        which: Pass,
+        ids_T: Ints | Tensor,
+        positions_T: Ints,
+        sequences: Sequences,
+        hidden_TH: Tensor,
+    ) -> Tensor:
+        most, runner = max(which.counts), self._runner
+        if self.graphs is not None and not which.prefill:
+            key = self.graphs.bucket(most, which.verifies)
+            if key is not None:
+                return self.graphs.forward(key, ids_T, positions_T, hidden_TH, sequences)
+        groups = which.counts if runner.ranks.mesh.dp > 1 else ()
+        step = Step(which.prefill, counts=groups, rows=most if runner.kind == "cuda" else 0)
+        if self._idle is not None and not len(sequences):
+            return self._run_idle(step)
+        columns = [positions_T] if isinstance(ids_T, Tensor) else [positions_T, ids_T]
+        given_T, *uploaded = self._uploads.upload(*columns)
+        rows = DraftRows(ids_T if isinstance(ids_T, Tensor) else uploaded[0], given_T)
+        return self.model.forward(rows, hidden_TH, self._attention.attend(sequences), step)
+
+    def _forward_singles(
+        self, counts: tuple[int, ...], ids_D: Tensor, at: Places, hidden_DH: Tensor
+    ) -> Tensor:
+        """A token of each sequence, of which only the device knows the positions."""
+        most, runner = max(counts), self._runner
+        key = None if self.graphs is None else self.graphs.bucket(most)
+        if self.graphs is not None and key is not None:
+            return self.graphs.forward_singles(key, ids_D, at, hidden_DH)
+        groups = counts if runner.ranks.mesh.dp > 1 else ()
+        step = Step(False, counts=groups, rows=most if runner.kind == "cuda" else 0)
+        if self._idle is not None and not len(ids_D):
+            return self._run_idle(step)
+        buffers = self._attention.static(GraphKey(max(1, len(ids_D))))
+        buffers.fill_singles(*at)
+        rows = DraftRows(ids_D, at.positions_B)
+        return self.model.forward(rows, hidden_DH, buffers.attention, step)
+
+    def _run_idle(self, step: Step) -> Tensor:
+        """As IdleBatch: kernels need a row, which is padding."""
+        runner = self._runner
+        assert self._idle is not None
+        self._idle.fill(sequences_of(StepPlan(), self._table))
+        nothing_1 = torch.zeros(1, dtype=torch.int64, device=runner.device)
+        none_1 = nothing_1.int()
+        step = replace(step, num_tokens_1=none_1, own_tokens_1=none_1)
+        rows, x_1H = DraftRows(nothing_1, nothing_1), runner.hidden_buffer(1)
+        return self.model.forward(rows, x_1H, self._idle.attention, step)[:0]
+
+    def _most_likely(self, hidden_DH: Tensor, counts: Sequence[int]) -> Tensor:
+        """On the first rank of a group; no rows on the others, and where it has no sequences."""
+        groups = self._runner.ranks.mesh.dp > 1
+        found = [torch.zeros(0, dtype=torch.int64, device=self._runner.device)]
+        for start in range(0, max(counts), LOGIT_ROWS):
+            piece = hidden_DH[start : start + LOGIT_ROWS]
+            rows = [min(max(0, count - start), LOGIT_ROWS) for count in counts]
+            logits_RV = self.model.logits(piece, rows if groups else ())
+            if self._runner.samples and len(piece):
+                found.append(greedy_rows(logits_RV)[0])
+        return torch.cat(found)
+
+    def _shared(self, ids_D: Tensor, count: int) -> Tensor:
+        """The tokens on all ranks of the group."""
+        group = self._runner.parallel.attention
+        if group.size == 1 or not count:
+            return ids_D
+        counts, own = [count] + [0] * (group.size - 1), ids_D[:, None]
+        own = own if group.rank == 0 else own[:0]
+        return group.gather_rows(own, counts, "drafts")[:, 0]
+
+
+def _single(positions_D: Ints, first_D: Ints) -> Sequences:
+    """One new token of each sequence, at these positions."""
+    count = len(positions_D)
+    starts, ones = np.arange(count, dtype=np.int32), np.ones(count, np.int32)
+    return Sequences(starts, ones, (positions_D + 1).astype(np.int32), first_D.astype(np.int32))
+
+
+def _add(plan: StepPlan, results: Sequence[ItemResult], drafts: Tensor) -> None:
+    """`drafts`: [steps, D] on the host."""
+    drafting = (n for n, item in enumerate(plan.items) if item.draft_until)
+    for number, tokens in zip(drafting, drafts.T.tolist(), strict=True):
+        results[number].drafts = tokens

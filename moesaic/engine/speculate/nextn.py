@@ -1,0 +1,111 @@
+"""Drafts by the layer for multi-token prediction in the target's own checkpoint (NEXTN, EAGLE)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from moesaic.comm.mesh import Mesh
+from moesaic.config import ServerArgs
+from moesaic.core.speculation import UNQUANTISED
+from moesaic.core.step import Step
+from moesaic.engine.setup.moe_setup import weight_format
+from moesaic.engine.speculate.draft_moe import draft_moe
+from moesaic.engine.speculate.drafters import DraftRows, register_draft_model
+from moesaic.layers.context import AttentionStep
+from moesaic.models.blocks import CausalLM
+from moesaic.models.checkpoint import FLOATS, Checkpoint
+from moesaic.models.nextn import NextN, OwnWeights, build_nextn, fill_nextn, nextn_layers
+from moesaic.models.weights import fill_randomly
+from moesaic.moe.context import DTYPE_NAMES, MoeContext
+from moesaic.moe.layer import FusedMoE
+from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
+
+if TYPE_CHECKING:
+    from moesaic.engine.setup.memory_plan import ResolvedModel
+
+
+class NextNDraft:
+    """The first such layer, which continues its own output, too."""
+
+    reads_target = True
+
+    def __init__(self, net: NextN) -> None:
+        self.net, self.cache, self.nbytes = net, net.cache, net.nbytes
+        self.hidden_size = net.config.hidden_size
+        self.experts = [module for module in net.modules() if isinstance(module, FusedMoE)]
+
+    def forward(
+        self, rows: DraftRows, hidden_TH: Tensor, attention: AttentionStep, step: Step
+    ) -> Tensor:
+        found: Tensor = self.net(rows.next_ids_T, rows.positions_T, hidden_TH, attention, step)
+        return found
+
+    def logits(self, hidden_RH: Tensor, counts: Sequence[int]) -> Tensor:
+        return self.net.logits(hidden_RH, counts)
+
+
+@dataclass(frozen=True)
+class NextNSource:
+    """What the layer is built and loaded from."""
+
+    resolved: ResolvedModel
+    folder: Path
+    own: OwnWeights
+    moe: MoeContext
+
+    def build(self, main: CausalLM) -> NextNDraft:
+        """On `main`'s ranks; on the meta device if `main` is a shape."""
+        moe = replace(self.moe, comm=main.config.moe.comm)
+        return NextNDraft(build_nextn(self.resolved.raw, main, self.own, moe, count=1))
+
+    def load(self, draft: NextNDraft, args: ServerArgs) -> None:
+        if args.load_format == "dummy":
+            fill_randomly(draft.net, args.random_seed or 0)
+        else:
+            fill_nextn(draft.net, self.folder, self.own, self.resolved.scheme)
+
+
+def _source(args: ServerArgs, resolved: ResolvedModel, mesh: Mesh) -> NextNSource:
+    folder = Path(args.model_path)
+    try:
+        layers = nextn_layers(resolved.raw)[:1]
+    except ValueError as error:
+        raise ValueError(f"--speculative-algorithm {args.speculative_algorithm}: {error}") from None
+    own, stored = OwnWeights(), resolved.scheme.method
+    if any(folder.glob("*.safetensors")):  # a shape has none
+        with Checkpoint(folder) as checkpoint:
+            own = OwnWeights.of(checkpoint, layers)
+            if _has_floats(checkpoint, layers.start):
+                stored = "none"
+    format = _format(args, resolved, stored)
+    moe = draft_moe(args, resolved.moe, format, resolved.limits, mesh)
+    return NextNSource(resolved, folder, own, moe)
+
+
+def _format(args: ServerArgs, resolved: ResolvedModel, stored: str) -> WeightFormat:
+    """Of the layer's experts. `stored`: how the checkpoint quantises them."""
+    asked, target = args.speculative_draft_model_quantization, resolved.moe.weight_format
+    plain = WEIGHT_FORMATS[DTYPE_NAMES[resolved.moe.dtype]]
+    if asked is None:
+        return plain if stored != resolved.scheme.method else target
+    if asked == UNQUANTISED:
+        return plain
+    try:
+        return weight_format(asked, stored, resolved.scheme.expert_format) or plain
+    except ValueError as error:
+        raise ValueError(f"--speculative-draft-model-quantization: {error}") from None
+
+
+def _has_floats(checkpoint: Checkpoint, layer: int) -> bool:
+    """Whether a quantised checkpoint has the layer's experts as they were trained."""
+    stem = f"model.layers.{layer}.mlp.experts."
+    dtypes = {checkpoint.dtype(name) for name in checkpoint.location if name.startswith(stem)}
+    return bool(dtypes) and dtypes <= set(FLOATS)
+
+
+register_draft_model("EAGLE", _source)

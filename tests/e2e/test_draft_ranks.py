@@ -1,0 +1,78 @@
+"""Drafts of the house model's own layer on ranks in any arrangement: the tokens of one rank without
+drafts, in fewer steps."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from moesaic import Engine
+from moesaic.config.args import ServerArgs
+from moesaic.config.parser import FlagParser, merge
+from tests.unit.test_draft_model import HOUSE, prompts
+
+DPA = "--enable-dp-attention --dp"
+OTHER = f"--speculative-algorithm STANDALONE --speculative-draft-model-path {HOUSE}"
+# The draft's backend is not the target's; a group is idle at times, as it has fewer requests.
+ALWAYS = (
+    f"--tp 2 {DPA} 2 --moe-a2a-backend deepep --speculative-moe-a2a-backend none "
+    "--speculative-num-steps 2",
+    "--tp 2 --speculative-num-steps 1",
+)
+SLOW = (
+    "--tp 4 --ep 2 --speculative-num-steps 3",
+    f"--tp 4 {DPA} 2 --moe-a2a-backend deepep --speculative-num-steps 3",
+    f"--tp 4 {DPA} 2 --moe-a2a-backend deepep --deepep-mode low_latency "
+    "--speculative-moe-a2a-backend flashinfer --speculative-num-steps 1",
+    f"--tp 4 {DPA} 4 --moe-a2a-backend mori --speculative-num-steps 1",
+    f"--tp 4 {DPA} 4 --speculative-moe-a2a-backend deepep --speculative-num-steps 2",
+    f"--tp 4 {DPA} 4 --moe-a2a-backend ascend_fuseep --speculative-moe-a2a-backend none "
+    "--speculative-num-steps 2",
+    f"--tp 2 {DPA} 2 --moe-a2a-backend mooncake --enable-dp-lm-head --speculative-num-steps 2",
+    f"--tp 4 {DPA} 2 --moe-dense-tp-size 1 --speculative-num-steps 1",
+    "--tp 2 --dp 2 --speculative-num-steps 2",
+    "--tp 3 --moe-a2a-backend flashinfer --ep-num-redundant-experts 1 --speculative-num-steps 2",
+    "--tp 8 --moe-a2a-backend deepep --speculative-num-steps 2",
+    f"--tp 2 {DPA} 2 --moe-a2a-backend deepep --speculative-num-steps 2 {OTHER}",
+    f"--tp 2 --ep 2 --speculative-num-steps 3 {OTHER}",
+)
+LINES = [*ALWAYS, *(pytest.param(line, marks=pytest.mark.slow) for line in SLOW)]
+
+
+def arguments(line: str) -> ServerArgs:
+    parser = FlagParser("test", "test", "")
+    parser.add_flags(ServerArgs)
+    return merge(ServerArgs, parser.parse(line.split()), {})
+
+
+def answers(line: str) -> tuple[list[list[int]], int]:
+    """And the steps of the first group."""
+    given = f"--model-path {HOUSE} --dtype float32 --page-size 4 --chunked-prefill-size 64 {line}"
+    sampling: list[dict[str, Any]] = [
+        {"max_new_tokens": 12 + 4 * n, "temperature": 0.6 * (n % 2), "sampling_seed": n}
+        for n in range(5)
+    ]
+    args = vars(arguments(given))
+    with Engine(**args) as engine:
+        outputs = engine.generate(input_ids=prompts()[:5], sampling_params=sampling)
+        steps = engine.get_server_info()["steps"]
+    assert isinstance(outputs, list)
+    return [output["output_ids"] for output in outputs], steps
+
+
+@cache
+def on_one_rank() -> tuple[list[list[int]], int]:
+    return answers("--tp 1")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("line", LINES)
+def test_ranks_with_drafts_give_the_tokens_of_one_rank_without(line: str) -> None:
+    expected, most = on_one_rank()
+    if OTHER not in line:
+        line = f"{line} --speculative-algorithm NEXTN"
+    found, steps = answers(f"{line} --disable-speculative-adaptive")
+    assert found == expected
+    assert 0 < steps < most

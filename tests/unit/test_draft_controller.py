@@ -1,0 +1,132 @@
+"""The controller of drafts against costs that are known: it finds the best number of drafts, turns
+a wrong draft off, and takes neither back without a reason."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from moesaic.engine.schedule.acceptance import LOOK, Acceptance, AcceptanceAlarm
+from moesaic.engine.speculate.controller import DraftController
+
+MOST = 4
+
+
+@dataclass
+class Machine:
+    """Milliseconds of steps: `plain` of so many requests without drafts, and with them `row` for
+    each row beyond these and `wait` for what no longer overlaps."""
+
+    rate: float
+    plain: Callable[[int], float]
+    row: float
+    wait: float = 0.3
+    noise: float = 0.03
+
+    def ms(self, requests: int, rows: int, drafting: bool) -> float:
+        return self.plain(requests) + drafting * self.wait + self.row * (rows - requests)
+
+    def tokens(self, drafts: int) -> float:
+        return sum(self.rate**n for n in range(drafts + 1))
+
+    def best(self, requests: int) -> float:
+        """Tokens of a request a millisecond, with the best fixed number of drafts."""
+        found = (
+            self.tokens(k) / self.ms(requests, requests * (1 + k), k > 0) for k in range(MOST + 1)
+        )
+        return max(found)
+
+
+def run(
+    machine: Machine, controller: DraftController, requests: int, steps: int, seed: int = 0
+) -> tuple[float, list[int]]:
+    """Tokens of a request a millisecond, and the drafts of each step."""
+    chance, tokens, spent, chosen = random.Random(seed), 0.0, 0.0, list[int]()
+    for _ in range(steps):
+        drafts, rows, accepted = controller.num_drafts, requests * (1 + controller.num_drafts), 0
+        counts = [0] * MOST
+        for _ in range(requests if drafts else 0):
+            number = 0
+            while number < drafts and chance.random() < machine.rate:
+                counts[number] += 1
+                number += 1
+            accepted += number
+        ms = machine.ms(requests, rows, drafts > 0)
+        if drafts:
+            controller.observe_drafts(counts, requests, drafts)
+        seen = ms * (1 + machine.noise * chance.gauss(0, 1))
+        controller.observe_step(requests, seen, drafts)
+        chosen.append(drafts)
+        spent += ms
+        tokens += 1 + accepted / requests
+    return tokens / spent, chosen
+
+
+def memory_bound(requests: int) -> float:
+    return 2.4 + 0.08 * requests
+
+
+@pytest.mark.parametrize("requests", [1, 8, 64])
+def test_a_wrong_draft_is_turned_off(requests: int) -> None:
+    """After it has been tried, and then tried less and less: 2% are lost in 3,000 steps."""
+    machine = Machine(0.0, memory_bound, row=0.1)
+    speed, chosen = run(machine, DraftController(MOST, adaptive=True), requests, 3000)
+    assert chosen[0] == MOST and not any(chosen[45:100])
+    assert speed > 0.98 / machine.ms(requests, requests, drafting=False)
+    assert sum(map(bool, chosen)) < 160
+
+
+@pytest.mark.parametrize("requests", [1, 8, 64])
+@pytest.mark.parametrize(("rate", "row"), [(0.9, 0.1), (0.7, 0.3), (0.5, 0.05), (0.9, 2.0)])
+def test_the_best_number_of_drafts_is_found(requests: int, rate: float, row: float) -> None:
+    machine = Machine(rate, memory_bound, row)
+    controller = DraftController(MOST, adaptive=True)
+    run(machine, controller, requests, 200)
+    speed, _ = run(machine, controller, requests, 2000, seed=1)
+    assert speed > 0.97 * machine.best(requests)
+
+
+def test_a_draft_that_gets_good_is_turned_on_again() -> None:
+    controller, machine = DraftController(MOST, adaptive=True), Machine(0.0, memory_bound, 0.1)
+    _, chosen = run(machine, controller, 4, 400)
+    assert not any(chosen[300:])
+    machine.rate = 0.95
+    _, chosen = run(machine, controller, 4, 1200)
+    assert all(drafts == MOST for drafts in chosen[-100:])
+
+
+def test_each_number_of_requests_has_its_own_choice() -> None:
+    machine = Machine(0.6, lambda n: 2.4 if n < 32 else 0.5 * n, 0.5)
+    controller = DraftController(MOST, adaptive=True)
+    for requests, drafts in ((2, True), (64, False), (2, True)):
+        _, chosen = run(machine, controller, requests, 300)
+        assert all((number > 0) is drafts for number in chosen[-50:])
+
+
+def test_a_fixed_number_stays() -> None:
+    controller, machine = DraftController(MOST, adaptive=False), Machine(0.0, memory_bound, 1.0)
+    _, chosen = run(machine, controller, 2, 50)
+    assert chosen == [MOST] * 50
+
+
+def test_an_alarm_tells_once_that_acceptance_has_collapsed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    alarm = AcceptanceAlarm()
+
+    def see(accepted: int, times: int = LOOK) -> None:
+        for _ in range(times):
+            alarm.observe(Acceptance(1, [1, 1, 1, 1], [int(n < accepted) for n in range(4)]))
+
+    see(4)
+    see(2)
+    assert caplog.text == "" and not alarm.is_on
+    with caplog.at_level(logging.WARNING):
+        see(1, 2 * LOOK)
+    assert caplog.text.count("25% of the tokens were accepted, at best 100%") == 1 and alarm.is_on
+    see(3)
+    assert not alarm.is_on
