@@ -33,7 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.common import RESULTS, check_out, merge, positive, print_table, read_rows
+from bench.common import RESULTS, check_out, merge, positive, read_rows, show_table
 from bench.gpu import named
 from bench.overlap_rank import FOLDER, FOUND, TARGET
 from moesaic import Engine
@@ -45,7 +45,6 @@ MODELS = ("shape:deepseek-v2-lite", "shape:qwen3-30b-a3b")
 LINKS = ("none", "gbps=50,us=5", "gbps=450,us=1")
 ENGINE_SECONDS = 300.0
 SILENT_SECONDS = 60.0
-SCHEDULES = ("off", "sbo", "tbo")
 
 
 @dataclass
@@ -187,7 +186,7 @@ def rows_of(
     return made
 
 
-def show(rows: Sequence[Row]) -> None:
+def show(rows: Sequence[Row], markdown: bool = False) -> None:
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(row.key[:5], []).append(row)
@@ -195,7 +194,7 @@ def show(rows: Sequence[Row]) -> None:
     header += ["sbo predicted", "tbo predicted"]
     for (device, model, layers, ranks, link), found in groups.items():
         print(f"\n{model}, {layers} layers, {ranks} ranks, link {link}, {device}\n")
-        print_table(header, [_cells(row) for row in found])
+        show_table(header, [_cells(row) for row in found], markdown)
     sys.stdout.flush()
 
 
@@ -243,7 +242,7 @@ def run_apart(args: argparse.Namespace, model: str, link: str) -> list[Row]:
 def main(words: Sequence[str] | None = None) -> int:
     args = parse(sys.argv[1:] if words is None else words)
     if args.markdown:
-        show(read_rows(args.out or RESULTS / "h200_overlap.json", Row))
+        show(read_rows(args.out or RESULTS / "h200_overlap.json", Row), markdown=True)
         return 0
     if args.part is not None:
         return measure(args)

@@ -59,6 +59,8 @@ from moesaic.models.tiny import materialise
 # Tokens of a loop, and loops.
 LOOP: Final = 64
 LOOPS: Final = 16
+# From the beginning of a free text to the next one's.
+FREE_TOKENS: Final = 4000
 # Added to the logit of the script's next token.
 AMOUNT: Final = 1e4
 NGRAM_DRAFTS: Final = 11
@@ -192,7 +194,8 @@ class Runs:
     def __init__(self, core: LocalCore, script: Script, options: argparse.Namespace) -> None:
         self.core, self.script = core, script
         self.context, self.seconds, self._settle = options.context, options.seconds, options.settle
-        self._number, self._begin = 0, core.runner.begin
+        self.model: str = options.model
+        self._number, self._start, self._begin = 0, 1, core.runner.begin
         core.runner.begin = self._noting_begin  # type: ignore[method-assign]
 
     def _noting_begin(self, plan: StepPlan, *rest: Any) -> StepHandle:
@@ -242,12 +245,19 @@ class Runs:
         """Its prompt follows the script, too."""
         self._number += 1
         number, room = self._number, self.core.facts.context_length - self.context
-        first = number * 7919 % (self.core.facts.vocab_size // 2)
+        first = self._next_start(number)
         prompt = [first, *self.script.follow(first, self.context - 1)]
         params = SamplingParams(temperature=0.0, ignore_eos=True)
         request = Request(str(number), prompt, params, number, room - 1, number)
         self.core.add(RequestState(request, None, lambda progress: None))
         return request
+
+    def _next_start(self, number: int) -> int:
+        """Of free text: far behind that of the request before on the loop of all tokens."""
+        if self.script.text != "free":
+            return number * 7919 % (LOOP * LOOPS)
+        self._start = self.script.follow(self._start, FREE_TOKENS)[-1]
+        return self._start
 
     def _check(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -272,7 +282,7 @@ def run_case(runs: Runs, case: Case, args: ServerArgs) -> Row:
     chosen = controller(True)
     adaptive = runs.measure(case.batch, drafter(), chosen)
     return Row(
-        model=args.model_path.rpartition("/")[2],
+        model=runs.model,
         device=torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
         drafter=case.drafter,
         text=case.text,
@@ -331,6 +341,7 @@ def read_flags(rest: Sequence[str], options: argparse.Namespace) -> ServerArgs:
     read = resolve(read_args(defaults | given))
     if read.tp_size * read.pp_size * read.dp_size > 1:
         raise ValueError("this measures one rank: leave out --tp-size, --pp-size and --dp-size")
+    options.model = read.model_path.partition(":")[2] or Path(read.model_path).name
     folder = materialise(read.model_path)
     changes: dict[str, Any] = {"disable_radix_cache": True, "skip_tokenizer_init": True}
     return replace(read, model_path=folder, disable_prefill_cuda_graph=True, **changes)

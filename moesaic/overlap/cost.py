@@ -16,6 +16,7 @@ measured times decide (engine/runner/overlap_calibration.py).
 
 from __future__ import annotations
 
+import statistics
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from moesaic.overlap.policy import StepShape
 
 # A schedule must be faster than one batch by this part, which is about what measurements vary.
 LEAST_GAIN: Final = 0.01
+MOST_LOST: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +88,17 @@ class OverlapChoice:
     prefill: bool
     costs: StepCosts
     half: StepCosts | None
-    measured: Mapping[Overlap, float]
-    """Seconds of a step, for each schedule that it can have."""
-    fastest_off: float
-    """Seconds of the fastest of the steps of one batch."""
+    rounds: Mapping[Overlap, Sequence[float]]
+    """Seconds of a step, of each schedule that it can have, in each round of measurements."""
 
     @property
     def tokens(self) -> int:
         return self.costs.tokens
+
+    @property
+    def measured(self) -> dict[Overlap, float]:
+        """The median of the rounds."""
+        return {schedule: statistics.median(times) for schedule, times in self.rounds.items()}
 
     @property
     def predicted(self) -> dict[Overlap, float]:
@@ -101,10 +106,13 @@ class OverlapChoice:
 
     @property
     def chosen(self) -> Overlap:
-        """The fastest, unless one batch has ever been about as fast."""
-        best = min(self.measured, key=lambda schedule: self.measured[schedule])
-        limit = (1 - LEAST_GAIN) * self.fastest_off
-        return best if self.measured[best] < limit else Overlap.OFF
+        """The fastest, unless one batch is about as fast, or was faster in several rounds."""
+        measured = self.measured
+        best = min(measured, key=lambda schedule: measured[schedule])
+        pairs = zip(self.rounds[best], self.rounds[Overlap.OFF], strict=True)
+        lost = sum(seconds >= off for seconds, off in pairs)
+        gains = measured[best] < (1 - LEAST_GAIN) * measured[Overlap.OFF]
+        return best if gains and lost <= MOST_LOST else Overlap.OFF
 
     def hidden_ratio(self, schedule: Overlap) -> float:
         """The part of the communication that the schedule hides: 0 to 1."""

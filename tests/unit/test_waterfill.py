@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
 from moesaic.comm.collectives.collective import SingleRank
+from moesaic.models.config import BuildContext, RawConfig
+from moesaic.models.quantize import QuantizeJob, quantize
+from moesaic.models.registry import build_model
+from moesaic.models.schemes import detect_scheme
+from moesaic.models.tiny import make_tiny_checkpoint
+from moesaic.models.weights import load_weights
 from moesaic.moe.context import MoeContext
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import MoeConfig
 from moesaic.moe.placement import EpLayout, Placement, SlotMap
+from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
 from moesaic.moe.replicas import SourceRank, replica_choice
 from moesaic.moe.step_split import StepSplit
 from moesaic.moe.topk import with_shared_experts
@@ -89,3 +99,20 @@ def test_a_module_of_several_shared_experts() -> None:
     assert (config.num_routed, config.routed_top_k) == (8, 2)
     with pytest.raises(ValueError, match="has 80 intermediate channels, which is no multiple of"):
         MoeConfig(8, 64, 32, 2).with_shared(80, "shared_expert")
+
+
+def load(folder: Path, format: WeightFormat | None) -> None:
+    context = replace(MoeContext.single(torch.float32, format), waterfill=True)
+    load_weights(build_model(RawConfig.read(folder), BuildContext(64, context)), folder)
+
+
+def test_shared_experts_keep_the_numbers_of_a_checkpoint(tmp_path: Path) -> None:
+    """One that quantises routed experts alone has no place for them among those."""
+    source, target = make_tiny_checkpoint("deepseek_v3", tmp_path / "source"), tmp_path / "experts"
+    load(source, WEIGHT_FORMATS["int8_w8a8"])  # as --quantization asks for
+    quantize(source, target, QuantizeJob("int8_w8a8", experts_only=True))
+    format = detect_scheme(RawConfig.read(target), target).expert_format
+    with pytest.raises(ValueError, match=r"--enable-waterfill: .*layers.1.mlp.shared_experts.gate"):
+        load(target, format)
+    quantize(source, tmp_path / "all", QuantizeJob("int8_w8a8"))
+    load(tmp_path / "all", format)

@@ -191,9 +191,9 @@ class GraphCache(CapturedGraphs[GraphKey]):
         verify_sizes: tuple[int, ...] = (),
         schedules: Sequence[Overlap] = (Overlap.OFF,),
     ) -> None:
+        self._schedules = tuple(schedules)
         self.sizes = tuple(sorted({*sizes, *verify_sizes}))
         self._plain, self._verify = tuple(sorted(sizes)), frozenset(verify_sizes)
-        self._schedules = tuple(schedules)
         apart = [size for size in verify_sizes if self._is_apart(size)]
         keys = list[GraphKey]()
         for kind in schedules:

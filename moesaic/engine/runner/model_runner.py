@@ -95,10 +95,10 @@ class ModelRunner:
         if self.samples and _serves_grammars(args):
             self.matchers.begin_compiler()
         share = self._load_model(args, resolved)
-        self.draft = self._load_draft(args, resolved)
-        """Makes drafts at the end of each step, if a model on the ranks does."""
         self.schedules = self._schedules(args)
         """Those that a step may have."""
+        self.draft = self._load_draft(args, resolved)
+        """Makes drafts at the end of each step, if a model on the ranks does."""
         self._check_placements()
         self.rebalancer = self._make_rebalancer(args, resolved)
         self.watchdog = PeerWatchdog.of(self.moe, ranks)

@@ -13,7 +13,7 @@ import logging
 import statistics
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -41,9 +41,9 @@ CONTEXT: Final = 256
 PROMPT: Final = 1024
 """Tokens of a prompt; steps with more have several."""
 LEAST_PREFILL: Final = 16
-ROUNDS: Final = 3
+ROUNDS: Final = 5
 # Steps in a row, so that the host is ahead of the device.
-DECODES, PREFILLS = 4, 2
+DECODES, PREFILLS, HOST_STEPS = 6, 2, 2
 SECONDS: Final = 30.0
 """When so many have passed in steps that count, no larger step is measured."""
 COMPILE_SECONDS: Final = 120.0
@@ -65,8 +65,8 @@ class StepKind:
 def sizes_of(decode_tokens: int, chunk_tokens: int) -> list[tuple[bool, int]]:
     """Whether a step prefills, and its tokens: powers of two and the most, small ones first.
 
-    >>> sizes_of(3, 40)
-    [(False, 1), (False, 2), (False, 3), (True, 16), (True, 32), (True, 40)]
+    >>> sizes_of(5, 32)
+    [(False, 1), (False, 2), (False, 4), (False, 5), (True, 16), (True, 32)]
     """
 
     def powers(least: int, most: int) -> list[int]:
@@ -74,7 +74,8 @@ def sizes_of(decode_tokens: int, chunk_tokens: int) -> list[tuple[bool, int]]:
         return found if most in found or most < least else [*found, most]
 
     decodes, prefills = powers(1, decode_tokens), powers(LEAST_PREFILL, chunk_tokens)
-    return [*((False, size) for size in decodes), *((True, size) for size in prefills)]
+    sizes = [*((False, size) for size in decodes), *((True, size) for size in prefills)]
+    return sorted(sizes, key=lambda one: one[1])
 
 
 def calibrate(runner: ModelRunner, args: ServerArgs) -> list[OverlapChoice]:
@@ -149,14 +150,17 @@ class Calibration:
         begin = time.monotonic()
         rounds = [self._round(kind, schedules) for _ in range(ROUNDS)]
         self._spent += time.monotonic() - begin
-        off = schedules.index(Overlap.OFF)
-        medians = [statistics.median(times) for times in zip(*rounds, strict=True)]
-        fastest = min(times[off] for times in rounds)
-        *medians, shared, fastest = self._slowest([*medians, self._shared_seconds(kind), fastest])
-        compute = min(medians.pop(), medians[off])
-        costs = StepCosts(kind.tokens, compute, medians[off] - compute, min(shared, compute))
-        measured = dict(zip(schedules, medians, strict=True))
-        return OverlapChoice(kind.prefill, costs, half, measured, fastest)
+        shared_experts = self._shared_seconds(kind)
+        mine = [seconds for times in rounds for seconds in (*times, shared_experts)]
+        width = len(schedules) + 2
+        slowest = self._slowest(mine)
+        by_round = [slowest[at : at + width] for at in range(0, len(slowest), width)]
+        *columns, alone, shared = zip(*by_round, strict=True)
+        times = dict(zip(schedules, columns, strict=True))
+        off = statistics.median(times[Overlap.OFF])
+        compute = min(statistics.median(alone), off)
+        costs = StepCosts(kind.tokens, compute, off - compute, min(max(shared), compute))
+        return OverlapChoice(kind.prefill, costs, half, times)
 
     def _round(self, kind: StepKind, schedules: Sequence[Overlap]) -> list[float]:
         """Seconds of each schedule, and of the compute of one batch."""
@@ -171,16 +175,27 @@ class Calibration:
     def _timed(self, kind: StepKind, schedule: Overlap) -> tuple[float, float]:
         """Seconds of a step, and those of them in dispatches and combines of ranks on CPU: of
         several steps in a row behind one that all ranks end together."""
-        count = PREFILLS if kind.prefill else DECODES
-        first = self._begin(kind, schedule)
-        # On a device the next steps are there when one ends.
-        ahead = [self._begin(kind, schedule) for _ in range(count) if self._on_device]
-        first.wait()
+        if self._on_device:
+            count = PREFILLS if kind.prefill else DECODES
+            return self._timed_on_device(kind, schedule, count), 0.0
+        self._begin(kind, schedule).wait()
         begin, before = time.perf_counter(), self._transfer_seconds()
-        for handle in ahead or (self._begin(kind, schedule) for _ in range(count)):
-            handle.wait()
+        for _ in range(HOST_STEPS):
+            self._begin(kind, schedule).wait()
         inside = self._transfer_seconds() - before
-        return (time.perf_counter() - begin) / count, inside / count
+        return (time.perf_counter() - begin) / HOST_STEPS, inside / HOST_STEPS
+
+    def _timed_on_device(self, kind: StepKind, schedule: Overlap, count: int) -> float:
+        """From the end of a step to the end of the last, while the host launches ahead."""
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        handles = [self._begin(kind, schedule)]
+        first.record()
+        handles += [self._begin(kind, schedule) for _ in range(count)]
+        last.record()
+        for handle in handles:
+            handle.wait()
+        last.synchronize()
+        return first.elapsed_time(last) * 1e-3 / count
 
     def _begin(self, kind: StepKind, schedule: Overlap) -> StepHandle:
         groups = self._runner.ranks.mesh.dp
@@ -219,20 +234,19 @@ class Calibration:
             return 0.0
         x_TH = self._runner.hidden_buffer(kind.tokens).normal_()
         counts = self._runner.group_counts((kind.tokens,) * self._runner.ranks.mesh.dp)
-        step, times = Step(kind.prefill, counts=counts, rows=kind.tokens), []
-        for _ in range(1 + ROUNDS):
-            self._synchronise()
-            begin = time.perf_counter()
+        step = Step(kind.prefill, counts=counts, rows=kind.tokens)
+
+        def run() -> None:
             for block in self._shared:
                 assert block.shared_experts is not None
                 block.shared_experts(x_TH, step)
-            self._synchronise()
-            times.append(time.perf_counter() - begin)
-        return statistics.median(times[1:])
 
-    def _synchronise(self) -> None:
+        run()
         if self._on_device:
-            torch.cuda.synchronize(self._runner.device)
+            return _replayed_seconds(run)
+        begin = time.perf_counter()
+        run()
+        return time.perf_counter() - begin
 
     def _slowest(self, seconds: Sequence[float]) -> list[float]:
         """Of all ranks of the stage."""
@@ -240,3 +254,17 @@ class Calibration:
         gathered = self._runner.ranks.stage_peers.all_gather_bytes(packed, "calibrate overlap")
         by_rank = (struct.unpack(f"{len(seconds)}d", part) for part in gathered)
         return [max(times) for times in zip(*by_rank, strict=True)]
+
+
+def _replayed_seconds(run: Callable[[], None]) -> float:
+    """In a graph, as launches take longer than kernels of a few rows."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+    graph.replay()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e-3

@@ -40,6 +40,8 @@ from moesaic.engine.worker.plan_items import history_of, plan_item
 logger = logging.getLogger(__name__)
 
 
+# A step that ends so many times its own seconds after the last one was waited for by nobody.
+IDLE_TIMES: Final = 2.0
 # More drafts than any request gets.
 ANY_NUMBER: Final = 1 << 20
 
@@ -95,6 +97,7 @@ class Planner:
         """None: requests have all drafts that the drafter proposes."""
         self.agreed_drafts: int | None = None
         """What all groups plan next, as each with requests has wanted; None: this one decides."""
+        self._observed_at = 0.0
         self._drafting = 0
         """The drafts of a request that the last plan was made for."""
         self._new_pages: list[int] = []
@@ -339,11 +342,15 @@ class Planner:
         controller, acceptance = self.controller, self.metrics.acceptance
         if controller is None:
             return
-        requests = step.num_decoding
+        requests, now = step.num_decoding, time.monotonic()
+        # From one step's end to the next one's: what the host does in between counts, too, unless
+        # there was nothing to do.
+        whole, self._observed_at = now - self._observed_at, now
+        ms = 1000 * (whole if whole < IDLE_TIMES * seconds else seconds)
         if step.drafting:
             controller.observe_drafts(acceptance.accepted, requests, step.drafting)
         if not step.plan.prefill:
-            controller.observe_step(requests, 1000 * seconds, step.drafting)
+            controller.observe_step(requests, ms, step.drafting)
         self.metrics.counts.num_drafts = self._next_drafts
 
     def apply(self, step: InflightStep, result: StepResult) -> None:
