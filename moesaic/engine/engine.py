@@ -66,12 +66,7 @@ from moesaic.engine.text.tokenizer import load_tokenizer
 from moesaic.engine.worker.local_core import LocalCore
 from moesaic.engine.worker.rank_info import log_ranks
 from moesaic.models.checkpoint import check_folder
-from moesaic.models.locate import (
-    changed_folder,
-    own_folder,
-    tokenizer_folder,
-    with_local_folders,
-)
+from moesaic.models.locate import changed_folder, own_folder, tokenizer_folder, with_local_folders
 from moesaic.observe.requests import RequestStats, RequestWatch
 from moesaic.observe.spans import SpanKind
 

@@ -229,16 +229,14 @@ class AsynchronousSteps:
             if self._runner.records_tokens:
                 output.tokens = self.graph_batch.tokens(key, plan.num_tokens)
             if plan.is_routed:
-                output.routed = self._routed_experts.read(
-                    plan, self.graph_batch.routed[key], key.rows
-                )
+                routed = self.graph_batch.routed[key]
+                output.routed = self._routed_experts.read(plan, routed, key.rows)
             return output
         bucket = self._mixed_bucket(agreement)
         records_tokens = self._runner.records_tokens  # which a mixed graph does not keep
         if bucket is not None and not records_tokens and self.mixed_batch.can_run(plan):
-            return self._eager_output(
-                plan, self.mixed_batch.run(plan, bucket, x_TH, slots, split, agreement.overlap)
-            )
+            given = (plan, bucket, x_TH, slots, split, agreement.overlap)
+            return self._eager_output(plan, self.mixed_batch.run(*given))
         if not plan.has_work:
             return self._run_idle(step, split)
         if plan.is_routed or records_tokens:
