@@ -56,7 +56,7 @@ class MixedBuffers:
         self._packed = torch.zeros(sum(sizes.columns), dtype=torch.int32, device=device)
         self._columns = self._packed.split(sizes.columns)
         self._tiles: dict[int, Tensor] = {}
-        self.fill(Sequences(*[np.empty(0, np.int32)] * 4))
+        self.fill(Sequences(*[np.empty(0, np.int32)] * 4), 0)
 
     def attention(self, tokens: int, singles: int) -> GpuAttention:
         """Attention of a graph of `tokens` rows, up to `singles` of them single tokens."""
@@ -74,18 +74,20 @@ class MixedBuffers:
         """`lengths`: new tokens of the sequences."""
         return 0 if self._deterministic else int((lengths == 1).sum())
 
-    def fill(self, sequences: Sequences) -> None:
-        """The sequences' rows follow each other from row 0 on. Does not block the host."""
+    def fill(self, sequences: Sequences, singles: int) -> None:
+        """The sequences' rows follow each other from row 0 on. `singles`: those that the graph has
+        room for. Does not block the host."""
         number, position = sequences.positions()
         slots = self._table.slots(self._cache.page_size, sequences.first_B[number], position)
         single = (sequences.lengths_B == 1) & (not self._deterministic)
-        singles, chunks = (sequences.select(np.flatnonzero(part)) for part in (single, ~single))
+        decoding, chunks = (sequences.select(np.flatnonzero(part)) for part in (single, ~single))
+        assert len(decoding) <= singles, f"{len(decoding)} single tokens in a graph of {singles}"
         filled: list[tuple[int, Ints]] = [
             (-1, slots),
             (0, position),
-            (0, singles.starts_B),
-            (-1, singles.kv_lens_B),
-            (0, singles.first_B),
+            (0, decoding.starts_B),
+            (-1, decoding.kv_lens_B),
+            (0, decoding.first_B),
             *((0, column) for column in chunks.arrays()),
         ]
         packed, start = np.empty(len(self._packed), np.int32), 0

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator
 from itertools import accumulate, chain
 from typing import Final
 
-from moesaic.observe.metrics import GROUP, METRICS, Metric, SglangName, Snapshot
+from moesaic.observe.metric_types import GROUP, Metric, SglangName, Snapshot
+from moesaic.observe.metrics import METRICS
 from moesaic.observe.requests import Distribution
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from moesaic.observe.metrics import METRICS, Metric, MetricKind
+from moesaic.observe.metric_types import Metric, MetricKind
+from moesaic.observe.metrics import METRICS
 
 QUANTILES: Final = (0.5, 0.95, 0.99)
 WIDTH: Final = 24

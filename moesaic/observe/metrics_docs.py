@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 from moesaic.observe.grafana import dashboard
-from moesaic.observe.metrics import METRICS, Metric, MetricSource, SglangName
+from moesaic.observe.metric_types import Metric, MetricSource, SglangName
+from moesaic.observe.metrics import METRICS
 
 HEAD = """\
 # Metrics

@@ -19,7 +19,7 @@ from moesaic.comm.mesh import Mesh
 from moesaic.core.stats import EngineStats
 from moesaic.engine.engine import Engine
 from moesaic.observe.expert_load import LayerLoad, expert_loads
-from moesaic.observe.metrics import LAG_BOUNDS, ServerStats, Snapshot
+from moesaic.observe.metric_types import LAG_BOUNDS, ServerStats, Snapshot
 from moesaic.observe.requests import Distribution, Histogram, RequestStats
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from moesaic.cli.main import main as command
 from moesaic.comm.launch.rank_link import RankLink
 from moesaic.engine.frontend import core_client as remote
 from moesaic.engine.runner.model_runner import ModelRunner
-from moesaic.engine.runner.steps import SynchronousSteps
+from moesaic.engine.runner.synchronous_steps import SynchronousSteps
 from moesaic.engine.sampling.token_history import TokenHistory
 from moesaic.engine.schedule.inflight import PlannedItem
 from moesaic.engine.schedule.plan import PlanItem, StepPlan

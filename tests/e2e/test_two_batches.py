@@ -63,7 +63,9 @@ def check_bits(line: str) -> None:
     order = list(range(len(expected(family, "float32", QUICK_TOKENS))))
     random.Random(line).shuffle(order)
     found = serve(f"{line} --overlap tbo", "float32", order, QUICK_TOKENS, waves=2)
-    assert found == expected(family, "float32", QUICK_TOKENS)
+    # With --enable-waterfill bits may differ from those without it, whole or in halves.
+    whole = line if "--enable-waterfill" in line else family
+    assert found == expected(whole, "float32", QUICK_TOKENS)
 
 
 @pytest.mark.parametrize("line", LINES)

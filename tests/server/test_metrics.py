@@ -22,12 +22,8 @@ from moesaic.comm.mesh import Mesh
 from moesaic.core.stats import EngineStats, GroupStats
 from moesaic.engine.engine import Engine
 from moesaic.observe.exposition import exposition
-from moesaic.observe.metrics import (
-    INFO_LABELS,
-    METRICS,
-    ServerStats,
-    Snapshot,
-)
+from moesaic.observe.metric_types import ServerStats, Snapshot
+from moesaic.observe.metrics import INFO_LABELS, METRICS
 from moesaic.observe.requests import RequestWatch
 from moesaic.server import live_stats
 from tests.server.metric_values import Values, histogram, parsed

@@ -15,14 +15,8 @@ from moesaic.core.stats import EngineStats, GroupStats, RankStats, TrafficStats
 from moesaic.observe.expert_load import expert_loads
 from moesaic.observe.exposition import exposition
 from moesaic.observe.grafana import ROWS
-from moesaic.observe.metrics import (
-    INFO_LABELS,
-    METRICS,
-    Metric,
-    MetricKind,
-    ServerStats,
-    Snapshot,
-)
+from moesaic.observe.metric_types import Metric, MetricKind, ServerStats, Snapshot
+from moesaic.observe.metrics import INFO_LABELS, METRICS
 from moesaic.observe.metrics_docs import grafana_json, markdown
 from moesaic.observe.requests import RequestWatch
 from tests.server.metric_values import histogram, parsed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -58,10 +58,10 @@ ALLOWED = {
 }
 
 
-def names_of(tree: ast.Module) -> dict[str, str]:
+def names_of(nodes: Iterable[ast.AST]) -> dict[str, str]:
     """The full names of what a module imports."""
     names: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 top = alias.name.split(".")[0]
@@ -99,7 +99,7 @@ def banned_calls(node: ast.AST, names: dict[str, str]) -> Iterator[str]:
     if not isinstance(node, ast.Call):
         return
     name = dotted(node.func, names)
-    if name in BUILTINS or name in {f"builtins.{builtin}" for builtin in BUILTINS}:
+    if name.removeprefix("builtins.") in BUILTINS:
         yield name
     for keyword in node.keywords:
         if isinstance(keyword.value, ast.Constant):
@@ -109,13 +109,9 @@ def banned_calls(node: ast.AST, names: dict[str, str]) -> Iterator[str]:
 
 
 def banned(source: str) -> set[str]:
-    tree = ast.parse(source)
-    names = names_of(tree)
-    return {
-        word
-        for node in ast.walk(tree)
-        for word in (*banned_imports(node), *banned_calls(node, names))
-    }
+    nodes = list(ast.walk(ast.parse(source)))
+    names = names_of(nodes)
+    return {word for node in nodes for word in (*banned_imports(node), *banned_calls(node, names))}
 
 
 def test_nothing_banned_is_used() -> None:

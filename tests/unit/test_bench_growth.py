@@ -16,6 +16,13 @@ from bench.growth_rank import Load, RankLoop
 QUICK = ["--size", "quick", "--repeats", "1", "--axes"]
 
 
+@pytest.fixture(autouse=True)
+def _few_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What all tests have imported takes a collection most of a second, and each point asks for
+    some."""
+    monkeypatch.setattr("gc.collect", lambda: 0)
+
+
 @pytest.mark.parametrize("power", [0.0, 1.0, 2.0])
 def test_exponents(power: float) -> None:
     points = [Point(size, 3 * size**power, size) for size in (2, 8, 32)]

@@ -398,8 +398,10 @@ def test_masks_of_others_do_not_wait_for_a_compilation(tokenizer: Tokenizer) -> 
     matchers.begin(plan_of({1: []}, [], "a"))
     assert matchers.wait()[0, 9].broken == "its grammar failed: no memory for tables"
     assert not matchers._unready
+    begin.clear()
     matchers.begin(plan_of({3: []}, [], "a"))  # another request tries again
     assert matchers.wait()[0, 9].unready
+    begin.set()
     matchers._unready[3].matcher.result()
     matchers.begin(plan_of({3: []}, [], "a"))
     assert allowed_tokens(matchers.wait()[0, 9].bits) == [a]

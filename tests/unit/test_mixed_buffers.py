@@ -46,7 +46,7 @@ def test_each_tile_of_a_step_has_a_place(sequences: int, deterministic: bool):
         cases += [[length] * min(sequences, size // length) for length in (1, 2, 5, 9)]
         for lengths in cases:
             sequences_B = step_of(lengths, rng)
-            buffers.fill(sequences_B)
+            buffers.fill(sequences_B, sequences)
             prefill = attention[size].prefill
             assert prefill is not None
             chunk = np.flatnonzero((sequences_B.lengths_B > 1) | deterministic)
@@ -65,10 +65,25 @@ def test_rows_behind_a_step_are_of_no_sequence():
     attention = buffers.attention(16, 5)
     rng = random.Random(1)
     for lengths in ([3, 1, 4, 1, 2], [1], []):
-        buffers.fill(step_of(lengths, rng))
+        buffers.fill(step_of(lengths, rng), 5)
         assert attention.decode is not None and attention.prefill is not None
         chunks = [length for length in lengths if length > 1]
         assert (attention.slots_T >= 0).tolist() == [n < sum(lengths) for n in range(16)]
         singles = lengths.count(1)
         assert (attention.decode.kv_lens_B > 0).tolist() == [n < singles for n in range(5)]
         assert attention.prefill.rows.lengths_B.tolist() == chunks + [0] * (5 - len(chunks))
+
+
+def test_a_half_of_a_step_has_at_most_one_single_token_more():
+    """A prompt that is cut may leave one: the graph of both halves needs room for it."""
+    rng, buffers = random.Random(2), make_buffers(8, 3, False)
+    more = set()
+    for _ in range(200):
+        step = step_of(random_lengths(20, 9, rng), rng)
+        singles = buffers.num_singles(step.lengths_B)
+        for rows in range(int(step.lengths_B.sum()) + 1):
+            halves = step.cut(rows)
+            more.update(buffers.num_singles(half.lengths_B) - singles for half in halves)
+    assert max(more) == 1
+    with pytest.raises(AssertionError, match="3 single tokens in a graph of 2"):
+        buffers.fill(step_of([1, 1, 1], rng), 2)

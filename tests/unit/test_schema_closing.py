@@ -227,7 +227,7 @@ def with_others(value: Any) -> list[Any]:
 
 @pytest.mark.parametrize("conditional", [False, True])
 def test_trees_that_several_schemas_describe(conditional: bool) -> None:
-    for seed in range(150):
+    for seed in range(75):
         rng = random.Random(seed)
         tree, splitting = a_tree(rng, 2), Splitting(rng, conditional)
         parts = splitting.schemas(tree, rng.randint(1, 3))

@@ -102,7 +102,8 @@ class MixedBatch:
         if split is None:
             key = self.graphs.key(agreed, count, singles, overlap)
         else:
-            key = self.graphs.key(agreed, 2 * max(split.tokens), singles, Overlap.TBO)
+            # Of a prompt that is cut, a half may have a single token.
+            key = self.graphs.key(agreed, 2 * max(split.tokens), singles + 1, Overlap.TBO)
         self._upload(inputs, key)
         if self._x_TH is not None and x_TH is not None:
             self._x_TH[:count].copy_(x_TH)
@@ -117,12 +118,12 @@ class MixedBatch:
     def _fill_attention(self, sequences: Sequences, key: MixedKey, split: SplitStep | None) -> None:
         if split is None:
             assert self._buffers is not None
-            self._buffers.fill(sequences)
+            self._buffers.fill(sequences, key.sequences)
             return
         self._split.fill(split.tokens, key.rows)
         parts = sequences.cut(split.tokens[0])
         for buffers, part in zip(self._half_buffers, parts, strict=True):
-            buffers.fill(part)
+            buffers.fill(part, key.sequences)
 
     def _upload(self, inputs: StepInputs, key: MixedKey) -> None:
         count = len(inputs.ids_T)

@@ -28,7 +28,8 @@ from moesaic.engine.runner.overlap_calibration import calibrate
 from moesaic.engine.runner.peer_watchdog import PeerWatchdog
 from moesaic.engine.runner.recorded_tokens import StepTokens
 from moesaic.engine.runner.split_step import SplitStep, dummy_agreement
-from moesaic.engine.runner.steps import COMPILE_SECONDS, AsynchronousSteps, SynchronousSteps
+from moesaic.engine.runner.steps import COMPILE_SECONDS, AsynchronousSteps
+from moesaic.engine.runner.synchronous_steps import SynchronousSteps
 from moesaic.engine.runner.warm_up import sorted_parts, warm_steps, warm_up
 from moesaic.engine.schedule.plan import StepAgreement, StepHandle, StepPlan
 from moesaic.engine.schedule.step_budget import CHUNK_MULTIPLE
