@@ -59,6 +59,10 @@ class WindowAborted(RuntimeError):
     """A window or a collective was aborted: the step in progress is abandoned."""
 
 
+class ConnectionLost(RuntimeError):
+    """A connection between ranks is lost although they live: the step fails, and is tried again."""
+
+
 class RankFailed(RuntimeError):
     """A function raised, died or timed out on some local ranks. `failures`: the reasons in
     the order of detection, the likely cause first. `results`: what the other ranks returned."""

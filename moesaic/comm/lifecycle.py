@@ -58,6 +58,11 @@ class Participant:
         end by themselves: they check the rank's status."""
         assert reason
 
+    def broken(self) -> str:
+        """Why waits on a device will never end, unless they are aborted; empty: nothing is known.
+        Any thread may ask."""
+        return ""
+
     def check(self) -> None:
         """Raises the errors that device waits have recorded so far."""
 
@@ -89,6 +94,12 @@ class Lifecycle:
         with self.lock:
             for participant, _ in self._live():
                 participant.abort(reason)
+
+    def broken(self) -> str:
+        """The first reason of a participant."""
+        with self.lock:
+            found = (participant.broken() for participant, _ in self._live())
+            return next(filter(None, found), "")
 
     def check(self) -> None:
         for participant, _ in self._live():

@@ -7,6 +7,7 @@ import os
 import random
 import threading
 import time
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from moesaic.comm.collectives import nccl_errors
 from moesaic.comm.collectives.collective import PartsDiffer, SingleRank
 from moesaic.comm.collectives.device_collective import (
     DeviceCollective,
@@ -22,7 +24,7 @@ from moesaic.comm.collectives.device_collective import (
 )
 from moesaic.comm.collectives.group import LOOPBACK, RankGroup, _gloo
 from moesaic.comm.collectives.nccl_collective import NcclCollective
-from moesaic.comm.errors import PeerTimeout, RankFailed, WindowAborted
+from moesaic.comm.errors import ConnectionLost, PeerTimeout, RankFailed, WindowAborted
 from moesaic.comm.launch.mps import CROWD
 from moesaic.comm.lifecycle import Membership
 from moesaic.comm.mesh import Mesh
@@ -145,6 +147,11 @@ def test_what_went_wrong_is_said_and_forgotten(pools: Pools) -> None:
 class OverGloo(NcclCollective):
     """All of it but NCCL."""
 
+    error = ""
+
+    def _error(self) -> str:
+        return self.error
+
     def _form(self, store: Store) -> Any:
         return _gloo(store, self.rank, self.size, SECONDS, LOOPBACK)
 
@@ -204,12 +211,13 @@ class LikeNccl:
             time.sleep(0.005)
 
 
-class Queued(NcclCollective):
+class Queued(OverGloo):
     def __init__(self, group: RankGroup, timeout: float) -> None:
         self.calls: list[str] = []
         super().__init__(group, timeout, CPU)
 
     def _form(self, store: Store) -> LikeNccl:
+        self.error = ""  # of the communicator before
         self.queue = LikeNccl(_gloo(store, self.rank, self.size, SECONDS, LOOPBACK))
         return self.queue
 
@@ -286,7 +294,7 @@ def called_back(group: RankGroup) -> float:
     with pytest.raises(WindowAborted, match="the supervisor rolls this rank back") as caught:
         watch.lifecycle.check()
     with pytest.raises(StepRolledBack):
-        watch.raise_if_rolled_back(caught.value)
+        watch.raise_cause(caught.value)
     status.generation = 1
     group.barrier("abandoned")
     group.lifecycle.restart()
@@ -296,6 +304,43 @@ def called_back(group: RankGroup) -> float:
 
 def test_nccl_is_abandoned_when_the_rank_is_called_back(pools: Pools) -> None:
     assert max(pools(2).run(called_back)) < 30.0  # the queue waits for 60 s
+
+
+def cut_off(group: RankGroup) -> str:
+    """NCCL notices that a connection is lost; its kernels wait on. Then all begin anew."""
+    comm, page = Queued(group, 60.0), ControlPage.create(1)[0]
+    watch = PeerWatchdog(group.lifecycle, page.status(0))
+    comm.check_sum()
+    comm.begin_alone()
+    comm.error = "remote error: closed"
+    comm.queue.synchronize()  # until the abort, where there is something to wait for
+    until = time.monotonic() + 10.0
+    while not comm.calls and time.monotonic() < until:
+        time.sleep(0.005)
+    with pytest.raises(WindowAborted) as told:
+        watch.lifecycle.check()
+    with pytest.raises(ConnectionLost):  # the supervisor does not know yet
+        watch.raise_cause(told.value)
+    assert comm.broken() == "", "it is known"
+    group.barrier("all are told")
+    comm.restart(Membership(1, tuple(range(comm.size))))
+    comm.check_sum()
+    return str(told.value)
+
+
+def test_without_nccl(caplog: pytest.LogCaptureFixture) -> None:
+    if "libnccl.so" in Path("/proc/self/maps").read_text():
+        pytest.skip("torch has loaded it")
+    nccl_errors._library.cache_clear()
+    assert [nccl_errors.async_error(7) for _ in range(3)] == [""] * 3
+    (told,) = caplog.messages
+    assert told == "libnccl.so is not loaded: connections that it loses are not noticed"
+
+
+def test_a_connection_that_nccl_has_lost(pools: Pools) -> None:
+    assert pools(2).run(cut_off) == 2 * [
+        "NCCL has failed between rank 0 (127.0.0.1), rank 1 (127.0.0.1): remote error: closed"
+    ]
 
 
 def held(group: RankGroup) -> str:

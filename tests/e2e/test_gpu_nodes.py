@@ -3,12 +3,14 @@ windows over TCP in the place of NCCL; and on a GPU where there is one, which al
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -135,6 +137,7 @@ def check_moves(engine: Engine, params: list[dict[str, Any]], expected: list[Any
     assert moves[0].rebalances > 1 and sum(rank.bytes for rank in moves) > 0
 
 
+PIDFD_GETFD = 438
 STAGES = {"tp_size": 1, "pp_size": 2}
 ON_GPUS: dict[str, dict[str, Any]] = {
     "two ranks each": groups(4, "deepep"),
@@ -210,6 +213,48 @@ def logprobs(engine: Engine) -> list[Any]:
     told = engine.generate(input_ids=prompts()[:6], sampling_params=GREEDY, return_logprob=True)
     assert isinstance(told, list)
     return [one["meta_info"]["output_token_logprobs"] for one in told]
+
+
+def sockets_of(pid: int) -> Iterator[socket.socket]:
+    """Copies of another process's."""
+    process, libc = os.pidfd_open(pid), ctypes.CDLL(None)
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(OSError):
+            if os.readlink(f"/proc/{pid}/fd/{name}").startswith("socket:"):
+                copy = libc.syscall(PIDFD_GETFD, process, int(name), 0)
+                assert copy >= 0, "this process may not look into that one"
+                yield socket.socket(fileno=copy)
+    os.close(process)
+
+
+def cut_nccl(pid: int) -> int:
+    """Shuts down NCCL's connections of a rank; how many. Our own have keep-alive."""
+    number = 0
+    for one in sockets_of(pid):
+        with one, suppress(OSError):
+            is_tcp = one.family == socket.AF_INET and one.type == socket.SOCK_STREAM
+            if is_tcp and not one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):
+                one.getpeername()  # else it listens
+                one.shutdown(socket.SHUT_RDWR)
+                number += 1
+    return number
+
+
+@pytest.mark.parametrize("flags", [pytest.param(groups(2, "deepep"), marks=GPU)])
+def test_connections_of_nccl_are_cut(flags: dict[str, Any], one_daemon: None) -> None:
+    """The step that needs them is tried again on new ones, and no answer changes."""
+    expected = of_one("qwen3_moe")[0]
+    with (
+        second_node(flags, ON_GPU, gpu_rank.POISONED) as placed,
+        Engine(model_path=model_path("qwen3_moe"), **ON_GPU, **placed) as engine,
+    ):
+        for rank in (1, 0):
+            assert answers(engine, MANY) == expected
+            engine.flush_cache()
+            told = engine.get_server_info()
+            assert cut_nccl(told["ranks"][rank]["pid"]) > 0
+            assert answers(engine, MANY) == expected
+            assert engine.get_server_info()["failed_steps"] > told["failed_steps"]
 
 
 DEATHS: dict[str, tuple[str, Callable[[int], int]]] = {

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from moesaic.comm.errors import PeerTimeout, WindowAborted
+from moesaic.comm.errors import ConnectionLost, PeerTimeout, WindowAborted
 from moesaic.comm.lifecycle import Lifecycle, Membership, Participant
 from moesaic.comm.supervise.control_page import ControlPage, RankStatus, StepRolledBack
 from moesaic.comm.windows.device_window import CpuDeviceWindow, DeviceWindow
@@ -21,6 +21,8 @@ OPERATION = "combine of layer 3"
 
 
 class Owner(Participant):
+    lost = ""
+
     def __init__(self, window: DeviceWindow) -> None:
         self.window, self.lifecycle = window, Lifecycle(Membership(0, (0, 1)))
         self.lifecycle.register(self, (0, 1))
@@ -30,6 +32,9 @@ class Owner(Participant):
 
     def abort(self, reason: str) -> None:
         self.window.abort(reason)
+
+    def broken(self) -> str:
+        return self.lost
 
     def check(self) -> None:
         self.window.check()
@@ -75,7 +80,7 @@ def test_kernels_give_up_when_the_rank_is_called_back(page: ControlPage):
     with pytest.raises(WindowAborted) as caught:
         watch.lifecycle.check()
     with pytest.raises(StepRolledBack) as recalled:
-        watch.raise_if_rolled_back(caught.value)
+        watch.raise_cause(caught.value)
     assert recalled.value.generation == status.generation + 1
     # Both ranks adopt the new generation and go on.
     status.generation += 1
@@ -88,6 +93,21 @@ def test_kernels_give_up_when_the_rank_is_called_back(page: ControlPage):
     peer.join()
     watch.lifecycle.check()
     assert called_back(page, status, mine) < 30.0, "it still watches"
+
+
+def test_kernels_give_up_when_a_connection_is_lost(page: ControlPage):
+    """The supervisor does not know yet, so that the step fails of it."""
+    (mine, _), status = owners(timeout=60.0), page.status(0)
+    watch = watchdog(mine, status)
+    threading.Timer(0.1, lambda: setattr(mine, "lost", "a connection is lost")).start()
+    meet(mine)
+    with pytest.raises(WindowAborted, match="a connection is lost") as caught:
+        watch.lifecycle.check()
+    with pytest.raises(ConnectionLost, match="a connection is lost"):
+        watch.raise_cause(caught.value)
+    page.roll_back(0, status.generation + 1)
+    status.generation += 1
+    watch.raise_cause(caught.value)  # the next generation has not lost it
 
 
 def test_memory_of_windows_is_counted():
@@ -105,7 +125,7 @@ def test_a_rank_that_does_not_come_is_named(page: ControlPage):
     meet(mine)
     with pytest.raises(PeerTimeout, match=f"rank 1 did not reach '{OPERATION}' within 0.1 s") as e:
         watch.lifecycle.check()
-    watch.raise_if_rolled_back(e.value)  # the rank is not rolled back
+    watch.raise_cause(e.value)  # the rank is not rolled back
     assert e.value.missing == (1,)
 
 

@@ -21,6 +21,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from moesaic.comm.collectives.collective import Collective, check_counts, chosen_rows
 from moesaic.comm.collectives.group import Peers
+from moesaic.comm.collectives.nccl_errors import async_error
 from moesaic.comm.errors import WindowAborted
 from moesaic.comm.lifecycle import Membership
 from moesaic.comm.supervise.address import interface_of
@@ -69,9 +70,9 @@ class NcclCollective(Collective):
     from those of other collectives, and with the number of rows. Deterministic mode has no sums
     whose order matters. Ranks do not know which rows the others need, so all rows are summed.
 
-    A missing rank is waited for until the operation is aborted. Graphs hold addresses of the
-    communicator, which lives as long as they do: they must be dropped between `abort` and
-    `restart`.
+    A missing rank is waited for until the operation is aborted, and so is one whose connection is
+    lost, of which `broken` tells. Graphs hold addresses of the communicator, which lives as long as
+    they do: they must be dropped between `abort` and `restart`.
     """
 
     keeps_graphs = False
@@ -80,10 +81,13 @@ class NcclCollective(Collective):
         self.rank, self.size = group.rank, group.size
         self._timeout, self._device = timeout, device
         # A fresh prefix: keys of an earlier communicator of the group would be reused.
-        name = group.all_gather_bytes(os.urandom(8).hex().encode(), "name a communicator")[0]
+        own = f"{os.urandom(8).hex()} {group.host}"
+        told = group.all_gather_bytes(own.encode(), "name a communicator")
+        names, hosts = zip(*(text.decode().split() for text in told), strict=True)
+        self._who = ", ".join(map("rank {} ({})".format, group.members, hosts))
         # torch does not keep a store alive whose methods are in Python.
         self._group_store = group.store
-        self._store = PrefixStore(f"nccl {name.decode()}", self._group_store)
+        self._store = PrefixStore(f"nccl {names[0]}", self._group_store)
         self._nccl = self._form(self._store)
         self._lock = threading.Lock()
         self._reason = ""
@@ -146,15 +150,23 @@ class NcclCollective(Collective):
         with self._lock:
             self._reason, self._end = "", None
 
+    def broken(self) -> str:
+        """NCCL's kernels wait on when it has lost a connection."""
+        with self._lock:
+            error = "" if self._end is not None else self._error()
+        return error and f"NCCL has failed between {self._who}: {error}"
+
     def check(self) -> None:
         """An aborted operation has no result. Other errors of NCCL are raised at a launch, if at
-        all: a connection that breaks while all ranks live shows as a step that does not end."""
+        all; `broken` finds those of connections."""
         if self._end is not None:
             raise WindowAborted(self._reason)
 
     def close(self) -> None:
-        if self._end is None:
-            self._nccl.shutdown()
+        with self._lock:
+            if self._end is None:
+                self._reason, self._end = "it is closed", Future()
+                self._nccl.shutdown()
 
     def _run(self, start: Callable[[Any], Any]) -> None:
         self.check()
@@ -172,7 +184,11 @@ class NcclCollective(Collective):
         options._timeout = OPERATION_LIMIT
         nccl = factory(store, self.rank, self.size, options)
         nccl.allreduce([torch.zeros(1, device=self._device)]).wait()
+        self._comm = nccl._comm_ptr()
         return nccl
+
+    def _error(self) -> str:
+        return async_error(self._comm)
 
     def _gather(self, x_NH: Tensor, counts: Sequence[int]) -> list[Tensor]:
         """The parts of all ranks, sent with as many rows as the longest."""

@@ -389,7 +389,7 @@ class ModelRunner:
         self.abandon(f"a step failed: {error}")
         if self.ranks.status is None:  # else the supervisor orders a restart
             self.moe.comm.group.lifecycle.restart()
-        self.watchdog.raise_if_rolled_back(error)
+        self.watchdog.raise_cause(error)
 
     def abandon(self, reason: str) -> None:
         """Ends in-flight steps on a device, also waits for other ranks, before a restart."""

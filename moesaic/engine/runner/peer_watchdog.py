@@ -1,8 +1,10 @@
-"""Ends kernels that wait for other ranks once the supervisor rolls this rank back.
+"""Ends kernels that wait for other ranks once the supervisor rolls this rank back, or once NCCL has
+lost a connection.
 
 A kernel that waits for another rank returns when that rank arrives, when its time is over, or when
 the host aborts it. One thread polls the rank's status, which the supervisor changes as soon as
-another rank fails or dies, and aborts the kernels then; also NCCL's, which have no window.
+another rank fails or dies, and aborts the kernels then; also NCCL's, which have no window. It polls
+NCCL, too: an error of its network ends no kernel. The step fails then, and is rolled back.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 
 from moesaic.comm.collectives.nccl_collective import NcclCollective
-from moesaic.comm.errors import WindowAborted
+from moesaic.comm.errors import ConnectionLost, WindowAborted
 from moesaic.comm.lifecycle import Lifecycle
 from moesaic.comm.supervise.control_page import RankStatus
 from moesaic.comm.windows.device_window import DeviceWindow
@@ -30,6 +32,8 @@ class PeerWatchdog:
     ) -> None:
         """`status`: None if no supervisor rolls the rank back."""
         self.lifecycle, self.windows, self._status = lifecycle, tuple(windows), status
+        self._lost = (-1, "")
+        """The generation that has lost a connection, and what is known of it."""
         if status is not None:
             threading.Thread(
                 target=self._watch, args=(status,), daemon=True, name="peer-watchdog"
@@ -50,12 +54,16 @@ class PeerWatchdog:
         """Device memory of windows, which torch's allocator does not count."""
         return sum(window.region_bytes for window in self.windows)
 
-    def raise_if_rolled_back(self, error: Exception) -> None:
-        """Raises StepRolledBack if that is why kernels were aborted; a capture that ends so raises
-        an error of its own."""
+    def raise_cause(self, error: Exception) -> None:
+        """Raises StepRolledBack or ConnectionLost if that is why kernels were aborted; a capture
+        that ends so raises an error of its own."""
         causes = (error, error.__context__)
-        if self._status is not None and any(isinstance(one, WindowAborted) for one in causes):
-            self._status.check()
+        if self._status is None or not any(isinstance(one, WindowAborted) for one in causes):
+            return
+        self._status.check()
+        generation, lost = self._lost
+        if generation == self._status.generation:
+            raise ConnectionLost(lost) from error
 
     def waiting_longer(self, seconds: float) -> AbstractContextManager[object]:
         """Lets kernels launched inside wait at least this long for other ranks."""
@@ -71,6 +79,9 @@ class PeerWatchdog:
             with self.lifecycle.lock:
                 if status.changed:
                     self.lifecycle.abort(ROLLED_BACK)
+                elif lost := self.lifecycle.broken():
+                    self._lost = status.generation, lost
+                    self.lifecycle.abort(lost)
 
 
 def _all(contexts: Iterable[AbstractContextManager[object]]) -> ExitStack:
