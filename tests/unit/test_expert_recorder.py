@@ -17,6 +17,7 @@ from moesaic.engine.runner import expert_recorder
 from moesaic.engine.runner.expert_recorder import ExpertRecorder, PassSums
 from moesaic.engine.schedule.plan import StepAgreement, StepPlan
 from moesaic.moe.expert_load import TABLE_LAYERS, DeviceCounters, SlotLoad
+from moesaic.moe.layer import MoeConfig
 from moesaic.moe.pass_totals import EVENTS
 from moesaic.moe.placement import EpLayout, Placement
 from moesaic.observe.spans import Spans
@@ -37,7 +38,7 @@ class Layers:
                 load=SlotLoad(3 + n, self.layout, Spans(), counters, movable),
                 layout=self.layout,
                 placement=Placement.trivial(EXPERTS),
-                config=SimpleNamespace(num_experts=EXPERTS, top_k=2),
+                config=MoeConfig(EXPERTS, hidden_size=64, intermediate_size=32, top_k=2),
             )
             for n in range(number)
         ]
