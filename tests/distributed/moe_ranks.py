@@ -21,6 +21,7 @@ from moesaic.core.overlap import Overlap
 from moesaic.core.step import Step
 from moesaic.moe.context import MoeContext
 from moesaic.moe.dispatch.device.exchange import DeviceExchange
+from moesaic.moe.dispatch.device.side_streams import SideStreams
 from moesaic.moe.dispatch.host.exchange import LANES, Exchange, Lanes
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE
@@ -236,7 +237,7 @@ def poison(context: MoeContext) -> None:
 
 def _buffers(context: MoeContext) -> Iterator[tuple[str, Tensor]]:
     for buffer in context.comm.buffers.values():
-        if isinstance(buffer, Collective):
+        if isinstance(buffer, Collective | SideStreams):
             continue
         assert isinstance(buffer, Lanes | DeviceExchange)
         own = buffer.window._own if isinstance(buffer, Lanes) else buffer.window._specs

@@ -317,7 +317,8 @@ def taken(group: RankGroup, combination: Combination, lanes: int) -> tuple[int, 
     """Bytes that the report has, that the regions have, and how many windows there are."""
     layer = combination.layer(group, lanes=lanes)
     report = layer.context.buffers([layer.dispatcher.config])
-    exchanges = list(layer.context.comm.buffers.values())
+    shared = layer.context.comm.buffers.values()
+    exchanges = [one for one in shared if isinstance(one, DeviceExchange)]
     return report.total, sum(e.window.region_bytes for e in exchanges), len(exchanges)
 
 
