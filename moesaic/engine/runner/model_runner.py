@@ -108,13 +108,6 @@ class ModelRunner:
         self.balance_recorder = ExpertRecorder.for_report(args, self)
         asynchronous = self.kind == "cuda" if asynchronous is None else asynchronous
         sizes = GraphSizes.of(args, self.limits) if asynchronous else GraphSizes()
-        if self.limits.drafts:
-            logger.info(
-                "speculative decoding: steps verify up to %d drafts beside %d requests; buffers "
-                "of low-latency dispatch, logits and graphs follow from that",
-                self.limits.drafts,
-                self.limits.running,
-            )
         steps = self._warm_steps(sizes)
         if self.device.type == "cuda":
             self._warm_up_device(args, steps)
@@ -124,15 +117,7 @@ class ModelRunner:
         self._log_loaded(args, share.weight_bytes, time.monotonic() - started)
         self.steps: AsynchronousSteps | SynchronousSteps
         if asynchronous:
-            self.steps = AsynchronousSteps(self, args, sizes)
-            self.steps.prepare(() if args.skip_server_warmup else steps)
-            if self.draft is not None:
-                with self.watchdog.waiting_longer(COMPILE_SECONDS):
-                    self.draft.use_graphs(sizes)
-            if self.rebalancer is not None:
-                self.rebalancer.warm_up()
-            self.reset_statistics()
-            self._log_gpu_memory(self.steps)
+            self._make_graphs(args, sizes, steps)
         else:
             self.steps = SynchronousSteps(self, args.watchdog_timeout)
         self.overlap_choices: list[OverlapChoice] = []
@@ -142,6 +127,20 @@ class ModelRunner:
         self.overlaps = self.steps.overlaps and not args.disable_overlap_schedule
         """Whether `begin` returns before a step is computed: plans may then have future tokens."""
         self._wait_for_helpers()
+
+    def _make_graphs(
+        self, args: ServerArgs, sizes: GraphSizes, steps: Sequence[tuple[int, bool]]
+    ) -> None:
+        """Steps of a device, once their graphs are captured and what they need is warm."""
+        self.steps = made = AsynchronousSteps(self, args, sizes)
+        made.prepare(() if args.skip_server_warmup else steps)
+        if self.draft is not None:
+            with self.watchdog.waiting_longer(COMPILE_SECONDS):
+                self.draft.use_graphs(sizes)
+        if self.rebalancer is not None:
+            self.rebalancer.warm_up()
+        self.reset_statistics()
+        self._log_gpu_memory(made)
 
     def _schedules(self, args: ServerArgs) -> tuple[Overlap, ...]:
         blocks = (module for module in self.model.modules() if isinstance(module, SparseBlock))
@@ -300,6 +299,13 @@ class ModelRunner:
             self.context_length,
             self.max_running,
         )
+        if self.limits.drafts:
+            logger.info(
+                "speculative decoding: steps verify up to %d drafts beside %d requests; buffers "
+                "of low-latency dispatch, logits and graphs follow from that",
+                self.limits.drafts,
+                self.limits.running,
+            )
 
     def _log_gpu_memory(self, steps: AsynchronousSteps) -> None:
         if self.device.type != "cuda":

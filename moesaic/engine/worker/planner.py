@@ -108,20 +108,7 @@ class Planner:
             prefix_cache=not args.disable_radix_cache,
             on_take=self._new_pages.extend,
         )
-        config = SchedulerConfig(
-            max_running=runner.max_running,
-            chunk_tokens=runner.limits.chunk_tokens,
-            conservativeness=args.schedule_conservativeness,
-            max_prompts=args.prefill_max_requests or sys.maxsize,
-            mixed=not args.disable_mixed_chunk,
-            max_step_ms=args.max_step_ms,
-            wave=runner.prefill_wave,
-            delayer=_delayer(args),
-            max_drafts=runner.limits.drafts or sys.maxsize,
-            drafts_ahead=0 if runner.draft is None else runner.draft.positions_ahead,
-            columns=runner.draft is None,
-        )
-        self.scheduler = Scheduler(config, self.kv)
+        self.scheduler = Scheduler(_scheduler_config(args, runner), self.kv)
         speculation = speculation_of(args)
         most_drafts = 0 if speculation is None else speculation.num_drafts
         self.metrics = SchedulerMetrics(
@@ -463,6 +450,22 @@ def _controller(args: ServerArgs) -> DraftController | None:
     if speculation is None:
         return None
     return DraftController(speculation.num_drafts, not args.disable_speculative_adaptive)
+
+
+def _scheduler_config(args: ServerArgs, runner: ModelRunner) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_running=runner.max_running,
+        chunk_tokens=runner.limits.chunk_tokens,
+        conservativeness=args.schedule_conservativeness,
+        max_prompts=args.prefill_max_requests or sys.maxsize,
+        mixed=not args.disable_mixed_chunk,
+        max_step_ms=args.max_step_ms,
+        wave=runner.prefill_wave,
+        delayer=_delayer(args),
+        max_drafts=runner.limits.drafts or sys.maxsize,
+        drafts_ahead=0 if runner.draft is None else runner.draft.positions_ahead,
+        columns=runner.draft is None,
+    )
 
 
 def _delayer(args: ServerArgs) -> PrefillDelayer | None:
