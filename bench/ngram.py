@@ -60,7 +60,7 @@ def propose_all(drafter: NgramDrafter, served: Sequence[Request], times: int) ->
 
 
 def nbytes(text: str) -> int:
-    """Of the index of the prompts and as many tokens as the steps add."""
+    """The index's size for the prompts and the tokens that the steps add."""
     served = requests(text)
     for one in served:
         one.token_ids += one.token_ids[:STEPS]

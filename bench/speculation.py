@@ -3,7 +3,7 @@
     python -m bench.speculation --model-path shape:qwen3-30b-a3b --load-format dummy \
         --dtype bfloat16
 
-A model with random weights writes what nobody could draft. Here the next token is a function of the
+No drafter predicts the text of random weights. Here the next token is a function of the
 newest one: its logit gets a large amount, in all steps alike, so that the script costs the same
 with and without drafts. The function decides the text: `loops` repeats after 64 tokens, `free`
 never. Graphs of steps with prompts are off, as they keep no row's token.
@@ -121,7 +121,7 @@ class Script:
         free = (ids % room * 1_664_525 + 1_013_904_223) % room
         self._tables = {"loops": loops % vocab, "free": free}
         self.rows: Tensor | None = None
-        """Of the step that is launched: those whose logits are needed."""
+        """The rows of the launched step whose logits are needed."""
         self.text, self.next_V = "free", free.clone()
         self._host: list[int] = free.tolist()
 
@@ -203,7 +203,7 @@ class Runs:
         return self._begin(plan, *rest)
 
     def measure(self, batch: int, drafter: Drafter | None, controller: DraftController) -> Measured:
-        """Of steps in which all requests decode, after some that are not counted."""
+        """Times steps in which all requests decode, after a warm-up that is not counted."""
         core, planner = self.core, self.core.planner
         planner.drafter, planner.controller = None, controller
         requests = [self._request() for _ in range(batch)]

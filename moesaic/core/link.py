@@ -56,7 +56,7 @@ class EmulatedLink:
         return round((1 << COST_BITS) / self.gigabytes)
 
     def ns(self, nbytes: int) -> int:
-        """How long so many bytes occupy the link."""
+        """The seconds for which these bytes occupy the link."""
         return nbytes * self.cost >> COST_BITS
 
     def __str__(self) -> str:

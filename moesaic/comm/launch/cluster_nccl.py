@@ -51,7 +51,7 @@ LOG_FILE: Final = "NCCL_DEBUG_FILE"
 
 class NcclPair(msgspec.Struct, frozen=True):
     latency_us: float = 0.0
-    """Of an all-gather of SMALL_BYTES, the median."""
+    """The median time of an all-gather of SMALL_BYTES."""
     gbit_s: float = 0.0
     """Each way, both at once."""
     error: str = ""
