@@ -204,12 +204,12 @@ class Runs:
 
     def measure(self, batch: int, drafter: Drafter | None, controller: DraftController) -> Measured:
         """Times steps in which all requests decode, after a warm-up that is not counted."""
-        core, planner = self.core, self.core.planner
-        planner.drafter, planner.controller = None, controller
+        core, drafts = self.core, self.core.planner.drafts
+        drafts.drafter, drafts.controller = None, controller
         requests = [self._request() for _ in range(batch)]
         while any(not r.num_output for r in requests):
             core.step()
-        planner.drafter = drafter
+        drafts.drafter = drafter
         self._run_for(self._settle)
         before = self._totals(requests)
         self._run_for(self.seconds)

@@ -28,6 +28,7 @@ from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.engine.worker.local_core import LocalCore
 from moesaic.evals.tasks.draw import TASKS, distinct
 from moesaic.models.tiny import materialise
+from tests.e2e.test_ngram import Moody
 
 HOUSE = Path(__file__).parents[2] / "models" / "house-moe"
 RANDOM = "tiny:deepseek_v3,num_nextn_predict_layers=1"
@@ -147,6 +148,28 @@ def test_drafts_change_no_answer(model: str, steps: int, asynchronous: bool) -> 
     assert core.planner.scheduler.num_retractions > 0
     assert core.planner.scheduler.num_admitted > len(found)
     check_equal(serve(core, requests(model)), expected)  # from the prefix cache
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_drafts_that_come_and_go_change_no_answer(asynchronous: bool) -> None:
+    """As the controller may decide at any step: without them steps overlap, and requests that only
+    decode are columns."""
+    core = make_core(str(HOUSE), 3, asynchronous)
+    core.planner.drafts.controller = Moody(3)
+    counts, plan, steps = count_accepted(core), core.planner.plan, list[Any]()
+
+    def noted(parts: int = 1) -> Any:
+        steps.append(plan(parts))
+        return steps[-1]
+
+    core.planner.plan = noted
+    for _ in range(2):
+        check_equal(serve(core, requests(str(HOUSE))), without_drafts(str(HOUSE)))
+    assert core.planner.metrics.counts.failed_steps == 0
+    assert counts[0] > counts[1] > 60
+    columns = [step for step in steps if len(step.plan.decodes)]
+    assert len(columns) > 3 and not any(step.plan.draft_steps for step in columns)
+    assert any(step.plan.draft_steps for step in steps)
 
 
 def count_accepted(core: Any) -> list[int]:
