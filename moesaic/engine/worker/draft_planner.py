@@ -80,13 +80,14 @@ class DraftPlanner:
     def propose(self) -> bool:
         """Sets the drafts of the next step; False if it is to have none."""
         most, self._planned = self.allowed, 0
-        if not most or not self._finds():
+        if self.drafter is None and not self.steps:
             return False
-        for request in self._scheduler.running:
-            if len(request.drafts) > most:
-                request.drafts = request.drafts[:most]
-        self._planned = most
-        return True
+        if most and self._finds():
+            self._planned = most
+        for request in self._scheduler.running:  # some may be left from when more were allowed
+            if len(request.drafts) > self._planned:
+                request.drafts = request.drafts[: self._planned]
+        return self._planned > 0
 
     def skip(self) -> None:
         """The next step has no drafts, as it looks for a request that breaks it."""
