@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from bench.mtp import Models, Reply
+from bench.mtp import Models, Reply, _attend
 from moesaic.config import ServerArgs, resolve
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
@@ -207,14 +208,34 @@ def test_the_house_models_drafts_are_right_also_behind_cached_pages(asynchronous
     assert [one.output_ids for one in again] == [one.output_ids for one in first]
 
 
+@torch.inference_mode()
+def chain_of(models: Models, ids: list[int], steps: int) -> list[int]:
+    """The layer over the whole sequence at once, again for each token of the chain: behind its own
+    token a row takes the layer's normed output in the place of the target's."""
+    every, positions = torch.tensor(ids), torch.arange(len(ids) + steps)
+    hidden_TH = models.main(every, positions[: len(ids)], _attend(models.main, [len(ids)]))[:-1]
+    found: list[int] = []
+    next_ids = ids[1:]
+    for _ in range(steps):
+        count = len(next_ids)
+        given = torch.tensor(next_ids), positions[:count], hidden_TH
+        y_TH = models.mtp.norm(models.mtp(*given, _attend(models.mtp, [count])))
+        found.append(int(models.mtp.head(y_TH[-1:]).argmax()))
+        next_ids = [*next_ids, found[-1]]
+        hidden_TH = torch.cat((hidden_TH, y_TH[-1:]))
+    return found
+
+
 def test_drafts_are_those_of_the_layer_over_the_whole_answer() -> None:
     core = make_core(str(HOUSE), 3, tight=False)
     request = greedy(2)
     seen: dict[int, int] = {}
+    chains: dict[int, list[int]] = {}
 
     def note(_: int) -> None:
         if request.drafts:
             seen[request.num_output] = request.drafts[0]
+            chains[len(request.token_ids)] = request.drafts
 
     serve(core, [request], note)
     models = Models.load(HOUSE, "float32")
@@ -224,6 +245,8 @@ def test_drafts_are_those_of_the_layer_over_the_whole_answer() -> None:
         # drafted[n] is for output token n + 1, from what was known with the token before it.
         if place - 1 < len(drafted):
             assert token == drafted[place - 1], place
+    for length, drafts in chains.items():
+        assert drafts == chain_of(models, request.token_ids[:length], 3)
 
 
 def test_random_layers_are_hardly_ever_right() -> None:
