@@ -413,9 +413,11 @@ def packed_columns(columns: Sequence[Ints], sizes: Sequence[int], rest: Sequence
     """The columns, each filled up to its size with an entry of `rest`."""
     packed, start = np.empty(sum(sizes), np.int32), 0
     for column, size, filler in zip(columns, sizes, rest, strict=True):
-        packed[start : start + len(column)] = column
-        packed[start + len(column) : start + size] = filler
+        stop = start + len(column)
+        packed[start:stop] = column
         start += size
+        if stop < start:
+            packed[stop:start] = filler
     return packed
 
 
