@@ -98,12 +98,11 @@ class MixedBatch:
         """`agreed`: the bucket of the rank with the most tokens."""
         assert self._buffers is not None
         inputs, count = StepInputs.of(plan, slots), plan.num_tokens
-        singles = self._buffers.num_singles(plan.lengths)
+        singles = self._buffers.num_singles(plan.lengths, halves=split is not None)
         if split is None:
             key = self.graphs.key(agreed, count, singles, overlap)
         else:
-            # Of a prompt that is cut, a half may have a single token.
-            key = self.graphs.key(agreed, 2 * max(split.tokens), singles + 1, Overlap.TBO)
+            key = self.graphs.key(agreed, 2 * max(split.tokens), singles, Overlap.TBO)
         self._upload(inputs, key)
         if self._x_TH is not None and x_TH is not None:
             self._x_TH[:count].copy_(x_TH)
