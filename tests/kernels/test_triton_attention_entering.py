@@ -13,6 +13,7 @@ from torch import Tensor
 from moesaic.kernels import attention
 from moesaic.kernels.attention import (
     DecodeRows,
+    ExtraSplits,
     HeadEntry,
     LayerPages,
     Queries,
@@ -147,6 +148,14 @@ def test_one_kernel_does_what_two_do(
     dtype = torch.float32
     step = make_step(shape, LENGTHS, splits, dtype, norm=norm, window=window, sinks=sinks)
     compare(step, BOUNDS[dtype])
+
+
+def test_an_extra_split_holds_the_new_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_blocks(monkeypatch)
+    step = make_step(Shape(4, 2, 32), [1, 39, 65], Splits(1, 16), torch.float32)
+    columns = ([1, 2, 2, 2, -1], [0, 1, 3], [0, 0, 1])
+    extra = ExtraSplits(*(step.batch.rows_B.new_tensor(column) for column in columns))
+    compare(replace(step, batch=replace(step.batch, extra=extra)), BOUNDS[torch.float32])
 
 
 def test_float8_holds_the_new_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from moesaic.layers import extra_splits
 from moesaic.layers.mixed_buffers import MixedBuffers, MixedSizes
 from moesaic.layers.paged_cache import CacheSpec, PagedCache, PageTable, Sequences
 
@@ -72,6 +73,23 @@ def test_rows_behind_a_step_are_of_no_sequence():
         singles = lengths.count(1)
         assert (attention.decode.kv_lens_B > 0).tolist() == [n < singles for n in range(5)]
         assert attention.prefill.rows.lengths_B.tolist() == chunks + [0] * (5 - len(chunks))
+
+
+def test_long_single_tokens_have_extra_splits(monkeypatch: pytest.MonkeyPatch):
+    """Each graph has those of its own number of single tokens."""
+    monkeypatch.setattr(extra_splits, "LEAST_TOKENS", 16)
+    buffers = make_buffers(16, 5, False)
+    decode = buffers.attention(16, 4).decode
+    assert decode is not None and decode.extra is not None
+    kv_lens, lengths = [3, 100, 20], [1, 1, 4]
+    columns = ([0, 1, 2], lengths, kv_lens, [0, 128, 256])
+    buffers.fill(Sequences(*(np.array(x, np.int32) for x in columns)), 4)
+    assert decode.splits.count == 2
+    assert decode.extra.counts_B.tolist() == [0, 2, 0, 0]
+    assert decode.extra.first_B.tolist() == [0, 0, 0, 0]
+    assert decode.extra.sequences_X.tolist() == [1, 1] + [-1] * (extra_splits.ROOM - 2)
+    buffers.fill(step_of([3], random.Random(0)), 4)
+    assert not decode.extra.counts_B.any()
 
 
 def test_a_half_of_a_step_has_at_most_one_single_token_more():
