@@ -41,8 +41,8 @@ def test_auto_is_what_was_chosen_before_it_was_measured_again() -> None:
 def test_rows_are_kept_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows.json"
     told = facts(2, "tbo", off=4.0, tbo=3.2)
-    for link in ("none", "nodes", "none"):
-        row = overlap.row_of(PLACE, {"link": link, "first": told, "second": told}, 9.0)
+    for name in ("none", "nodes", "none"):
+        row = overlap.row_of(PLACE, {"link": name, "first": told, "second": told}, 9.0)
         overlap.keep(out, row)
     assert [row.link for row in read_rows(out, overlap.Row)] == ["nodes", "none"]
     assert "tokens 2, comm. 25%, off ms 4.000, tbo +25.0%, auto +25.0%" in capsys.readouterr().out
