@@ -9,8 +9,8 @@
 
 Links: `none` is the shared GPU as it is, `gbps=50,us=5` what --emulate-link takes, and `nodes` two
 nodes with half of the ranks each, between which rows cross by NCCL over loopback. Ranks that share
-a GPU also share its time: each of 4 computes at about a quarter of its speed. So a link of 12.5
-GB/s has that part of a step which one of 50 GB/s would have with a GPU for each rank.
+a GPU also share its time: each of 4 computes at about a quarter of its speed, so a link has a
+smaller part of a step than with a GPU for each rank, where one of 4 times its speed has the same.
 
 Each engine has --tp P --ep P --dp P --enable-dp-attention --moe-a2a-backend deepep --overlap auto.
 One engine measures all emulated links. As at a start with auto, ranks measure steps with all
@@ -50,7 +50,7 @@ from moesaic.core.process import NODE_SECRET
 
 MODELS = ("shape:qwen3-30b-a3b", "shape:deepseek-v2-lite")
 NONE, NODES = "none", "nodes"
-LINKS = ("gbps=50,us=5", "gbps=450,us=1", "gbps=12.5,us=5", NONE, NODES)
+LINKS = ("gbps=50,us=5", "gbps=25,us=5", "gbps=450,us=1", NONE, NODES)
 DECODE, PREFILL = [1 << n for n in range(9)], [1 << n for n in range(4, 14)]
 QUICK_DECODE, QUICK_PREFILL = [32, 128], [1024, 4096]
 QUICK_LAYERS = 4

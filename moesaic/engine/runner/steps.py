@@ -171,8 +171,8 @@ class AsynchronousSteps:
     def prepare(self, idle_steps: Sequence[tuple[int, bool]], policy: OverlapPolicy) -> None:
         """Captures graphs, and runs steps without tokens of this rank, so that no peer waits for
         kernels to compile. `idle_steps`: most tokens of a rank, and whether any prefills."""
+        self.capture(policy)
         with self._runner.watchdog.waiting_longer(COMPILE_SECONDS):
-            self.capture(policy)
             for agreement in idle_agreements(self._runner, idle_steps):
                 step = self._step(agreement)
                 self._run_idle(step, SplitStep.of(self._runner, agreement, step))
@@ -185,8 +185,9 @@ class AsynchronousSteps:
             return
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        for graphs in (self.mixed_batch.graphs, self.graphs):
-            graphs.capture_chosen(self._pool, policy)
+        with self._runner.watchdog.waiting_longer(COMPILE_SECONDS):
+            self.mixed_batch.graphs.capture_chosen(self._pool, policy)
+            self.graphs.capture_chosen(self._pool, policy)
 
     def graph_of(self, plan: StepPlan, agreement: StepAgreement) -> CapturedStep | None:
         """The graphs and the key of a step; None if it runs kernel by kernel."""
