@@ -217,7 +217,10 @@ def test_decoding_equals_the_oracle(
     check(twin, expected(case, softmax), BOUNDS[torch.float32])
 
 
-# Of sequences of 1, 0, 37 and 70 tokens in blocks of 16: more splits than blocks, too.
+# A GPU's blocks are larger.
+SCALE = 16 if GPU else 1
+LONGER = [(1, 1), (1, 0), (1, 37 * SCALE), (1, 70 * SCALE)]
+# Extra splits of these; more than there are blocks, too.
 EXTRA = [((0, 0, 0, 3), 5), ((0, 0, 2, 3), 5), ((1, 2, 1, 9), 16), ((0, 0, 0, 0), 3)]
 
 
@@ -236,7 +239,7 @@ def test_extra_splits_change_nothing(
 ) -> None:
     torch.manual_seed(shape.dim)
     small_blocks(monkeypatch)
-    case = make_case(shape, DECODING, torch.float32)
+    case = make_case(shape, LONGER, torch.float32)
     softmax = softmax_of(case, window, sinks=True)
     batch = case.decode(splits, case.extra(counts, room))
     out = attention_decode.decode_attention(case.q, case.cache, batch, softmax, case.poisoned())
@@ -248,7 +251,7 @@ def test_a_split_that_is_not_listed_is_not_read(monkeypatch: pytest.MonkeyPatch)
     """Programs take the splits of the list: without them a result stays unmerged."""
     torch.manual_seed(0)
     small_blocks(monkeypatch)
-    case = make_case(GQA, [(1, 37), (1, 70)], torch.float32)
+    case = make_case(GQA, LONGER[2:], torch.float32)
     softmax, extra = softmax_of(case), case.extra((0, 3), 4)
     extra.sequences_X[1:] = -1
     batch = case.decode(Splits(1, 16), extra)
