@@ -146,13 +146,13 @@ class ExtraSplits:
     `sequences_X`, in which those of a sequence follow each other. -1 fills up the rest.
 
     Sequences of 5, 900 and 7 tokens, the second with 2 extra splits and room for 4: sequences_X
-    [1, 1, -1, -1], counts_B [0, 2, 0] and first_B [0, 0, 2]."""
+    [1, 1, -1, -1], counts_B [0, 2, 0] and first_B [0, 0, 0]."""
 
     sequences_X: Tensor
     counts_B: Tensor
     """Extra splits of each sequence."""
     first_B: Tensor
-    """Where its extra splits begin in `sequences_X`."""
+    """Where its extra splits begin in `sequences_X`, if it has any."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from moesaic.kernels.attention import Splits
 from moesaic.layers.paged_cache import Ints
@@ -19,8 +20,6 @@ from moesaic.layers.paged_cache import Ints
 ROOM: Final = 32
 # A shorter split takes no longer to read than the rest of a layer's attention.
 LEAST_TOKENS: Final = 1024
-# How much longer splits become until all fit into the room.
-LONGER: Final = 1.25
 
 
 def may_have_extra(splits: Splits, max_kv_len: int) -> bool:
@@ -31,21 +30,27 @@ def extra_splits(kv_lens_B: Ints, splits: Splits) -> tuple[Ints, Ints, Ints]:
     """The columns of `ExtraSplits`. No split is made shorter than the mean of all sequences' or
     LEAST_TOKENS.
 
-    Lengths [100, 4096, 200, 60, 70] with one split each: sequences_X [1, 1, 1, -1, …] and counts_B
-    [0, 3, 0, 0, 0].
+    Lengths [100, 4096, 200, 60, 70] with one split each: sequences_X [1, 1, 1, -1, …], counts_B
+    [0, 3, 0, 0, 0] and first_B [0, 0, 0, 0, 0].
     """
-    sequences_X = np.full(ROOM, -1, np.int32)
-    counts_B, first_B = np.zeros((2, len(kv_lens_B)), np.int32)
-    longest = int(kv_lens_B.max(initial=0))
-    if not may_have_extra(splits, longest):
-        return sequences_X, counts_B, first_B
-    least = max(LEAST_TOKENS, float(kv_lens_B.mean()) / splits.count)
-    while True:
-        counts_B = np.maximum(kv_lens_B // int(least) - splits.count, 0).astype(np.int32)
-        total = int(counts_B.sum())
-        if total <= ROOM:
-            break
-        least *= LONGER
-    first_B = (np.cumsum(counts_B) - counts_B).astype(np.int32)
-    sequences_X[:total] = np.repeat(np.arange(len(kv_lens_B), dtype=np.int32), counts_B)
+    sequences_X, none_B = np.full(ROOM, -1, np.int32), np.zeros(len(kv_lens_B), np.int32)
+    if not may_have_extra(splits, int(kv_lens_B.max(initial=0))):
+        return sequences_X, none_B, none_B
+    long, least = _long_sequences(kv_lens_B, splits.count)
+    counts_B, first_B = none_B.copy(), none_B
+    counts_B[long] = extra = kv_lens_B[long] // least - splits.count
+    first_B[long] = np.cumsum(extra) - extra
+    listed = np.repeat(long, extra)
+    sequences_X[: len(listed)] = listed
     return sequences_X, counts_B, first_B
+
+
+def _long_sequences(kv_lens_B: Ints, count: int) -> tuple[npt.NDArray[np.intp], int]:
+    """The sequences that get more than `count` splits, and the tokens that these have at least: as
+    few as the room allows."""
+    least = max(LEAST_TOKENS, int(kv_lens_B.sum()) // (count * len(kv_lens_B)))
+    long = np.flatnonzero(kv_lens_B >= (count + 1) * least)
+    while (fitting := -(-int(kv_lens_B[long].sum()) // (ROOM + count * len(long)))) > least:
+        least = fitting
+        long = long[kv_lens_B[long] >= (count + 1) * least]
+    return long, least

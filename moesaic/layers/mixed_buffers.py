@@ -84,9 +84,12 @@ class MixedBuffers:
     def _splits(self, singles: int) -> Splits:
         return decode_splits(self._cache, singles, self._longest)
 
-    def num_singles(self, lengths: npt.NDArray[np.integer]) -> int:
-        """`lengths`: new tokens of the sequences."""
-        return 0 if self._deterministic else int((lengths == 1).sum())
+    def num_singles(self, lengths: npt.NDArray[np.integer], halves: bool = False) -> int:
+        """`lengths`: new tokens of the sequences. `halves`: the most that either half of the step
+        may have, wherever that is cut: of a prompt it may have a single token."""
+        if self._deterministic:
+            return 0
+        return min(int((lengths == 1).sum()) + halves, len(lengths))
 
     def fill(self, sequences: Sequences, singles: int) -> None:
         """The sequences' rows follow each other from row 0 on. `singles`: those that the graph has

@@ -18,9 +18,18 @@ def plan(lengths: list[int], count: int = 1) -> tuple[list[int], list[int], list
 
 
 def test_the_example():
-    sequences_X, counts_B, _ = plan([100, 4096, 200, 60, 70])
+    sequences_X, counts_B, first_B = plan([100, 4096, 200, 60, 70])
     assert sequences_X == [1, 1, 1] + [-1] * (ROOM - 3)
     assert counts_B == [0, 3, 0, 0, 0]
+    assert first_B == [0] * 5
+
+
+def test_a_full_room_is_shared_by_length():
+    """Splits of both have about 10,000 tokens."""
+    sequences_X, counts_B, first_B = plan([262_144, 65_536, *[100] * 200])
+    assert counts_B[:2] == [26, 5]
+    assert first_B[:2] == [0, 26]
+    assert sequences_X == [0] * 26 + [1] * 5 + [-1]
 
 
 @pytest.mark.parametrize(
@@ -46,9 +55,18 @@ def test_any_batch_fits_and_is_listed_whole(seed: int):
     sequences_X, counts_B, first_B = plan(lengths.tolist(), count)
     assert sum(counts_B) <= ROOM
     for number, (extra, first) in enumerate(zip(counts_B, first_B, strict=True)):
-        assert sequences_X[first : first + extra] == [number] * extra
+        if extra:
+            assert sequences_X[first : first + extra] == [number] * extra
     assert sequences_X[sum(counts_B) :] == [-1] * (ROOM - sum(counts_B))
-    before, longest = max(lengths) / count, max(lengths / (count + np.array(counts_B)))
-    assert longest == before or longest < before
+    extra = np.array(counts_B)
+    parts, least = lengths / (count + extra), max(LEAST_TOKENS, lengths.mean() // count)
+    assert (parts[extra > 0] >= least).all()
+    before, longest = max(lengths) / count, max(parts)
     if before >= 8 * LEAST_TOKENS and (lengths > 4 * LEAST_TOKENS).sum() <= ROOM // 8:
         assert longest < before / 2
+
+
+def test_the_room_is_used():
+    for longer in range(1, ROOM + 1):
+        found, fair = set(plan([200_000] * longer + [100] * 500)[1][:longer]), ROOM // longer
+        assert found <= {fair - 1, fair} - {0}
