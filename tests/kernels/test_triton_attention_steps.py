@@ -324,7 +324,10 @@ def test_a_long_sequence_has_extra_splits(
     assert relative_error(attend(step, padded.to(DEVICE)), want) < BOUND
 
 
-def test_positions_of_the_device_fill_buffers_like_those_of_the_host() -> None:
+def test_positions_of_the_device_fill_buffers_like_those_of_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(extra_splits, "LEAST_TOKENS", 16)
     cache = PagedCache(CacheSpec(1, M, D, D), 20, PAGE, torch.float32, DEVICE)
     table = PageTable(3, 2000, DEVICE)
     sequences = table.put(make_spans([(1, 10), (1, 1), (1, 6)]))

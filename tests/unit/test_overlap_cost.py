@@ -1,9 +1,13 @@
 """The cost model of schedules, and the choice by measured steps."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import pytest
 
 from moesaic.core.overlap import Overlap, schedules_of
-from moesaic.engine.runner.overlap_calibration import sizes_of
+from moesaic.engine.runner.overlap_calibration import Calibration, StepKind, sizes_of
 from moesaic.overlap.cost import ChosenOverlap, OverlapChoice, StepCosts, between, predict
 from moesaic.overlap.policy import StepShape
 
@@ -127,3 +131,35 @@ def test_sizes_that_are_measured() -> None:
         (False, 20), (True, 32), (True, 40),
     ]  # fmt: skip
     assert sizes_of(4, 8) == [(False, 1), (False, 2), (False, 4)]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_ranks_begin_and_end_together_what_they_time_alone(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that is done earlier would send rows into what another one is computing with."""
+    events = list[str]()
+
+    class Trial:
+        @contextmanager
+        def alone(self) -> Iterator[None]:
+            events.append("alone")
+            yield
+            events.append("together")
+
+    def timed(kind: StepKind, schedule: Overlap) -> tuple[float, float]:
+        events.append(f"step {schedule}")
+        return 0.5 if "alone" in events[-2:] else 2.0, 0.0
+
+    one = Calibration.__new__(Calibration)
+    watchdog = SimpleNamespace(windows=["one"])
+    for name, value in {
+        "_runner": SimpleNamespace(watchdog=watchdog),
+        "_trial": Trial(),
+        "_timed": timed,
+        "_slowest": lambda seconds: events.append("met"),
+    }.items():
+        monkeypatch.setattr(one, name, value, raising=False)
+    found = one._round(StepKind(True, 8, 4), [Overlap.OFF, Overlap.TBO], number)
+    assert found == [2.0, 2.0, 0.5]
+    assert events[2:] == ["met", "alone", f"step {Overlap.OFF}", "together", "met"]

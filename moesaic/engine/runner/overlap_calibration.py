@@ -212,9 +212,20 @@ class Calibration:
         seconds, inside = found[Overlap.OFF]
         compute = seconds - inside
         if self._runner.watchdog.windows:  # kernels of a device
-            with self._trial.alone():
-                compute = self._timed(kind, Overlap.OFF)[0]
+            compute = self._timed_alone(kind)
         return [*(found[schedule][0] for schedule in schedules), compute]
+
+    def _timed_alone(self, kind: StepKind) -> float:
+        """Of kernels that find the rows of the last step where those of others would arrive: no
+        rank may send new ones meanwhile, so all begin and end together."""
+        self._meet()
+        with self._trial.alone():
+            seconds, _ = self._timed(kind, Overlap.OFF)
+        self._meet()
+        return seconds
+
+    def _meet(self) -> None:
+        self._slowest([0.0])
 
     def _timed(self, kind: StepKind, schedule: Overlap) -> tuple[float, float]:
         """Seconds of a step, and those of them in dispatches and combines of ranks on CPU: of
