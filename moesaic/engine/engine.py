@@ -134,7 +134,7 @@ class Engine:
                 "moesaic serve or moesaic generate with the same flags there"
             )
         args = without_secrets(self.args)
-        if self.mesh.world == 1 and not apart:
+        if self.mesh.world == 1 and not apart and args.disaggregation_mode == "null":
             core = LocalCore(args)
             log_ranks(core.rank_facts, self.mesh)
             return core
@@ -160,6 +160,7 @@ class Engine:
             longest_token=0 if tokenizer is None else tokenizer.longest_token,
             grammars=GrammarChecker(setup, self.args.grammar_backend),
             preferred=_preferred_params(self.args),
+            role=self.args.disaggregation_mode,
         )
 
     def __enter__(self) -> Engine:

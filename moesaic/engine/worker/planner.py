@@ -14,7 +14,8 @@ import numpy as np
 from moesaic.config import ServerArgs
 from moesaic.config.speculation import speculation_of
 from moesaic.core.redact import shown_id
-from moesaic.core.request import ABORTED, FinishReason, Request, failure
+from moesaic.core.request import ABORTED, FinishReason, Request, RequestPhase, failure
+from moesaic.disagg.messages import PromptResult
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.sampling.token_history import TokenHistory
 from moesaic.engine.schedule.inflight import InflightStep, PlannedDecodes, PlannedItem
@@ -149,7 +150,7 @@ class Planner:
             "max_running_requests": self.facts.max_running,
             "context_length": self.facts.context_length,
             "running": len(self.scheduler.running),
-            "waiting": len(self.scheduler.waiting),
+            "waiting": len(self.scheduler.waiting) + len(self.scheduler.arriving),
             "pages_used": self.kv.num_used,
             "pages_cached": self.kv.tree.num_nodes,
             "pages_free": self.kv.allocator.num_free,
@@ -168,6 +169,27 @@ class Planner:
             self._histories[number] = history_of(state.request)
         if state.request.routed_start is not None:
             self._routed.add(number)
+
+    def take_prompt(self, state: RequestState, result: PromptResult) -> None:
+        """The prompt of a request has arrived from another instance, with its first token."""
+        request = state.request
+        assert request.arriving is not None, f"request {request.request_no} expects nothing"
+        request.arriving.is_here = True
+        if request.phase is RequestPhase.RUNNING:
+            request.num_computed = request.arriving.stop
+        request.input_logprobs += result.input_logprobs
+        request.input_top_logprobs += result.input_top_logprobs
+        request.num_scored = max(request.num_scored, len(request.input_logprobs))
+        request.routed += result.routed
+        request.cached_tokens = result.cached_tokens
+        found = ItemResult(
+            token_ids=result.token_ids,
+            logprobs=result.logprobs,
+            top_logprobs=result.top_logprobs,
+        )
+        reason = state.accept_all(found) or result.finish
+        if reason is not None:
+            self._finish(state, reason)
 
     def abort(self, request_no: int) -> None:
         if (state := self.states.get(request_no)) is not None:
@@ -407,6 +429,7 @@ class Planner:
             first = item.stop - len(routed) // request.routed_row
             request.add_routed(first, routed[: (stop - first) * request.routed_row])
         if request.retractions == item.retractions:
+            request.arriving = None  # its prompt is in its pages
             self._share(request, item.confirmed)
         if not item.samples:
             return
@@ -463,6 +486,7 @@ def _scheduler_config(args: ServerArgs, runner: ModelRunner) -> SchedulerConfig:
         wave=runner.prefill_wave,
         delayer=_delayer(args),
         max_drafts=runner.limits.drafts or sys.maxsize,
+        reuses_arrived=args.disaggregation_decode_enable_radix_cache,
         drafts_ahead=0 if runner.draft is None else runner.draft.positions_ahead,
         columns=runner.draft is None,
     )

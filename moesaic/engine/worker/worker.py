@@ -25,6 +25,7 @@ from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.schedule.inflight import InflightStep
 from moesaic.engine.setup.memory_plan import COLLECTIVE_BYTES, pipe_spec
 from moesaic.engine.setup.rank_context import RankContext
+from moesaic.engine.worker.arrivals import Arrivals
 from moesaic.engine.worker.leader import Leader
 from moesaic.engine.worker.planner import Planner
 from moesaic.engine.worker.rank_info import rank_info
@@ -32,6 +33,7 @@ from moesaic.engine.worker.rank_stats import RankStatsReporter
 from moesaic.engine.worker.stage import FirstStage, LaterStage, SingleStage, Stage
 from moesaic.engine.worker.step_loop import StepLoop
 from moesaic.engine.worker.step_splitter import StepSplitter
+from moesaic.engine.worker.transfers import make_transfers
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,7 @@ class Worker:
         self.ranks = join(link)
         self.runner = ModelRunner(self.args, self.ranks)
         link.status.spans = self.runner.spans
+        self.transfers = self.runner.transfers = make_transfers(self.args, self.runner, link)
         self.leader = self._make_leader()
         self.planner = None if self.leader is None else self.leader.planner
         group = None if self.planner is None else self.planner.metrics.stats
@@ -83,7 +86,12 @@ class Worker:
         if not self.place.is_leader:
             return None
         group = self.mesh.group_of(self.place)
-        return Leader(self.link, Planner(self.args, self.runner, group))
+        planner = Planner(self.args, self.runner, group)
+        arrivals, rooms = None, self.transfers.rooms
+        if rooms is not None:
+            self.link.watch(rooms.wakeup_fd)
+            arrivals = Arrivals(planner, rooms, self.link.send)
+        return Leader(self.link, planner, arrivals, self.transfers.sender)
 
     def _make_pipe(self) -> Pipe | None:
         if self.mesh.pp == 1:
@@ -144,6 +152,7 @@ class Worker:
         elif self.leader is None:
             return
         elif message is None:
+            self.leader.advance()
             self.leader.planner.metrics.flush_log()
         else:
             self.leader.handle(message)
@@ -152,6 +161,8 @@ class Worker:
         """Handles the messages that are here, or come before it is time to plan the next step. A
         rank may be woken again before it sleeps."""
         while True:
+            if self.leader is not None:
+                self.leader.advance()
             slack = self.loop.slack
             if not self.link.poll(slack):
                 if slack:
