@@ -36,8 +36,10 @@ from moesaic.disagg.messages import (
 
 logger = logging.getLogger(__name__)
 
-# How long one half of a request may wait until the other half is known.
-MEET_SECONDS: Final = 15.0
+# How long a decode instance waits for a request that is not here: both are sent at once.
+REQUEST_SECONDS: Final = 5.0
+# How long a request, which costs nothing, waits for its decode instance: that one may have a queue.
+DECODE_SECONDS: Final = 300.0
 BEAT_SECONDS: Final = 0.5
 
 
@@ -52,6 +54,8 @@ class LobbyEvent(NamedTuple):
 @dataclass(slots=True)
 class MeetingRoom:
     request_no: int | None = None
+    is_entered: bool = False
+    """The request has left the queue in front of the engine."""
     connection: Any = None
     """The decode instance's, once it has announced the room."""
     peer: str = ""
@@ -63,13 +67,15 @@ class MeetingRoom:
     def phase(self) -> str:
         if self.request_no is None:
             return "waits for its request"
+        if not self.is_entered:
+            return "waits in the queue"
         if self.target is not None:
             return "computes and sends"
         return "waits for pages of the decode instance" if self.peer else "waits for decode"
 
 
 class Lobby:
-    """The engine's thread enters requests and takes events; connections have their own threads."""
+    """Any thread may call it; connections have their own. The engine's thread takes the events."""
 
     def __init__(self, listening: socket.socket, secret: bytes) -> None:
         self._wake: Callable[[], None] = _nothing
@@ -97,16 +103,24 @@ class Lobby:
             self._listener.close()
         self._listening.close()
 
+    def expect(self, request_no: int, number: int) -> None:
+        """The request waits in the queue in front of the engine."""
+        with self._lock:
+            room = self._rooms.setdefault(number, MeetingRoom())
+            if room.request_no is None:
+                room.request_no, room.since = request_no, time.monotonic()
+                self._room_of[request_no] = number
+
     def enter(self, request_no: int, number: int) -> None:
         """The request is submitted, or ends, by a later event."""
         with self._lock:
-            room = self._rooms.setdefault(number, MeetingRoom())
-            if room.request_no is not None:
+            self.expect(request_no, number)
+            room = self._rooms[number]
+            if room.request_no != request_no:
                 why = f"room {number} has a request already: choose another bootstrap_room"
                 self._add_event(LobbyEvent(request_no, None, why))
                 return
-            room.request_no, room.since = request_no, time.monotonic()
-            self._room_of[request_no] = number
+            room.is_entered, room.since = True, time.monotonic()
             if room.target is not None:
                 self._add_event(LobbyEvent(request_no, room.target))
 
@@ -191,7 +205,7 @@ class Lobby:
             if room is None:
                 return
             room.target, room.since = target, time.monotonic()
-            if room.request_no is not None:
+            if room.request_no is not None and room.is_entered:
                 self._add_event(LobbyEvent(room.request_no, target))
 
     def _mismatch(self, target: KVTarget) -> str:
@@ -237,13 +251,13 @@ class Lobby:
     def _end_wait(self, number: int) -> None:
         room = self._rooms.pop(number)
         if room.request_no is None:
-            why = f"the prefill instance got no request for room {number} in {MEET_SECONDS:g} s"
+            why = f"the prefill instance got no such request in {REQUEST_SECONDS:g} s"
             self._tell(room.connection, Refused(number, why))
             return
         del self._room_of[room.request_no]
         why = (
-            f"no decode instance came to room {number} in {MEET_SECONDS:g} s: send the request to "
-            "both instances, with the same bootstrap_room"
+            f"no decode instance came to room {number} in {DECODE_SECONDS:g} s: send the request "
+            "to both instances, with the same bootstrap_room"
         )
         self._add_event(LobbyEvent(room.request_no, None, why))
 
@@ -253,5 +267,7 @@ def _nothing() -> None:
 
 
 def _is_late(room: MeetingRoom) -> bool:
-    one_is_missing = room.request_no is None or room.connection is None
-    return one_is_missing and time.monotonic() - room.since > MEET_SECONDS
+    waited = time.monotonic() - room.since
+    if room.request_no is None:
+        return waited > REQUEST_SECONDS
+    return room.connection is None and room.is_entered and waited > DECODE_SECONDS

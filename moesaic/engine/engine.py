@@ -115,6 +115,7 @@ class Engine:
         self._inflight = InflightRequests(
             self._thread, self.max_running, self.args.max_queued_requests, self.spans
         )
+        self._inflight.lobby = self._core.lobby
         if dump is not None:
             self._core.on_failure = lambda reason: dump.write(reason, self._inflight.requests())
         mesh = self.mesh

@@ -66,12 +66,12 @@ GUIDE = (
     (
         "--model-path M --disaggregation-mode prefill --tp 16 --ep 16 --moe-a2a-backend deepep "
         "--deepep-mode normal",
-        "--disaggregation-mode prefill",
+        "",
     ),
     (
         "--model-path M --disaggregation-mode decode --tp 16 --ep 16 "
         "--moe-a2a-backend ascend_fuseep --deepep-mode low_latency",
-        "--disaggregation-mode decode",
+        "",
     ),
     ("--model-path M --tp 16 --ep 16 --moe-a2a-backend deepep", ""),
     (

@@ -15,7 +15,7 @@ LEVELS = (
     ("core",),
     ("config", "observe"),
     ("comm", "kernels"),
-    ("moe", "layers", "balance", "overlap"),
+    ("moe", "layers", "balance", "overlap", "disagg"),
     ("models",),
     ("engine",),
     ("server", "loadgen", "evals", "cli"),

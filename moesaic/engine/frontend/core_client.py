@@ -156,6 +156,8 @@ class CoreClient:
             self._reply(message)
         elif isinstance(message, messages.Fault):
             self.fault = message.message
+            if self.lobby is not None:  # decode instances need not wait for it
+                self.lobby.close()
             logger.error("%s", message.message)
             if self.on_failure is not None:
                 self.on_failure(message.message)

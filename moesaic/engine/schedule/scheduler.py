@@ -173,6 +173,8 @@ class Scheduler:
         self._promised = None
         while self.arriving and self._free_rows:
             request = next(iter(self.arriving))
+            if request.pending:  # retracted while its next token is in flight
+                break
             num_tokens = len(request.token_ids)
             node, pages = self.kv.lookup(request) if self.config.reuses_arrived else self.kv.nothing
             if num_tokens > room or not self._fits(request, node, len(pages)):

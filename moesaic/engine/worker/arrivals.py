@@ -10,7 +10,9 @@ from typing import Any
 from moesaic.core.messages import Message, Runnable
 from moesaic.core.redact import shown_id
 from moesaic.core.request import ArrivingPrompt, Request, RequestPhase
+from moesaic.disagg.messages import PromptResult
 from moesaic.disagg.rooms import DecodeRooms, RoomEvent
+from moesaic.engine.schedule.plan import ItemResult
 from moesaic.engine.worker.planner import Planner
 
 logger = logging.getLogger(__name__)
@@ -79,10 +81,31 @@ class Arrivals:
         if event.result is None:
             self._compute_here(request, event.why)
             return
-        self._planner.take_prompt(state, event.result)
-        self._send(Runnable(event.request_no))
+        _take_over(request, request.arriving, event.result)
+        found = ItemResult(
+            token_ids=event.result.token_ids,
+            logprobs=event.result.logprobs,
+            top_logprobs=event.result.top_logprobs,
+        )
+        self._planner.metrics.counts.prompts_arrived += 1
+        self._planner.begin_answer(state, found, event.result.finish)
+        if request.phase is not RequestPhase.FINISHED:
+            self._send(Runnable(event.request_no))
 
     def _compute_here(self, request: Request, why: str) -> None:
         logger.warning("request %s: its prompt is computed here: %s", shown_id(request.rid), why)
+        self._planner.metrics.counts.prompts_recomputed += 1
         self._planner.scheduler.compute_here(request)
         self._send(Runnable(request.request_no))
+
+
+def _take_over(request: Request, arriving: ArrivingPrompt, result: PromptResult) -> None:
+    """The prompt counts as computed and scored."""
+    arriving.is_here = True
+    if request.phase is RequestPhase.RUNNING:
+        request.num_computed = arriving.stop
+    request.input_logprobs += result.input_logprobs
+    request.input_top_logprobs += result.input_top_logprobs
+    request.num_scored = max(request.num_scored, len(request.input_logprobs))
+    request.routed += result.routed
+    request.cached_tokens = result.cached_tokens

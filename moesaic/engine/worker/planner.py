@@ -14,8 +14,7 @@ import numpy as np
 from moesaic.config import ServerArgs
 from moesaic.config.speculation import speculation_of
 from moesaic.core.redact import shown_id
-from moesaic.core.request import ABORTED, FinishReason, Request, RequestPhase, failure
-from moesaic.disagg.messages import PromptResult
+from moesaic.core.request import ABORTED, FinishReason, Request, failure
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.sampling.token_history import TokenHistory
 from moesaic.engine.schedule.inflight import InflightStep, PlannedDecodes, PlannedItem
@@ -170,24 +169,11 @@ class Planner:
         if state.request.routed_start is not None:
             self._routed.add(number)
 
-    def take_prompt(self, state: RequestState, result: PromptResult) -> None:
-        """The prompt of a request has arrived from another instance, with its first token."""
-        request = state.request
-        assert request.arriving is not None, f"request {request.request_no} expects nothing"
-        request.arriving.is_here = True
-        if request.phase is RequestPhase.RUNNING:
-            request.num_computed = request.arriving.stop
-        request.input_logprobs += result.input_logprobs
-        request.input_top_logprobs += result.input_top_logprobs
-        request.num_scored = max(request.num_scored, len(request.input_logprobs))
-        request.routed += result.routed
-        request.cached_tokens = result.cached_tokens
-        found = ItemResult(
-            token_ids=result.token_ids,
-            logprobs=result.logprobs,
-            top_logprobs=result.top_logprobs,
-        )
-        reason = state.accept_all(found) or result.finish
+    def begin_answer(
+        self, state: RequestState, found: ItemResult, finish: FinishReason | None
+    ) -> None:
+        """The first token of a prompt that has arrived; without one, `finish` says why."""
+        reason = state.accept_all(found) or finish
         if reason is not None:
             self._finish(state, reason)
 

@@ -36,7 +36,7 @@ def make_transfers(args: ServerArgs, runner: ModelRunner, link: RankLink) -> Ran
         return RankTransfers()
     share, receiver, host = kv_share(runner), None, link.host
     if role == "decode":
-        listening = _listen(args)
+        listening = _listen(host or numeric(args.host), is_only_node=not host)
         dtype = runner.cache.keys.dtype
         receiver = KVReceiver(share, dtype, listening, own, link.secret)
         here = listening.getsockname()[0]
@@ -59,9 +59,11 @@ def make_transfers(args: ServerArgs, runner: ModelRunner, link: RankLink) -> Ran
     return RankTransfers(receiver=receiver, rooms=rooms)
 
 
-def _listen(args: ServerArgs) -> socket.socket:
-    """On loopback, if the server is there; else for other machines, too."""
-    address = ipaddress.ip_address(numeric(args.host).partition("%")[0])
-    host = address.compressed if address.is_loopback else ("::" if address.version == 6 else "")
+def _listen(host: str, is_only_node: bool) -> socket.socket:
+    """At the address of this node. The only node has none: its ranks listen on loopback if the
+    server does, and else for other machines, too."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if is_only_node and not address.is_loopback:
+        host = "::" if address.version == 6 else ""
     family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
     return socket.create_server((host, 0), family=family, backlog=128)

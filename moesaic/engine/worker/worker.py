@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections import deque
 from dataclasses import asdict
 from typing import NoReturn
 
@@ -76,7 +77,8 @@ class Worker:
         self.loop = StepLoop(self.runner, self.stage, self.leader, self.stats)
         if self.place.tp_rank == 0:  # one rank of a replica is enough to see a slow step
             self.loop.on_slow = self._report_slow
-        self._wake: messages.Wake | None = None
+        self._wakes: deque[messages.Wake] = deque()
+        """Those that came before it slept: a later stage may be several of them behind."""
         self._rollback: messages.RollbackStep | None = None
         self._last_error = ""
         facts = {} if self.planner is None else asdict(self.planner.facts)
@@ -132,7 +134,7 @@ class Worker:
     def _sleep(self) -> None:
         """Handles messages until one wakes the rank."""
         while True:
-            wake, self._wake = self._wake, None
+            wake = self._wakes.popleft() if self._wakes else None
             timeout = None if self.planner is None else self.planner.metrics.idle_timeout
             message = wake or self.link.receive(timeout)
             if isinstance(message, messages.Wake):
@@ -158,8 +160,7 @@ class Worker:
             self.leader.handle(message)
 
     def _handle_received(self) -> None:
-        """Handles the messages that are here, or come before it is time to plan the next step. A
-        rank may be woken again before it sleeps."""
+        """Handles the messages that are here, or come before it is time to plan the next step."""
         while True:
             if self.leader is not None:
                 self.leader.advance()
@@ -170,7 +171,7 @@ class Worker:
                 return
             message = self.link.receive(0.0)
             if isinstance(message, messages.Wake):
-                self._wake = message
+                self._wakes.append(message)
             else:
                 self._handle(message)
 
@@ -212,6 +213,7 @@ class Worker:
         self.link.status.generation = generation
         while self._rollback is None or self._rollback.generation != generation:
             self._handle(self._receive_order())
+        self._wakes.clear()  # all ranks are awake from here on
         self.runner.abandon(f"step {self.stage.number} is abandoned")
         suspects = 0 if self.leader is None else self._undo_steps(self.leader, self._rollback)
         self.link.send(
