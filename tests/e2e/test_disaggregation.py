@@ -15,12 +15,16 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+import httpx
+import openai
 import pytest
 
 from moesaic import Engine
 from moesaic.engine.frontend.core_client import CoreClient
+from moesaic.router.args import RouterArgs
 from tests.e2e.grid import model_path, prompts
-from tests.server.serving import wait_until
+from tests.server.serving import served, wait_until
+from tests.server.test_router import routed
 
 SAME: dict[str, Any] = {
     "log_level": "error",
@@ -225,6 +229,49 @@ def test_ports_that_are_taken(pair: Pair) -> None:
     text = f"--disaggregation-bootstrap-port {pair.port}: cannot listen at 127.0.0.1"
     with pytest.raises(ValueError, match=text):
         Engine(apart=True, model_path=model_path("qwen3_moe"), **SAME, **flags)
+
+
+def test_the_router_makes_one_server_of_them(pair: Pair, one_rank: Engine) -> None:
+    """The openai client, streams and all; and what an instance tells of its rooms."""
+    with ExitStack() as stack:
+        urls = [stack.enter_context(served(one)) for one in (pair.prefill, pair.decode, one_rank)]
+        prefill, decode, alone = urls
+        flags = {"prefill": (f"{prefill} {pair.port}",), "decode": (decode,)}
+        args = RouterArgs(pd_disaggregation=True, **flags)
+        _, http = stack.enter_context(routed(args))
+        call: dict[str, Any] = {
+            "model": "default",
+            "messages": [{"role": "user", "content": "Mosaic"}],
+            "temperature": 0.9,
+            "seed": 5,
+            "max_tokens": 12,
+            "n": 2,
+            "logprobs": True,
+            "top_logprobs": 2,
+            "extra_body": {"ignore_eos": True},
+        }
+        expected = client_of_url(alone).chat.completions.create(**call)
+        before = pair.counts()
+        found = client_of_url(str(http.base_url)).chat.completions.create(**call)
+        assert found.choices == expected.choices and found.usage == expected.usage
+        stream = client_of_url(str(http.base_url)).chat.completions.create(**call, stream=True)
+        texts = ["", ""]
+        for chunk in stream:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+        assert texts == [choice.message.content for choice in expected.choices]
+        body = {"text": ["One", "Two"], "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
+        answers = [httpx.post(f"{url}/generate", json=body, timeout=60).json() for url in urls[2:]]
+        pairs = zip(http.post("/generate", json=body).json(), answers[0], strict=True)
+        assert all(one["output_ids"] == other["output_ids"] for one, other in pairs)
+        assert pair.counts() == (before[0] + 6, *before[1:])
+        state = httpx.get(f"{decode}/pd_state").json()
+        assert state == {"disaggregation_mode": "decode", "rooms": []}
+    pair.check_idle()
+
+
+def client_of_url(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url.rstrip('/')}/v1", api_key="-", max_retries=0)
 
 
 def test_a_prefill_instance_dies(pair: Pair, one_rank: Engine) -> None:
