@@ -314,14 +314,16 @@ def read_rows(path: Path, kind: type[T]) -> list[T]:
         raise SystemExit(f"{path} cannot be read: {why}; measure first, or name --out") from None
 
 
-def merge(path: Path, rows: Sequence[Any]) -> None:
-    """Rows that have the `key` of new ones are replaced; others stay. All are of one dataclass."""
+def merge(path: Path, rows: Sequence[Any], tell: bool = True) -> None:
+    """Rows that have the `key` of new ones are replaced; others stay. All are of one dataclass.
+    `tell`: says where they are."""
     new, kind = {row.key for row in rows}, type(rows[0])
     kept = [row for row in read_rows(path, kind) if row.key not in new] if path.exists() else []
     made = [asdict(row) for row in sorted([*kept, *rows], key=lambda row: row.key)]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {path}")
+    if tell:
+        print(f"wrote {path}")
 
 
 def spare_larger(path: Path, number: int, measured: Callable[[Any], int], again: bool) -> None:

@@ -177,14 +177,17 @@ def flag_words(args: dict[str, Any]) -> Iterator[str]:
 
 
 @contextmanager
-def other_nodes(args: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Runs all nodes but node 0, whose arguments it gives; they end when that does."""
+def other_nodes(
+    args: dict[str, Any], module: str = "bench.nodes_command"
+) -> Iterator[dict[str, Any]]:
+    """Runs all nodes but node 0, whose arguments it gives; they end when that does. `module`: the
+    command of a node."""
     if args["nnodes"] == 1:
         yield args
         return
     with socket.create_server(("127.0.0.1", 0)) as listener:
         args = {**args, "dist_init_addr": f"127.0.0.1:{listener.getsockname()[1]}"}
-    command = [sys.executable, "-m", "bench.nodes_command", "serve", *flag_words(args)]
+    command = [sys.executable, "-m", module, "serve", *flag_words(args)]
     nodes = [
         subprocess.Popen([*command, f"--node-rank={node}"], env=child_environment(NODE_SECRET))
         for node in range(1, args["nnodes"])

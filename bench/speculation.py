@@ -11,16 +11,20 @@ never. Graphs of steps with prompts are off, as they keep no row's token.
 - `simulated`: drafts that follow the script, each with a given probability. They cost nothing to
   make, so that this is what verifying costs and gives.
 - `ngram`: the drafter that looks for repetitions, on both texts.
+- `layer`: as simulated, but the drafts are those of a model of one of the target's layers, with an
+  embedding and a head, which computes each of them first; what it proposes is replaced. Only with
+  `--only layer`, as the model takes memory.
 
-Each case runs with drafts, with those that the controller chooses, and without, one after the
-other, and all must give the script's tokens.
+Of each batch, text and probability it measures steps without drafts, with each fixed number of
+them, and with as many as the controller chooses, one after the other on the same requests. All must
+give the script's tokens. `--out` has the rows of a case as soon as that is measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import random
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -45,7 +49,8 @@ from moesaic.config.args import ServerArgs
 from moesaic.config.resolve import resolve
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine.schedule.plan import StepHandle, StepPlan
+from moesaic.engine.schedule.inflight import InflightStep
+from moesaic.engine.schedule.plan import StepHandle, StepPlan, StepResult
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.speculate.controller import DraftController
 from moesaic.engine.speculate.drafters import Drafter
@@ -67,28 +72,29 @@ NGRAM_DRAFTS: Final = 11
 # Without --quick.
 BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 STEPS: Final = (1, 2, 3, 4)
-RATES: Final = (0.5, 0.7, 0.9)
-QUICK: Final = (
-    ("ngram", "loops", 0.0, NGRAM_DRAFTS, (1, 8, 32)),
-    ("simulated", "free", 0.9, 3, (1, 8, 32, 128)),
-    ("ngram", "free", 0.0, NGRAM_DRAFTS, (1, 8, 32)),
-    ("simulated", "free", 0.5, 3, (1, 32, 128)),
-    ("simulated", "free", 0.9, 1, (1, 32)),
-)
+RATES: Final = (0.9, 0.5, 0.7)
+# Chances follow each other by this share, so that few of them have the wanted mean.
+GOLDEN: Final = (math.sqrt(5) - 1) / 2
+QUICK_BATCHES: Final = (1, 8, 32, 128)
+QUICK_NGRAM: Final = (1, 8, 32)
+# So that few graphs are captured; those of steps with drafts have more rows.
+QUICK_GRAPHS: Final = "1 2 4 8 16 32 64 128"
+DRAFTERS: Final = ("ngram", "simulated", "layer")
 
 
 @dataclass(frozen=True)
 class Case:
-    drafter: str  # simulated or ngram
+    drafter: str  # one of DRAFTERS
     text: str  # loops or free
     rate: float  # probability that a simulated draft is right
-    drafts: int  # of a request, at most
+    drafts: tuple[int, ...]  # of a request, at most: each of these, and up to the last as they pay
     batch: int
 
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens a second of requests that all decode."""
+    """Tokens a second of requests that all decode. `adaptive`: with up to the most drafts of the
+    case, of whose fixed numbers `drafts` is one."""
 
     model: str
     device: str
@@ -120,6 +126,7 @@ class Script:
         # All tokens below a power of two in one long loop.
         free = (ids % room * 1_664_525 + 1_013_904_223) % room
         self._tables = {"loops": loops % vocab, "free": free}
+        self._loop_tokens = min(vocab, LOOP * LOOPS)
         self.rows: Tensor | None = None
         """The rows of the launched step whose logits are needed."""
         self.text, self.next_V = "free", free.clone()
@@ -130,6 +137,9 @@ class Script:
         self.text = text
         self.next_V.copy_(self._tables[text])
         self._host = self._tables[text].tolist()
+
+    def start_of_loop(self, number: int) -> int:
+        return number * 7919 % self._loop_tokens
 
     def follow(self, token: int, count: int) -> list[int]:
         """The tokens after `token`."""
@@ -146,11 +156,14 @@ class Script:
         forward, logits, latest = CausalLM.forward, CausalLM.logits, list[Tensor]()
 
         def note(model: CausalLM, ids_T: Tensor, *rest: Any) -> Tensor:
-            latest[:] = [ids_T]
+            if not _is_draft(model):
+                latest[:] = [ids_T]
             return forward(model, ids_T, *rest)
 
         def scripted(model: CausalLM, x_RH: Tensor, rows: Sequence[int] = ()) -> Tensor:
             logits_RV = logits(model, x_RH, rows)
+            if _is_draft(model):
+                return logits_RV
             ids_R = latest[0]
             if len(ids_R) != len(logits_RV):
                 if self.rows is None:  # a step of the warm-up
@@ -167,20 +180,26 @@ class Script:
             CausalLM.forward, CausalLM.logits = forward, logits  # type: ignore[method-assign]
 
 
+def _is_draft(model: CausalLM) -> bool:
+    return len(model.model.layers) == 1
+
+
 class ScriptDrafter:
     """Drafts that are right with probability `rate`."""
 
     def __init__(self, script: Script, rate: float, drafts: int) -> None:
         self._script, self._rate, self._drafts = script, rate, drafts
-        self._chance = random.Random(1)
+        self._chance = 0.5
 
     def propose(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            drafts = self._script.follow(request.token_ids[-1], self._drafts)
-            wrong = (n for n in range(len(drafts)) if self._chance.random() >= self._rate)
-            if (first := next(wrong, None)) is not None:
-                drafts[first:] = [token ^ 1 for token in drafts[first:]]
-            request.drafts = drafts
+            request.drafts = self.drafts(request)
+
+    def drafts(self, request: Request) -> list[int]:
+        found = self._script.follow(request.token_ids[-1], self._drafts)
+        self._chance = (self._chance + GOLDEN) % 1
+        right = int(math.log(max(self._chance, 1e-9)) / math.log(self._rate))
+        return found[:right] + [token ^ 1 for token in found[right:]]
 
 
 @dataclass(frozen=True)
@@ -193,32 +212,71 @@ class Measured:
 class Runs:
     def __init__(self, core: LocalCore, script: Script, options: argparse.Namespace) -> None:
         self.core, self.script = core, script
-        self.context, self.seconds, self._settle = options.context, options.seconds, options.settle
+        self.context, self.seconds, self.settle = options.context, options.seconds, options.settle
         self.model: str = options.model
         self._number, self._start, self._begin = 0, 1, core.runner.begin
+        self._requests = list[Request]()
+        self._steps = core.planner.drafts.steps
+        self._replaced: ScriptDrafter | None = None
+        self._apply = core.planner.apply
         core.runner.begin = self._noting_begin  # type: ignore[method-assign]
+        core.planner.apply = self._replacing_apply  # type: ignore[method-assign]
+        self._use(None, DraftController(1, adaptive=False))
 
     def _noting_begin(self, plan: StepPlan, *rest: Any) -> StepHandle:
         self.script.rows = torch.from_numpy(plan.logit_rows())
         return self._begin(plan, *rest)
 
-    def measure(self, batch: int, drafter: Drafter | None, controller: DraftController) -> Measured:
-        """Times steps in which all requests decode, after a warm-up that is not counted."""
-        core, planner = self.core, self.core.planner
-        planner.drafter, planner.controller = None, controller
-        requests = [self._request() for _ in range(batch)]
-        while any(not r.num_output for r in requests):
+    def _replacing_apply(self, step: InflightStep, result: StepResult) -> None:
+        self._apply(step, result)
+        if self._replaced is not None:
+            for request in self._requests:
+                if request.drafts:
+                    request.drafts = self._replaced.drafts(request)[: len(request.drafts)]
+
+    def _use(
+        self, drafter: Drafter | None, controller: DraftController, layer: bool = False
+    ) -> None:
+        """All steps in flight are completed."""
+        while self.core.loop.inflight:
+            self.core.loop.complete_oldest()
+        planner = self.core.planner
+        self._replaced = drafter if layer and isinstance(drafter, ScriptDrafter) else None
+        planner.drafts.drafter = None if layer else drafter
+        planner.drafts.controller = controller
+        planner.drafts.steps = self._steps if layer else 0
+        config = replace(planner.scheduler.config, has_draft_model=layer)
+        planner.scheduler.config = config
+
+    def open(self, batch: int) -> None:
+        """Requests that all decode; those of before go on if they have not become much longer."""
+        core, requests = self.core, self._requests
+        longest = max((request.num_output for request in requests), default=0)
+        if len(requests) == batch and longest < self.context:
+            return
+        self.close()
+        self._requests = [self._request() for _ in range(batch)]
+        while any(not request.num_output for request in self._requests):
             core.step()
-        planner.drafter = drafter
-        self._run_for(self._settle)
-        before = self._totals(requests)
+
+    def close(self) -> None:
+        self._use(None, DraftController(1, adaptive=False))
+        for request in self._requests:
+            self.core.abort(request.request_no)
+        while self.core.has_work:
+            self.core.step()
+        self._requests = []
+
+    def measure(
+        self, drafter: Drafter | None, controller: DraftController, layer: bool, settle: float
+    ) -> Measured:
+        """Times steps in which all requests decode, after `settle` seconds that are not counted."""
+        self._use(drafter, controller, layer)
+        self._run_for(settle)
+        before = self._totals(self._requests)
         self._run_for(self.seconds)
-        after = self._totals(requests)
-        self._check(requests)
-        for request in requests:
-            core.abort(request.request_no)
-        while core.has_work:
-            core.step()
+        after = self._totals(self._requests)
+        self._check(self._requests)
         when, tokens, steps, verified, accepted = (
             b - a for a, b in zip(before, after, strict=True)
         )
@@ -255,7 +313,7 @@ class Runs:
     def _next_start(self, number: int) -> int:
         """Of free text: far behind that of the request before on the loop of all tokens."""
         if self.script.text != "free":
-            return number * 7919 % (LOOP * LOOPS)
+            return self.script.start_of_loop(number)
         self._start = self.script.follow(self._start, FREE_TOKENS)[-1]
         return self._start
 
@@ -266,48 +324,57 @@ class Runs:
                 raise SystemExit(f"request {request.rid} does not follow the script")
 
 
-def run_case(runs: Runs, case: Case, args: ServerArgs) -> Row:
-    runs.script.choose(case.text)
+def run_case(runs: Runs, case: Case, args: ServerArgs) -> list[Row]:
+    """A row of each fixed number of drafts."""
+    if runs.script.text != case.text:
+        runs.close()
+        runs.script.choose(case.text)
+    most, layer = max(case.drafts), case.drafter == "layer"
 
-    def drafter() -> Drafter:
-        if case.drafter == "ngram":
-            return NgramDrafter(NgramIndex(10_000_000, 18), case.drafts)
-        return ScriptDrafter(runs.script, case.rate, case.drafts)
+    def measured(drafts: int, controller: DraftController, settle: float) -> Measured:
+        runs.open(case.batch)
+        drafter: Drafter | None = None
+        if drafts and case.drafter == "ngram":
+            drafter = NgramDrafter(NgramIndex(10_000_000, 18), drafts)
+        elif drafts:
+            drafter = ScriptDrafter(runs.script, case.rate, drafts)
+        return runs.measure(drafter, controller, layer and drafts > 0, settle)
 
-    def controller(adaptive: bool) -> DraftController:
-        return DraftController(case.drafts, adaptive)
-
-    plain = runs.measure(case.batch, None, controller(False))
-    fixed = runs.measure(case.batch, drafter(), controller(False))
-    chosen = controller(True)
-    adaptive = runs.measure(case.batch, drafter(), chosen)
-    return Row(
-        model=runs.model,
-        device=torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
-        drafter=case.drafter,
-        text=case.text,
-        rate=case.rate,
-        drafts=case.drafts,
-        batch=case.batch,
-        context=runs.context,
-        plain_tok_s=round(plain.tok_s, 1),
-        fixed_tok_s=round(fixed.tok_s, 1),
-        adaptive_tok_s=round(adaptive.tok_s, 1),
-        accept_len=round(fixed.accept_len, 3),
-        plain_ms=round(plain.step_ms, 3),
-        fixed_ms=round(fixed.step_ms, 3),
-        chosen=chosen.num_drafts,
-    )
+    short, chosen = runs.settle / 8, DraftController(most, adaptive=True)
+    plain = measured(0, DraftController(1, adaptive=False), short)
+    found = {k: measured(k, DraftController(k, adaptive=False), short) for k in case.drafts}
+    adaptive = measured(most, chosen, runs.settle)
+    return [
+        Row(
+            model=runs.model,
+            device=torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+            drafter=case.drafter,
+            text=case.text,
+            rate=case.rate,
+            drafts=drafts,
+            batch=case.batch,
+            context=runs.context,
+            plain_tok_s=round(plain.tok_s, 1),
+            fixed_tok_s=round(fixed.tok_s, 1),
+            adaptive_tok_s=round(adaptive.tok_s, 1),
+            accept_len=round(fixed.accept_len, 3),
+            plain_ms=round(plain.step_ms, 3),
+            fixed_ms=round(fixed.step_ms, 3),
+            chosen=chosen.num_drafts,
+        )
+        for drafts, fixed in found.items()
+    ]
 
 
 def cases(options: argparse.Namespace) -> list[Case]:
-    if options.quick:
-        found = [Case(*one, batch) for *one, batches in QUICK for batch in batches]
-    else:
-        found = [
-            *(Case("ngram", t, 0.0, NGRAM_DRAFTS, b) for t in ("loops", "free") for b in BATCHES),
-            *(Case("simulated", "free", r, k, b) for b in BATCHES for r in RATES for k in STEPS),
-        ]
+    """The most important ones first."""
+    drafters = options.only or ("ngram", "simulated")
+    batches = QUICK_BATCHES if options.quick else BATCHES
+    short = QUICK_NGRAM if options.quick else BATCHES
+    rates = RATES[:1] if options.quick and "layer" in drafters else RATES
+    texts = [("ngram", t, 0.0, (NGRAM_DRAFTS,), b) for t in ("free", "loops") for b in short]
+    guessed = [(d, "free", r, STEPS, b) for r in rates for b in batches for d in DRAFTERS[1:]]
+    found = [Case(*one) for one in (*texts, *guessed) if one[0] in drafters]
     return [case for case in found if case.batch <= options.most]
 
 
@@ -321,9 +388,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--quick", action="store_true", help="the most important cases")
     made.add_argument("--most", type=positive, default=256, help="leave larger batches out")
     made.add_argument("--context", type=positive, default=512, help="tokens of each prompt")
-    made.add_argument("--seconds", type=float, default=1.0, help="for each figure")
-    made.add_argument("--settle", type=float, default=1.0, help="seconds before each")
-    made.add_argument("--only", nargs="+", action=Distinct, choices=("ngram", "simulated"))
+    made.add_argument("--seconds", type=float, default=0.4, help="for each figure")
+    made.add_argument("--settle", type=float, default=1.2, help="for the controller, before it is")
+    made.add_argument("--only", nargs="+", action=Distinct, choices=DRAFTERS)
     made.add_argument("--out", type=Path, help="JSON list of rows, to which new ones are added")
     return made
 
@@ -338,6 +405,15 @@ def read_flags(rest: Sequence[str], options: argparse.Namespace) -> ServerArgs:
         "speculative_algorithm": "NGRAM",
         "speculative_num_draft_tokens": str(NGRAM_DRAFTS + 1),
     }
+    if options.quick:
+        defaults["cuda_graph_bs"] = QUICK_GRAPHS.split()
+    if options.only and "layer" in options.only:
+        path = str(given.get("model_path", ""))
+        layer = path + (":" if ":" not in path else ",") + "num_hidden_layers=1"
+        defaults |= {
+            "speculative_algorithm": "STANDALONE",
+            "speculative_draft_model_path": materialise(layer),
+        }
     read = resolve(read_args(defaults | given))
     if read.tp_size * read.pp_size * read.dp_size > 1:
         raise ValueError("this measures one rank: leave out --tp-size, --pp-size and --dp-size")
@@ -357,7 +433,7 @@ def report(row: Row) -> list[str]:
         f"{row.fixed_tok_s:,.0f}",
         f"{row.adaptive_tok_s:,.0f}",
         f"{row.fixed_tok_s / row.plain_tok_s:.2f}",
-        f"{row.adaptive_tok_s / row.plain_tok_s:.2f}",
+        f"{row.adaptive_tok_s / row.plain_tok_s:.3f}",
         f"{row.accept_len:.2f}",
         f"{row.plain_ms:.2f}",
         f"{row.fixed_ms:.2f}",
@@ -378,7 +454,7 @@ def main(words: Sequence[str] | None = None) -> None:
         if options.out is not None:
             check_out(options.out)
         args = read_flags(rest, options)
-        chosen = [c for c in cases(options) if not options.only or c.drafter in options.only]
+        chosen = cases(options)
         device = torch.device("cuda" if args.device == "cuda" else "cpu")
         rows = list[Row]()
         make: Callable[[ServerArgs], LocalCore] = LocalCore
@@ -386,8 +462,10 @@ def main(words: Sequence[str] | None = None) -> None:
         with script.patched(device):
             runs = Runs(make(args), script, options)
             for case in chosen:
-                rows.append(run_case(runs, case, args))
-                print(*report(rows[-1]), flush=True)
+                made = run_case(runs, case, args)
+                rows += made
+                for row in made:
+                    print(*report(row), flush=True)
                 if options.out is not None:
                     merge(options.out, rows)
     print_table(HEADER, [report(row) for row in rows])

@@ -18,7 +18,7 @@ from moesaic.config.args_parallel import (
     TRANSFER_BACKENDS_BY_TCP,
 )
 from moesaic.config.flags import flag, not_built
-from moesaic.core.speculation import ALGORITHMS, SAME, UNQUANTISED
+from moesaic.core.speculation import ALGORITHMS, MOST_DRAFTS, SAME, UNQUANTISED
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,19 @@ class SpeculativeArgs:
         why="there are no kernels for this format",
     )
     speculative_num_steps: int | None = flag(
-        None, "Tokens that a draft model proposes, one after the other.", at_least=1
+        None,
+        "Tokens that a draft model proposes, one after the other.",
+        at_least=1,
+        at_most=MOST_DRAFTS,
     )
     speculative_eagle_topk: int | None = flag(
         None, "Branches of a draft step: 1, a draft is a chain.", at_least=1
     )
     speculative_num_draft_tokens: int | None = flag(
-        None, "Tokens of a request that a step verifies: its newest one and drafts.", at_least=1
+        None,
+        "Tokens of a request that a step verifies: its newest one and drafts.",
+        at_least=1,
+        at_most=MOST_DRAFTS + 1,
     )
     speculative_accept_threshold_single: float = not_built(
         1.0,

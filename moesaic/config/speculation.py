@@ -10,6 +10,14 @@ from moesaic.core.speculation import ALGORITHMS, SAME, Speculation
 
 COUNTS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 ONE_TOKEN = "--speculative-num-draft-tokens is 1, the newest token alone: give at least 2, or "
+# Choices of backends and formats are taken alone, as in the guide's commands.
+NEED_ALGORITHM = (
+    *COUNTS,
+    "speculative_draft_model_path",
+    "disable_speculative_adaptive",
+    "speculative_ngram_max_trie_depth",
+    "speculative_ngram_capacity",
+)
 BACKENDS = ("speculative_moe_runner_backend", "speculative_moe_a2a_backend")
 
 
@@ -55,8 +63,10 @@ def speculation_problems(args: ServerArgs) -> Iterator[str]:
         if known.needs_model and args.speculative_draft_model_path is None:
             yield f"{shown} needs --speculative-draft-model-path DIR: the model that makes drafts"
         if not known.takes_model and args.speculative_draft_model_path is not None:
+            how = "drafts with a layer of the target's checkpoint" if known.on_ranks else "has none"
             yield (
-                f"{_shown(args, 'speculative_draft_model_path')}: {shown} takes none: leave it out"
+                f"{_shown(args, 'speculative_draft_model_path')}: {shown} {how} and takes none: "
+                "leave it out"
             )
         if not known.on_ranks:
             yield from _without_models(args, shown)
@@ -65,8 +75,8 @@ def speculation_problems(args: ServerArgs) -> Iterator[str]:
 
 
 def _needs_algorithm(args: ServerArgs) -> Iterator[str]:
-    for field in (*COUNTS, "speculative_draft_model_path"):
-        if getattr(args, field) is not None:
+    for field in NEED_ALGORITHM:
+        if getattr(args, field) != specs(ServerArgs)[field].default:
             yield f"{_shown(args, field)} needs --speculative-algorithm"
 
 

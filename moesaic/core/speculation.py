@@ -32,6 +32,8 @@ ALGORITHMS: Final = {
 """By the value of --speculative-algorithm."""
 SAME: Final = {"NEXTN": "EAGLE"}
 """Other names of algorithms."""
+MOST_DRAFTS: Final = 1024
+"""Of a step: each takes a row of logits and, in low-latency dispatch, of the buffers."""
 UNQUANTISED: Final = "unquant"
 """The value of --speculative-draft-model-quantization for none."""
 

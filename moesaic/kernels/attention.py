@@ -141,6 +141,21 @@ def choose_splits(
 
 
 @dataclass(frozen=True, slots=True)
+class ExtraSplits:
+    """Splits that a few long sequences have beyond `Splits.count`, all int32: one for each entry of
+    `sequences_X`, in which those of a sequence follow each other. -1 fills up the rest.
+
+    Sequences of 5, 900 and 7 tokens, the second with 2 extra splits and room for 4: sequences_X
+    [1, 1, -1, -1], counts_B [0, 2, 0] and first_B [0, 0, 0]."""
+
+    sequences_X: Tensor
+    counts_B: Tensor
+    """Extra splits of each sequence."""
+    first_B: Tensor
+    """Where its extra splits begin in `sequences_X`, if it has any."""
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeRows:
     """Sequences with one query each, all int32. All but the counters is written before the step's
     first kernel."""
@@ -153,6 +168,7 @@ class DecodeRows:
     splits: Splits
     counters: Tensor
     """At least B * N zeros; the kernel resets them."""
+    extra: ExtraSplits | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,12 +28,14 @@ from moesaic.kernels.attention import (
     HEADS,
     LATENTS,
     DecodeRows,
+    ExtraSplits,
     HeadEntry,
     LatentEntry,
     LayerPages,
     PrefillRows,
     Queries,
     Softmax,
+    Splits,
     choose_splits,
     decode_attention,
     enter_and_decode,
@@ -52,7 +54,9 @@ from moesaic.layers.context import (
     LatentProjections,
     LatentSpec,
 )
+from moesaic.layers.extra_splits import ROOM, extra_splits, may_have_extra
 from moesaic.layers.paged_cache import (
+    Ints,
     PagedCache,
     PageTable,
     Sequences,
@@ -135,16 +139,20 @@ class GpuAttention(AttentionStep):
         order = np.argsort(row, kind="stable")
         single = (sequences.lengths_B == 1) & (not deterministic)
         decoding, chunks = (sequences.select(np.flatnonzero(part)) for part in (single, ~single))
-        groups = decoding.arrays() + chunks.arrays()
-        packed = np.concatenate([slot[order], position[order], *groups])
-        sizes = [len(row)] * 2 + [len(decoding)] * 4 + [len(chunks)] * 4
-        parts = to_device(packed, table.pages.device).split(sizes)
-        slots_T, positions_T, rows_B, _, kv_lens_B, first_B, *rest = parts
+        longest = int(decoding.kv_lens_B.max(initial=0))
+        splits = decode_splits(cache, len(decoding), longest)
+        singles = decode_columns(decoding, splits)
+        columns = [slot[order], position[order], *singles, *chunks.arrays()]
+        parts = to_device(np.concatenate(columns), table.pages.device).split(
+            [len(column) for column in columns]
+        )
+        slots_T, positions_T, *rest = parts
         decode = None
         if len(decoding):
-            longest = int(decoding.kv_lens_B.max())
-            decode = decode_rows(cache, rows_B, kv_lens_B, first_B, table.pages, longest)
-        prefill = Prefill(chunks, table.pages, rest) if len(chunks) else None
+            # By the longest of any step: what was compiled for one serves all.
+            most = table.max_pages * cache.page_size
+            decode = decode_rows(rest[: len(singles)], table.pages, splits, most)
+        prefill = Prefill(chunks, table.pages, rest[len(singles) :]) if len(chunks) else None
         return cls(cache, slots_T, positions_T, decode, prefill, deterministic)
 
     @classmethod
@@ -249,20 +257,31 @@ def _softmax(spec: AttentionSpec) -> Softmax:
     return Softmax(spec.scale, spec.window, spec.sinks_N)
 
 
-def decode_rows(
-    cache: PagedCache,
-    rows_B: Tensor,
-    kv_lens_B: Tensor,
-    first_B: Tensor,
-    pages: Tensor,
-    max_kv_len: int,
-) -> DecodeRows:
+def decode_splits(cache: PagedCache, batch: int, max_kv_len: int) -> Splits:
     heads = FP8_HEADS if cache.keys.dtype == FP8 else HEADS
     policy = heads if cache.values.shape[-1] else LATENTS
-    batch, kv_heads, device = len(rows_B), cache.keys.shape[-2], cache.keys.device
-    splits = choose_splits(batch, kv_heads, max_kv_len, processors(device), policy)
-    counters = torch.zeros(batch * COUNTERS, dtype=torch.int32, device=device)
-    return DecodeRows(rows_B, kv_lens_B, first_B, pages, splits, counters)
+    kv_heads, count = cache.keys.shape[-2], processors(cache.keys.device)
+    return choose_splits(batch, kv_heads, max_kv_len, count, policy)
+
+
+def decode_columns(decoding: Sequences, splits: Splits) -> list[Ints]:
+    """What `decode_rows` takes, of the sequences of a step."""
+    return [
+        *(decoding.starts_B, decoding.kv_lens_B, decoding.first_B),
+        *extra_splits(decoding.kv_lens_B, splits),
+    ]
+
+
+def decode_rows(
+    columns: Sequence[Tensor], pages: Tensor, splits: Splits, max_kv_len: int
+) -> DecodeRows:
+    """`columns`: those of `decode_columns`, on the device; `max_kv_len`: of all steps with them."""
+    rows_B, kv_lens_B, first_B, sequences_X, counts_B, first_extra_B = columns
+    counters = torch.zeros(len(rows_B) * COUNTERS, dtype=torch.int32, device=pages.device)
+    extra = None
+    if may_have_extra(splits, max_kv_len):
+        extra = ExtraSplits(sequences_X, counts_B, first_extra_B)
+    return DecodeRows(rows_B, kv_lens_B, first_B, pages, splits, counters, extra)
 
 
 def _latent_groups(
@@ -344,16 +363,19 @@ class DecodeBuffers:
     ) -> None:
         self.cache, self.rows, self.table = cache, rows, table
         device, pages = cache.keys.device, table.pages
-        self._packed = torch.zeros(4, rows, dtype=torch.int32, device=device)
-        slots_T, positions_T, kv_lens_T, first_T = self._packed
+        max_kv_len = table.max_pages * cache.page_size
+        self._splits = decode_splits(cache, rows, max_kv_len)
+        self._sizes = [*[rows] * 4, ROOM, rows, rows]
+        self._packed = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
+        slots_T, positions_T, kv_lens_T, first_T, *extra = self._packed.split(self._sizes)
         slots_T.fill_(-1)
         if deterministic:
             prefill = _single_queries(kv_lens_T, first_T, pages)
             self.attention = GpuAttention(cache, slots_T, positions_T, None, prefill, True)
             return
         rows_T = torch.arange(rows, dtype=torch.int32, device=device)
-        max_kv_len = table.max_pages * cache.page_size
-        decode = decode_rows(cache, rows_T, kv_lens_T, first_T, pages, max_kv_len)
+        columns = [rows_T, kv_lens_T, first_T, *extra]
+        decode = decode_rows(columns, pages, self._splits, max_kv_len)
         self.attention = GpuAttention(cache, slots_T, positions_T, decode)
         self.attention.fused = not shares
 
@@ -369,21 +391,34 @@ class DecodeBuffers:
                 f"{len(position)} tokens do not fit into buffers for {self.rows}: use larger ones"
             )
         first = sequences.first_B[number]
-        packed = np.zeros((4, self.rows), np.int32)
-        packed[0] = -1
         slots = self.table.slots(self.cache.page_size, first, position)
-        packed[:, : len(position)] = slots, position, position + 1, first
+        columns = [slots, position, position + 1, first, *extra_splits(position + 1, self._splits)]
+        packed = packed_columns(columns, self._sizes, [-1, *[0] * 6])
         self._packed.copy_(pinned(packed, self._packed.device), non_blocking=True)
 
     def fill_singles(self, positions_B: Tensor, first_B: Tensor) -> None:
         """A token of each sequence at positions that only the device may know; `first_B`: the first
-        entries of the sequences in the page table."""
+        entries of the sequences in the page table. None has extra splits."""
         size = self.cache.page_size
         slots_B = self.table.pages[first_B + positions_B // size] * size + positions_B % size
         self._packed.zero_()
-        self._packed[0].fill_(-1)
-        columns = torch.stack((slots_B, positions_B, positions_B + 1, first_B))
-        self._packed[:, : len(positions_B)].copy_(columns)
+        slots_T, *others, _, _, _ = self._packed.split(self._sizes)
+        slots_T.fill_(-1)
+        columns = (slots_B, positions_B, positions_B + 1, first_B)
+        for column_T, column_B in zip((slots_T, *others), columns, strict=True):
+            column_T[: len(column_B)].copy_(column_B)
+
+
+def packed_columns(columns: Sequence[Ints], sizes: Sequence[int], rest: Sequence[int]) -> Ints:
+    """The columns, each filled up to its size with an entry of `rest`."""
+    packed, start = np.empty(sum(sizes), np.int32), 0
+    for column, size, filler in zip(columns, sizes, rest, strict=True):
+        stop = start + len(column)
+        packed[start:stop] = column
+        start += size
+        if stop < start:
+            packed[stop:start] = filler
+    return packed
 
 
 def _single_queries(kv_lens_B: Tensor, first_B: Tensor, pages: Tensor) -> Prefill:

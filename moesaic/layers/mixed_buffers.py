@@ -15,9 +15,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moesaic.kernels.attention import PrefillRows
-from moesaic.layers.gpu_attention import GpuAttention, Prefill, decode_rows
-from moesaic.layers.paged_cache import Ints, PagedCache, PageTable, Sequences, pinned
+from moesaic.kernels.attention import PrefillRows, Splits
+from moesaic.layers.extra_splits import ROOM
+from moesaic.layers.gpu_attention import (
+    GpuAttention,
+    Prefill,
+    decode_columns,
+    decode_rows,
+    decode_splits,
+    packed_columns,
+)
+from moesaic.layers.paged_cache import PagedCache, PageTable, Sequences, pinned
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +38,9 @@ class MixedSizes:
     @property
     def columns(self) -> list[int]:
         """Lengths of the packed columns: slots and positions; row, tokens and first page of single
-        tokens; start, new tokens, tokens and first page of prompts."""
-        return [self.tokens] * 2 + [self.sequences] * 7
+        tokens, and their extra splits; start, new tokens, tokens and first page of prompts."""
+        sequences = self.sequences
+        return [*[self.tokens] * 2, *[sequences] * 3, ROOM, *[sequences] * 6]
 
 
 class StaticPrefill(Prefill):
@@ -53,6 +62,7 @@ class MixedBuffers:
     ) -> None:
         self._cache, self._table, self._sizes = cache, table, sizes
         self._deterministic, device = deterministic, cache.keys.device
+        self._longest = table.max_pages * cache.page_size
         self._packed = torch.zeros(sum(sizes.columns), dtype=torch.int32, device=device)
         self._columns = self._packed.split(sizes.columns)
         self._tiles: dict[int, Tensor] = {}
@@ -60,19 +70,26 @@ class MixedBuffers:
 
     def attention(self, tokens: int, singles: int) -> GpuAttention:
         """Attention of a graph of `tokens` rows, up to `singles` of them single tokens."""
-        slots_T, positions_T, rows_S, kv_lens_S, first_S, *prompts = self._columns
-        decode, pages = None, self._table.pages
+        slots_T, positions_T, *parts = self._columns
+        rows_S, kv_lens_S, first_S, sequences_X, *extra, _, _, _, _ = parts
+        prompts, decode, pages = parts[-4:], None, self._table.pages
         if not self._deterministic:
-            longest = self._table.max_pages * self._cache.page_size
-            kv_lens_S, first_S = kv_lens_S[:singles], first_S[:singles]
-            decode = decode_rows(self._cache, rows_S[:singles], kv_lens_S, first_S, pages, longest)
+            of_singles = [column_S[:singles] for column_S in (rows_S, kv_lens_S, first_S, *extra)]
+            of_singles.insert(3, sequences_X)
+            decode = decode_rows(of_singles, pages, self._splits(singles), self._longest)
         prefill = StaticPrefill(prompts, pages, lambda size: self._tiles_within(size, tokens))
         parts_T = slots_T[:tokens], positions_T[:tokens]
         return GpuAttention(self._cache, *parts_T, decode, prefill, self._deterministic)
 
-    def num_singles(self, lengths: npt.NDArray[np.integer]) -> int:
-        """`lengths`: new tokens of the sequences."""
-        return 0 if self._deterministic else int((lengths == 1).sum())
+    def _splits(self, singles: int) -> Splits:
+        return decode_splits(self._cache, singles, self._longest)
+
+    def num_singles(self, lengths: npt.NDArray[np.integer], halves: bool = False) -> int:
+        """`lengths`: new tokens of the sequences. `halves`: the most that either half of the step
+        may have, wherever that is cut: of a prompt it may have a single token."""
+        if self._deterministic:
+            return 0
+        return min(int((lengths == 1).sum()) + halves, len(lengths))
 
     def fill(self, sequences: Sequences, singles: int) -> None:
         """The sequences' rows follow each other from row 0 on. `singles`: those that the graph has
@@ -82,19 +99,9 @@ class MixedBuffers:
         single = (sequences.lengths_B == 1) & (not self._deterministic)
         decoding, chunks = (sequences.select(np.flatnonzero(part)) for part in (single, ~single))
         assert len(decoding) <= singles, f"{len(decoding)} single tokens in a graph of {singles}"
-        filled: list[tuple[int, Ints]] = [
-            (-1, slots),
-            (0, position),
-            (0, decoding.starts_B),
-            (-1, decoding.kv_lens_B),
-            (0, decoding.first_B),
-            *((0, column) for column in chunks.arrays()),
-        ]
-        packed, start = np.empty(len(self._packed), np.int32), 0
-        for (rest, column), size in zip(filled, self._sizes.columns, strict=True):
-            packed[start : start + len(column)] = column
-            packed[start + len(column) : start + size] = rest
-            start += size
+        columns = decode_columns(decoding, self._splits(singles))
+        columns = [slots, position, *columns, *chunks.arrays()]
+        packed = packed_columns(columns, self._sizes.columns, [-1, 0, 0, -1, *[0] * 8])
         self._packed.copy_(pinned(packed, self._packed.device), non_blocking=True)
         self._chunks = chunks
         for size in self._tiles:

@@ -120,8 +120,14 @@ class NextN(Module):
 
     def logits(self, x_RH: Tensor, rows: Sequence[int] = (), depth: int = 0) -> Tensor:
         """Logits of the token after the next; `rows` as in the main model's `logits`."""
-        shared = self._layer(depth).shared_head
-        return (shared.head or self._main[1])(shared.norm(x_RH), rows)
+        return self.head(self.norm(x_RH, depth), rows, depth)
+
+    def norm(self, x_TH: Tensor, depth: int = 0) -> Tensor:
+        normed_TH: Tensor = self._layer(depth).shared_head.norm(x_TH)
+        return normed_TH
+
+    def head(self, normed_RH: Tensor, rows: Sequence[int] = (), depth: int = 0) -> Tensor:
+        return (self._layer(depth).shared_head.head or self._main[1])(normed_RH, rows)
 
     def _layer(self, depth: int) -> NextNLayer:
         layer = self.layers[depth]

@@ -7,11 +7,14 @@ efficient: two halves compute longer than the whole.
 
     one batch            K(B) + C(B)
     single batch         K(B) + C(B) - min(2/3 S(B), C(B)/2) - min(1/3 S(B), C(B)/2)
-    two micro-batches    K(B/2) + max(K(B/2), C(B/2))
+    two micro-batches    max(K(B/2) + max(K(B/2), C(B/2)), 2 (C(B) - C(B/2)))
 
 B tokens of a rank · K compute · C communication · S shared experts, of which the first two of three
-products run behind the dispatch. The model says what to expect and why; steps are measured, and the
-measured times decide (engine/runner/overlap_calibration.py).
+products run behind the dispatch. Two halves share a rank's link, which is busy with their bytes as
+long as with those of the whole: twice what the second half adds to the communication of the first.
+
+The model says what to expect and why; steps are measured, and the measured times decide
+(engine/runner/overlap_calibration.py).
 """
 
 from __future__ import annotations
@@ -49,13 +52,16 @@ def predict(whole: StepCosts, half: StepCosts | None) -> dict[Overlap, float]:
     """Seconds of each schedule. `half`: of half as many tokens; None if the step cannot be split.
 
     A step of 3 ms, 1 ms of it communication and 0.3 ms shared experts, whose halves take 1.2 ms and
-    communicate 0.5 ms: one batch 3, single batch 2.7, two micro-batches 2.4 ms.
+    communicate 0.5 ms: one batch 3, single batch 2.7, two micro-batches 2.4 ms. Over a slower link,
+    5 ms of which 4.8 ms are bytes, and 2.6 ms for a half: 7, 6.7 and 4.8 ms.
     """
     transfer, shared = whole.communication / 2, whole.shared
     hidden = min(2 * shared / 3, transfer) + min(shared / 3, transfer)
     found = {Overlap.OFF: whole.seconds, Overlap.SBO: whole.seconds - hidden}
     if half is not None:
-        found[Overlap.TBO] = half.compute + max(half.compute, half.communication)
+        sending = 2 * (whole.communication - half.communication)
+        chain = half.compute + max(half.compute, half.communication)
+        found[Overlap.TBO] = max(chain, sending)
     return found
 
 
@@ -176,19 +182,28 @@ class ChosenOverlap:
     """Chooses by measured steps; between two sizes only what both chose."""
 
     def __init__(self, choices: Sequence[OverlapChoice]) -> None:
-        self._kinds = {
-            prefill: sorted((c for c in choices if c.prefill == prefill), key=lambda c: c.tokens)
-            for prefill in (False, True)
-        }
+        self._kinds: dict[bool, tuple[list[int], list[Overlap]]] = {}
+        for prefill in (False, True):
+            kind = sorted((c for c in choices if c.prefill == prefill), key=lambda c: c.tokens)
+            self._kinds[prefill] = [c.tokens for c in kind], [c.chosen for c in kind]
 
     def choose(self, shape: StepShape) -> Overlap:
-        kind = self._kinds[shape.prefill]
-        if not kind:
-            return Overlap.OFF
-        place = bisect_left([choice.tokens for choice in kind], max(shape.counts))
-        around = kind[max(0, place - 1) : place + 1]
-        if place < len(kind) and kind[place].tokens == max(shape.counts):
-            around = kind[place : place + 1]
-        found = {choice.chosen for choice in around}
-        schedule = found.pop() if len(found) == 1 else Overlap.OFF
+        schedule = self._of(shape.prefill, max(shape.counts))
         return Overlap.OFF if schedule == Overlap.TBO and not shape.can_split else schedule
+
+    def choices(self, prefill: bool, tokens: range) -> set[Overlap]:
+        """Steps that cannot be split are whole. The choice changes at measured sizes only."""
+        measured = self._kinds[prefill][0]
+        near = (size + away for size in measured for away in (-1, 0, 1) if size + away in tokens)
+        marks = {tokens[0], tokens[-1], *near}
+        return {Overlap.OFF, *(self._of(prefill, count) for count in marks)}
+
+    def _of(self, prefill: bool, tokens: int) -> Overlap:
+        sizes, chosen = self._kinds[prefill]
+        if not sizes:
+            return Overlap.OFF
+        place = bisect_left(sizes, tokens)
+        if place < len(sizes) and sizes[place] == tokens:
+            return chosen[place]
+        around = set(chosen[max(0, place - 1) : place + 1])
+        return around.pop() if len(around) == 1 else Overlap.OFF

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -34,10 +34,16 @@ class OverlapPolicy(Protocol):
     def choose(self, shape: StepShape) -> Overlap:
         """The same on all ranks of a stage."""
 
+    def choices(self, prefill: bool, tokens: range) -> set[Overlap]:
+        """The schedules that steps of so many tokens on the rank with the most may have."""
+
 
 class NoOverlap:
     def choose(self, shape: StepShape) -> Overlap:
         return Overlap.OFF
+
+    def choices(self, prefill: bool, tokens: range) -> set[Overlap]:
+        return {Overlap.OFF}
 
 
 class TwoBatches:
@@ -46,6 +52,9 @@ class TwoBatches:
     def choose(self, shape: StepShape) -> Overlap:
         return Overlap.TBO if shape.can_split else Overlap.OFF
 
+    def choices(self, prefill: bool, tokens: range) -> set[Overlap]:
+        return {Overlap.OFF, Overlap.TBO}
+
 
 class SingleBatch:
     """Hides transfers behind shared experts in every step."""
@@ -53,10 +62,18 @@ class SingleBatch:
     def choose(self, shape: StepShape) -> Overlap:
         return Overlap.SBO
 
+    def choices(self, prefill: bool, tokens: range) -> set[Overlap]:
+        return {Overlap.SBO}
+
 
 POLICIES: Final[dict[str, Callable[[], OverlapPolicy]]] = {
     "off": NoOverlap,
     "sbo": SingleBatch,
     "tbo": TwoBatches,
 }
-"""By the value of --overlap; `auto` has one of its own (overlap/cost.py)."""
+"""By the value of --overlap; `auto` has one of its own once it has measured (overlap/cost.py)."""
+
+
+def policy_of(overlap: str | None, schedules: Sequence[Overlap]) -> OverlapPolicy:
+    """That of a start. `schedules`: what the model can have of what was asked for."""
+    return POLICIES.get(overlap or "off", NoOverlap)() if any(schedules) else NoOverlap()

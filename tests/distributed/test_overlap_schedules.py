@@ -25,7 +25,7 @@ from moesaic.overlap.operations import YIELD, LayerState, MicroBatch, Operation
 from tests.distributed.test_block_operations import make_block
 from tests.distributed.test_in_flight import A2A, HIDDEN, MOST, each_a2a
 
-SIZE, EACH = 2, 150
+SIZE, EACH, PART = 2, 150, 30
 # The twins of a GPU's kernels take all kinds of steps.
 AS_ON_A_GPU = (("deepep", "auto"), ("none", "normal"))
 
@@ -65,10 +65,12 @@ def alone(layers: Sequence[BlockLayer], x_TH: Tensor, prefill: bool) -> Tensor:
     return x_TH
 
 
-def schedules(group: RankGroup, a2a: str, mode: str, device: str, count: int) -> list[str]:
+def schedules(
+    group: RankGroup, a2a: str, mode: str, device: str, count: int, seed: int = 5
+) -> list[str]:
     """`common` is the same on all ranks, as what they agree on; tokens are a rank's own."""
     blocks = [make_block(group, a2a, mode, device, shared) for shared in (True, False, True)]
-    common, own, wrong = random.Random(5), random.Random(group.rank), []
+    common, own, wrong = random.Random(seed), random.Random(f"{seed} {group.rank}"), []
     for number in range(count):
         layers = [BlockLayer(block, common.randrange(2)) for block in blocks]
         prefill, delta = common.random() < 0.5, common.randrange(4)
@@ -101,6 +103,7 @@ def test_random_schedules_as_on_a_gpu(
 @pytest.mark.timeout(600)
 @each_a2a
 def test_a_thousand_schedules(a2a: str, mode: str, pools: Callable[[int], LocalRanks]) -> None:
-    """Of all backends together."""
+    """Of all backends together; in parts, as ranks must answer in time on a busy machine, too."""
     assert len(A2A) * EACH >= 1000
-    assert pools(3).run(schedules, a2a, mode, "cpu", EACH) == [[]] * 3
+    for seed in range(EACH // PART):
+        assert pools(3).run(schedules, a2a, mode, "cpu", PART, seed) == [[]] * 3

@@ -43,7 +43,7 @@ class Moody(DraftController):
 
 def remember(core: LocalCore, served: list[tuple[Request, str]], chance: random.Random) -> None:
     """Adds what requests will answer to what drafts are looked for in, some of it wrong."""
-    drafter = core.planner.drafter
+    drafter = core.planner.drafts.drafter
     assert isinstance(drafter, NgramDrafter)
     for request, _ in served:
         tokens = [t + (chance.random() < 0.1) for t in request.token_ids]
@@ -67,7 +67,7 @@ def check_mixes(flags: str, poison: bool, overlaps: bool, seeds: range) -> tuple
     expecting = make_core(FLAGS[flags], plain)
     drafting = make_core(FLAGS[flags] | NGRAM, ahead if overlaps else plain)
     if overlaps:
-        drafting.planner.controller = Moody(11)
+        drafting.planner.drafts.controller = Moody(11)
     for seed in seeds:
         cases = draw_cases(random.Random(seed), poison)
         expected = serve(expecting, cases, 1000 * seed)

@@ -21,7 +21,7 @@ SHARED_LIMIT = 227 * 1024
 STRIDES = tuple(f"{x}_{y}" for x in ("q1", "q2", "out") for y in ("row", "head"))
 STRIDES += tuple(f"{x}_{y}" for x in ("k", "v") for y in ("slot", "head")) + ("cos_row",)
 INDICES = ("counters", "rows_p", "kv_lens", "first_p", "pages_p", "tiles", "starts", "lengths")
-INDICES += ("slots_p",)
+INDICES += ("slots_p", *attention_decode.EXTRA)
 ENTERING = ("slots_p", "cos", "sin", "q_norm", "k_norm")
 
 
@@ -94,6 +94,7 @@ def decode(
     lone: bool = False,
     quantised: bool = False,
     entering: bool = False,
+    room: int = 0,
 ) -> Usage:
     config = attention_decode.choose_config(shape.group, shape.key_bytes, Splits(count, 64, lone))
     entry_rows = attention_decode.entry_rows(shape.group, shape.dim, config) if entering else 0
@@ -102,9 +103,12 @@ def decode(
     constants = shape.constants(page) | {
         "ROWS": config.rows,
         "BLOCK_N": config.block,
-        "SPLIT": count > 1,
+        "SPLIT": count > 1 or room > 0,
         "ENTRY_ROWS": entry_rows,
+        "ROOM": room,
     }
+    if not room:
+        constants |= dict.fromkeys(attention_decode.EXTRA)
     if not entering:
         constants |= dict.fromkeys(ENTERING)
     constants |= attention_decode.merging(shape.group, shape.value_dim, config)
@@ -207,6 +211,7 @@ def main(every: bool) -> None:
     check("decode qwen3, alone", decode(QWEN3, 16, 1, lone=True), loads, few)
     check("decode qwen3, float8, alone", decode(QWEN3_FP8, 16, 1, lone=True), loads, few)
     check("decode qwen3, two splits", decode(QWEN3, 16), loads, few, *early)
+    check("decode qwen3, extra splits", decode(QWEN3, 16, 1, room=32), loads, few, *early)
     converted = "cvt.rn.satfinite.e4m3x2.f32"
     for name, count, lone in (
         ("many splits", 66, False),

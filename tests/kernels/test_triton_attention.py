@@ -17,6 +17,7 @@ from moesaic.kernels.attention import (
     FP8_HEADS,
     LATENTS,
     DecodeRows,
+    ExtraSplits,
     LayerPages,
     PrefillRows,
     Queries,
@@ -77,7 +78,7 @@ class Case:
     def ints(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
-    def decode(self, splits: Splits) -> DecodeRows:
+    def decode(self, splits: Splits, extra: ExtraSplits | None = None) -> DecodeRows:
         assert all(new == 1 for new, _ in self.lengths)
         counters = torch.zeros(len(self.lengths) * self.shape.heads, dtype=torch.int32)
         return DecodeRows(
@@ -87,7 +88,14 @@ class Case:
             self.pages,
             splits,
             counters.to(DEVICE),
+            extra,
         )
+
+    def extra(self, counts: Sequence[int], room: int) -> ExtraSplits:
+        listed = [number for number, count in enumerate(counts) for _ in range(count)]
+        first = [sum(counts[:number]) for number in range(len(counts))]
+        listed += [-1] * (room - len(listed))
+        return ExtraSplits(self.ints(listed), self.ints(counts), self.ints(first))
 
     def prefill(self) -> PrefillRows:
         def tiles(size: int) -> Tensor:
@@ -207,6 +215,50 @@ def test_decoding_equals_the_oracle(
     assert not batch.counters.any(), "counters must be zeros again"
     twin = attention.decode_attention.twin(case.q, case.cache, batch, softmax, case.poisoned())
     check(twin, expected(case, softmax), BOUNDS[torch.float32])
+
+
+# A GPU's blocks are larger.
+SCALE = 16 if GPU else 1
+LONGER = [(1, 1), (1, 0), (1, 37 * SCALE), (1, 70 * SCALE)]
+# Extra splits of these; more than there are blocks, too.
+EXTRA = [((0, 0, 0, 3), 5), ((0, 0, 2, 3), 5), ((1, 2, 1, 9), 16), ((0, 0, 0, 0), 3)]
+
+
+@pytest.mark.parametrize(("counts", "room"), EXTRA)
+@pytest.mark.parametrize(
+    ("shape", "window", "splits"),
+    [(GQA, None, Splits(1, 16)), (GQA, 20, Splits(2, 16)), (LATENT, None, Splits(3, 16))],
+)
+def test_extra_splits_change_nothing(
+    shape: Shape,
+    window: int | None,
+    splits: Splits,
+    counts: Sequence[int],
+    room: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(shape.dim)
+    small_blocks(monkeypatch)
+    case = make_case(shape, LONGER, torch.float32)
+    softmax = softmax_of(case, window, sinks=True)
+    batch = case.decode(splits, case.extra(counts, room))
+    out = attention_decode.decode_attention(case.q, case.cache, batch, softmax, case.poisoned())
+    check(out, expected(case, softmax), BOUNDS[torch.float32])
+    assert not batch.counters.any(), "counters must be zeros again"
+
+
+def test_a_split_that_is_not_listed_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs take the splits of the list: without them a result stays unmerged."""
+    torch.manual_seed(0)
+    small_blocks(monkeypatch)
+    case = make_case(GQA, LONGER[2:], torch.float32)
+    softmax, extra = softmax_of(case), case.extra((0, 3), 4)
+    extra.sequences_X[1:] = -1
+    batch = case.decode(Splits(1, 16), extra)
+    out = attention_decode.decode_attention(case.q, case.cache, batch, softmax, case.poisoned())
+    want = expected(case, softmax)
+    want[case.starts[1]] = math.nan
+    check(out, want, BOUNDS[torch.float32])
 
 
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

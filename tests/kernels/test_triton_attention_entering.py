@@ -13,6 +13,7 @@ from torch import Tensor
 from moesaic.kernels import attention
 from moesaic.kernels.attention import (
     DecodeRows,
+    ExtraSplits,
     HeadEntry,
     LayerPages,
     Queries,
@@ -101,7 +102,8 @@ def unequal(a: Tensor, b: Tensor) -> int:
 
 def compare(step: Step, bound: float) -> None:
     """With the bits of the two kernels, and near the twin; rows of nobody are not written, and no
-    slot but those of the newest tokens. Sums of products have the same bits on tensor cores."""
+    slot but those of the newest tokens. Sums of products have the same bits on tensor cores; on a
+    GPU, heads smaller than any model's are summed by other threads, which float32 shows."""
     out, cache = step.run(attention_decode.enter_and_decode)
     exact = GPU and step.qkv.element_size() == 2
     also, other = step.run(two_kernels if exact else only_enter)
@@ -116,7 +118,8 @@ def compare(step: Step, bound: float) -> None:
         mine, theirs, before, near = (
             getattr(x, name).flatten(0, 1) for x in (cache, other, step.cache, twin)
         )
-        assert unequal(mine, theirs) == 0
+        if exact or not GPU:
+            assert unequal(mine, theirs) == 0
         assert relative_error(mine[new].float(), near[new].float()) < bound
         mine, before = (x.float().index_fill(0, new, 0.0) for x in (mine, before))
         assert torch.equal(mine.nan_to_num(7.0), before.nan_to_num(7.0)), "a token of nobody"
@@ -147,6 +150,14 @@ def test_one_kernel_does_what_two_do(
     dtype = torch.float32
     step = make_step(shape, LENGTHS, splits, dtype, norm=norm, window=window, sinks=sinks)
     compare(step, BOUNDS[dtype])
+
+
+def test_an_extra_split_holds_the_new_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_blocks(monkeypatch)
+    step = make_step(Shape(4, 2, 32), [1, 39, 65], Splits(1, 16), torch.float32)
+    columns = ([1, 2, 2, 2, -1], [0, 1, 3], [0, 0, 1])
+    extra = ExtraSplits(*(step.batch.rows_B.new_tensor(column) for column in columns))
+    compare(replace(step, batch=replace(step.batch, extra=extra)), BOUNDS[torch.float32])
 
 
 def test_float8_holds_the_new_token(monkeypatch: pytest.MonkeyPatch) -> None:

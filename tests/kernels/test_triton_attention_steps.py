@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from moesaic.kernels.attention import FP8, FP8_HEADS, HEADS, LATENTS, SplitPolicy, choose_splits
 from moesaic.kernels.triton import attention_decode, attention_prefill, rotary
-from moesaic.layers import gpu_attention
+from moesaic.layers import extra_splits, gpu_attention
 from moesaic.layers.context import AttentionStep, CacheSpec, HeadSpec, LatentSpec
 from moesaic.layers.gpu_attention import DecodeBuffers, GpuAttention, processors
 from moesaic.layers.norm import RMSNorm
@@ -290,6 +291,36 @@ def test_buffers_take_several_queries_over_latents(kernels: None, kind: str, que
     assert relative_error(out[:count], want) < BOUND
     assert not out[count:].any(), "padding rows are zero"
     assert relative_error(written(cache, spans), written(cpu, spans)) < BOUND
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_long_sequence_has_extra_splits(
+    static: bool, kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extra_splits, "LEAST_TOKENS", 16)
+    spans = make_spans([(1, 2), (1, 97), (1, 8)])
+    cpu, cache = make_caches(CacheSpec(2, M, D, D), spans)
+    qkv, rope = torch.randn(3, (N + 2 * M) * D), RotaryTable(RopeConfig(D), 128)
+    positions = positions_of(spans)
+    if static:
+        buffers = DecodeBuffers(cache, 5, PageTable(3, 30, DEVICE))
+        buffers.fill(buffers.table.put(spans))
+        step, padded = buffers.attention, torch.cat((qkv, torch.zeros(2, qkv.shape[1])))
+    else:
+        step, padded = GpuAttention.from_spans(cache, spans), qkv
+    assert step.decode is not None and step.decode.extra is not None
+    if not GPU:  # more programs there
+        assert step.decode.extra.counts_B[:3].tolist() == [0, 1, 0]
+
+    def attend(step: AttentionStep, rows: Tensor) -> Tensor:
+        spec = replace(head_spec(rope, rows.device), window=None)
+        places = torch.zeros(len(rows), dtype=torch.long)
+        places[:3] = positions
+        angles = tuple(x.to(rows.device) for x in rope.at(places))
+        return step.attend_heads(spec, rows, angles).cpu()[:3]
+
+    want = attend(TorchAttention(cpu, spans), qkv)
+    assert relative_error(attend(step, padded.to(DEVICE)), want) < BOUND
 
 
 def test_buffers_refuse_what_does_not_fit() -> None:

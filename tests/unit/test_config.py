@@ -159,6 +159,10 @@ def test_a_flag_without_its_value_is_refused():
         ({"chunked_prefill_size": 0}, "--chunked-prefill-size is 0: give at least 1, or -1"),
         ({"chunked_prefill_size": -2}, "--chunked-prefill-size is -2: give at least 1, or -1"),
         ({"port": 70000}, "--port is 70000: give at least 1 and at most 65535"),
+        (
+            {"speculative_num_draft_tokens": 5000},
+            "--speculative-num-draft-tokens is 5000: give at least 1 and at most 1025",
+        ),
         ({"cuda_graph_bs": [1, 0]}, "--cuda-graph-bs is 0: give at least 1"),
         (
             {"tbo_token_distribution_threshold": 0.6},
@@ -341,6 +345,8 @@ def test_missing_file_is_named(tmp_path: Path):
             "the cache of a draft model is not sent between instances yet",
         ),
         ("--speculative-num-draft-tokens 4", "needs --speculative-algorithm"),
+        ("--speculative-ngram-capacity 9", "--speculative-ngram-capacity 9 needs --speculative-a"),
+        ("--disable-speculative-adaptive", "needs --speculative-algorithm"),
         ("--speculative-algorithm NEXTN --speculative-eagle-topk 4", "not a tree: give 1"),
         ("--speculative-algorithm NEXTN --speculative-draft-model D", "takes none: leave it out"),
         ("--speculative-algorithm NEXTN --speculative-num-draft-tokens 1", "give at least 2"),

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from bench.mtp import Models, Reply
+from bench.mtp import Models, Reply, _attend
 from moesaic.config import ServerArgs, resolve
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
@@ -28,6 +29,7 @@ from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.engine.worker.local_core import LocalCore
 from moesaic.evals.tasks.draw import TASKS, distinct
 from moesaic.models.tiny import materialise
+from tests.e2e.test_ngram import Moody
 
 HOUSE = Path(__file__).parents[2] / "models" / "house-moe"
 RANDOM = "tiny:deepseek_v3,num_nextn_predict_layers=1"
@@ -149,6 +151,28 @@ def test_drafts_change_no_answer(model: str, steps: int, asynchronous: bool) -> 
     check_equal(serve(core, requests(model)), expected)  # from the prefix cache
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_drafts_that_come_and_go_change_no_answer(asynchronous: bool) -> None:
+    """As the controller may decide at any step: without them steps overlap, and requests that only
+    decode are columns."""
+    core = make_core(str(HOUSE), 3, asynchronous)
+    core.planner.drafts.controller = Moody(3)
+    counts, plan, steps = count_accepted(core), core.planner.plan, list[Any]()
+
+    def noted(parts: int = 1) -> Any:
+        steps.append(plan(parts))
+        return steps[-1]
+
+    core.planner.plan = noted
+    for _ in range(2):
+        check_equal(serve(core, requests(str(HOUSE))), without_drafts(str(HOUSE)))
+    assert core.planner.metrics.counts.failed_steps == 0
+    assert counts[0] > counts[1] > 60
+    columns = [step for step in steps if len(step.plan.decodes)]
+    assert len(columns) > 3 and not any(step.plan.draft_steps for step in columns)
+    assert any(step.plan.draft_steps for step in steps)
+
+
 def count_accepted(core: Any) -> list[int]:
     """[verified drafts, accepted ones] of the steps to come."""
     counts, apply = [0, 0], core.planner.apply
@@ -184,14 +208,34 @@ def test_the_house_models_drafts_are_right_also_behind_cached_pages(asynchronous
     assert [one.output_ids for one in again] == [one.output_ids for one in first]
 
 
+@torch.inference_mode()
+def chain_of(models: Models, ids: list[int], steps: int) -> list[int]:
+    """The layer over the whole sequence at once, again for each token of the chain: behind its own
+    token a row takes the layer's normed output in the place of the target's."""
+    every, positions = torch.tensor(ids), torch.arange(len(ids) + steps)
+    hidden_TH = models.main(every, positions[: len(ids)], _attend(models.main, [len(ids)]))[:-1]
+    found: list[int] = []
+    next_ids = ids[1:]
+    for _ in range(steps):
+        count = len(next_ids)
+        given = torch.tensor(next_ids), positions[:count], hidden_TH
+        y_TH = models.mtp.norm(models.mtp(*given, _attend(models.mtp, [count])))
+        found.append(int(models.mtp.head(y_TH[-1:]).argmax()))
+        next_ids = [*next_ids, found[-1]]
+        hidden_TH = torch.cat((hidden_TH, y_TH[-1:]))
+    return found
+
+
 def test_drafts_are_those_of_the_layer_over_the_whole_answer() -> None:
     core = make_core(str(HOUSE), 3, tight=False)
     request = greedy(2)
     seen: dict[int, int] = {}
+    chains: dict[int, list[int]] = {}
 
     def note(_: int) -> None:
         if request.drafts:
             seen[request.num_output] = request.drafts[0]
+            chains[len(request.token_ids)] = request.drafts
 
     serve(core, [request], note)
     models = Models.load(HOUSE, "float32")
@@ -201,6 +245,8 @@ def test_drafts_are_those_of_the_layer_over_the_whole_answer() -> None:
         # drafted[n] is for output token n + 1, from what was known with the token before it.
         if place - 1 < len(drafted):
             assert token == drafted[place - 1], place
+    for length, drafts in chains.items():
+        assert drafts == chain_of(models, request.token_ids[:length], 3)
 
 
 def test_random_layers_are_hardly_ever_right() -> None:

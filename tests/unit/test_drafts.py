@@ -86,7 +86,7 @@ def without_drafts(asynchronous: bool, **flags: int) -> tuple[list[Request], int
 def test_drafts_change_no_token(asynchronous: bool, wrong: float, flags: dict[str, int]) -> None:
     expected, num_steps = without_drafts(asynchronous, **flags)
     core = make_core(asynchronous, **flags)
-    core.planner.drafter = Drafter(expected, wrong)
+    core.planner.drafts.drafter = Drafter(expected, wrong)
     found = serve(core)
     for one, other in zip(expected, found, strict=True):
         assert other.output_ids == one.output_ids and other.finish_reason == one.finish_reason
@@ -98,7 +98,7 @@ def test_drafts_change_no_token(asynchronous: bool, wrong: float, flags: dict[st
     # Right proposals need fewer steps for the same tokens.
     if wrong == 0.0:
         assert core.planner.num_steps < num_steps
-    core.planner.drafter = None
+    core.planner.drafts.drafter = None
     again = serve(core)  # the prefix cache holds no rejected token
     assert [one.output_ids for one in again] == [one.output_ids for one in expected]
     assert [one.routed for one in again] == [one.routed for one in expected]

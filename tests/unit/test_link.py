@@ -2,9 +2,14 @@
 
 import pytest
 
+from moesaic.comm.collectives.group import RankGroup
+from moesaic.comm.lifecycle import Membership
+from moesaic.comm.windows.device_window import CpuDeviceWindow
+from moesaic.comm.windows.factory import create_window
 from moesaic.config import ServerArgs
 from moesaic.config.resolve import contradictions
 from moesaic.core.link import EmulatedLink
+from moesaic.kernels.link import LinkState
 
 
 def test_a_link_is_read_and_named_with_its_units():
@@ -51,3 +56,17 @@ def test_what_is_no_link_is_refused(text: str, told: str):
 def test_contradictions(flags: dict[str, object], told: str):
     args = ServerArgs(model_path="tiny:mixtral", **flags)  # type: ignore[arg-type]
     assert any(told in text for text in contradictions(args))
+
+
+def test_a_link_changes_its_speed_between_measurements():
+    """bench.overlap measures several links with the same windows, and graphs of them."""
+    slow, fast = EmulatedLink(1.0, 5.0), EmulatedLink(8.0, 1.0)
+    window = CpuDeviceWindow.between(2, [], 1.0, channels=1, link=slow)[0]
+    window.set_link(fast)
+    state = window.signals.state
+    assert (int(state[LinkState.COST]), int(state[LinkState.LATENCY])) == (fast.cost, 1000)
+    window.restart(Membership(1, (0, 1)))
+    assert int(window.signals.state[LinkState.COST]) == fast.cost, "a restart keeps it"
+    host = create_window(RankGroup.alone(), [], 1.0, link=slow)
+    host.set_link(fast)
+    assert host.link is not None and host.link.link == fast

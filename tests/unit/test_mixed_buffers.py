@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from moesaic.layers import extra_splits
 from moesaic.layers.mixed_buffers import MixedBuffers, MixedSizes
 from moesaic.layers.paged_cache import CacheSpec, PagedCache, PageTable, Sequences
 
@@ -74,16 +75,40 @@ def test_rows_behind_a_step_are_of_no_sequence():
         assert attention.prefill.rows.lengths_B.tolist() == chunks + [0] * (5 - len(chunks))
 
 
-def test_a_half_of_a_step_has_at_most_one_single_token_more():
-    """A prompt that is cut may leave one: the graph of both halves needs room for it."""
-    rng, buffers = random.Random(2), make_buffers(8, 3, False)
-    more = set()
+def test_long_single_tokens_have_extra_splits(monkeypatch: pytest.MonkeyPatch):
+    """Each graph has those of its own number of single tokens."""
+    monkeypatch.setattr(extra_splits, "LEAST_TOKENS", 16)
+    buffers = make_buffers(16, 5, False)
+    decode = buffers.attention(16, 4).decode
+    assert decode is not None and decode.extra is not None
+    kv_lens, lengths = [3, 100, 20], [1, 1, 4]
+    columns = ([0, 1, 2], lengths, kv_lens, [0, 128, 256])
+    buffers.fill(Sequences(*(np.array(x, np.int32) for x in columns)), 4)
+    assert decode.splits.count == 2
+    assert decode.extra.counts_B.tolist() == [0, 2, 0, 0]
+    assert decode.extra.first_B.tolist() == [0, 0, 0, 0]
+    assert decode.extra.sequences_X.tolist() == [1, 1] + [-1] * (extra_splits.ROOM - 2)
+    buffers.fill(step_of([3], random.Random(0)), 4)
+    assert not decode.extra.counts_B.any()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_half_of_a_step_may_have_a_single_token_more(deterministic: bool):
+    """A prompt that is cut may leave one: the graph of both halves needs room for it, but not for
+    more than there are sequences, as no graph has that."""
+    rng, buffers = random.Random(2), make_buffers(8, 3, deterministic)
+    spare = set()
     for _ in range(200):
         step = step_of(random_lengths(20, 9, rng), rng)
-        singles = buffers.num_singles(step.lengths_B)
+        room = buffers.num_singles(step.lengths_B, halves=True)
+        assert room <= len(step)
         for rows in range(int(step.lengths_B.sum()) + 1):
             halves = step.cut(rows)
-            more.update(buffers.num_singles(half.lengths_B) - singles for half in halves)
-    assert max(more) == 1
+            spare.update(room - buffers.num_singles(half.lengths_B) for half in halves)
+    assert min(spare) == 0
+
+
+def test_more_single_tokens_than_a_graph_has_are_refused():
+    rng, buffers = random.Random(2), make_buffers(8, 3, False)
     with pytest.raises(AssertionError, match="3 single tokens in a graph of 2"):
         buffers.fill(step_of([1, 1, 1], rng), 2)

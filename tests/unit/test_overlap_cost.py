@@ -17,8 +17,13 @@ def test_the_example_of_the_prediction() -> None:
 
 
 def test_halves_that_communicate_longer_than_they_compute() -> None:
-    """The transfers of one half are longer than the other computes."""
-    assert predict(StepCosts(8, 2.0, 8.0), StepCosts(4, 1.0, 5.0))[TBO] == 6.0
+    """The transfers of one half are longer than the other computes: they share the link."""
+    slow = predict(StepCosts(8, 2.0, 5.0, shared=0.3), StepCosts(4, 1.2, 2.6))
+    assert slow == pytest.approx({OFF: 7.0, SBO: 6.7, TBO: 4.8})
+    # All of it is latency: a half takes as long as the whole.
+    assert predict(StepCosts(8, 2.0, 5.0), StepCosts(4, 1.0, 5.0))[TBO] == 6.0
+    # All of it is bytes.
+    assert predict(StepCosts(8, 2.0, 8.0), StepCosts(4, 1.0, 4.0))[TBO] == 8.0
 
 
 def test_shared_experts_hide_no_more_than_the_transfers_take() -> None:
@@ -103,6 +108,10 @@ def test_steps_get_what_their_size_chose() -> None:
     assert policy.choose(shape(8, splits=False)) == OFF
     assert policy.choose(shape(8, prefill=True)) == OFF, "no step with prompts was measured"
     assert policy.choose(shape(1)) == OFF
+    chosen = [policy.choices(False, range(*ends)) for ends in ((1, 4), (3, 5), (5, 8), (9, 200))]
+    assert chosen == [{OFF}, {OFF, SBO}, {OFF}, {OFF, TBO}], "graphs that service may need"
+    assert policy.choices(False, range(5, 9)) == {OFF, TBO}
+    assert policy.choices(True, range(1, 100)) == {OFF}
 
 
 def test_models_without_shared_experts_have_no_single_batch_overlap() -> None:

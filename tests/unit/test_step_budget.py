@@ -196,7 +196,7 @@ def test_prompts_get_a_part_of_steps_that_cost_much_without_them():
     """A step with prompts takes 25 ms before the first of their tokens, one without them 8."""
     cost = fitted(Device(8.0, 0.06, 0.0125, 2e-5, 1.5e-6, 25.0))
     decodes, base = StepWork(4, 0, 4000, 0), 25 + 4 * 0.0125 + 0.08
-    for count, times in ((0, 1.5), (2, 2.5), (4, 3.5), (12, 7.5), (1000, 7.5)):
+    for count, times in ((0, 1.5), (2, 2.5), (4, 3.5), (8, 5.5), (1000, 5.5)):
         found = StepBudget(None, cost).prompt_tokens(MOST, decodes, [(0, 700)] * 60, count)
         long_ms = base + found.long_tokens * 0.0125
         assert long_ms == pytest.approx(1.5 * base, rel=0.04)

@@ -10,8 +10,9 @@ import math
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Final
 
@@ -93,6 +94,7 @@ class NcclCollective(Collective):
         self._reason = ""
         self._end: Future[None] | None = None
         """The end of the communicator, once it is aborted for `_reason`."""
+        self._is_isolated = False
         group.register(self)
 
     def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
@@ -104,6 +106,8 @@ class NcclCollective(Collective):
 
     def gather_rows(self, x_TH: Tensor, counts: Sequence[int], operation: str) -> Tensor:
         check_counts(self, counts, len(x_TH), "rows")
+        if self._is_isolated and len(set(counts)) == 1:
+            return torch.cat([x_TH.detach()] * self.size)
         if len(set(counts)) > 1 or not x_TH.numel():
             return torch.cat(self._gather(x_TH.detach(), counts))
         own = x_TH.detach().contiguous().view(torch.uint8)
@@ -114,6 +118,8 @@ class NcclCollective(Collective):
     def exchange_rows(self, x_NH: Tensor, operation: str) -> Tensor:
         """As in `WindowCollective`."""
         own = x_NH.detach().contiguous()
+        if self._is_isolated:
+            return own.clone()
         out = torch.empty_like(own)
         if own.numel():
             self._run(lambda nccl: nccl.alltoall_base(out, own, [], []))
@@ -125,6 +131,16 @@ class NcclCollective(Collective):
         check_counts(self, widths, x_RV.shape[1], "columns")
         parts = self._gather(x_RV.detach().t(), widths)
         return torch.cat(parts).t()[rows].contiguous()
+
+    @contextmanager
+    def isolated(self) -> Iterator[None]:
+        """Rows that are exchanged or gathered inside are this rank's own, as many as in earnest: to
+        time what is computed with them, no rank waits for others. All ranks enter it together."""
+        self._is_isolated = True
+        try:
+            yield
+        finally:
+            self._is_isolated = False
 
     def abort(self, reason: str) -> None:
         """Returns at once: NCCL waits until no graph holds its kernels, which the caller drops."""

@@ -137,6 +137,13 @@ class DeviceWindow(ABC):
             torch.cuda.synchronize(self.signals.state.device)
         self.signals.state[DeviceStateWord.BROKEN] = int(broken)
 
+    def set_link(self, link: EmulatedLink) -> None:
+        """Changes the speed of the link that the window was made with. Nothing may be in flight."""
+        assert self.link is not None, "its region has no words of a link"
+        self.link = link
+        self.signals.state[LinkState.COST] = link.cost
+        self.signals.state[LinkState.LATENCY] = link.latency_ns
+
     def _set_timeout(self, seconds: float) -> None:
         self.timeout = seconds
         self.signals.state[DeviceStateWord.TIMEOUT_NS] = int(seconds * 1e9)

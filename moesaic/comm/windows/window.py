@@ -88,6 +88,11 @@ class SharedWindow:
         if link is not None:
             self.link = HostLink(link, self._stacked[PLANE], self.rank, group.status)
 
+    def set_link(self, link: EmulatedLink) -> None:
+        """Changes the speed of the link that the window was made with. Nothing may be in flight."""
+        assert self.link is not None, "its planes have no words of a link"
+        self.link.link = link
+
     def stacked(self, name: str) -> Tensor:
         """[size, *shape]: the planes of all ranks in one tensor."""
         return self._stacked[self._known(name)]

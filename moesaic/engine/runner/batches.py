@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moesaic.core.overlap import Overlap
 from moesaic.core.step import Step
+from moesaic.engine.runner.attention import StaticAttention
 from moesaic.engine.runner.future_tokens import FutureTokens, TokenSlots
 from moesaic.engine.runner.graphs import GraphCache, GraphKey
 from moesaic.engine.runner.pinned import Ints, PinnedRing
@@ -159,13 +160,8 @@ class GraphBatch:
         given = (graphs.plain, self._compute, device, graphs.verify, runner.schedules)
         self.graphs = GraphCache(*given)
         keys = self.graphs.keys
-        # Of the whole batch, or of both halves.
-        self.attention = {
-            key: [runner.attention.static(key.half) for _ in range(2)]
-            if key.overlap == Overlap.TBO
-            else [runner.attention.static(key)]
-            for key in keys
-        }
+        self.attention: dict[GraphKey, list[StaticAttention]] = {}
+        """Of the whole batch, or of both halves, of the graphs that have been used."""
         most = max((key.rows for key in keys), default=1)
         self.packed = torch.zeros(PACKED, most, dtype=torch.int64, device=device)
         # The lower halves of the two numbers, which hold all of them.
@@ -215,10 +211,20 @@ class GraphBatch:
         if split is not None:
             parts = sequences.cut(split.tokens[0])
             self._split.fill(split.tokens, key.rows)
-        for attention, part in zip(self.attention[key], parts, strict=True):
+        for attention, part in zip(self._attention_of(key), parts, strict=True):
             attention.fill(part)
         self.graphs.run(key)
         return None if self._hidden_BH is None else self._hidden_BH[:count].clone()
+
+    def _attention_of(self, key: GraphKey) -> list[StaticAttention]:
+        """Allocated in the first run of the body, before it is captured. Whole batches have the
+        same, whatever they overlap."""
+        halves = key.overlap == Overlap.TBO
+        key = key if halves else key._replace(overlap=Overlap.OFF)
+        if key not in self.attention:
+            make = self._runner.attention.static
+            self.attention[key] = [make(key.half), make(key.half)] if halves else [make(key)]
+        return self.attention[key]
 
     def tokens(self, key: GraphKey, count: int) -> StepTokens:
         """The rows of the step that has run last, in static buffers."""
@@ -245,7 +251,7 @@ class GraphBatch:
 
     def _layers(self, key: GraphKey, ids_B: Tensor, positions_B: Tensor) -> Tensor:
         x_BH = None if self._x_BH is None else self._x_BH[: key.rows]
-        attention = [buffers.attention for buffers in self.attention[key]]
+        attention = [buffers.attention for buffers in self._attention_of(key)]
         step = Step(prefill=False, rows=key.rows, overlap=key.overlap)
         if key.overlap == Overlap.TBO:
             halves = self._split.halves(attention, step, key.rows)

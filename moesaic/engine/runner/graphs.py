@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from tqdm import tqdm
 from moesaic.core.overlap import Overlap
 from moesaic.engine.setup.device_memory import GIB
 from moesaic.kernels.attention import MAX_FUSED_ENTRIES
+from moesaic.overlap.policy import OverlapPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,15 @@ class CapturedKey(Protocol):
     def rows(self) -> int: ...
 
     @property
+    def agreed(self) -> int: ...
+
+    @property
+    def prefill(self) -> bool: ...
+
+    @property
+    def overlap(self) -> Overlap: ...
+
+    @property
     def name(self) -> str: ...
 
 
@@ -42,6 +53,15 @@ class GraphKey(NamedTuple):
     verifies: bool = False
     """Sequences may have several rows, one more than their drafts."""
     overlap: Overlap = Overlap.OFF
+
+    @property
+    def prefill(self) -> bool:
+        return False
+
+    @property
+    def agreed(self) -> int:
+        """The bucket of all ranks."""
+        return self.rows
 
     @property
     def name(self) -> str:
@@ -61,6 +81,10 @@ class MixedKey(NamedTuple):
     agreed: int
     """The bucket of the rank with the most tokens."""
     overlap: Overlap = Overlap.OFF
+
+    @property
+    def prefill(self) -> bool:
+        return True
 
     @property
     def rows(self) -> int:
@@ -88,6 +112,9 @@ class CapturedGraphs(Generic[Key]):
     ) -> None:
         self.keys, self._body, self._device = keys, body, device
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+        self._isolated: dict[Key, torch.cuda.CUDAGraph] = {}
+        """Without NCCL's kernels, while steps are measured."""
+        self._runs_isolated = False
         self._dropped: dict[Key, bool] = {}
         """Graphs to capture again, and whether a step has run their body since."""
         self._pool: Any = None
@@ -99,6 +126,8 @@ class CapturedGraphs(Generic[Key]):
         if self._dropped.get(key):
             self._recapture(key)
         graph = self._graphs.get(key)
+        if self._runs_isolated:
+            graph = self._isolated.get(key, graph)
         if graph is not None:
             graph.replay()
             return
@@ -127,14 +156,15 @@ class CapturedGraphs(Generic[Key]):
         self.nbytes += max(0, free - torch.cuda.mem_get_info(self._device)[0])
         del self._dropped[key]
 
-    def capture(self, pool: Any) -> None:
-        """Captures the largest first: smaller ones then reuse its memory."""
-        if not self.keys:
+    def capture(self, pool: Any, keys: Sequence[Key] | None = None) -> None:
+        """Captures these (None: all), the largest first: smaller ones then reuse its memory."""
+        keys = self.keys if keys is None else keys
+        if not keys:
             return
         started, free = time.monotonic(), torch.cuda.mem_get_info(self._device)[0]
-        self._stream = stream = torch.cuda.Stream(self._device)
+        self._stream = stream = self._stream or torch.cuda.Stream(self._device)
         order = tqdm(
-            sorted(self.keys, key=lambda key: key.rows, reverse=True),
+            sorted(keys, key=lambda key: key.rows, reverse=True),
             desc=f"Capturing CUDA graphs of {self.kind} steps",
             unit="graph",
             disable=None,
@@ -152,16 +182,62 @@ class CapturedGraphs(Generic[Key]):
                 ) from error
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # the warm-up runs on that stream are not repeated
-        self.nbytes = max(0, free - torch.cuda.mem_get_info(self._device)[0])
+        nbytes = max(0, free - torch.cuda.mem_get_info(self._device)[0])
+        self.nbytes += nbytes
         logger.info(
             "captured %d CUDA graphs of %s steps, %d to %d rows, in %.1f s: they take %.2f GiB",
-            len(self._graphs),
+            len(keys),
             self.kind,
-            min(key.rows for key in self._graphs),
-            max(key.rows for key in self._graphs),
+            min(key.rows for key in keys),
+            max(key.rows for key in keys),
             time.monotonic() - started,
-            self.nbytes / GIB,
+            nbytes / GIB,
         )
+
+    def uncaptured(self, keys: Iterable[Key]) -> list[Key]:
+        return [key for key in dict.fromkeys(keys) if key not in self._graphs]
+
+    @contextmanager
+    def trial(self, pool: Any, keys: Sequence[Key]) -> Iterator[None]:
+        """Captures graphs that exist inside only."""
+        nbytes = self.nbytes
+        try:
+            self.capture(pool, keys)
+            yield
+        finally:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            for key in keys:
+                self._graphs.pop(key, None)
+            self._isolated.clear()
+            self.nbytes = nbytes
+
+    def capture_isolated(self, pool: Any, keys: Iterable[Key]) -> None:
+        """A second graph of captured keys, for `isolated`. Call it inside of a trial, where the
+        kernels of collectives are left out."""
+        assert self._stream is not None, "captured before"
+        self._isolated = {key: self._capture(key, self._stream, pool) for key in keys}
+
+    @contextmanager
+    def isolated(self) -> Iterator[None]:
+        """Runs the graphs of `capture_isolated`."""
+        self._runs_isolated = True
+        try:
+            yield
+        finally:
+            self._runs_isolated = False
+
+    def capture_chosen(self, pool: Any, policy: OverlapPolicy) -> None:
+        """Captures those of steps that the policy may choose."""
+        keys = ((key, policy.choices(key.prefill, self.tokens_of(key))) for key in self.keys)
+        self.capture(pool, self.uncaptured(key for key, chosen in keys if key.overlap in chosen))
+
+    def tokens_of(self, key: Key) -> range:
+        """How many tokens of the rank with the most a step may have that runs as this graph. A step
+        in halves whose cut is uneven may have a larger graph than it needs as a whole."""
+        fewer = sorted({other.agreed for other in self.keys if other.agreed < key.agreed})
+        apart = 2 if key.prefill and key.overlap == Overlap.TBO else 1
+        return range(1 + (fewer[-apart] if len(fewer) >= apart else 0), key.agreed + 1)
 
     def _warm_up(self, key: Key, stream: torch.cuda.Stream) -> None:
         """Runs the body once: a capture must neither compile nor let libraries allocate."""

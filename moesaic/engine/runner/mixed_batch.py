@@ -5,6 +5,7 @@ T tokens of the step · H hidden.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -48,23 +49,22 @@ class MixedBatch:
         uploads: PinnedRing,
         future_tokens: FutureTokens,
         sizes: tuple[int, ...],
+        schedules: Sequence[Overlap] = (Overlap.OFF,),
     ) -> None:
-        """`sizes`: tokens of the buckets."""
+        """`sizes`: tokens of the buckets. `schedules`: those that have graphs."""
         self._runner, self._uploads, self._future_tokens = runner, uploads, future_tokens
         device, ranks, most = runner.device, runner.ranks, max(sizes, default=0)
         self._buffers = runner.attention.mixed(most, runner.max_running) if sizes else None
         tokens, differ = () if self._buffers is None else sizes, ranks.mesh.dp > 1
-        # Where a step may be split, only steps are whole that have no graph anyway.
-        kinds = [kind for kind in runner.schedules if kind] or [Overlap.OFF]
         sizes_of_graphs = (tokens, runner.max_running)
-        self.graphs = MixedGraphs(*sizes_of_graphs, self._compute, device, differ, kinds)
+        self.graphs = MixedGraphs(*sizes_of_graphs, self._compute, device, differ, schedules)
         self._half_buffers: list[MixedBuffers] = []
-        if tokens and Overlap.TBO in kinds:
+        if tokens and Overlap.TBO in schedules:
             half = (half_rows(most), runner.max_running)
             made = (runner.attention.mixed(*half) for _ in range(2))
             self._half_buffers = [buffers for buffers in made if buffers is not None]
         self._split = SplitRows(runner, most)
-        self._attention = {key: self._attention_of(key) for key in self.graphs.keys}
+        self._attention: dict[MixedKey, list[GpuAttention]] = {}
         self._packed = torch.zeros(PACKED, most, dtype=torch.int64, device=device)
         # The lower halves of the two numbers, which hold all of them.
         self._count_1 = self._packed[COUNT].view(torch.int32)[:1]
@@ -73,18 +73,32 @@ class MixedBatch:
         self._hidden_TH = runner.hidden_buffer(most)
 
     def _attention_of(self, key: MixedKey) -> list[GpuAttention]:
-        """Of the whole batch, or of both halves."""
-        if key.overlap == Overlap.TBO:
-            sizes = half_rows(key.tokens), key.sequences
-            return [buffers.attention(*sizes) for buffers in self._half_buffers]
-        assert self._buffers is not None
-        return [self._buffers.attention(key.tokens, key.sequences)]
+        """Of the whole batch, or of both halves; allocated in the first run of the body, before it
+        is captured. Whole batches have the same, whatever they overlap."""
+        halves = key.overlap == Overlap.TBO
+        key = key if halves else key._replace(overlap=Overlap.OFF)
+        if key not in self._attention:
+            rows = half_rows(key.tokens) if halves else key.tokens
+            parts = self._half_buffers if halves else [self._buffers]
+            made = (part.attention(rows, key.sequences) for part in parts if part is not None)
+            self._attention[key] = list(made)
+        return self._attention[key]
 
     def can_run(self, plan: StepPlan) -> bool:
         """Whether the step's results may be in static buffers: scores and routed experts are read
         when the next step may have overwritten them."""
         scores = any(item.score is not None for item in plan.items)
         return not scores and not plan.is_routed
+
+    def key(
+        self, plan: StepPlan, agreed: int, split: SplitStep | None, overlap: Overlap
+    ) -> MixedKey:
+        """`agreed`: the bucket of the rank with the most tokens."""
+        assert self._buffers is not None
+        singles = self._buffers.num_singles(plan.lengths, halves=split is not None)
+        if split is None:
+            return self.graphs.key(agreed, plan.num_tokens, singles, overlap)
+        return self.graphs.key(agreed, 2 * max(split.tokens), singles, Overlap.TBO)
 
     def run(
         self,
@@ -95,15 +109,9 @@ class MixedBatch:
         split: SplitStep | None = None,
         overlap: Overlap = Overlap.OFF,
     ) -> EagerOutput:
-        """`agreed`: the bucket of the rank with the most tokens."""
-        assert self._buffers is not None
+        """`agreed`: as in `key`."""
         inputs, count = StepInputs.of(plan, slots), plan.num_tokens
-        singles = self._buffers.num_singles(plan.lengths)
-        if split is None:
-            key = self.graphs.key(agreed, count, singles, overlap)
-        else:
-            # Of a prompt that is cut, a half may have a single token.
-            key = self.graphs.key(agreed, 2 * max(split.tokens), singles + 1, Overlap.TBO)
+        key = self.key(plan, agreed, split, overlap)
         self._upload(inputs, key)
         if self._x_TH is not None and x_TH is not None:
             self._x_TH[:count].copy_(x_TH)
@@ -144,7 +152,7 @@ class MixedBatch:
         packed = self._packed[:, : key.rows]
         ids_T = self._future_tokens.resolve(packed[IDS], packed[SLOTS])
         x_TH = None if self._x_TH is None else self._x_TH[: key.rows]
-        model, attention = self._runner.model, self._attention[key]
+        model, attention = self._runner.model, self._attention_of(key)
         step = Step(prefill=True, rows=key.agreed, overlap=key.overlap)
         if key.overlap == Overlap.TBO:
             halves = self._split.halves(attention, step, key.rows)

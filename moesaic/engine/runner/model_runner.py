@@ -58,7 +58,8 @@ from moesaic.models.registry import build_model
 from moesaic.models.skewed_routers import skew_routers
 from moesaic.models.weights import fill_randomly, load_weights, sync_input_scales
 from moesaic.moe.layer import FusedMoE
-from moesaic.overlap.cost import OverlapChoice
+from moesaic.overlap.cost import ChosenOverlap, OverlapChoice
+from moesaic.overlap.policy import policy_of
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,7 @@ class ModelRunner:
         share = self._load_model(args, resolved)
         self.schedules = self._schedules(args)
         """Those that a step may have."""
+        self.overlap_policy = policy_of(args.overlap, self.schedules)
         self.draft = self._load_draft(args, resolved)
         """Makes drafts at the end of each step, if a model on the ranks does."""
         self._check_placements()
@@ -125,8 +127,8 @@ class ModelRunner:
         """KV caches from and to other instances."""
         self.overlap_choices: list[OverlapChoice] = []
         """What --overlap auto has found at start."""
-        if Overlap.TBO in self.schedules and args.overlap == "auto":
-            self.overlap_choices = calibrate(self, args)
+        if args.overlap == "auto" and Overlap.TBO in self.schedules:
+            self._choose_overlap(args)
         self.overlaps = self.steps.overlaps and not args.disable_overlap_schedule
         """Whether `begin` returns before a step is computed: plans may then have future tokens."""
         self._wait_for_helpers()
@@ -136,7 +138,7 @@ class ModelRunner:
     ) -> None:
         """Steps of a device, once their graphs are captured and what they need is warm."""
         self.steps = made = AsynchronousSteps(self, args, sizes)
-        made.prepare(() if args.skip_server_warmup else steps)
+        made.prepare(() if args.skip_server_warmup else steps, self.overlap_policy)
         if self.draft is not None:
             with self.watchdog.waiting_longer(COMPILE_SECONDS):
                 self.draft.use_graphs(sizes)
@@ -152,6 +154,14 @@ class ModelRunner:
         if args.overlap == "sbo" and not has_shared:
             logger.info("overlap: off: the model has no shared experts to compute meanwhile")
         return found
+
+    def _choose_overlap(self, args: ServerArgs) -> None:
+        """Only graphs of schedules that were chosen are captured for good."""
+        self.overlap_choices = calibrate(self, args)
+        if any(choice.chosen for choice in self.overlap_choices):
+            self.overlap_policy = ChosenOverlap(self.overlap_choices)
+        if isinstance(self.steps, AsynchronousSteps):
+            self.steps.capture(self.overlap_policy)
 
     def _wait_for_helpers(self) -> None:
         """The compiler of grammars and the planner's process start meanwhile; later they would hold

@@ -13,7 +13,8 @@ import logging
 import statistics
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -23,7 +24,8 @@ import torch
 from moesaic.config import ServerArgs
 from moesaic.core.overlap import Overlap
 from moesaic.core.step import Step
-from moesaic.engine.schedule.plan import PlanItem, StepAgreement, StepHandle, StepPlan
+from moesaic.engine.runner.trial_graphs import TrialGraphs
+from moesaic.engine.schedule.plan import PlanItem, StepAgreement, StepPlan
 from moesaic.models.blocks import SparseBlock
 from moesaic.overlap.cost import OverlapChoice, StepCosts, between
 from moesaic.overlap.split import cut_decodes, cut_prompts
@@ -82,13 +84,10 @@ def calibrate(runner: ModelRunner, args: ServerArgs) -> list[OverlapChoice]:
     """The choices for the steps that could be measured in time; all ranks of a stage make the same
     ones."""
     began = time.monotonic()
-    calibration = Calibration(runner, args)
-    with torch.inference_mode(), runner.watchdog.waiting_longer(COMPILE_SECONDS):
+    prompts = min(runner.limits.chunk_tokens, runner.max_running * runner.context_length)
+    calibration = Calibration(runner, args, sizes_of(runner.max_running, prompts))
+    with calibration.measuring():
         choices = calibration.run()
-    runner.reset_statistics()
-    for recorder in (runner.recorder, runner.balance_recorder):
-        if recorder is not None:
-            recorder.restart()
     logger.info(
         "overlap: measured %d sizes of steps in %.1f s", len(choices), time.monotonic() - began
     )
@@ -99,7 +98,15 @@ def calibrate(runner: ModelRunner, args: ServerArgs) -> list[OverlapChoice]:
 
 
 class Calibration:
-    def __init__(self, runner: ModelRunner, args: ServerArgs) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        args: ServerArgs,
+        sizes: Sequence[tuple[bool, int]],
+        all_schedules: Sequence[tuple[bool, int]] | None = None,
+    ) -> None:
+        """`sizes`: of the steps, as `sizes_of` gives them. `all_schedules`: those of them that are
+        measured with every schedule, None for all; others are only known as one batch."""
         self._runner, self._page_size = runner, args.page_size
         self._threshold = args.tbo_token_distribution_threshold
         self._number, self._spent = FIRST_REQUEST, 0.0
@@ -108,25 +115,43 @@ class Calibration:
             for module in runner.model.modules()
             if isinstance(module, SparseBlock) and module.shared_experts is not None
         ]
+        self.kinds = [self._kind(prefill, tokens) for prefill, tokens in sizes]
+        asked = sizes if all_schedules is None else all_schedules
+        self._trial = TrialGraphs(runner, self._steps(asked))
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Steps are measured inside, as graphs where they would be graphs in service."""
+        runner = self._runner
+        for part in (runner.cache.keys, runner.cache.values):
+            part[:, PAGE].view(torch.uint8).zero_()
+        with (
+            torch.inference_mode(),
+            runner.watchdog.waiting_longer(COMPILE_SECONDS),
+            self._trial.captured(),
+        ):
+            yield
+        runner.reset_statistics()
+        for recorder in (runner.recorder, runner.balance_recorder):
+            if recorder is not None:
+                recorder.restart()
 
     def run(self) -> list[OverlapChoice]:
-        limits = self._runner.limits
-        for part in (self._runner.cache.keys, self._runner.cache.values):
-            part[:, PAGE].view(torch.uint8).zero_()
+        """Of all sizes that can be measured in time, inside of `measuring`."""
         costs: dict[bool, list[StepCosts]] = {False: [], True: []}
         found = list[OverlapChoice]()
-        for prefill, tokens in sizes_of(self._runner.max_running, limits.chunk_tokens):
+        for kind in self.kinds:
             if self._slowest([self._spent])[0] > SECONDS:
                 logger.warning(
                     "overlap: after %.0f s steps of %d and more tokens are not measured: they "
                     "have the schedule of the largest that was",
                     SECONDS,
-                    tokens,
+                    kind.tokens,
                 )
                 break
-            half = between(costs[prefill], -(-tokens // 2))
-            found.append(self._measure(self._kind(prefill, tokens), half))
-            costs[prefill].append(found[-1].costs)
+            known = costs[kind.prefill]
+            found.append(self.measure(kind, between(known, -(-kind.tokens // 2))))
+            known.append(found[-1].costs)
         return found
 
     def _kind(self, prefill: bool, tokens: int) -> StepKind:
@@ -135,20 +160,37 @@ class Calibration:
         return StepKind(prefill, tokens, cut.tokens)
 
     def _lengths(self, prefill: bool, tokens: int) -> list[int]:
+        """Of no more sequences than may run."""
         if not prefill:
             return [1] * tokens
-        most = min(PROMPT, self._runner.context_length)
+        runner = self._runner
+        most = min(max(PROMPT, -(-tokens // runner.max_running)), runner.context_length)
         rest = [tokens % most] if tokens % most else []
         return [most] * (tokens // most) + rest
 
-    def _measure(self, kind: StepKind, half: StepCosts | None) -> OverlapChoice:
-        """`half`: of half as many tokens, None if they are not known."""
-        splits = kind.can_split and half is not None
-        schedules = [one for one in self._runner.schedules if splits or one != Overlap.TBO]
+    def _steps(
+        self, all_schedules: Sequence[tuple[bool, int]]
+    ) -> Iterator[tuple[StepPlan, StepAgreement]]:
+        for kind in self.kinds:
+            has_all = (kind.prefill, kind.tokens) in all_schedules
+            for schedule in self._schedules(kind) if has_all else [Overlap.OFF]:
+                yield self._plan(kind), self._agreement(kind, schedule)
+
+    def _schedules(self, kind: StepKind) -> list[Overlap]:
+        return [one for one in self._runner.schedules if kind.can_split or one != Overlap.TBO]
+
+    def measure(
+        self, kind: StepKind, half: StepCosts | None, schedules: Sequence[Overlap] | None = None
+    ) -> OverlapChoice:
+        """`half`: of half as many tokens, None if they are not known. `schedules`: those that are
+        measured, one batch among them; all unless given, but two halves of unknown costs."""
+        if schedules is None:
+            schedules = self._schedules(kind)
+            schedules = [one for one in schedules if half is not None or one != Overlap.TBO]
         for schedule in schedules:
             self._timed(kind, schedule)  # compiles
         begin = time.monotonic()
-        rounds = [self._round(kind, schedules) for _ in range(ROUNDS)]
+        rounds = [self._round(kind, schedules, number) for number in range(ROUNDS)]
         self._spent += time.monotonic() - begin
         shared_experts = self._shared_seconds(kind)
         mine = [seconds for times in rounds for seconds in (*times, shared_experts)]
@@ -162,49 +204,53 @@ class Calibration:
         costs = StepCosts(kind.tokens, compute, off - compute, min(max(shared), compute))
         return OverlapChoice(kind.prefill, costs, half, times)
 
-    def _round(self, kind: StepKind, schedules: Sequence[Overlap]) -> list[float]:
-        """Seconds of each schedule, and of the compute of one batch."""
-        found = [self._timed(kind, schedule) for schedule in schedules]
-        seconds, inside = found[schedules.index(Overlap.OFF)]
+    def _round(self, kind: StepKind, schedules: Sequence[Overlap], number: int) -> list[float]:
+        """Seconds of each schedule, and of the compute of one batch. Every other round has the
+        reverse order."""
+        order = schedules if number % 2 else reversed(schedules)
+        found = {schedule: self._timed(kind, schedule) for schedule in order}
+        seconds, inside = found[Overlap.OFF]
         compute = seconds - inside
         if self._runner.watchdog.windows:  # kernels of a device
-            with self._runner.watchdog.compiling_only():
+            with self._trial.alone():
                 compute = self._timed(kind, Overlap.OFF)[0]
-        return [*(total for total, _ in found), compute]
+        return [*(found[schedule][0] for schedule in schedules), compute]
 
     def _timed(self, kind: StepKind, schedule: Overlap) -> tuple[float, float]:
         """Seconds of a step, and those of them in dispatches and combines of ranks on CPU: of
         several steps in a row behind one that all ranks end together."""
+        count = HOST_STEPS
         if self._on_device:
             count = PREFILLS if kind.prefill else DECODES
-            return self._timed_on_device(kind, schedule, count), 0.0
-        self._begin(kind, schedule).wait()
+        plans = [self._plan(kind) for _ in range(1 + count)]
+        agreement = self._agreement(kind, schedule)
+        if self._on_device:
+            return self._timed_on_device(plans, agreement), 0.0
+        first, *others = plans
+        self._runner.begin(first, agreement).wait()
         begin, before = time.perf_counter(), self._transfer_seconds()
-        for _ in range(HOST_STEPS):
-            self._begin(kind, schedule).wait()
+        for plan in others:
+            self._runner.begin(plan, agreement).wait()
         inside = self._transfer_seconds() - before
-        return (time.perf_counter() - begin) / HOST_STEPS, inside / HOST_STEPS
+        return (time.perf_counter() - begin) / count, inside / count
 
-    def _timed_on_device(self, kind: StepKind, schedule: Overlap, count: int) -> float:
-        """From the end of a step to the end of the last, while the host launches ahead."""
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        handles = [self._begin(kind, schedule)]
-        first.record()
-        handles += [self._begin(kind, schedule) for _ in range(count)]
-        last.record()
+    def _timed_on_device(self, plans: Sequence[StepPlan], agreement: StepAgreement) -> float:
+        """From the end of the first step to the end of the last, while the host launches ahead."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        handles = [self._runner.begin(plans[0], agreement)]
+        begin.record()
+        handles += [self._runner.begin(plan, agreement) for plan in plans[1:]]
+        end.record()
         for handle in handles:
             handle.wait()
-        last.synchronize()
-        return first.elapsed_time(last) * 1e-3 / count
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e-3 / (len(plans) - 1)
 
-    def _begin(self, kind: StepKind, schedule: Overlap) -> StepHandle:
+    def _agreement(self, kind: StepKind, schedule: Overlap) -> StepAgreement:
         groups = self._runner.ranks.mesh.dp
         split = (kind.first_half,) * groups if schedule == Overlap.TBO else ()
         counts, nothing = (kind.tokens,) * groups, (0,) * groups
-        agreement = StepAgreement(
-            0, counts, nothing, kind.prefill, overlap=schedule, first_half=split
-        )
-        return self._runner.begin(self._plan(kind), agreement)
+        return StepAgreement(0, counts, nothing, kind.prefill, overlap=schedule, first_half=split)
 
     @property
     def _on_device(self) -> bool:

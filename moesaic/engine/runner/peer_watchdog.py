@@ -28,10 +28,15 @@ ROLLED_BACK = "the supervisor rolls this rank back"
 
 class PeerWatchdog:
     def __init__(
-        self, lifecycle: Lifecycle, status: RankStatus | None, windows: Sequence[DeviceWindow] = ()
+        self,
+        lifecycle: Lifecycle,
+        status: RankStatus | None,
+        windows: Sequence[DeviceWindow] = (),
+        nccl: Sequence[NcclCollective] = (),
     ) -> None:
-        """`status`: None if no supervisor rolls the rank back."""
+        """`status`: None if no supervisor rolls the rank back. `nccl`: what dispatchers use."""
         self.lifecycle, self.windows, self._status = lifecycle, tuple(windows), status
+        self._nccl = tuple(nccl)
         self._lost = (-1, "")
         """The generation that has lost a connection, and what is known of it."""
         if status is not None:
@@ -45,9 +50,9 @@ class PeerWatchdog:
         owners = [*moe.comm.buffers.values(), *ranks.device_collectives]
         found = [getattr(owner, "window", None) for owner in owners]
         windows = [window for window in found if isinstance(window, DeviceWindow)]
-        waits = bool(windows or ranks.device_collectives)
-        waits = waits or any(isinstance(owner, NcclCollective) for owner in owners)
-        return cls(moe.comm.group.lifecycle, ranks.status if waits else None, windows)
+        nccl = [one for one in moe.comm.buffers.values() if isinstance(one, NcclCollective)]
+        waits = bool(windows or ranks.device_collectives or nccl)
+        return cls(moe.comm.group.lifecycle, ranks.status if waits else None, windows, nccl)
 
     @property
     def nbytes(self) -> int:
@@ -72,6 +77,19 @@ class PeerWatchdog:
     def compiling_only(self) -> AbstractContextManager[object]:
         """Compiles the kernels launched inside without exchanging anything."""
         return _all(window.isolated() for window in self.windows)
+
+    @property
+    def has_nccl(self) -> bool:
+        """Whether rows cross between nodes by NCCL."""
+        return bool(self._nccl)
+
+    def alone(self) -> AbstractContextManager[object]:
+        """As `compiling_only`, where NCCL brings no rows either."""
+        stack = ExitStack()
+        stack.enter_context(self.compiling_only())
+        for one in self._nccl:
+            stack.enter_context(one.isolated())
+        return stack
 
     def _watch(self, status: RankStatus) -> None:
         while True:

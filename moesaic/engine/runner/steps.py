@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from moesaic.config import ServerArgs
+from moesaic.core.overlap import Overlap
 from moesaic.core.step import Step
 from moesaic.engine.runner.batches import PACKED, EagerBatch, EagerOutput, GraphBatch, IdleBatch
 from moesaic.engine.runner.device_penalties import DevicePenalties
 from moesaic.engine.runner.future_tokens import DRAWN, FutureTokens, SamplingPath, TokenSlots
-from moesaic.engine.runner.graphs import GraphKey
+from moesaic.engine.runner.graphs import CapturedGraphs, GraphKey
 from moesaic.engine.runner.matchers import GrammarMask, MaskKey
 from moesaic.engine.runner.mixed_batch import MixedBatch
 from moesaic.engine.runner.pinned import DeviceEvent, PinnedRing
@@ -56,6 +57,7 @@ from moesaic.engine.schedule.plan import (
 from moesaic.engine.setup.device_memory import describe_gpu
 from moesaic.engine.setup.graph_sizes import GraphSizes, mixed_graph_sizes
 from moesaic.kernels.sampling import greedy_rows
+from moesaic.overlap.policy import OverlapPolicy
 
 if TYPE_CHECKING:
     from moesaic.engine.runner.model_runner import ModelRunner
@@ -120,6 +122,16 @@ class DeviceStep:
         return self.plan.items[self.host_row(n)[0]]
 
 
+CapturedStep = tuple[CapturedGraphs[Any], Any]
+
+
+def mixed_schedules(args: ServerArgs, runner: ModelRunner) -> tuple[Overlap, ...]:
+    """The schedules of steps with prompts that have graphs. With --overlap tbo only those with
+    drafts are whole, and those that keep more than a graph does."""
+    splits_all = args.overlap == "tbo" and not runner.limits.drafts
+    return (Overlap.TBO,) if splits_all and Overlap.TBO in runner.schedules else runner.schedules
+
+
 class AsynchronousSteps:
     @torch.inference_mode()
     def __init__(self, runner: ModelRunner, args: ServerArgs, sizes: GraphSizes) -> None:
@@ -149,23 +161,43 @@ class AsynchronousSteps:
         self._idle = IdleBatch(runner) if self._has_peers else None
         self._eager = EagerBatch(*shared, self._idle)
         mixed_sizes = mixed_graph_sizes(args, runner.limits.tokens) if sizes.plain else ()
-        self.mixed_batch = MixedBatch(*shared, mixed_sizes)
+        self.mixed_batch = MixedBatch(*shared, mixed_sizes, mixed_schedules(args, runner))
         self.graph_batch = GraphBatch(*shared, sizes)
         self.graphs = self.graph_batch.graphs
+        self._pool: Any = None
+        """Memory of all graphs."""
 
     @torch.inference_mode()
-    def prepare(self, idle_steps: Sequence[tuple[int, bool]]) -> None:
+    def prepare(self, idle_steps: Sequence[tuple[int, bool]], policy: OverlapPolicy) -> None:
         """Captures graphs, and runs steps without tokens of this rank, so that no peer waits for
         kernels to compile. `idle_steps`: most tokens of a rank, and whether any prefills."""
+        self.capture(policy)
         with self._runner.watchdog.waiting_longer(COMPILE_SECONDS):
-            if self._runner.device.type == "cuda":
-                pool = torch.cuda.graph_pool_handle()
-                self.mixed_batch.graphs.capture(pool)
-                self.graphs.capture(pool)
             for agreement in idle_agreements(self._runner, idle_steps):
                 step = self._step(agreement)
                 self._run_idle(step, SplitStep.of(self._runner, agreement, step))
             self._runner.watchdog.lifecycle.check()
+
+    @torch.inference_mode()
+    def capture(self, policy: OverlapPolicy) -> None:
+        """Captures the graphs of steps that the policy may choose, and that have none yet."""
+        if self._runner.device.type != "cuda":
+            return
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        with self._runner.watchdog.waiting_longer(COMPILE_SECONDS):
+            self.mixed_batch.graphs.capture_chosen(self._pool, policy)
+            self.graphs.capture_chosen(self._pool, policy)
+
+    def graph_of(self, plan: StepPlan, agreement: StepAgreement) -> CapturedStep | None:
+        """The graphs and the key of a step; None if it runs kernel by kernel."""
+        if (key := self._graph_key(plan, agreement)) is not None:
+            return self.graphs, key
+        bucket, mixed = self._mixed_bucket(agreement), self.mixed_batch
+        if bucket is None or not mixed.can_run(plan):
+            return None
+        split = SplitStep.of(self._runner, agreement, self._step(agreement))
+        return mixed.graphs, mixed.key(plan, bucket, split, agreement.overlap)
 
     def begin(self, plan: StepPlan, agreement: StepAgreement, x_TH: Tensor | None) -> DeviceStep:
         runner = self._runner

@@ -128,6 +128,8 @@ class InflightStep:
     """And of its decodes."""
     drafting: int = 0
     """The drafts that each request may have; if any, it was planned when all tokens were known."""
+    is_overlapped: bool = True
+    """It was planned while another step was in flight, or steps never are."""
     started_at: int = field(default_factory=time.monotonic_ns)
     begun_at: int = 0
     """When it was launched, if the device had nothing else to do; else 0."""

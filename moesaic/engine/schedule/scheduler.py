@@ -60,7 +60,7 @@ class SchedulerConfig:
     delayer: PrefillDelayer | None = None
     max_drafts: int = sys.maxsize
     """Most drafts of a step."""
-    columns: bool = True
+    has_draft_model: bool = False
     """Requests that only decode are columns; a draft model needs an item of each."""
     reuses_arrived: bool = False
     """Prompts that other instances compute are looked up in the prefix cache, too."""
@@ -207,7 +207,7 @@ class Scheduler:
         the requests that may take part (None: all). `ahead`: includes requests whose next token is
         in flight, if they do not need it on the host. `drafts`: some requests have drafts."""
         planned: Plan = {}
-        self._fill_table(uses_table=only is None and self.config.columns)
+        self._fill_table(uses_table=only is None and not (drafts and self.config.has_draft_model))
         if drafts:
             self._take_drafted()
         rows, waiting = self.decode_table.choose(ahead)

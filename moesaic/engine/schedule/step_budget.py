@@ -26,7 +26,7 @@ BASE_TIMES: Final = 1.5
 AUTO_MS: Final = 30.0
 # Where more prompts wait than requests decode, long steps hold up few: the bound for short prompts
 # rises with the prompts for each that decodes, up to this many.
-MOST_CROWD: Final = 3.0
+MOST_CROWD: Final = 2.0
 # A prompt is short if it takes up to this many steps by the bound for short ones.
 SHORT_STEPS: Final = 2
 # Tokens of short prompts beside a long one, whatever the bound: else they would wait for its end.

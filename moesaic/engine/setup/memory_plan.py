@@ -17,6 +17,7 @@ from moesaic.comm.collectives.pipeline import PipeSpec
 from moesaic.comm.mesh import Mesh, RankPlace, mesh_of
 from moesaic.config import ServerArgs
 from moesaic.config.resolve import CHUNKS
+from moesaic.core.speculation import MOST_DRAFTS
 from moesaic.engine.setup.dense_setup import dense_weights
 from moesaic.engine.setup.device_memory import (
     GIB,
@@ -60,8 +61,6 @@ from moesaic.moe.quant.weights import WeightFormat
 from moesaic.moe.shape_only import ShapeOnlyGroup
 
 DEFAULT_MAX_RUNNING = {"cpu": 64, "cuda": 256}
-# Drafts of a step: each takes a row of logits and, in low-latency dispatch, of the buffers.
-MOST_DRAFTS = 1024
 # The largest message of a collective and of a pipeline: longer ones are split.
 COLLECTIVE_BYTES = 4 << 20
 MESSAGE_BYTES = 1 << 20
@@ -423,12 +422,12 @@ def step_limits(args: ServerArgs, mesh: Mesh, context: int) -> StepLimits:
 
 
 def most_drafts(args: ServerArgs, running: int) -> int:
-    """The most drafts of a step: those of all requests, up to a bound that one of them may fill."""
+    """The most drafts of a step: those of all requests, up to a bound."""
     if args.speculative_algorithm is None:
         return 0
     assert args.speculative_num_draft_tokens is not None, "the arguments are not resolved"
     each = args.speculative_num_draft_tokens - 1
-    return min(running * each, max(MOST_DRAFTS, each))
+    return min(running * each, MOST_DRAFTS)
 
 
 def pipe_spec(mesh: Mesh, limits: StepLimits, hidden_size: int, dtype: torch.dtype) -> PipeSpec:

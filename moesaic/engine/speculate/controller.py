@@ -5,38 +5,42 @@ measured, by the number of its requests and of drafts that each may have: a step
 overlaps with the host's work, and one with drafts needs the newest tokens first. What is not chosen
 is tried again from time to time, as rarely as it is slow, so that a choice can be taken back.
 
-K positions of drafts.
+K positions of drafts · N numbers of drafts that are chosen from.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-# Steps in which none is tried; and all drafts, which is at least so many steps and requests.
-TRIED_PLAIN: Final = 4
-TRIED_DRAFTS: Final = 8
+# Steps of a try; where more drafts are tried than are chosen, at least so many steps and requests.
+TRIED: Final = 4
+TRIED_MORE: Final = 8
 TRIED_REQUESTS: Final = 32
-# Between two tries are at least as many steps, and so many that a try costs at most this share.
+# Tries of one number cost at most this share of the tokens, and are at least so many steps apart.
+TRY_SHARE: Final = 0.004
 BETWEEN_TRIES: Final = 100
-TRY_SHARE: Final = 0.008
+# Steps after which a number is tried that was never measured, next to the chosen one.
+UNTIL_FIRST: Final = 16
 # What another choice must give beyond the present one.
-MARGIN: Final = 1.02
+MARGIN: Final = 1.01
 # Requests and steps whose drafts count fully; steps whose milliseconds do. Older ones fade.
 WINDOW: Final = 200
-TIMED: Final = 16
+TIMED: Final = 32
 # Acceptance of a draft before there were any, which counts as so many requests.
 HOPED: Final = 0.7
 HOPE: Final = 2
-# What was known before a try counts as no more requests.
+# What was known of drafts that are tried anew counts as no more requests.
 KNOWN: Final = 16
 # Numbers of drafts that are chosen from, and the most.
 CHOICES: Final = (0, 1, 2, 3, 4, 6, 8)
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(slots=True)
@@ -61,13 +65,15 @@ class BatchTimes:
     trial: int = 0
     """The drafts that are tried, in the next `left` steps."""
     left: int = 0
-    until_try: int = 0
-    num_tries: int = 0
+    due: dict[int, int] = field(default_factory=dict)
+    """In how many steps each number is tried again."""
 
-    def ms(self, choices: Sequence[int]) -> NDArray[np.float64]:
+    def is_known(self, number: int) -> bool:
+        return number in self.times and self.times[number].count > 1
+
+    def ms(self, choices: Sequence[int]) -> Floats:
         """Of steps with each number of drafts; in between where one was not measured."""
-        known = sorted(number for number, time in self.times.items() if time.count > 1)
-        known = known or sorted(self.times)
+        known = sorted(filter(self.is_known, self.times))
         return np.interp(choices, known, [self.times[number].ms for number in known])
 
 
@@ -101,43 +107,48 @@ class DraftController:
         batch = self._batches.setdefault(round(2 * math.log2(requests)), BatchTimes())
         batch.times.setdefault(allowed, MeanTime()).observe(ms)
         if allowed == self.num_drafts:  # else the last choice is not carried out yet
-            tried = {0: TRIED_PLAIN, self.most: max(TRIED_DRAFTS, TRIED_REQUESTS // requests)}
-            self.num_drafts = self._choose(batch, tried)
+            self.num_drafts = self._choose(batch, requests)
 
-    def _choose(self, batch: BatchTimes, tried: Mapping[int, int]) -> int:
-        """`tried`: in how many steps, by the number of drafts."""
+    def _choose(self, batch: BatchTimes, requests: int) -> int:
         if batch.left:
             batch.left -= 1
             return batch.trial
-        for number, steps in tried.items():
-            if number not in batch.times:
-                batch.until_try = BETWEEN_TRIES
+        for number, steps in ((0, TRIED), (self.most, _steps_of_more(requests))):
+            if not batch.is_known(number):
                 return self._try(batch, number, steps)
-        ms = batch.ms(self._choices)
-        gains = np.concatenate(([1.0], 1 + np.cumsum(self._accepted_K)))[self._choices]
-        speeds = gains / ms
-        best = int(np.argmax(speeds))
+        ms_N = batch.ms(self._choices)
+        gains_N = np.concatenate(([1.0], 1 + np.cumsum(self._accepted_K)))[self._choices]
+        speeds_N = gains_N / ms_N
+        best = int(np.argmax(speeds_N))
         if self.num_drafts in self._choices:
             now = self._choices.index(self.num_drafts)
-            best = best if speeds[best] > MARGIN * speeds[now] else now
-        batch.until_try -= 1
-        if batch.until_try < 0:
-            number = self._another(batch, self._choices[best])
-            place = self._choices.index(number)
-            lost = tried[number] * ms[place] / ms[best] * (1 - speeds[place] / speeds[best])
-            batch.until_try = max(BETWEEN_TRIES, int(lost / TRY_SHARE))
-            return self._try(batch, number, tried[number])
+            best = best if speeds_N[best] > MARGIN * speeds_N[now] else now
+        for place in self._others(best):
+            number, more = self._choices[place], place > best
+            is_known, steps = batch.is_known(number), _steps_of_more(requests) if more else TRIED
+            worse = max(0.0, 1 - speeds_N[place] / speeds_N[best])
+            lost = (steps + 1) * worse * ms_N[place] / ms_N[best]
+            wait = max(BETWEEN_TRIES, int(lost / TRY_SHARE))
+            batch.due[number] = batch.due.get(number, wait if is_known else UNTIL_FIRST) - 1
+            if batch.due[number] >= 0:
+                continue
+            batch.due[number] = wait
+            if not is_known:  # its acceptance is known well enough
+                return self._try(batch, number, TRIED)
+            behind_K = self._seen_K[self._choices[best] :]
+            np.minimum(behind_K, KNOWN, out=behind_K)
+            return self._try(batch, number, steps)
         return self._choices[best]
 
-    def _another(self, batch: BatchTimes, chosen: int) -> int:
-        """All drafts and none, in turns, unless one of them is chosen."""
-        batch.num_tries += 1
-        number = self.most if batch.num_tries % 2 else 0
-        return number if number != chosen else self.most - number
+    def _others(self, best: int) -> Iterator[int]:
+        """Places of what is tried beside the best one: its neighbours, none, and all drafts."""
+        last = len(self._choices) - 1
+        yield from {max(0, best - 1), min(last, best + 1), 0, last} - {best}
 
     def _try(self, batch: BatchTimes, number: int, steps: int) -> int:
-        """What is found in a try counts more than what was known before it."""
         batch.trial, batch.left = number, steps - 1
-        if number:
-            np.minimum(self._seen_K, KNOWN, out=self._seen_K)
         return number
+
+
+def _steps_of_more(requests: int) -> int:
+    return max(TRIED_MORE, TRIED_REQUESTS // requests)

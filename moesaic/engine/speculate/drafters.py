@@ -1,6 +1,6 @@
 """The drafters by algorithm. A module that core/speculation.py names registers one of two kinds:
 
-- a `Drafter`, which the host of a serving group's planner asks before each plan;
+- a `Drafter`, which the host of a serving group's planner asks after each step;
 - a `DraftSource`, from which each rank builds its part of a model that makes drafts at the end of
   each step (draft_phase.py).
 """
@@ -32,7 +32,8 @@ class Drafter(Protocol):
     """Proposes tokens. Steps verify the proposals, so that they change no answer."""
 
     def propose(self, requests: Sequence[Request]) -> None:
-        """Sets `drafts` of requests that decode; the host knows all their tokens."""
+        """Sets `drafts` of requests that decode, to follow the tokens that the host knows. Of those
+        with tokens in flight it only counts whether there are any: then the next step waits."""
 
 
 MakeDrafter = Callable[[ServerArgs, Speculation, "ModelRunner"], Drafter]

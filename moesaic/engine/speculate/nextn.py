@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 
 class NextNDraft:
-    """The first such layer, which continues its own output, too."""
+    """The first such layer, which continues its own output, too: after its norm, as that of the
+    target comes after its final norm."""
 
     reads_target = True
 
@@ -43,10 +44,10 @@ class NextNDraft:
         self, rows: DraftRows, hidden_TH: Tensor, attention: AttentionStep, step: Step
     ) -> Tensor:
         found: Tensor = self.net(rows.next_ids_T, rows.positions_T, hidden_TH, attention, step)
-        return found
+        return self.net.norm(found)
 
     def logits(self, hidden_RH: Tensor, counts: Sequence[int]) -> Tensor:
-        return self.net.logits(hidden_RH, counts)
+        return self.net.head(hidden_RH, counts)
 
 
 @dataclass(frozen=True)

@@ -33,17 +33,11 @@ from moesaic.engine.schedule.quarantine import Quarantine
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.schedule.scheduler import NOTHING, Schedule, Scheduler, SchedulerConfig
 from moesaic.engine.schedule.scheduler_metrics import SchedulerMetrics
-from moesaic.engine.speculate.controller import DraftController
-from moesaic.engine.speculate.drafters import Drafter, make_drafter
+from moesaic.engine.speculate.drafters import Drafter
+from moesaic.engine.worker.draft_planner import DraftPlanner
 from moesaic.engine.worker.plan_items import history_of, plan_item
 
 logger = logging.getLogger(__name__)
-
-
-# A step that ends so many times its own seconds after the last one was waited for by nobody.
-IDLE_TIMES: Final = 2.0
-# More drafts than any request gets.
-ANY_NUMBER: Final = 1 << 20
 
 
 class PlannedWork(NamedTuple):
@@ -90,16 +84,7 @@ class Planner:
         group: int = 0,
         drafter: Drafter | None = None,
     ) -> None:
-        self.runner, self.drafter = runner, drafter or make_drafter(args, runner)
-        self.draft_steps = 0 if runner.draft is None else runner.draft.num_steps
-        """Tokens that the ranks' draft model proposes at the end of a step, at most."""
-        self.controller = _controller(args)
-        """None: requests have all drafts that the drafter proposes."""
-        self.agreed_drafts: int | None = None
-        """What all groups plan next, as each with requests has wanted; None: this one decides."""
-        self._observed_at = 0.0
-        self._drafting = 0
-        """The drafts of a request that the last plan was made for."""
+        self.runner = runner
         self._new_pages: list[int] = []
         """Allocated since the last plan; the next step clears them."""
         self.kv = KVManager(
@@ -109,6 +94,7 @@ class Planner:
             on_take=self._new_pages.extend,
         )
         self.scheduler = Scheduler(_scheduler_config(args, runner), self.kv)
+        self.drafts = DraftPlanner(args, runner, self.scheduler, drafter)
         speculation = speculation_of(args)
         most_drafts = 0 if speculation is None else speculation.num_drafts
         self.metrics = SchedulerMetrics(
@@ -196,7 +182,7 @@ class Planner:
         """The next step, with an empty plan if there is nothing to compute. `parts`: how many
         steps share the decoding requests. A request that breaks the plan is found and ended as one
         that breaks a step; an error that no request causes ends all of them."""
-        self._drafting = 0
+        self.drafts.skip()
         try:
             chosen = self._try_suspects()
             if chosen is NO_WORK and self.scheduler.has_work:
@@ -216,16 +202,18 @@ class Planner:
         ended, self._ended = self._ended, []
         self.num_steps += 1
         is_routed = bool(self._routed) and any(item.num_routed for item in items)
-        facts = (ended, is_routed, decodes, min(self.draft_steps, self._drafting))
+        facts = (ended, is_routed, decodes, self.drafts.steps_planned)
         plan = StepPlan(items, pages, prefill, *facts)
-        return InflightStep(plan, work, decoding, drafting=self._drafting)
+        step = InflightStep(plan, work, decoding)
+        self.drafts.begin(step)
+        return step
 
     def _choose(self, parts: int) -> PlannedWork:
         """The work of the next step. Nothing counts as done before all of it is known, so that an
         error leaves all requests as they were; the error is raised if no request causes it."""
         num_open, schedule = len(self.states), NOTHING
         try:
-            drafts = self._propose()
+            drafts = self.drafts.propose()
             ahead = self.runner.overlaps and not drafts
             schedule = self.scheduler.schedule(parts, ahead=ahead, drafts=drafts)
             return self._plan_work(schedule)
@@ -238,35 +226,6 @@ class Planner:
             if chosen is NO_WORK and len(self.states) == num_open:
                 raise
             return chosen
-
-    def _propose(self) -> bool:
-        """Sets the drafts of the next step; False if it is to have none."""
-        most = self._drafting = self._next_drafts
-        if not most:
-            return False
-        running = self.scheduler.running
-        asked = [r for r in running if r.is_decoding and not r.pending and r.may_draft]
-        if self.drafter is not None:
-            self.drafter.propose(asked)
-        for request in asked:
-            if len(request.drafts) > most:
-                request.drafts = request.drafts[:most]
-        return True
-
-    @property
-    def wanted_drafts(self) -> int:
-        """The most drafts of a request that this group would plan; -1 without requests. With some,
-        a plan needs the tokens of all steps in flight."""
-        if not self.scheduler.has_work:
-            return -1
-        if self.drafter is None and not self.draft_steps:
-            return 0
-        return ANY_NUMBER if self.controller is None else self.controller.num_drafts
-
-    @property
-    def _next_drafts(self) -> int:
-        wanted = self.wanted_drafts if self.agreed_drafts is None else self.agreed_drafts
-        return max(0, wanted)
 
     def _try_suspects(self) -> PlannedWork:
         """A step for the next set of suspects; those that cannot be computed now are dropped."""
@@ -292,28 +251,16 @@ class Planner:
             return NO_WORK
         history, work = self._histories.get, schedule.items
         items = [plan_item(planned, history(planned.request.request_no)) for planned in work]
-        if self.draft_steps and self._drafting:
+        if self.drafts.steps_planned:
             for planned, item in zip(work, items, strict=True):
-                self._plan_drafts(planned, item)
+                self.drafts.complete_item(planned, item)
         return PlannedWork(work, items, *self.scheduler.decode_table.plan(schedule.rows))
-
-    def _plan_drafts(self, planned: PlannedItem, item: PlanItem) -> None:
-        """Tells the ranks' draft model what it needs beside the item."""
-        request = planned.request
-        if item.sample is None:
-            item.next_id = (*request.token_ids[planned.stop : planned.stop + 1], 0)[0]
-            return
-        most = len(request.prompt_ids) + request.max_new_tokens
-        room = min(len(request.pages) * self.kv.page_size, most)
-        # The step's token and a draft behind it must be allowed, and have pages.
-        ahead = self.scheduler.config.drafts_ahead
-        if planned.confirmed + 2 < most and (not ahead or planned.stop < room):
-            item.draft_until = room - 1
 
     def rollback(self, steps: Iterable[InflightStep]) -> list[Request]:
         """Undoes all in-flight steps and returns their requests; their pages are cleared again, and
         all pages are sent again."""
         suspects: dict[Request, None] = {}
+        self.drafts.restart()
         for step in reversed([*steps]):
             self._new_pages += step.plan.clear if step.has_requests else []
             self._ended += step.plan.ended if step.has_requests else []
@@ -334,22 +281,12 @@ class Planner:
     def observe(self, step: InflightStep, result: StepResult, seconds: float) -> None:
         """Counts a step that has run, before it is applied."""
         self.metrics.observe(step, result, seconds)
-        controller, acceptance = self.controller, self.metrics.acceptance
-        if controller is None:
-            return
-        requests, now = step.num_decoding, time.monotonic()
-        # From one step's end to the next one's: what the host does in between counts, too, unless
-        # there was nothing to do.
-        whole, self._observed_at = now - self._observed_at, now
-        ms = 1000 * (whole if whole < IDLE_TIMES * seconds else seconds)
-        if step.drafting:
-            controller.observe_drafts(acceptance.accepted, requests, step.drafting)
-        if not step.plan.prefill:
-            controller.observe_step(requests, ms, step.drafting)
-        self.metrics.counts.num_drafts = self._next_drafts
+        self.drafts.observe(step, seconds, self.metrics.acceptance)
+        self.metrics.counts.num_drafts = self.drafts.allowed
 
     def apply(self, step: InflightStep, result: StepResult) -> None:
         """Steps are applied in the order in which they were planned."""
+        self.drafts.end()
         if step.decoding.requests:
             self._apply_decodes(step, result)
         routed_of = result.routed_of(step.plan.items)
@@ -454,13 +391,6 @@ class Planner:
             state.finish(reason)
 
 
-def _controller(args: ServerArgs) -> DraftController | None:
-    speculation = speculation_of(args)
-    if speculation is None:
-        return None
-    return DraftController(speculation.num_drafts, not args.disable_speculative_adaptive)
-
-
 def _scheduler_config(args: ServerArgs, runner: ModelRunner) -> SchedulerConfig:
     return SchedulerConfig(
         max_running=runner.max_running,
@@ -474,7 +404,7 @@ def _scheduler_config(args: ServerArgs, runner: ModelRunner) -> SchedulerConfig:
         max_drafts=runner.limits.drafts or sys.maxsize,
         reuses_arrived=args.disaggregation_decode_enable_radix_cache,
         drafts_ahead=0 if runner.draft is None else runner.draft.positions_ahead,
-        columns=runner.draft is None,
+        has_draft_model=runner.draft is not None,
     )
 
 

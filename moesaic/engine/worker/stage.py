@@ -61,14 +61,17 @@ class Stage:
     """Steps that a pipeline has in flight at once."""
     holds_prompts = False
     """A group has held prompts back from the last step, so that there is more to do."""
-    awaits_tokens = False
-    """A group needs the tokens of all steps in flight for its next plan."""
     reports: Sequence[RankReport] = ()
     """What the ranks of the stage have told of moving experts, if these move."""
 
     @property
     def is_trial(self) -> bool:
         """The next step looks for a request that breaks it: one step, and one group, at a time."""
+        return False
+
+    @property
+    def awaits_tokens(self) -> bool:
+        """The group that this rank plans for needs the tokens of all steps in flight."""
         return False
 
     def may_plan(self) -> bool:
@@ -105,11 +108,14 @@ class SingleStage(Stage):
     def is_trial(self) -> bool:
         return self._planner.num_suspects > 0
 
+    @property
+    def awaits_tokens(self) -> bool:
+        return self._planner.drafts.awaits_tokens
+
     def agree(self, step: InflightStep) -> None:
         self.number += 1
         if self._status is not None:
             self._status.begin_step(self.number)
-        self.awaits_tokens = self._planner.wanted_drafts > 0
         plan, work = step.plan, step.work
         counts = (plan.num_tokens,) if plan.has_work else ()
         step.agreement = StepAgreement(
@@ -151,6 +157,10 @@ class FirstStage(Stage):
     @property
     def is_trial(self) -> bool:
         return any(self._suspects)
+
+    @property
+    def awaits_tokens(self) -> bool:
+        return self._planner is not None and self._planner.drafts.awaits_tokens
 
     def may_plan(self) -> bool:
         """Only the first group with suspects computes, so that its requests break the step."""
@@ -195,17 +205,14 @@ class FirstStage(Stage):
 
     @property
     def _wanted_drafts(self) -> int:
-        return -1 if self._planner is None else self._planner.wanted_drafts
+        return -1 if self._planner is None else self._planner.drafts.wanted
 
     def _settle_drafts(self, wanted: Sequence[int]) -> None:
         """All groups plan as many drafts as the one that wants most: a step with drafts of one is
         no faster than with those of all, and draft models run on all ranks."""
         most = max(wanted)
-        if most < 0:  # no group has requests
-            return
-        self.awaits_tokens = most > 0
-        if self._planner is not None:
-            self._planner.agreed_drafts = most
+        if most >= 0 and self._planner is not None:  # else no group has requests
+            self._planner.drafts.agreed = most
 
     def _report(self) -> RankReport | tuple[()]:
         if not self._moves:

@@ -11,8 +11,7 @@ from moesaic.config import ServerArgs
 from moesaic.core.overlap import Overlap
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.schedule.plan import StepAgreement, StepPlan
-from moesaic.overlap.cost import ChosenOverlap
-from moesaic.overlap.policy import POLICIES, NoOverlap, OverlapPolicy, StepShape
+from moesaic.overlap.policy import NoOverlap, OverlapPolicy, StepShape
 from moesaic.overlap.split import cut_decodes, cut_prompts
 
 WHOLE: Final = -1
@@ -33,13 +32,8 @@ class StepSplitter:
     @classmethod
     def of(cls, args: ServerArgs, runner: ModelRunner) -> StepSplitter:
         """Steps that keep the slots of their tokens are not split."""
-        policy: OverlapPolicy = POLICIES.get(args.overlap or "off", NoOverlap)()
-        if runner.schedules == (Overlap.OFF,):
-            policy = NoOverlap()
-        elif runner.overlap_choices:
-            policy = ChosenOverlap(runner.overlap_choices)
         return cls(
-            policy,
+            runner.overlap_policy,
             args.tbo_token_distribution_threshold,
             lambda plan: plan.is_routed or runner.records_tokens,
         )

@@ -210,6 +210,7 @@ class Worker:
 
     def _restart(self, generation: int) -> None:
         """Abandons the step and resumes with all ranks in the next generation; errors are final."""
+        self._wake = None  # of the generation that ends
         self.link.status.generation = generation
         while self._rollback is None or self._rollback.generation != generation:
             self._handle(self._receive_order())

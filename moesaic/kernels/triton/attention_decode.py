@@ -1,8 +1,9 @@
 """Decoding: one query of each sequence over its cached tokens, cut into splits.
 
 A program handles one key/value head of one split; the query heads that share it are the rows of its
-tile. The last program of a sequence and head to finish, known by a counter, merges the results of
-all splits, which saves a second kernel.
+tile. Programs of extra splits come first, as these are of the longest sequences. The last program
+of a sequence and head to finish, known by a counter, merges the results of all splits, which saves
+a second kernel.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from moesaic.kernels.attention import (
     MAX_FUSED_ENTRIES,
     DecodeRows,
+    ExtraSplits,
     HeadEntry,
     LayerPages,
     Out,
@@ -76,6 +78,7 @@ MAX_MERGED = 16
 MERGED_WIDTH = 128
 # Channels of half a head that a thread norms.
 THREAD_CHANNELS = 8
+EXTRA = ("extra_seqs", "extra_counts", "extra_first")
 
 
 def choose_config(rows: int, key_bytes: int, splits: Splits) -> AttentionTile:
@@ -169,11 +172,15 @@ def _decode(
     config = choose_config(per_kv, key_bytes, splits)
     tiles = kv_heads * -(-per_kv // config.rows)
     assert batch.counters.numel() >= num_seqs * tiles, (batch.counters.shape, num_seqs, tiles)
-    partial, sums = _partials((num_seqs, splits.count, kv_heads * per_kv), q, cache.value_dim)
+    # What a window shows is short.
+    extra = None if softmax.window else batch.extra
+    room = 0 if extra is None else len(extra.sequences_X)
+    places = num_seqs * splits.count + room if room or splits.count > 1 else 0
+    partial, sums = _partials((places, kv_heads * per_kv), q, cache.value_dim)
     rest = q.values if q.rest is None else q.rest
     values = cache.keys if cache.values is None else cache.values
     pdl = dependent_launch(out_TNV)
-    decode_kernel[(tiles, splits.count, num_seqs)](
+    decode_kernel[(tiles, splits.count, -(-room // splits.count) + num_seqs)](
         q.values, rest, cache.keys, values, out_TNV, scales_TG, softmax.sinks_N, partial, sums,
         batch.counters, batch.rows_B, batch.kv_lens_B, batch.first_B, batch.pages,
         *strides(q.values), *strides(rest), *strides(cache.keys), *strides(values),
@@ -181,9 +188,10 @@ def _decode(
         softmax.scale * cache.k_scale * LOG2_E,
         cache.v_scale if cache.values is not None else cache.k_scale,
         splits.count, -(-splits.chunk // config.block) * config.block, **fused.arguments(),
+        **extra_arguments(extra), ROOM=room,
         ENTRY_ROWS=0 if fused.entry is None else entry_rows(per_kv, cache.value_dim, config),
         GROUP=per_kv, ROWS=config.rows, **channels(q), V=cache.value_dim, PAGE=cache.page_size,
-        BLOCK_N=config.block, SPLIT=splits.count > 1, **merging(per_kv, cache.value_dim, config),
+        BLOCK_N=config.block, SPLIT=places > 0, **merging(per_kv, cache.value_dim, config),
         SHARED=cache.values is None, WINDOW=softmax.window or 0, PDL=pdl.on,
         num_warps=config.warps, num_stages=config.stages, **pdl.options,
     )  # fmt: skip
@@ -199,9 +207,15 @@ def _output_parts(out: Tensor | Rows, heads: int, value_dim: int) -> tuple[Tenso
     return out.values.view(rows, heads, value_dim), out.scales
 
 
-def _partials(size: tuple[int, int, int], q: Queries, value_dim: int) -> tuple[Tensor, Tensor]:
-    """Buffers for the results of each split and head; a single split needs none."""
-    if size[1] == 1:
+def extra_arguments(extra: ExtraSplits | None) -> dict[str, Tensor | None]:
+    if extra is None:
+        return dict.fromkeys(EXTRA)
+    return dict(zip(EXTRA, (extra.sequences_X, extra.counts_B, extra.first_B), strict=True))
+
+
+def _partials(size: tuple[int, int], q: Queries, value_dim: int) -> tuple[Tensor, Tensor]:
+    """Buffers for the results of each split and head; single splits need none."""
+    if not size[0]:
         return q.values, q.values
     parts = torch.empty(*size, value_dim, dtype=torch.float32, device=q.values.device)
     return parts, torch.empty(size, dtype=torch.float32, device=q.values.device)
@@ -209,7 +223,7 @@ def _partials(size: tuple[int, int, int], q: Queries, value_dim: int) -> tuple[T
 
 @triton.jit(
     do_not_specialize=["scale_row", "scale_group", "num_splits", "least_chunk"],
-    do_not_specialize_on_alignment=[*PACKED, "counters"],
+    do_not_specialize_on_alignment=[*PACKED, "counters", *EXTRA],
 )
 def decode_kernel(
     q1_p, q2_p, keys, values, out, scales, sinks, partial, sums, counters,
@@ -217,7 +231,8 @@ def decode_kernel(
     q1_row, q1_head, q2_row, q2_head, k_slot, k_head, v_slot, v_head, out_row, out_head,
     scale_row, scale_group, scale, v_scale, num_splits, least_chunk,
     slots_p, cos, sin, q_norm, k_norm, cos_row, eps, k_factor, v_factor,
-    ENTRY_ROWS: tl.constexpr,
+    extra_seqs, extra_counts, extra_first,
+    ENTRY_ROWS: tl.constexpr, ROOM: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, V: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, HEADS: tl.constexpr,
     WIDTH: tl.constexpr, MERGED: tl.constexpr, SHARED: tl.constexpr, WINDOW: tl.constexpr,
@@ -226,12 +241,26 @@ def decode_kernel(
     BLOCKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     tile, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     # The host wrote the page tables: loading them need not wait for the previous kernel.
+    place, beyond = seq * num_splits + split, 0
+    of_seq = num_splits
+    if ROOM > 0:
+        ahead = tl.cdiv(ROOM, num_splits)
+        is_extra, regular = seq < ahead, (tl.num_programs(2) - ahead) * num_splits
+        found = tl.load(extra_seqs + place, mask=is_extra & (place < ROOM), other=-1)
+        seq = tl.where(is_extra, found, seq - ahead)
+        if seq < 0:
+            return
+        first_extra = tl.load(extra_first + seq)
+        split = tl.where(is_extra, num_splits + place - first_extra, split)
+        place = tl.where(is_extra, regular + place, seq * num_splits + split)
+        beyond = regular + first_extra - (seq + 1) * num_splits
+        of_seq += tl.load(extra_counts + seq)
     kv_len = tl.load(kv_lens + seq)
     row = tl.load(rows_p + seq).to(tl.int64)
     pages = pages_p + tl.load(first_p + seq)
     oldest = tl.maximum(kv_len - WINDOW, 0) if WINDOW > 0 else 0
     begin = oldest // BLOCK_N * BLOCK_N
-    chunk = tl.cdiv(tl.cdiv(kv_len - begin, num_splits), BLOCK_N) * BLOCK_N
+    chunk = tl.cdiv(tl.cdiv(kv_len - begin, of_seq), BLOCK_N) * BLOCK_N
     chunk = tl.maximum(chunk, least_chunk)
     used = tl.cdiv(kv_len - begin, chunk)
     if split >= tl.maximum(used, 1):
@@ -300,12 +329,11 @@ def decode_kernel(
         store_heads(target, x, 0, heads, valid, V, tile_width(V))
     else:
         num_heads = tl.num_programs(0) // BLOCKS * GROUP
-        first = seq.to(tl.int64) * num_splits * num_heads
-        place = first + split * num_heads + heads
+        spot = place.to(tl.int64) * num_heads + heads
         # The result of this split alone, and the logarithm of its weight.
         some = total > 0
-        store_rows(partial, place * V, acc / tl.where(some, total, 1.0)[:, None], valid, V)
-        tl.store(sums + place, tl.where(some, top + tl.log2(total), LOWEST), mask=valid)
+        store_rows(partial, spot * V, acc / tl.where(some, total, 1.0)[:, None], valid, V)
+        tl.store(sums + spot, tl.where(some, top + tl.log2(total), LOWEST), mask=valid)
         # All threads store before one of them counts.
         tl.debug_barrier()
         counter = counters + seq * tl.num_programs(0) + tile
@@ -313,8 +341,9 @@ def decode_kernel(
             tl.store(counter, 0)
             real = (tile % BLOCKS) * ROWS + tl.arange(0, HEADS)
             merge_splits(
-                (partial, sums, first, num_heads, used), target, sinks, kv_head * GROUP + real,
-                real < GROUP, v_scale, q1.dtype, HEADS, V, WIDTH, MERGED,
+                (partial, sums, seq * num_splits, num_splits, beyond, num_heads, used), target,
+                sinks, kv_head * GROUP + real, real < GROUP, v_scale, q1.dtype, HEADS, V, WIDTH,
+                MERGED,
             )  # fmt: skip
 
 
@@ -353,7 +382,7 @@ def merge_splits(
 ):
     """Merges the results of the splits, some channels at a time, as if one program had attended all
     tokens. Bypasses the L1 cache, as other processors wrote them."""
-    partial, sums, first, num_heads, used = splits
+    partial, sums, _, _, _, _, used = splits
     for column in range(0, tile_width(V), WIDTH):
         d = column + tl.arange(0, WIDTH)
         acc = tl.zeros((HEADS, WIDTH), tl.float32)
@@ -363,9 +392,9 @@ def merge_splits(
             weights, parts = (), ()
             for part in tl.static_range(MERGED):
                 there = valid & (start + part < used)
-                place = first + (start + part) * num_heads + heads
+                spot = split_spot(splits, start + part, heads)
                 x = tl.load(
-                    partial + place[:, None] * V + d[None, :],
+                    partial + spot[:, None] * V + d[None, :],
                     mask=there[:, None] & (d[None, :] < V),
                     other=0.0,
                     cache_modifier=".cg",
@@ -375,8 +404,8 @@ def merge_splits(
             tl.debug_barrier()
             for part in tl.static_range(MERGED):
                 there = valid & (start + part < used)
-                place = first + (start + part) * num_heads + heads
-                found = tl.load(sums + place, mask=there, other=LOWEST, cache_modifier=".cg")
+                spot = split_spot(splits, start + part, heads)
+                found = tl.load(sums + spot, mask=there, other=LOWEST, cache_modifier=".cg")
                 weights = weights + (found,)
             new_top = top
             for part in tl.static_range(MERGED):
@@ -389,6 +418,14 @@ def merge_splits(
                 total += share
         y = finish(acc, total, top, sinks, heads, valid, v_scale).to(DTYPE)
         store_heads(target, y, column, heads, valid, V, WIDTH)
+
+
+@triton.jit
+def split_spot(splits, number, heads):
+    """Where split `number` of the sequence has its result: extra ones are behind all others."""
+    _, _, first, num_splits, beyond, num_heads, _ = splits
+    place = first + number + tl.where(number < num_splits, 0, beyond)
+    return place.to(tl.int64) * num_heads + heads
 
 
 @triton.jit

@@ -1,0 +1,109 @@
+"""What drafts cost and give where steps overlap: the real planner, controller and step loop over a
+device of made-up times, which are those of an H200."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from moesaic.engine.speculate.ngram import NgramDrafter
+from moesaic.engine.speculate.ngram_index import NgramIndex
+from tests.timed_device import VOCABULARY, Clock, Rate, Service, Text
+
+NGRAM = {"speculative_algorithm": "NGRAM"}
+FIXED = {"disable_speculative_adaptive": True}
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("time.monotonic", lambda: made.ms / 1e3)
+    monkeypatch.setattr("time.monotonic_ns", lambda: round(made.ms * 1e6))
+    return made
+
+
+def free(number: int, position: int) -> int:
+    """No three tokens come twice."""
+    return (number * 7919 + position * 104_729 + position * position * 31) % VOCABULARY
+
+
+def loops(number: int, position: int) -> int:
+    return (number * 977 + position % 64) % VOCABULARY
+
+
+def words() -> Text:
+    """Half of the tokens follow from the two before, the others are mostly frequent ones: matches
+    of three tokens are common, and their continuation is mostly wrong."""
+    texts: dict[int, tuple[list[int], random.Random]] = {}
+
+    def text(number: int, position: int) -> int:
+        tokens, chance = texts.setdefault(number, ([number] * 3, random.Random(number)))
+        while len(tokens) <= position:
+            rare = min(2002, int(chance.paretovariate(0.8)))
+            follows = (tokens[-1] * 31 + tokens[-2] * 17 + 5) % 2003
+            tokens.append(follows if chance.random() < 0.55 else rare)
+        return tokens[position]
+
+    return text
+
+
+def speed(service: Service, batch: int, settle: float = 1000, ms: float = 3000) -> float:
+    service.open(batch)
+    service.run(settle)
+    return service.run(ms)
+
+
+def ngram(clock: Clock, text: Text, **flags: Any) -> Service:
+    return Service(clock, text, NgramDrafter(NgramIndex(10**7, 18), 11), **NGRAM, **flags)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_text_without_repetitions_costs_nothing(clock: Clock, batch: int) -> None:
+    """Steps overlap although drafts are allowed, as none is in sight."""
+    plain = speed(Service(clock, free), batch)
+    for flags in ({}, FIXED):
+        assert speed(ngram(clock, free, **flags), batch) > 0.998 * plain
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_repetitions_that_are_mostly_wrong_are_turned_off(clock: Clock, batch: int) -> None:
+    plain = speed(Service(clock, words()), batch)
+    assert speed(ngram(clock, words(), **FIXED), batch) < 0.95 * plain
+    assert speed(ngram(clock, words()), batch) > 0.98 * plain
+
+
+@pytest.mark.parametrize(("batch", "times"), [(1, 2.9), (8, 4.8), (32, 5.9)])
+def test_repetitive_text(clock: Clock, batch: int, times: float) -> None:
+    plain = speed(Service(clock, loops), batch)
+    fixed = speed(ngram(clock, loops, **FIXED), batch)
+    assert fixed > times * plain
+    assert speed(ngram(clock, loops), batch) > 0.97 * fixed
+
+
+def guessed(clock: Clock, rate: float, drafts: int, **flags: Any) -> Service:
+    drafter = Rate(free, rate, drafts, random.Random(1))
+    return Service(clock, free, drafter, speculative_num_draft_tokens=drafts + 1, **NGRAM, **flags)
+
+
+@pytest.mark.parametrize(
+    ("rate", "batch"), [(0.0, 1), (0.5, 1), (0.9, 1), (0.5, 8), (0.9, 8), (0.0, 32), (0.5, 32)]
+)
+def test_the_controller_against_every_fixed_number(clock: Clock, rate: float, batch: int) -> None:
+    plain = speed(Service(clock, free), batch)
+    fixed = [speed(guessed(clock, rate, number, **FIXED), batch) for number in (1, 2, 3, 4)]
+    found = speed(guessed(clock, rate, 4), batch, ms=10_000)
+    assert found > 0.985 * plain and found > 0.975 * max(fixed)
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+def test_a_wrong_draft_model_is_turned_off(clock: Clock, batch: int) -> None:
+    """Then requests that only decode are columns, as without one, and steps overlap."""
+    plain = speed(Service(clock, free), batch)
+    flags = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "x"}
+    service = Service(clock, free, steps=3, rate=0.0, draft_ms=0.3, **flags)
+    assert speed(service, batch, settle=1500) > 0.985 * plain
+    assert service.planner.drafts.wanted == 0 and len(service.loop.inflight[0].plan.decodes)
+    service = Service(clock, free, steps=3, rate=0.95, draft_ms=0.3, **flags)
+    assert speed(service, batch) > 1.4 * plain

@@ -1,0 +1,71 @@
+"""What a rank does with the supervisor's messages, which a script gives here."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from moesaic.core.messages import (
+    AnyMessage,
+    ResumeSteps,
+    RollbackStep,
+    StepAbandoned,
+    Wake,
+)
+from moesaic.engine.worker.worker import Worker
+
+
+class ScriptedLink:
+    """Has messages for a rank, and asserts that it waits for no further one."""
+
+    rank = 1
+
+    def __init__(self, messages: list[AnyMessage]) -> None:
+        self.status = SimpleNamespace(generation=0)
+        self.sent: list[Any] = []
+        self.generations: list[int] = []
+        self._messages = messages
+        self.send, self.restart = self.sent.append, self.generations.append
+
+    def poll(self, seconds: float) -> bool:
+        return bool(self._messages)
+
+    def receive(self, timeout: float | None = None, waits_for: str = "") -> AnyMessage:
+        assert self._messages, f"waits to {waits_for or 'be woken'}"
+        return self._messages.pop(0)
+
+
+class Round(SimpleNamespace):
+    def restart(self, number: int, suspects: list[int]) -> None:
+        self.number = number
+
+
+def make_worker(messages: list[AnyMessage]) -> tuple[Any, ScriptedLink]:
+    """A rank of a later stage, without a model."""
+    worker: Any = object.__new__(Worker)
+    link = worker.link = ScriptedLink(messages)
+    worker.leader = worker.planner = worker._wake = worker._rollback = None
+    worker.stage = Round(number=7)
+    worker.runner = SimpleNamespace(abandon=lambda reason: None)
+    worker.loop = SimpleNamespace(slack=0.0, inflight=[])
+    return worker, link
+
+
+def test_a_rank_that_is_woken_before_it_sleeps_does_not_sleep() -> None:
+    worker, _ = make_worker([Wake(9)])
+    worker._handle_received()
+    worker._sleep()
+    assert worker.stage.number == 9
+
+
+def test_a_rollback_ends_a_wake_before_it() -> None:
+    """Else the rank would step alone when the others sleep, and wait for them in vain."""
+    orders = [Wake(9), RollbackStep(0, 1, 9, "an error"), ResumeSteps(1, 12, [0]), Wake(15)]
+    worker, link = make_worker(orders[:1])
+    worker._handle_received()
+    link._messages += orders[1:]
+    worker._restart(1)
+    assert [(type(sent), sent.generation) for sent in link.sent] == [(StepAbandoned, 1)]
+    assert (worker.stage.number, link.status.generation, link.generations) == (12, 1, [1])
+    worker._sleep()
+    assert worker.stage.number == 15
