@@ -366,9 +366,9 @@ class DecodeBuffers:
         max_kv_len = table.max_pages * cache.page_size
         self._splits = decode_splits(cache, rows, max_kv_len)
         self._sizes = [*[rows] * 4, ROOM, rows, rows]
-        self._packed = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
+        self._padding = to_device(self._pack([np.empty(0, np.int32)] * 7), device)
+        self._packed = self._padding.clone()
         slots_T, positions_T, kv_lens_T, first_T, *extra = self._packed.split(self._sizes)
-        slots_T.fill_(-1)
         if deterministic:
             prefill = _single_queries(kv_lens_T, first_T, pages)
             self.attention = GpuAttention(cache, slots_T, positions_T, None, prefill, True)
@@ -393,20 +393,21 @@ class DecodeBuffers:
         first = sequences.first_B[number]
         slots = self.table.slots(self.cache.page_size, first, position)
         columns = [slots, position, position + 1, first, *extra_splits(position + 1, self._splits)]
-        packed = packed_columns(columns, self._sizes, [-1, *[0] * 6])
-        self._packed.copy_(pinned(packed, self._packed.device), non_blocking=True)
+        packed = pinned(self._pack(columns), self._packed.device)
+        self._packed.copy_(packed, non_blocking=True)
+
+    def _pack(self, columns: Sequence[Ints]) -> Ints:
+        return packed_columns(columns, self._sizes, [-1, 0, 0, 0, -1, 0, 0])
 
     def fill_singles(self, positions_B: Tensor, first_B: Tensor) -> None:
         """A token of each sequence at positions that only the device may know; `first_B`: the first
         entries of the sequences in the page table. None has extra splits."""
         size = self.cache.page_size
         slots_B = self.table.pages[first_B + positions_B // size] * size + positions_B % size
-        self._packed.zero_()
-        slots_T, *others, _, _, _ = self._packed.split(self._sizes)
-        slots_T.fill_(-1)
-        columns = (slots_B, positions_B, positions_B + 1, first_B)
-        for column_T, column_B in zip((slots_T, *others), columns, strict=True):
-            column_T[: len(column_B)].copy_(column_B)
+        self._packed.copy_(self._padding)
+        columns_T = self._packed[: 4 * self.rows].view(4, self.rows)
+        columns_B = torch.stack((slots_B, positions_B, positions_B + 1, first_B))
+        columns_T[:, : len(positions_B)].copy_(columns_B)
 
 
 def packed_columns(columns: Sequence[Ints], sizes: Sequence[int], rest: Sequence[int]) -> Ints:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from operator import attrgetter
 
 import pytest
 import torch
@@ -321,6 +322,22 @@ def test_a_long_sequence_has_extra_splits(
 
     want = attend(TorchAttention(cpu, spans), qkv)
     assert relative_error(attend(step, padded.to(DEVICE)), want) < BOUND
+
+
+def test_positions_of_the_device_fill_buffers_like_those_of_the_host() -> None:
+    cache = PagedCache(CacheSpec(1, M, D, D), 20, PAGE, torch.float32, DEVICE)
+    table = PageTable(3, 2000, DEVICE)
+    sequences = table.put(make_spans([(1, 10), (1, 1), (1, 6)]))
+    host, device = (DecodeBuffers(cache, 5, table) for _ in range(2))
+    host.fill(sequences)
+    for positions in ([3, 2, 1], [9, 0, 5]):  # what was filled in before is gone
+        columns = torch.tensor(positions), torch.from_numpy(sequences.first_B)
+        device.fill_singles(*(column.to(DEVICE) for column in columns))
+    for name in ("rows_B", "kv_lens_B", "first_B", "extra.sequences_X", "extra.counts_B"):
+        found = attrgetter(name)
+        assert torch.equal(found(device.attention.decode), found(host.attention.decode)), name
+    assert torch.equal(device.attention.slots_T, host.attention.slots_T)
+    assert torch.equal(device.positions_T, host.positions_T)
 
 
 def test_buffers_refuse_what_does_not_fit() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -12,13 +11,9 @@ import torch
 from moesaic.comm.collectives.nccl_collective import NcclCollective
 from moesaic.comm.lifecycle import Lifecycle, Membership
 from moesaic.core.overlap import Overlap
-from moesaic.core.step import Step
 from moesaic.engine.runner.graphs import GraphCache, GraphKey, MixedGraphs, MixedKey
-from moesaic.engine.runner.mixed_batch import MixedBatch
 from moesaic.engine.runner.overlap_calibration import Calibration
 from moesaic.engine.runner.peer_watchdog import PeerWatchdog
-from moesaic.engine.runner.split_step import SplitStep
-from moesaic.engine.schedule.plan import PlanItem, StepPlan
 from moesaic.overlap.cost import ChosenOverlap, OverlapChoice, StepCosts
 from moesaic.overlap.policy import NoOverlap, SingleBatch, TwoBatches
 
@@ -144,28 +139,6 @@ def test_isolated_ranks_gather_their_own_rows() -> None:
         assert torch.equal(nccl.exchange_rows(x_TH, "combine"), x_TH)
     with pytest.raises(pytest.fail.Exception, match="reached NCCL"):
         nccl.exchange_rows(x_TH, "combine")
-
-
-@pytest.mark.parametrize(
-    ("lengths", "first", "sequences"),
-    [
-        ([1, 1], 1, 2),  # all that may run
-        ([1, 5], 3, 2),  # a cut may leave a half a single token
-        ([4], 2, 2),
-    ],
-)
-def test_halves_have_room_for_single_tokens(lengths: list[int], first: int, sequences: int) -> None:
-    batch = object.__new__(MixedBatch)
-    made: dict[str, Any] = {
-        "_buffers": SimpleNamespace(num_singles=lambda lengths: int((lengths == 1).sum())),
-        "_runner": SimpleNamespace(max_running=2),
-        "graphs": MixedGraphs((64,), 2, lambda key: None, CPU, schedules=(TBO,)),
-    }
-    vars(batch).update(made)
-    items = [PlanItem(row, [3] * length, 0, row) for row, length in enumerate(lengths)]
-    split = SplitStep((first, sum(lengths) - first), (Step(), Step()))
-    key = batch.key(StepPlan(items, prefill=True), 64, split, TBO)
-    assert key == MixedKey(64, sequences, 64, TBO) and key in batch.graphs.keys
 
 
 def test_measured_prompts_are_no_more_than_may_run() -> None:
