@@ -12,6 +12,7 @@ from moesaic.config.flags import nearest
 # Each command is a module of this package with `run(argv) -> int`, which is imported on use.
 COMMANDS = {
     "serve": "start the HTTP server",
+    "router": "serve one address in front of several servers",
     "generate": "answer prompts on the command line",
     "bench": "measure a server, or the engine alone",
     "eval": "score a model, or a server, on problems with answers",

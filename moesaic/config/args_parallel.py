@@ -43,6 +43,8 @@ REFUSED_RUNNER_BACKENDS = dict.fromkeys(
     OTHER_RUNNER_BACKENDS, "it is not built: leave it out, and the weights decide, " + REGISTER
 ) | dict.fromkeys(LORA_RUNNER_BACKENDS, "LoRA adapters are not served: leave it out")
 TRANSFER_BACKENDS = ("mooncake", "nixl", "ascend", "fake", "mori", "mooncake_tcp")
+# Those that transfer something have one provider so far.
+TRANSFER_BACKENDS_BY_TCP = ("nixl", "ascend", "mori", "mooncake_tcp")
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class ParallelArgs:
         choices=LOAD_BALANCE_METHODS,
         same={"minimum_tokens": "total_tokens", "shortest_queue": "total_requests"},
         built=("auto", "round_robin", "total_requests", "total_tokens"),
-        why="it is for prefill/decode disaggregation, which is not built",
+        why="a decode instance finds a request by its room, whichever group has it",
     )
     nnodes: int = flag(1, "Number of nodes.", at_least=1)
     node_rank: int = flag(0, "Number of this node.", at_least=0)

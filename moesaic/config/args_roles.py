@@ -15,6 +15,7 @@ from moesaic.config.args_parallel import (
     REFUSED_RUNNER_BACKENDS,
     RUNNER_BACKENDS,
     TRANSFER_BACKENDS,
+    TRANSFER_BACKENDS_BY_TCP,
 )
 from moesaic.config.flags import flag, not_built
 from moesaic.core.speculation import ALGORITHMS, MOST_DRAFTS, SAME, UNQUANTISED
@@ -138,31 +139,49 @@ class SpeculativeArgs:
 @dataclass(frozen=True)
 class DisaggregationArgs:
     GROUP: ClassVar[str] = "Prefill/decode disaggregation"
-    WHY: ClassVar[str] = "a server does both prefill and decode"
 
-    disaggregation_mode: str = not_built(
+    disaggregation_mode: str = flag(
         "null",
-        "Serve only prefill or only decode; null: both.",
+        "Which half of a request with a bootstrap_room this instance does: it computes the prompt, "
+        "or continues it; null: there are no such requests.",
         choices=("null", "prefill", "decode"),
     )
-    disaggregation_transfer_backend: str = not_built(
-        "mooncake", "How the KV cache is transferred.", choices=TRANSFER_BACKENDS
+    disaggregation_transfer_backend: str = flag(
+        "mooncake",
+        "How the KV cache is transferred: by TCP, whichever is named.",
+        choices=TRANSFER_BACKENDS,
+        idle=TRANSFER_BACKENDS_BY_TCP,
+        built=("mooncake",),
+        why="KV caches travel by TCP",
     )
-    disaggregation_bootstrap_port: int = not_built(
-        8998, "Port for the rendezvous of prefill and decode.", at_least=1, at_most=65535
+    disaggregation_bootstrap_port: int = flag(
+        8998,
+        "Port of a prefill instance, on --host, where decode instances ask for prompts.",
+        at_least=1,
+        at_most=65535,
     )
     disaggregation_ib_device: str | None = not_built(
-        None, "InfiniBand devices, comma-separated; unset: detected."
+        None, "InfiniBand devices, comma-separated.", why="KV caches travel by TCP"
     )
-    disaggregation_decode_enable_radix_cache: bool = not_built(
-        False, "Reuse shared prefixes on the decode side."
+    disaggregation_decode_enable_radix_cache: bool = flag(
+        False,
+        "A decode instance looks up prompts in its own prefix cache, and only the rest is sent.",
     )
     num_reserved_decode_tokens: int = not_built(
-        512, "Tokens reserved for each running request.", at_least=0
+        512,
+        "Tokens reserved for each running request.",
+        at_least=0,
+        why="what running requests are likely to need is estimated by --schedule-conservativeness",
     )
     disaggregation_decode_polling_interval: int = not_built(
-        1, "Steps between two polls for received caches.", at_least=1
+        1,
+        "Steps between two polls for received caches.",
+        at_least=1,
+        why="what arrives wakes the scheduler, which does not poll",
     )
     disaggregation_decode_extra_slots: int | None = not_built(
-        None, "Request slots for caches in transfer.", at_least=0
+        None,
+        "Request slots for caches in transfer.",
+        at_least=0,
+        why="a request has its slot from its reservation on",
     )

@@ -33,6 +33,7 @@ from moesaic.config.overlap import (
 )
 from moesaic.config.speculation import speculation_defaults, speculation_problems
 from moesaic.core.addresses import host_and_port, is_address
+from moesaic.core.speculation import ALGORITHMS, SAME
 
 logger = logging.getLogger(__name__)
 
@@ -416,6 +417,8 @@ def _graphs(args: ServerArgs) -> Iterator[str]:
 
 
 def _roles(args: ServerArgs) -> Iterator[str]:
+    if args.disaggregation_mode != "null":
+        yield from _halves(args)
     decode_cache = args.disaggregation_decode_enable_radix_cache
     if decode_cache and args.disaggregation_mode != "decode":
         yield (
@@ -427,9 +430,20 @@ def _roles(args: ServerArgs) -> Iterator[str]:
             "--disaggregation-decode-enable-radix-cache and --disable-radix-cache exclude each "
             "other: keep one"
         )
-    if args.disaggregation_mode == "prefill" and args.disaggregation_transfer_backend == "fake":
-        yield "--disaggregation-transfer-backend fake sends nothing: prefill needs a real one"
     yield from speculation_problems(args)
+
+
+def _halves(args: ServerArgs) -> Iterator[str]:
+    """What an instance that does one half of its requests cannot have."""
+    shown = f"--disaggregation-mode {args.disaggregation_mode}"
+    if (device := device_of(args)) != "cpu":
+        yield f"{shown} with --device {device}: KV caches travel between CPU ranks only so far"
+    algorithm = ALGORITHMS.get(SAME.get(name := args.speculative_algorithm or "", name))
+    if algorithm is not None and algorithm.on_ranks:
+        yield (
+            f"{shown} with --speculative-algorithm {name}: the cache of a draft model is not sent "
+            "between instances yet: leave it out, or give NGRAM to the decode instance"
+        )
 
 
 def _https(args: ServerArgs) -> Iterator[str]:

@@ -134,6 +134,9 @@ ROUTE_FIELDS: Final[dict[str, ForeignField]] = {
     **_refused(
         f"{_TO_CHATS} or /generate, or return_token_ids to a completion", "return_prompt_token_ids"
     ),
+    **_refused(
+        f"{_TO_CHATS}, /v1/completions or /generate", "bootstrap_host bootstrap_port bootstrap_room"
+    ),
     # Chats.
     **_refused("give it to a route with messages or input", "tools"),
     **_refused("tools are rendered as they are given", "tool_choice", ("auto",)),
@@ -261,9 +264,9 @@ FOREIGN_FIELDS: Final[dict[str, ForeignField]] = {
     **_refused("no session is kept: send the whole prompt", "session_params"),
     **_refused("the server's --log-requests decides about logs", "no_logs"),
     **_refused(
-        "prompts and answers are computed by one server",
-        "bootstrap_host bootstrap_port bootstrap_room bootstrap_pair_key decode_tp_size "
-        "disagg_prefill_dp_rank kv_transfer_params ec_transfer_params",
+        "two instances find each other by bootstrap_host, bootstrap_port and bootstrap_room",
+        "bootstrap_pair_key decode_tp_size disagg_prefill_dp_rank kv_transfer_params "
+        "ec_transfer_params",
     ),
     **_refused("the prefix cache has no storage behind it", "kv_hints"),
     **_refused("SGLang's processes use it among themselves", "http_worker_ipc"),

@@ -35,6 +35,12 @@ class Abort(Message):
     request_no: int
 
 
+class Runnable(Message):
+    """From a leader: a request no longer waits for another instance."""
+
+    request_no: int
+
+
 class Query(Message):
     """A question to the leaders of all serving groups, or to `every` rank. The supervisor adds a
     reply of group -1 to info and stats: its own view of the ranks."""
@@ -193,6 +199,7 @@ class Beat(Message):
 AnyMessage = (
     Submit
     | Abort
+    | Runnable
     | Query
     | QueryReply
     | StepOutput

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from moesaic.core.disagg import KVTarget, Room, Ticket
 from moesaic.core.sampling import SamplingParams
 
 TopLogprobs = list[tuple[float, int]]
@@ -64,6 +65,10 @@ class NewRequest(msgspec.Struct, array_like=True):
     """Only requests with the same one share pages of the prefix cache."""
     token_ids_logprob: tuple[int, ...] = ()
     """Tokens whose logprobs are reported at every position."""
+    room: Room | None = None
+    """Where another instance computes its prompt, or continues it."""
+    kv_target: KVTarget | None = None
+    """Where the KV cache of its prompt goes once it is computed."""
 
 
 class RequestPhase(Enum):
@@ -73,6 +78,16 @@ class RequestPhase(Enum):
     """For pages, at first or after a retraction."""
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class ArrivingPrompt(msgspec.Struct):
+    """The KV cache of a prompt that another instance computes: that of the tokens from `first` up
+    to `stop` comes with `ticket`, which is None until the request has pages."""
+
+    ticket: Ticket | None = None
+    first: int = 0
+    stop: int = 0
+    is_here: bool = False
 
 
 class Request(NewRequest, eq=False):
@@ -125,6 +140,10 @@ class Request(NewRequest, eq=False):
     """The host samples its next token, and needs the one before for that."""
     sampling_sent: bool = False
     """A plan has told the ranks how its row of the page table is sampled."""
+    arriving: ArrivingPrompt | None = None
+    """Another instance computes its prompt; None once a step has moved that to its pages."""
+    kv_sent: int = 0
+    """The tokens whose KV cache steps have sent, or are to send, to its `kv_target`."""
 
     def __post_init__(self) -> None:
         self.token_ids = [*self.prompt_ids, *self.emitted]
@@ -177,6 +196,11 @@ class Request(NewRequest, eq=False):
         """Steps give it tokens and nothing else, which depend on the logits alone."""
         is_asked = self.return_logprob or self.routed_start is not None
         return not is_asked and not self.params.has_history
+
+    @property
+    def awaits_prompt(self) -> bool:
+        """Another instance computes its prompt, which is not here yet."""
+        return self.arriving is not None and not self.arriving.is_here
 
     @property
     def can_run_ahead(self) -> bool:

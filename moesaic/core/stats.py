@@ -96,6 +96,10 @@ class GroupStats(msgspec.Struct, array_like=True):
     """Those that were accepted."""
     num_drafts: int = 0
     """The most tokens of a draft in the next step."""
+    prompts_arrived: int = 0
+    """Prompts that other instances have computed."""
+    prompts_recomputed: int = 0
+    """Those that did not arrive, and are computed here."""
 
 
 class EngineStats(msgspec.Struct):

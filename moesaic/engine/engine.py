@@ -115,6 +115,7 @@ class Engine:
         self._inflight = InflightRequests(
             self._thread, self.max_running, self.args.max_queued_requests, self.spans
         )
+        self._inflight.lobby = self._core.lobby
         if dump is not None:
             self._core.on_failure = lambda reason: dump.write(reason, self._inflight.requests())
         mesh = self.mesh
@@ -134,7 +135,7 @@ class Engine:
                 "moesaic serve or moesaic generate with the same flags there"
             )
         args = without_secrets(self.args)
-        if self.mesh.world == 1 and not apart:
+        if self.mesh.world == 1 and not apart and args.disaggregation_mode == "null":
             core = LocalCore(args)
             log_ranks(core.rank_facts, self.mesh)
             return core
@@ -160,6 +161,7 @@ class Engine:
             longest_token=0 if tokenizer is None else tokenizer.longest_token,
             grammars=GrammarChecker(setup, self.args.grammar_backend),
             preferred=_preferred_params(self.args),
+            role=self.args.disaggregation_mode,
         )
 
     def __enter__(self) -> Engine:

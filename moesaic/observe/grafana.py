@@ -90,6 +90,9 @@ ROWS: Final = {
     ),
     "Server": (
         Panel("Errors", "ops", "preemptions_total failed_steps_total http_refused_total"),
+        Panel(
+            "Prompts of other instances", "ops", "prompts_arrived_total prompts_recomputed_total"
+        ),
         Panel("HTTP responses", "reqps", "http_requests_total"),
         Panel("Event loop lag", "s", "event_loop_lag_seconds event_loop_lag_max_seconds"),
         Panel("Server", "short", "info", 12, kind="table"),

@@ -263,6 +263,17 @@ METRICS: Final[tuple[Metric, ...]] = (
         _groups(lambda g: g.retractions),
         sglang=_also("num_retracted_requests_total"),
     ),
+    _counter(
+        "prompts_arrived_total",
+        "Prompts that other instances have computed (--disaggregation-mode decode).",
+        _groups(lambda g: g.prompts_arrived),
+    ),
+    _counter(
+        "prompts_recomputed_total",
+        "Prompts that did not arrive from another instance, and are computed here.",
+        _groups(lambda g: g.prompts_recomputed),
+        sglang=_also("num_transfer_failed_reqs_total"),
+    ),
     _gauge(
         "decode_batch_size",
         "Mean of tokens generated per step between the last two readings.",

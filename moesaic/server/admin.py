@@ -98,6 +98,12 @@ async def server_info(context: Context, _: Request) -> Response:
     return json_response(await context.in_thread(context.engine.get_server_info))
 
 
+async def pd_state(context: Context, _: Request) -> Response:
+    info = await context.in_thread(context.engine.get_server_info)
+    mode = context.args.disaggregation_mode
+    return json_response({"disaggregation_mode": mode, "rooms": info["rooms"]})
+
+
 async def flush_cache(context: Context, _: Request) -> Response:
     return json_response({"freed_pages": await context.in_thread(context.engine.flush_cache)})
 
@@ -123,6 +129,7 @@ ROUTES = (
     ),
     Route("GET", "/server_info", server_info, ADMIN, "Resolved configuration and current state"),
     Route("GET", "/get_server_info", server_info, ADMIN, "The same as /server_info"),
+    Route("GET", "/pd_state", pd_state, ADMIN, "Requests shared with other instances"),
     Route("GET", "/model_info", model_info, USER, "The model that is served"),
     Route("GET", "/get_model_info", model_info, USER, "The same as /model_info"),
     Route("GET", "/version", version, OPEN, "The version of the server"),

@@ -76,6 +76,9 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
     return_cached_tokens_details: bool = False
     """Without effect: `meta_info` always has them."""
     model: str | None = None
+    bootstrap_host: str | list[str | None] | None = None
+    bootstrap_port: int | list[int | None] | None = None
+    bootstrap_room: int | list[int | None] | None = None
 
     def to_input(self) -> GenerateInput:
         if (self.text is None) == (self.input_ids is None):

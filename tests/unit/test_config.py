@@ -341,8 +341,8 @@ def test_missing_file_is_named(tmp_path: Path):
             "and --disable-radix-cache exclude each other",
         ),
         (
-            "--disaggregation-mode prefill --disaggregation-transfer-backend fake",
-            "prefill needs a real one",
+            "--disaggregation-mode decode --speculative-algorithm NEXTN",
+            "the cache of a draft model is not sent between instances yet",
         ),
         ("--speculative-num-draft-tokens 4", "needs --speculative-algorithm"),
         ("--speculative-ngram-capacity 9", "--speculative-ngram-capacity 9 needs --speculative-a"),
@@ -482,9 +482,14 @@ def test_every_flag_that_is_not_built_is_refused_by_name():
         ),
         (
             "--load-balance-method follow_bootstrap_room",
-            "not built yet: --load-balance-method follow_bootstrap_room (it is for prefill/decode "
-            "disaggregation, which is not built: give auto, round_robin, total_requests, "
+            "not built yet: --load-balance-method follow_bootstrap_room (a decode instance finds a "
+            "request by its room, whichever group has it: give auto, round_robin, total_requests, "
             "total_tokens)",
+        ),
+        (
+            "--disaggregation-mode prefill --disaggregation-transfer-backend fake",
+            "not built yet: --disaggregation-transfer-backend fake (KV caches travel by TCP: give "
+            "mooncake)",
         ),
         (
             "--tp 2 --moe-dp-size 2",

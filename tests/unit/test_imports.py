@@ -15,14 +15,14 @@ LEVELS = (
     ("core",),
     ("config", "observe"),
     ("comm", "kernels"),
-    ("moe", "layers", "balance", "overlap"),
+    ("moe", "layers", "balance", "overlap", "disagg"),
     ("models",),
     ("engine",),
-    ("server", "loadgen", "evals", "cli"),
+    ("server", "loadgen", "evals", "router", "cli"),
 )
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
 # Modules of the package's root that belong to a command, and so have its level.
-ROOT_MODULES = {"__main__": "cli", "launch_server": "cli"}
+ROOT_MODULES = {"__main__": "cli", "launch_server": "cli", "launch_router": "cli"}
 ENGINE_MAY_IMPORT = {
     "torch",
     "triton",

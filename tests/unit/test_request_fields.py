@@ -314,7 +314,7 @@ def test_the_table_has_every_field_of_the_routes():
         ("prompt_logprobs", 0),
         ("thinking_token_budget", 0),
         ("max_thinking_tokens", 0),
-        ("bootstrap_room", 0),
+        ("bootstrap_pair_key", 0),
         ("detokenize", 1),
         ("best_of", True),
     ],

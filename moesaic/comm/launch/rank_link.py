@@ -63,6 +63,8 @@ class RankLink:
         self._socket.linger = LINGER_MS
         self._socket.identity = spec.route
         self._socket.connect(spec.endpoint)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
         self.status.beat()
         self.status.enter(RankState.STARTING, "start")
         threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
@@ -70,6 +72,16 @@ class RankLink:
     @property
     def node(self) -> int:
         return self.mesh.node_of(self.rank)
+
+    @property
+    def host(self) -> str:
+        """The address of this node; empty if there is one node."""
+        return self._spec.host
+
+    @property
+    def secret(self) -> bytes:
+        """What the node shares with other nodes and instances."""
+        return self._spec.secret
 
     @cached_property
     def store(self) -> StoreClient:
@@ -113,15 +125,20 @@ class RankLink:
     def send(self, message: Message) -> None:
         self._socket.send(encode(message))
 
+    def watch(self, descriptor: int) -> None:
+        """`receive` and `poll` return early while it is readable."""
+        self._poller.register(descriptor, zmq.POLLIN)
+
     def poll(self, seconds: float) -> bool:
         """Waits up to `seconds` for a message; returns whether there is one to receive."""
-        return bool(self._socket.poll(round(seconds * 1000)))
+        return self._socket in dict(self._poller.poll(round(seconds * 1000)))
 
     def receive(
         self, timeout: float | None = None, waits_for: str | None = None
     ) -> AnyMessage | None:
-        """The next message, or None after `timeout` seconds (None: no limit). While it waits, the
-        rank is idle, or waits for `waits_for`. Stop ends the process with status 0."""
+        """The next message, or None after `timeout` seconds (None: no limit), or when a watched
+        descriptor is readable. While it waits, the rank is idle, or waits for `waits_for`. Stop
+        ends the process with status 0."""
         if not self._socket.poll(0):
             if timeout == 0:
                 return None
@@ -129,9 +146,9 @@ class RankLink:
                 self.status.enter(RankState.IDLE, WAIT_FOR_REQUESTS)
             else:
                 self.status.enter(RankState.WAITING, waits_for)
-            arrived = self._socket.poll(None if timeout is None else int(timeout * 1000))
+            ready = self._poller.poll(None if timeout is None else int(timeout * 1000))
             self.status.enter(RankState.COMPUTING)
-            if not arrived:
+            if self._socket not in dict(ready):
                 return None
         message = decode(self._socket.recv())
         if isinstance(message, Stop):

@@ -49,10 +49,10 @@ class Service:
 
     def __init__(self, spec: ServiceSpec, environment: Mapping[str, str] | None = None) -> None:
         environment = dict(environment or {})
+        secret = own_secret(os.environ | environment, spec.secret_file)
         if spec.mesh.nnodes > 1:
-            secret = own_secret(os.environ | environment, spec.secret_file)
             check_init_address(spec.node_rank, spec.dist_init_addr or "", secret, spec.host)
-            environment[NODE_SECRET] = secret.decode()
+        environment[NODE_SECRET] = secret.decode()
         self._mps = start_mps() if spec.gpu_sharers > 1 else None
         """Starts before any rank opens CUDA, and ends after the last."""
         self.spec = spec

@@ -10,8 +10,8 @@ A proof is an HMAC over all earlier messages, so that it is worthless on another
 caller proves itself second: a listener without the secret learns nothing from it. Until then a
 fixed number of bytes is read from the caller, and nothing is kept.
 
-Between nodes, control connections speak TLS before and after (tls.py). Data links do not: their
-bytes go straight into shared memory.
+Between nodes and instances, control connections speak TLS before and after (tls.py). Data links do
+not: their bytes go straight into memory.
 """
 
 from __future__ import annotations
@@ -44,10 +44,14 @@ class Role(IntEnum):
     """Requests of a rank to the store."""
     NODE = 3
     """Messages between the supervisors of two nodes."""
+    KV = 4
+    """KV caches for a rank of another instance."""
+    ROOM = 5
+    """Messages of a decode instance to a prefill instance about the rooms where they meet."""
 
     @property
     def is_control(self) -> bool:
-        return self is not Role.LINK
+        return self not in (Role.LINK, Role.KV)
 
 
 class Identity(NamedTuple):

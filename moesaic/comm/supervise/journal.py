@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,13 +31,25 @@ class Journal:
     def __init__(self, balancer: LoadBalancer) -> None:
         self.open: dict[int, OpenRequest] = {}
         self.balancer = balancer
+        self._arriving: dict[int, int] = {}
+        """The group of each request that waits for another instance."""
 
     def assign(self, requests: Sequence[NewRequest]) -> list[int]:
         """Returns the group that serves each request."""
         groups = self.balancer.assign(requests)
         for request, group in zip(requests, groups, strict=True):
             self.open[request.request_no] = OpenRequest(request, group, list(request.emitted))
+            if request.room is not None and request.kv_target is None:
+                self._arriving[request.request_no] = group
         return groups
+
+    def note_runnable(self, request_no: int) -> None:
+        self._arriving.pop(request_no, None)
+
+    def has_work(self, groups: Iterable[int]) -> bool:
+        """Whether one of the groups has a request that waits for no other instance."""
+        waiting = Counter(self._arriving.values())
+        return any(self.balancer.requests[group] > waiting[group] for group in groups)
 
     def record(self, output: StepOutput) -> None:
         for number, token in zip(output.numbers, output.tokens, strict=True):
@@ -68,4 +81,5 @@ class Journal:
         return [StepOutput(deltas[start : start + ENDED_AT_ONCE]) for start in starts]
 
     def _drop(self, request_no: int) -> None:
+        self._arriving.pop(request_no, None)
         self.balancer.finish(request_no, self.open.pop(request_no).emitted)

@@ -146,6 +146,9 @@ class LeadSupervisor(NodeSupervisor):
                 self.send_client(data)
             case messages.Asleep(replica, round_):
                 self._on_asleep(self._replicas[replica], round_)
+            case messages.Runnable(request_no):
+                self.journal.note_runnable(request_no)
+                self._wake_if_due(self._replica_of(rank))
             case messages.SlowStep():
                 seen = self.snapshots(time.monotonic())
                 logger.warning("%s", self._watchdog.explain_slow(message, seen))
@@ -316,8 +319,7 @@ class LeadSupervisor(NodeSupervisor):
                 self.send_rank(rank, encode(resume))
 
     def _wake_if_due(self, replica: Replica) -> None:
-        has_requests = any(self._balancer.requests[group] for group in replica.groups)
-        if replica.awake or not (has_requests or replica.poked):
+        if replica.awake or not (replica.poked or self.journal.has_work(replica.groups)):
             return
         replica.awake, replica.poked = True, False
         for rank in replica.ranks:

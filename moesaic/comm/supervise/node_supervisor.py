@@ -16,6 +16,7 @@ from typing import Final
 import msgspec
 import zmq
 
+from moesaic.comm.network.node_secret import NO_SECRET, own_secret
 from moesaic.comm.network.quiet_log import QuietLog
 from moesaic.comm.network.store import StoreAddress
 from moesaic.comm.supervise.control_page import ControlPage
@@ -170,9 +171,10 @@ class NodeSupervisor(ABC):
         return f"{self.mesh.describe(rank)} {what}; {self.page.snapshot(rank)}"
 
     def start_ranks(self, store: StoreAddress, host: str = "") -> None:
+        secret = own_secret() or NO_SECRET
         for rank in self.spec.ranks:
-            route = self._routes[rank]
-            spec = RankSpec(rank, self.spec, self._control, self._endpoint, route, store, host)
+            sockets = self._endpoint, self._routes[rank]
+            spec = RankSpec(rank, self.spec, self._control, *sockets, store, host, secret)
             data = msgspec.msgpack.encode(spec)
             self._spawner.start(f"rank{rank}", "moesaic.comm.launch.rank_link:main", data)
 

@@ -99,6 +99,8 @@ class RankSpec:
     store: StoreAddress
     host: str = ""
     """The address of this node, for several nodes."""
+    secret: bytes = b""
+    """What the node shares with other nodes and instances."""
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -14,11 +15,15 @@ import msgspec
 
 from moesaic.comm.launch.service import Service, ServiceSpec, Timeouts, host_ranks
 from moesaic.comm.mesh import Mesh, mesh_of
+from moesaic.comm.network.node_secret import NO_SECRET, own_secret
+from moesaic.comm.supervise.address import numeric
 from moesaic.config import ServerArgs
 from moesaic.config.devices import gpus_of
 from moesaic.config.gpus import describe_shares, max_ranks_per_gpu
 from moesaic.core import messages
+from moesaic.core.disagg import KVShare
 from moesaic.core.request import ABORTED, FinishReason, failure
+from moesaic.disagg.lobby import Lobby
 from moesaic.engine.frontend.queries import GROUP_QUERIES, PendingQuery, QueryTimeout
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.setup.memory_plan import check_plan
@@ -43,8 +48,10 @@ class CoreClient:
     idle_timeout: float | None = None
     """After a fault the engine's thread waits for commands without a timeout."""
 
-    def __init__(self, args: ServerArgs, service: Service) -> None:
+    def __init__(self, args: ServerArgs, service: Service, lobby: Lobby | None = None) -> None:
         self.args, self.service = args, service
+        self.lobby = lobby
+        """Where requests of a prefill instance wait for those that continue them."""
         self.facts = msgspec.convert(service.facts, ModelFacts)
         self.states: dict[int, RequestState] = {}
         """The open requests, by number."""
@@ -56,6 +63,9 @@ class CoreClient:
         """Spans of this process."""
         self._num_queries = 0
         self._queries: dict[int, PendingQuery] = {}
+        if lobby is not None:
+            groups = [rank["kv_share"] for rank in self.rank_facts]
+            lobby.serve(msgspec.convert(groups, list[KVShare]), service.wake)
 
     @property
     def has_work(self) -> bool:
@@ -69,17 +79,38 @@ class CoreClient:
         pass
 
     def close(self) -> None:
+        if self.lobby is not None:
+            self.lobby.close()
         self.service.close()
 
     def add(self, state: RequestState) -> None:
         request = state.request
         assert request.request_no not in self.states, f"number {request.request_no} is in use"
-        state.held = time.monotonic() - request.created
-        if not self.fault:
-            self.service.send(messages.Submit([request.submission()]))
         self.states[request.request_no] = state
         if self.fault:
             self._finish(state, failure(self.fault))
+        elif self.lobby is not None and request.room is not None:
+            self.lobby.enter(request.request_no, request.room.number)
+        else:
+            self._submit(state)
+
+    def _submit(self, state: RequestState) -> None:
+        state.held = time.monotonic() - state.request.created
+        self.service.send(messages.Submit([state.request.submission()]))
+
+    def _leave_lobby(self, lobby: Lobby) -> None:
+        """Submits requests that another instance continues, and ends those that none does."""
+        for number, target, why in lobby.take():
+            if (state := self.states.get(number)) is None:  # it has ended here already
+                continue
+            if target is not None and target.stop != len(state.request.token_ids):
+                own = len(state.request.token_ids)
+                why = f"its prompt has {own} tokens here and {target.stop} on the decode instance"
+            if why or target is None:
+                self._cancel(state, failure(why))
+                continue
+            state.request.kv_target = target
+            self._submit(state)
 
     def abort(self, request_no: int) -> None:
         if (state := self.states.get(request_no)) is not None:
@@ -112,6 +143,8 @@ class CoreClient:
         """Waits for one message, or to be woken."""
         message = self.service.receive(self._timeout())
         self._expire()
+        if self.lobby is not None:
+            self._leave_lobby(self.lobby)
         if isinstance(message, messages.StepOutput):
             begin = self.front.clock()
             self._take_tokens(message)
@@ -123,6 +156,8 @@ class CoreClient:
             self._reply(message)
         elif isinstance(message, messages.Fault):
             self.fault = message.message
+            if self.lobby is not None:  # decode instances need not wait for it
+                self.lobby.close()
             logger.error("%s", message.message)
             if self.on_failure is not None:
                 self.on_failure(message.message)
@@ -183,6 +218,7 @@ class CoreClient:
             query.answer.set_result(sum(values))
             return
         info = service_info(asdict(self.args), values, query.overview, self.facts.num_experts)
+        info["rooms"] += [] if self.lobby is None else self.lobby.state()
         query.answer.set_result(info)
 
     def _timeout(self) -> float | None:
@@ -215,7 +251,14 @@ class CoreClient:
 
     def _finish(self, state: RequestState, reason: FinishReason) -> None:
         del self.states[state.request.request_no]
+        if self.lobby is not None:
+            self.lobby.leave(state.request.request_no, _why_not(reason))
         state.finish(reason)
+
+
+def _why_not(reason: FinishReason) -> str:
+    """Why a request ended without an answer, or nothing."""
+    return (reason.message or "it failed") if reason.type == "abort" else ""
 
 
 def start_ranks(args: ServerArgs, mesh: Mesh) -> CoreClient:
@@ -226,9 +269,25 @@ def start_ranks(args: ServerArgs, mesh: Mesh) -> CoreClient:
     logger.info("starting %d ranks: %s", mesh.world, ", ".join(shape) or "no parallelism")
     if args.device == "cuda":
         logger.info("%s", describe_shares(gpus_of(args)))
-    core = CoreClient(args, Service.start(service_spec(args, mesh)))
+    lobby = make_lobby(args)
+    core = CoreClient(args, Service.start(service_spec(args, mesh)), lobby)
     log_ranks(core.rank_facts, mesh)
     return core
+
+
+def make_lobby(args: ServerArgs) -> Lobby | None:
+    """The bootstrap port of a prefill instance; ValueError if it cannot listen there."""
+    if args.disaggregation_mode != "prefill":
+        return None
+    host, port = numeric(args.host), args.disaggregation_bootstrap_port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listening = socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        text = f"--disaggregation-bootstrap-port {port}: cannot listen at {host}: {error.strerror}"
+        raise ValueError(text) from None
+    secret = own_secret(file=args.node_secret_file) or NO_SECRET
+    return Lobby(listening, secret)
 
 
 def serve_node(args: ServerArgs) -> int:

@@ -32,6 +32,8 @@ class EngineLimits:
     request_numbers: Iterator[int] = field(default_factory=count)
     preferred: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters that requests may leave out."""
+    role: str = "null"
+    """--disaggregation-mode."""
 
     @property
     def max_sequence(self) -> int:

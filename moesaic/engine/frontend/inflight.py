@@ -10,6 +10,7 @@ from functools import partial
 
 from moesaic.core.redact import shown_id
 from moesaic.core.request import ABORTED, FinishReason, Request, failure
+from moesaic.disagg.lobby import Lobby
 from moesaic.engine.errors import QueueFull
 from moesaic.engine.frontend.engine_thread import Core, EngineThread
 from moesaic.engine.schedule.request_state import RequestState
@@ -31,6 +32,8 @@ class InflightRequests:
         """By the ids of requests, prompts and calls, each until its last request has ended."""
         self._waiting: set[RequestState] = set()
         """Reserved, but not started yet."""
+        self.lobby: Lobby | None = None
+        """Where the instances that continue requests learn of them at once."""
 
     def __len__(self) -> int:
         return len(self._states)
@@ -121,11 +124,15 @@ class InflightRequests:
         for state in states:
             for name in state.ids:
                 self._by_id.setdefault(name, {})[state] = None
+            if self.lobby is not None and (room := state.request.room) is not None:
+                self.lobby.expect(state.request.request_no, room.number)
 
     def _discard(self, rid: str) -> None:
         state = self._states.pop(rid, None)
         if state is None:
             return
+        if self.lobby is not None:
+            self.lobby.leave(state.request.request_no, "its client has left")
         for name in state.ids:
             states = self._by_id[name]
             del states[state]

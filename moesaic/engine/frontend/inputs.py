@@ -19,7 +19,9 @@ from moesaic.engine.frontend.request_options import (
     MAX_TOP_LOGPROBS,
     cache_namespace,
     integer,
+    meeting_room,
     only_nulls,
+    room_of_sample,
     tokens_to_score,
 )
 from moesaic.engine.frontend.routed_experts import first_position
@@ -45,6 +47,9 @@ PER_PROMPT = (
     "data_parallel_rank",
     "extra_key",
     "cache_salt",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
 )
 # Arguments of which a list of nulls is as good as left out.
 NULLABLE = (*PER_PROMPT, "rid", "routed_dp_rank")
@@ -70,6 +75,9 @@ class GenerateOptions(TypedDict, total=False):
     extra_key: str | list[str] | None
     cache_salt: str | list[str] | None
     return_prompt_token_ids: bool
+    bootstrap_host: str | list[str] | None
+    bootstrap_port: int | list[int] | None
+    bootstrap_room: int | list[int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +108,12 @@ class GenerateInput:
     """Only prompts with the same `extra_key` and `cache_salt` share cached pages."""
     cache_salt: Any = None
     return_prompt_token_ids: bool = False
+    bootstrap_host: Any = None
+    """The host of the prefill instance that computes the prompt."""
+    bootstrap_port: Any = None
+    """Its --disaggregation-bootstrap-port."""
+    bootstrap_room: Any = None
+    """What the requests to the two instances have in common, and no others."""
 
     def __post_init__(self) -> None:
         for name in NULLABLE:
@@ -224,9 +238,12 @@ class GenerateInput:
             raise ValueError(f"more than {MAX_SAMPLES} outputs at once: ask several times")
         room = limits.max_sequence - len(prompt_ids)
         length = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
+        meeting = meeting_room(self, limits.role) if length else None
         seed = params.sampling_seed
-        if seed is None:
-            seed = limits.seeds.getrandbits(SEED_BITS)
+        if seed is None:  # both instances have the same
+            seed = limits.seeds.getrandbits(SEED_BITS) if meeting is None else meeting.number
+        if meeting is not None and limits.role == "prefill":
+            length = 1
         for sample in range(params.n):
             yield Request(
                 rid=f"{rid}-{sample}" if sample else rid,
@@ -244,6 +261,7 @@ class GenerateInput:
                 routed_row=limits.routed_row,
                 cache_namespace=namespace,
                 token_ids_logprob=further if self.return_logprob else (),
+                room=None if meeting is None else room_of_sample(meeting, sample),
             )
 
     def _logprob_range(self, prompt_len: int, limits: EngineLimits) -> tuple[int, int]:

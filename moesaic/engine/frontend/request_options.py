@@ -4,21 +4,66 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
+from moesaic.core.disagg import Room
 from moesaic.core.foreign_fields import BadParameter
 from moesaic.core.redact import shown
 
 # Also of `token_ids_logprob`.
 MAX_TOP_LOGPROBS: Final = 1024
+MOST_ROOMS: Final = 1 << 63
+MAX_HOST: Final = 253
+DEFAULT_BOOTSTRAP_PORT: Final = 8998
 # Characters of `extra_key` and of `cache_salt`.
 MAX_CACHE_KEY: Final = 256
+
+
+class HasRoom(Protocol):
+    """A call of one prompt."""
+
+    @property
+    def bootstrap_host(self) -> Any: ...
+
+    @property
+    def bootstrap_port(self) -> Any: ...
+
+    @property
+    def bootstrap_room(self) -> Any: ...
 
 
 def integer(name: str, value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise BadParameter(name, f"{name} must be made of integers, not {shown(value)}")
     return operator.index(value)
+
+
+def meeting_room(call: HasRoom, role: str) -> Room | None:
+    """Where this instance, of this --disaggregation-mode, meets the other one."""
+    number, host, port = call.bootstrap_room, call.bootstrap_host, call.bootstrap_port
+    if number is None:
+        return None
+    if role == "null":
+        text = (
+            "bootstrap_room names a request of two instances, and this server does both halves: "
+            "leave it out, or start servers with --disaggregation-mode prefill and decode"
+        )
+        raise BadParameter("bootstrap_room", text)
+    if not 0 <= integer("bootstrap_room", number) < MOST_ROOMS:
+        text = f"bootstrap_room is {shown(number)}: give a number from 0 to 2**63 - 1"
+        raise BadParameter("bootstrap_room", text)
+    port = DEFAULT_BOOTSTRAP_PORT if port is None else integer("bootstrap_port", port)
+    if not 0 < port < 1 << 16:
+        raise BadParameter("bootstrap_port", f"bootstrap_port is {port}: give one of 1 to 65535")
+    if role == "decode" and not (isinstance(host, str) and 0 < len(host) <= MAX_HOST):
+        text = f"bootstrap_host is {shown(host)}: give the host of the prefill instance"
+        raise BadParameter("bootstrap_host", text)
+    return Room(number, host if isinstance(host, str) else "", port)
+
+
+def room_of_sample(room: Room, sample: int) -> Room:
+    """Each sample of a prompt has a room of its own, which both instances know."""
+    return Room((room.number + sample) % MOST_ROOMS, room.host, room.port)
 
 
 def only_nulls(value: Any) -> bool:

@@ -28,6 +28,7 @@ from moesaic.engine.runner.overlap_calibration import calibrate
 from moesaic.engine.runner.peer_watchdog import PeerWatchdog
 from moesaic.engine.runner.recorded_tokens import StepTokens
 from moesaic.engine.runner.split_step import SplitStep, dummy_agreement
+from moesaic.engine.runner.step_transfers import StepTransfers
 from moesaic.engine.runner.steps import COMPILE_SECONDS, AsynchronousSteps
 from moesaic.engine.runner.synchronous_steps import SynchronousSteps
 from moesaic.engine.runner.warm_up import sorted_parts, warm_steps, warm_up
@@ -122,6 +123,8 @@ class ModelRunner:
             self._make_graphs(args, sizes, steps)
         else:
             self.steps = SynchronousSteps(self, args.watchdog_timeout)
+        self.transfers = StepTransfers()
+        """KV caches from and to other instances."""
         self.overlap_choices: list[OverlapChoice] = []
         """What --overlap auto has found at start."""
         if args.overlap == "auto" and Overlap.TBO in self.schedules:

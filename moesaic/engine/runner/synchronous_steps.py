@@ -58,6 +58,7 @@ class SynchronousSteps:
             runner.matchers.begin(plan)
         self._known_rows.learn(plan.items)
         runner.clear(plan.clear)
+        runner.transfers.receive(plan, runner.cache, runner.page_table)
         slots: list[Tensor] | None = [] if plan.is_routed or runner.records_tokens else None
         counts = runner.group_counts(agreement.counts)
         prefill, overlap = agreement.prefill, agreement.overlap
@@ -65,6 +66,7 @@ class SynchronousSteps:
         split = SplitStep.of(runner, agreement, step)
         output, routed = self._batch.run(plan, step, x_TH, split=split), b""
         runner.record_pass(plan, agreement, output.tokens)
+        runner.transfers.send(plan, runner.cache, runner.page_table)
         if slots is not None and plan.is_routed:
             routed = self._routed_experts.read(plan, slots, plan.num_tokens).experts()
         if not runner.ranks.is_last:

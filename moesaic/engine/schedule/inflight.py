@@ -63,6 +63,7 @@ class PlannedItem(msgspec.Struct, frozen=True, gc=False, eq=False):
             scored = min(stop, request.prompt_len - 1) - request.logprob_start
             request.num_scored = max(request.num_scored, scored)
         request.num_computed, request.pages_sent = stop, len(request.pages)
+        request.kv_sent = stop
         request.pending += self.samples
         # A step continues from the tokens of one that verifies drafts only once the host has them.
         request.sampling_sent = (request.sampling_sent or self.samples) and not self.drafts
@@ -89,7 +90,7 @@ class PlannedItem(msgspec.Struct, frozen=True, gc=False, eq=False):
         """Restores the request, after its later steps. It keeps pages that it has not lost."""
         request = self.request
         request.pending -= self.samples
-        request.num_scored = self.num_scored
+        request.num_scored, request.kv_sent = self.num_scored, 0
         request.verifying, request.may_draft = False, request.may_draft and not self.drafts
         if request.retractions == self.retractions:
             request.num_computed = self.first

@@ -36,6 +36,11 @@ class KVManager:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
+    @property
+    def nothing(self) -> tuple[PrefixNode, list[int]]:
+        """An empty prefix."""
+        return self.tree.root, []
+
     def lookup(self, request: Request) -> tuple[PrefixNode, list[int]]:
         """The cached prefix that a request may use."""
         limit = self._reusable(request)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from moesaic.core.disagg import KVSend, Ticket
 from moesaic.core.overlap import Overlap
 from moesaic.core.request import TopLogprobs
 from moesaic.engine.sampling.sampler import SampleRow
@@ -60,6 +61,10 @@ class PlanItem(msgspec.Struct, array_like=True, gc=False):
     draft_until: int = 0
     """The last position for which the row of the page table has room, if the ranks' draft model
     proposes tokens behind this item; else 0."""
+    kv_from: Ticket | None = None
+    """The transfer whose tokens the ranks move to the request's pages before the step."""
+    kv_send: KVSend | None = None
+    """The tokens that the ranks send to another instance behind the step."""
 
     @property
     def drafts(self) -> Sequence[int]:

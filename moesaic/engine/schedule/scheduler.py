@@ -62,6 +62,8 @@ class SchedulerConfig:
     """Most drafts of a step."""
     has_draft_model: bool = False
     """Requests that only decode are columns; a draft model needs an item of each."""
+    reuses_arrived: bool = False
+    """Prompts that other instances compute are looked up in the prefix cache, too."""
     drafts_ahead: int = 0
     """Positions behind a step's last one that a draft model fills on the ranks."""
 
@@ -133,6 +135,8 @@ class Scheduler:
         self.step_budget = StepBudget(config.max_step_ms, wave=config.wave)
         self.delayer = config.delayer
         self.waiting = WaitingQueue()
+        self.arriving = WaitingQueue()
+        """Requests whose prompts other instances compute, while they wait for pages here."""
         self.running: list[Request] = []
         """Oldest first."""
         self.decode_table = DecodeTable(config.max_running, kv.page_size)
@@ -152,11 +156,45 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self.arriving)
 
     def add(self, request: Request) -> None:
         request.phase = RequestPhase.WAITING
-        self.waiting.append(request)
+        self._queue(request).append(request)
+
+    def _queue(self, request: Request) -> WaitingQueue:
+        return self.waiting if request.arriving is None else self.arriving
+
+    def reserve(self, room: int) -> list[Request]:
+        """Gives pages to requests whose prompts arrive from other instances, in order, as far as
+        there are some; returns those that have begun. `room`: the tokens that may be on their way
+        at once."""
+        begun: list[Request] = []
+        self._promised = None
+        while self.arriving and self._free_rows:
+            request = next(iter(self.arriving))
+            if request.pending:  # retracted while its next token is in flight
+                break
+            num_tokens = len(request.token_ids)
+            node, pages = self.kv.lookup(request) if self.config.reuses_arrived else self.kv.nothing
+            if num_tokens > room or not self._fits(request, node, len(pages)):
+                break
+            self._begin(request, node, pages)
+            has_pages = self.kv.grow(request, num_tokens)
+            assert has_pages, "it fits"
+            room -= num_tokens
+            self._promised = None
+            begun.append(request)
+        return begun
+
+    def compute_here(self, request: Request) -> None:
+        """The prompt of a request does not arrive."""
+        is_queued = request.phase is RequestPhase.WAITING
+        if is_queued:
+            self.arriving.remove(request)
+        request.arriving = None
+        if is_queued:
+            self.waiting.append(request)
 
     def schedule(
         self,
@@ -223,6 +261,8 @@ class Scheduler:
         decoding: list[Request] = []
         filling: list[Request] = []
         for request in self._others:
+            if request.awaits_prompt:
+                continue
             if request.pending and not (ahead and request.can_run_ahead):
                 self._awaiting = self._awaiting.with_decode(request.num_tokens)
             elif only is None or request in only:
@@ -302,7 +342,7 @@ class Scheduler:
             self._leave(request, RequestPhase.FINISHED)
         elif request.phase is RequestPhase.WAITING:
             request.phase = RequestPhase.FINISHED
-            self.waiting.remove(request)
+            self._queue(request).remove(request)
 
     def _plan(self, request: Request, length: int, planned: Plan) -> int:
         """Plans `length` tokens, retracting the youngest while pages are missing; returns how many
@@ -327,7 +367,8 @@ class Scheduler:
 
     def _retract(self, request: Request) -> None:
         assert len(self.running) > 1, "a request that was admitted alone must fit"
-        self.waiting.append_first(request)  # before pages are released, which may fail
+        # Before pages are released, which may fail.
+        self._queue(request).append_first(request)
         self._leave(request, RequestPhase.WAITING)
         request.retractions += 1
         self.num_retractions += 1
@@ -394,12 +435,13 @@ class Scheduler:
 
     def _begin(self, request: Request, node: PrefixNode, pages: list[int]) -> None:
         self.kv.admit(request, node, pages)
-        self.waiting.remove(request)
+        self._queue(request).remove(request)
         assert request.phase is RequestPhase.WAITING, request.phase
         request.phase = RequestPhase.RUNNING
         insort(self.running, request, key=_request_no)
         insort(self._others, request, key=_request_no)
-        self._prompting[request] = None
+        if request.arriving is None:
+            self._prompting[request] = None
         request.row = self._free_rows.pop()
         if request.num_output == 0 and request.retractions == 0:
             request.cached_tokens = request.num_computed

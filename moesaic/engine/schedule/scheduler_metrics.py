@@ -81,7 +81,8 @@ class SchedulerMetrics:
 
     def stats(self) -> GroupStats:
         scheduler, kv, counts = self._scheduler, self._scheduler.kv, self.counts
-        counts.running, counts.waiting = len(scheduler.running), len(scheduler.waiting)
+        counts.running = len(scheduler.running)
+        counts.waiting = len(scheduler.waiting) + len(scheduler.arriving)
         counts.waiting_tokens = scheduler.waiting.prompt_tokens
         counts.pages_used, counts.pages_total = kv.num_used, kv.allocator.num_pages
         counts.page_size = kv.page_size

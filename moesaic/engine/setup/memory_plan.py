@@ -96,6 +96,8 @@ class RankShare:
     """The weights of the draft model."""
     draft_cache_bytes: int = 0
     """Its part of `cache_bytes_per_token`."""
+    staging_bytes_per_token: int = 0
+    """Prompts that have arrived from other instances, before they are moved to pages."""
 
     @property
     def weight_bytes(self) -> int:
@@ -131,7 +133,7 @@ class MemoryPlan:
         wanted = model.limits.running * model.context_length
         requests = (
             CacheRequest(
-                share.cache_bytes_per_token,
+                share.cache_bytes_per_token + share.staging_bytes_per_token,
                 wanted,
                 share.fixed_bytes,
                 self.node_bytes[share.node],
@@ -312,6 +314,7 @@ class ResolvedModel:
             draft = None if self.draft is None else self.draft.build(model)
         size = self.cache_dtype.itemsize
         draft_cache = 0 if draft is None else draft.cache.bytes_per_token(size)
+        stages = args.disaggregation_mode == "decode"
         moves = args.enable_eplb and experts
         moving = buffer_sizes(args, experts, ranks.stage_peers) if moves else None
         return RankShare(
@@ -337,6 +340,7 @@ class ResolvedModel:
             table_bytes=model.rope.nbytes * self.context_length,  # the part has one position
             draft_bytes=0 if draft is None else draft.nbytes,
             draft_cache_bytes=draft_cache,
+            staging_bytes_per_token=model.cache.bytes_per_token(size) if stages else 0,
         )
 
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
+from typing import Any
 
 from msgspec.structs import astuple
 
 from moesaic.comm.launch.rank_link import RankLink
 from moesaic.core import messages
 from moesaic.core.request import FinishReason, NewRequest, Request, failure
+from moesaic.disagg.messages import PromptResult
+from moesaic.disagg.sender import KVSender
 from moesaic.engine.schedule.inflight import InflightStep
 from moesaic.engine.schedule.plan import ItemResult, StepResult
 from moesaic.engine.schedule.request_state import Progress, RequestState
 from moesaic.engine.schedule.step_budget import StepCost
+from moesaic.engine.worker.arrivals import Arrivals
 from moesaic.engine.worker.planner import Planner
 
 logger = logging.getLogger(__name__)
@@ -23,8 +27,15 @@ logger = logging.getLogger(__name__)
 class Leader:
     """Takes requests from the supervisor and reports their tokens to it."""
 
-    def __init__(self, link: RankLink, planner: Planner) -> None:
+    def __init__(
+        self,
+        link: RankLink,
+        planner: Planner,
+        arrivals: Arrivals | None = None,
+        sender: KVSender | None = None,
+    ) -> None:
         self.link, self.planner = link, planner
+        self.arrivals, self._sender = arrivals, sender
         self.group = link.mesh.group_of(link.place)
         self._output = messages.StepOutput([])
 
@@ -38,8 +49,19 @@ class Leader:
             self.report()
         elif isinstance(message, messages.Query):
             flush = message.what == "flush_cache"
-            value = self.planner.kv.flush() if flush else self.planner.info()
+            value = self.planner.kv.flush() if flush else self._info()
             self.link.send(messages.QueryReply(message.number, self.group, value))
+        self.advance()
+
+    def advance(self) -> None:
+        """Takes what other instances have sent, and makes room for more."""
+        if self.arrivals is not None and self.arrivals.is_busy:
+            self.arrivals.advance()
+            self.report()
+
+    def _info(self) -> dict[str, Any]:
+        rooms = [] if self.arrivals is None else self.arrivals.state()
+        return self.planner.info() | {"rooms": rooms}
 
     @property
     def step_cost(self) -> StepCost:
@@ -54,6 +76,7 @@ class Leader:
         self.planner.observe(step, result, seconds)
         self.planner.apply(step, result)
         self.report()
+        self.advance()
 
     def rollback(self, steps: Iterable[InflightStep], error: str, alone: bool) -> int:
         """Undoes all in-flight steps, with an `error` because one of them failed; returns how many
@@ -85,7 +108,14 @@ class Leader:
         request = Request(*astuple(new))
         if new.emitted:  # logprobs of the prompt were reported with the first token
             request.logprob_start = request.prompt_len - 1
-        self.planner.add(ReportedRequest(request, self._output))
+        if self.arrivals is not None and request.room is not None:
+            self.arrivals.expect(request)
+        self.planner.add(self._state(request))
+
+    def _state(self, request: Request) -> ReportedRequest:
+        if self._sender is None or request.kv_target is None:
+            return ReportedRequest(request, self._output)
+        return SentRequest(request, self._output, self._sender)
 
 
 class ReportedRequest(RequestState):
@@ -163,6 +193,36 @@ class ReportedRequest(RequestState):
         delta.input_top_logprobs = request.input_top_logprobs[scored:]
         self._num_logprobs = len(request.output_logprobs)
         self._num_scored = len(request.input_logprobs)
+
+
+class SentRequest(ReportedRequest):
+    """A request that another instance continues: it gets what there is once the prompt is computed.
+    If that fails, the client's process tells it."""
+
+    __slots__ = ("_sender",)
+
+    def __init__(self, request: Request, output: messages.StepOutput, sender: KVSender) -> None:
+        super().__init__(request, output)
+        self._sender = sender
+
+    def finish(self, reason: FinishReason) -> None:
+        super().finish(reason)
+        request = self.request
+        assert request.kv_target is not None
+        if reason.type == "abort":
+            return
+        result = PromptResult(
+            request.kv_target.ticket,
+            request.token_ids[request.kv_target.stop :],
+            request.output_logprobs,
+            request.output_top_logprobs,
+            request.input_logprobs,
+            request.input_top_logprobs,
+            bytes(request.routed),
+            request.cached_tokens,
+            None if len(request.token_ids) > request.kv_target.stop else reason,
+        )
+        self._sender.finish(request.kv_target, result)
 
 
 def _nobody_listens(_: Progress) -> None:

@@ -33,6 +33,7 @@ class LocalCore:
     """Runs the step loop in the engine's thread. Not thread-safe: one thread calls it."""
 
     fault: str = ""
+    lobby: None = None
     on_failure: Callable[[str], None] | None = None
 
     def __init__(

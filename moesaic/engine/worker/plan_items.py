@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moesaic.core.disagg import KVSend
 from moesaic.core.request import Request
 from moesaic.engine.sampling.sampler import SampleRow
 from moesaic.engine.sampling.token_history import TokenHistory
@@ -39,7 +40,18 @@ def plan_item(planned: PlannedItem, history: TokenHistory | None) -> PlanItem:
         sample,
         len(drafts),
         num_routed,
+        kv_from=None if request.arriving is None else request.arriving.ticket,
+        kv_send=_kv_send(request, first, stop),
     )
+
+
+def _kv_send(request: Request, first: int, stop: int) -> KVSend | None:
+    """What another instance has not got yet: with the first chunk also what was cached here."""
+    target = request.kv_target
+    if target is None:
+        return None
+    begin, end = max(target.first, min(request.kv_sent, first)), min(stop, target.stop)
+    return KVSend(target, begin, end) if begin < end else None
 
 
 def _score(request: Request, stop: int) -> PromptScore | None:

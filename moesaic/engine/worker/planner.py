@@ -135,7 +135,7 @@ class Planner:
             "max_running_requests": self.facts.max_running,
             "context_length": self.facts.context_length,
             "running": len(self.scheduler.running),
-            "waiting": len(self.scheduler.waiting),
+            "waiting": len(self.scheduler.waiting) + len(self.scheduler.arriving),
             "pages_used": self.kv.num_used,
             "pages_cached": self.kv.tree.num_nodes,
             "pages_free": self.kv.allocator.num_free,
@@ -154,6 +154,14 @@ class Planner:
             self._histories[number] = history_of(state.request)
         if state.request.routed_start is not None:
             self._routed.add(number)
+
+    def begin_answer(
+        self, state: RequestState, found: ItemResult, finish: FinishReason | None
+    ) -> None:
+        """The first token of a prompt that has arrived; without one, `finish` says why."""
+        reason = state.accept_all(found) or finish
+        if reason is not None:
+            self._finish(state, reason)
 
     def abort(self, request_no: int) -> None:
         if (state := self.states.get(request_no)) is not None:
@@ -344,6 +352,7 @@ class Planner:
             first = item.stop - len(routed) // request.routed_row
             request.add_routed(first, routed[: (stop - first) * request.routed_row])
         if request.retractions == item.retractions:
+            request.arriving = None  # its prompt is in its pages
             self._share(request, item.confirmed)
         if not item.samples:
             return
@@ -393,6 +402,7 @@ def _scheduler_config(args: ServerArgs, runner: ModelRunner) -> SchedulerConfig:
         wave=runner.prefill_wave,
         delayer=_delayer(args),
         max_drafts=runner.limits.drafts or sys.maxsize,
+        reuses_arrived=args.disaggregation_decode_enable_radix_cache,
         drafts_ahead=0 if runner.draft is None else runner.draft.positions_ahead,
         has_draft_model=runner.draft is not None,
     )

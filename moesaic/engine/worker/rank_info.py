@@ -7,16 +7,19 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import msgspec
+
 from moesaic.comm.mesh import Mesh
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.setup.memory_plan import collective_bytes, expert_bytes
 from moesaic.engine.setup.moe_setup import describe_backends
+from moesaic.engine.worker.kv_share import kv_share
 
 logger = logging.getLogger(__name__)
 
 MIB: Final = 1 << 20
 # The same on all ranks.
-OF_ALL = ("providers", "overlap_choices")
+OF_ALL = ("providers", "overlap_choices", "kv_share")
 LOGGED_RANKS: Final = 16
 # Figures of the serving groups that add up to those of the service.
 SUMMED: Final = (
@@ -51,6 +54,7 @@ def rank_info(runner: ModelRunner) -> dict[str, Any]:
         "experts": list(layers[0].local_experts) if layers else [],
         "providers": describe_backends(runner.moe),
         "overlap_choices": [choice.facts() for choice in runner.overlap_choices],
+        "kv_share": msgspec.to_builtins(kv_share(runner)),
         **runner.steps.device_info(),
     }
 
@@ -111,6 +115,7 @@ def service_info(
             "experts_of_rank": [rank["experts"] for rank in ranks],
         },
         "memory": {key: sum(rank[key] for rank in ranks) for key in MEMORY},
+        "rooms": [room for group in groups for room in group.get("rooms", ())],
         "groups": list(groups),
         "ranks": [{k: v for k, v in rank.items() if k not in OF_ALL} for rank in ranks],
     }

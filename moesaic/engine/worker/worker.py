@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections import deque
 from dataclasses import asdict
 from typing import NoReturn
 
@@ -25,6 +26,7 @@ from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.schedule.inflight import InflightStep
 from moesaic.engine.setup.memory_plan import COLLECTIVE_BYTES, pipe_spec
 from moesaic.engine.setup.rank_context import RankContext
+from moesaic.engine.worker.arrivals import Arrivals
 from moesaic.engine.worker.leader import Leader
 from moesaic.engine.worker.planner import Planner
 from moesaic.engine.worker.rank_info import rank_info
@@ -32,6 +34,7 @@ from moesaic.engine.worker.rank_stats import RankStatsReporter
 from moesaic.engine.worker.stage import FirstStage, LaterStage, SingleStage, Stage
 from moesaic.engine.worker.step_loop import StepLoop
 from moesaic.engine.worker.step_splitter import StepSplitter
+from moesaic.engine.worker.transfers import make_transfers
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +67,7 @@ class Worker:
         self.ranks = join(link)
         self.runner = ModelRunner(self.args, self.ranks)
         link.status.spans = self.runner.spans
+        self.transfers = self.runner.transfers = make_transfers(self.args, self.runner, link)
         self.leader = self._make_leader()
         self.planner = None if self.leader is None else self.leader.planner
         group = None if self.planner is None else self.planner.metrics.stats
@@ -73,7 +77,8 @@ class Worker:
         self.loop = StepLoop(self.runner, self.stage, self.leader, self.stats)
         if self.place.tp_rank == 0:  # one rank of a replica is enough to see a slow step
             self.loop.on_slow = self._report_slow
-        self._wake: messages.Wake | None = None
+        self._wakes: deque[messages.Wake] = deque()
+        """Those that came before it slept: a later stage may be several of them behind."""
         self._rollback: messages.RollbackStep | None = None
         self._last_error = ""
         facts = {} if self.planner is None else asdict(self.planner.facts)
@@ -83,7 +88,12 @@ class Worker:
         if not self.place.is_leader:
             return None
         group = self.mesh.group_of(self.place)
-        return Leader(self.link, Planner(self.args, self.runner, group))
+        planner = Planner(self.args, self.runner, group)
+        arrivals, rooms = None, self.transfers.rooms
+        if rooms is not None:
+            self.link.watch(rooms.wakeup_fd)
+            arrivals = Arrivals(planner, rooms, self.link.send)
+        return Leader(self.link, planner, arrivals, self.transfers.sender)
 
     def _make_pipe(self) -> Pipe | None:
         if self.mesh.pp == 1:
@@ -124,7 +134,7 @@ class Worker:
     def _sleep(self) -> None:
         """Handles messages until one wakes the rank."""
         while True:
-            wake, self._wake = self._wake, None
+            wake = self._wakes.popleft() if self._wakes else None
             timeout = None if self.planner is None else self.planner.metrics.idle_timeout
             message = wake or self.link.receive(timeout)
             if isinstance(message, messages.Wake):
@@ -144,14 +154,16 @@ class Worker:
         elif self.leader is None:
             return
         elif message is None:
+            self.leader.advance()
             self.leader.planner.metrics.flush_log()
         else:
             self.leader.handle(message)
 
     def _handle_received(self) -> None:
-        """Handles the messages that are here, or come before it is time to plan the next step. A
-        rank may be woken again before it sleeps."""
+        """Handles the messages that are here, or come before it is time to plan the next step."""
         while True:
+            if self.leader is not None:
+                self.leader.advance()
             slack = self.loop.slack
             if not self.link.poll(slack):
                 if slack:
@@ -159,7 +171,7 @@ class Worker:
                 return
             message = self.link.receive(0.0)
             if isinstance(message, messages.Wake):
-                self._wake = message
+                self._wakes.append(message)
             else:
                 self._handle(message)
 
@@ -202,6 +214,7 @@ class Worker:
         self.link.status.generation = generation
         while self._rollback is None or self._rollback.generation != generation:
             self._handle(self._receive_order())
+        self._wakes.clear()  # all ranks are awake from here on
         self.runner.abandon(f"step {self.stage.number} is abandoned")
         suspects = 0 if self.leader is None else self._undo_steps(self.leader, self._rollback)
         self.link.send(

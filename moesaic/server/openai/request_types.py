@@ -74,6 +74,9 @@ class CommonBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_cached_tokens_details: bool | None = None
     data_parallel_rank: int | None = None
     routed_dp_rank: int | None = None
+    bootstrap_host: str | list[str | None] | None = None
+    bootstrap_port: int | list[int | None] | None = None
+    bootstrap_room: int | list[int | None] | None = None
 
     return_token_ids: bool | None = None
     include_stop_str_in_output: bool | None = None

@@ -27,6 +27,7 @@ SAME: Final = (
 OPTIONS: Final = (
     *("extra_key", "cache_salt", "data_parallel_rank", "routed_dp_rank"),
     *("return_routed_experts", "routed_experts_start_len"),
+    *("bootstrap_host", "bootstrap_port", "bootstrap_room"),
 )
 RENAMED: Final = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 

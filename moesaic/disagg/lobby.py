@@ -1,0 +1,273 @@
+"""The bootstrap port of a prefill instance: requests wait here for the instance that continues
+them.
+
+A decode instance keeps a connection for each of its serving groups. It announces a room as soon as
+a request waits for it, and offers its pages once they are reserved; then the request is submitted
+to the ranks, which send its KV cache there. No torch here.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from moesaic.comm.network.handshake import Identity, Role, Session
+from moesaic.comm.network.listener import Listener
+from moesaic.core.disagg import KVShare, KVTarget
+from moesaic.disagg.layout import CacheShape
+from moesaic.disagg.messages import (
+    Announce,
+    Beat,
+    Computed,
+    Malformed,
+    Offer,
+    Refused,
+    TransferMessage,
+    Withdraw,
+    receive,
+    send,
+)
+
+logger = logging.getLogger(__name__)
+
+# How long a decode instance waits for a request that is not here: both are sent at once.
+REQUEST_SECONDS: Final = 5.0
+# How long a request, which costs nothing, waits for its decode instance: that one may have a queue.
+DECODE_SECONDS: Final = 300.0
+BEAT_SECONDS: Final = 0.5
+
+
+class LobbyEvent(NamedTuple):
+    """A request that can be computed, with its `target`, or one that ends: `why`."""
+
+    request_no: int
+    target: KVTarget | None
+    why: str = ""
+
+
+@dataclass(slots=True)
+class MeetingRoom:
+    request_no: int | None = None
+    is_entered: bool = False
+    """The request has left the queue in front of the engine."""
+    connection: Any = None
+    """The decode instance's, once it has announced the room."""
+    peer: str = ""
+    target: KVTarget | None = None
+    since: float = field(default_factory=time.monotonic)
+    """The last change of phase."""
+
+    @property
+    def phase(self) -> str:
+        if self.request_no is None:
+            return "waits for its request"
+        if not self.is_entered:
+            return "waits in the queue"
+        if self.target is not None:
+            return "computes and sends"
+        return "waits for pages of the decode instance" if self.peer else "waits for decode"
+
+
+class Lobby:
+    """Any thread may call it; connections have their own. The engine's thread takes the events."""
+
+    def __init__(self, listening: socket.socket, secret: bytes) -> None:
+        self._wake: Callable[[], None] = _nothing
+        self._lock = threading.RLock()
+        self._rooms: dict[int, MeetingRoom] = {}
+        self._room_of: dict[int, int] = {}
+        """By request."""
+        self._connections: set[Any] = set()
+        self._events: deque[LobbyEvent] = deque()
+        self._shape: CacheShape | None = None
+        self._closed = threading.Event()
+        self._listening, self._secret = listening, secret
+        self._listener: Listener | None = None
+
+    def serve(self, shares: list[KVShare], wake: Callable[[], None]) -> None:
+        """Once the ranks are ready; `shares` are theirs. An event calls `wake`."""
+        self._shape, self._wake = CacheShape.of(shares), wake
+        identity = Identity(-1, 0)
+        self._listener = Listener(self._listening, identity, self._secret, {Role.ROOM: self._serve})
+        threading.Thread(target=self._tick, name="lobby", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._listener is not None:
+            self._listener.close()
+        self._listening.close()
+
+    def expect(self, request_no: int, number: int) -> None:
+        """The request waits in the queue in front of the engine."""
+        with self._lock:
+            room = self._rooms.setdefault(number, MeetingRoom())
+            if room.request_no is None:
+                room.request_no, room.since = request_no, time.monotonic()
+                self._room_of[request_no] = number
+
+    def enter(self, request_no: int, number: int) -> None:
+        """The request is submitted, or ends, by a later event."""
+        with self._lock:
+            self.expect(request_no, number)
+            room = self._rooms[number]
+            if room.request_no != request_no:
+                why = f"room {number} has a request already: choose another bootstrap_room"
+                self._add_event(LobbyEvent(request_no, None, why))
+                return
+            room.is_entered, room.since = True, time.monotonic()
+            if room.target is not None:
+                self._add_event(LobbyEvent(request_no, room.target))
+
+    def leave(self, request_no: int, why: str) -> None:
+        """The request has ended; `why` it failed, or nothing."""
+        with self._lock:
+            number = self._room_of.pop(request_no, None)
+            room = None if number is None else self._rooms.pop(number)
+        if number is None or room is None or room.connection is None:
+            return
+        is_sent = room.target is not None and not why
+        self._tell(room.connection, Computed(number) if is_sent else Refused(number, why))
+
+    def take(self) -> list[LobbyEvent]:
+        with self._lock:
+            found = list(self._events)
+            self._events.clear()
+        return found
+
+    def state(self) -> list[dict[str, Any]]:
+        """Of every room."""
+        now = time.monotonic()
+        with self._lock:
+            return [
+                {
+                    "room": number,
+                    "phase": room.phase,
+                    "peer": room.peer or None,
+                    "seconds": round(now - room.since, 3),
+                }
+                for number, room in self._rooms.items()
+            ]
+
+    def _add_event(self, event: LobbyEvent) -> None:
+        self._events.append(event)
+        self._wake()
+
+    def _serve(self, connection: Any, session: Session, name: str) -> None:
+        peer = name
+        with self._lock:
+            self._connections.add(connection)
+        why = "closed its connection"
+        try:
+            while True:
+                message, size = receive(connection)
+                if size:
+                    raise Malformed(f"{size} bytes behind a {type(message).__name__}")
+                self._handle(connection, peer, message)
+        except OSError as error:
+            why = str(error)
+        finally:
+            self._lose(connection, f"the decode instance is gone: {name}: {why}")
+
+    def _handle(self, connection: Any, peer: str, message: TransferMessage) -> None:
+        match message:
+            case Announce(room):
+                self._announce(connection, peer, room)
+            case Offer(target):
+                self._offer(connection, peer, target)
+            case Withdraw(room):
+                self._withdraw(connection, room, "the decode instance does not want it any more")
+            case _:
+                raise Malformed(f"a {type(message).__name__}, which no prefill instance gets")
+
+    def _announce(self, connection: Any, peer: str, number: int) -> MeetingRoom | None:
+        with self._lock:
+            room = self._rooms.setdefault(number, MeetingRoom())
+            if room.connection not in (None, connection):
+                why = f"room {number} is that of {room.peer}"
+                self._tell(connection, Refused(number, why))
+                return None
+            room.connection, room.peer = connection, peer
+            return room
+
+    def _offer(self, connection: Any, peer: str, target: KVTarget) -> None:
+        number = target.ticket.room
+        if why := self._mismatch(target):
+            self._tell(connection, Refused(number, why))
+            return
+        with self._lock:
+            room = self._announce(connection, peer, number)
+            if room is None:
+                return
+            room.target, room.since = target, time.monotonic()
+            if room.request_no is not None and room.is_entered:
+                self._add_event(LobbyEvent(room.request_no, target))
+
+    def _mismatch(self, target: KVTarget) -> str:
+        theirs = CacheShape.of([rank.share for rank in target.ranks])
+        if self._shape is None or theirs == self._shape:
+            return ""
+        return f"the instances serve different models: {self._shape} here, {theirs} there"
+
+    def _withdraw(self, connection: Any, number: int, why: str) -> None:
+        with self._lock:
+            room = self._rooms.get(number)
+            if room is None or room.connection is not connection:
+                return
+            del self._rooms[number]
+            if room.request_no is not None:
+                self._room_of.pop(room.request_no, None)
+                self._add_event(LobbyEvent(room.request_no, None, f"room {number}: {why}"))
+
+    def _lose(self, connection: Any, why: str) -> None:
+        with self._lock:
+            self._connections.discard(connection)
+            lost = [n for n, room in self._rooms.items() if room.connection is connection]
+            for number in lost:
+                self._withdraw(connection, number, why)
+
+    def _tell(self, connection: Any, message: TransferMessage) -> None:
+        """One thread at a time sends."""
+        with self._lock:
+            try:
+                send(connection, message)
+            except OSError:
+                return  # its thread finds out
+
+    def _tick(self) -> None:
+        """Beats, and ends waits for a half that does not come."""
+        while not self._closed.wait(BEAT_SECONDS):
+            with self._lock:
+                for connection in list(self._connections):
+                    self._tell(connection, Beat())
+                for number in [n for n, room in self._rooms.items() if _is_late(room)]:
+                    self._end_wait(number)
+
+    def _end_wait(self, number: int) -> None:
+        room = self._rooms.pop(number)
+        if room.request_no is None:
+            why = f"the prefill instance got no such request in {REQUEST_SECONDS:g} s"
+            self._tell(room.connection, Refused(number, why))
+            return
+        del self._room_of[room.request_no]
+        why = (
+            f"no decode instance came to room {number} in {DECODE_SECONDS:g} s: send the request "
+            "to both instances, with the same bootstrap_room"
+        )
+        self._add_event(LobbyEvent(room.request_no, None, why))
+
+
+def _nothing() -> None:
+    """Before the ranks are ready nobody listens."""
+
+
+def _is_late(room: MeetingRoom) -> bool:
+    waited = time.monotonic() - room.since
+    if room.request_no is None:
+        return waited > REQUEST_SECONDS
+    return room.connection is None and room.is_entered and waited > DECODE_SECONDS

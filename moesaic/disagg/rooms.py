@@ -1,0 +1,343 @@
+"""The transfers of a decode instance's serving group, on its leader.
+
+The thread of the steps asks for them and takes events; other threads listen to the ranks of the
+group and to prefill instances. A transfer that fails is an event, too: the group then computes the
+prompt itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+from msgspec.structs import replace
+
+from moesaic.comm.network.connect import connect
+from moesaic.comm.network.handshake import Identity, Role
+from moesaic.core.disagg import KVRank, KVTarget, Room, Ticket
+from moesaic.disagg.messages import (
+    Announce,
+    Arrived,
+    Broken,
+    Close,
+    Computed,
+    Offer,
+    Open,
+    PromptResult,
+    Refused,
+    TransferMessage,
+    Withdraw,
+    receive,
+    send,
+)
+
+logger = logging.getLogger(__name__)
+
+CONNECT_SECONDS: Final = 2.0
+# A prefill instance beats twice a second.
+SILENCE_SECONDS: Final = 3.0
+# How long the rest may take to come once the prompt is computed.
+ARRIVE_SECONDS: Final = 10.0
+TICK_SECONDS: Final = 0.5
+EPOCH_BITS: Final = 62
+
+
+class RoomEvent(NamedTuple):
+    """The KV cache of a request is here, with its `result`; or it does not come: `why`."""
+
+    request_no: int
+    result: PromptResult | None
+    why: str = ""
+
+
+@dataclass(slots=True)
+class Transfer:
+    request_no: int
+    room: Room
+    ticket: Ticket | None = None
+    """None until pages are reserved."""
+    arrived: set[int] = field(default_factory=set)
+    """The ranks of this group that have all of their part."""
+    result: PromptResult | None = None
+    computed_at: float | None = None
+    """When the prefill instance had sent everything."""
+    is_over: bool = False
+    since: float = field(default_factory=time.monotonic)
+    """The last change of phase."""
+
+    @property
+    def phase(self) -> str:
+        if self.is_over:
+            return "is here"
+        if self.ticket is None:
+            return "waits for pages"
+        is_coming = self.arrived or self.result is not None or self.computed_at is not None
+        return "arrives" if is_coming else "waits for prefill"
+
+
+class BootstrapLink:
+    """The connection to a prefill instance. Its thread calls `on_message`, and `on_lost` once."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        own: Identity,
+        secret: bytes,
+        on_message: Callable[[TransferMessage], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._address, self._own, self._secret = address, own, secret
+        self._on_message, self._on_lost = on_message, on_lost
+        self._lock = threading.Lock()
+        self._waiting: list[TransferMessage] | None = []
+        """What is sent once it is connected; None from then on."""
+        self._connection: Any = None
+        self.own_host = ""
+        """The address of this machine by which the prefill instance reaches it."""
+        threading.Thread(target=self._run, name="bootstrap-link", daemon=True).start()
+
+    def post(self, message: TransferMessage) -> None:
+        with self._lock:
+            if self._waiting is not None:
+                self._waiting.append(message)
+            elif self._connection is not None:
+                with suppress(OSError):  # its thread finds out
+                    self._send(message)
+
+    def _send(self, message: TransferMessage) -> None:
+        if isinstance(message, Offer):
+            ranks = tuple(
+                replace(rank, host=rank.host or self.own_host) for rank in message.target.ranks
+            )
+            message = Offer(replace(message.target, ranks=ranks))
+        send(self._connection, message)
+
+    def _run(self) -> None:
+        try:
+            self._connect()
+            while True:
+                message, _ = receive(self._connection)
+                self._on_message(message)
+        except TimeoutError:
+            why = f"it has said nothing for {SILENCE_SECONDS:g} s"
+        except OSError as error:
+            why = str(error)
+        with self._lock:
+            connection, self._connection, self._waiting = self._connection, None, None
+        if connection is not None:
+            connection.close()
+        host, port = self._address
+        self._on_lost(f"the prefill instance at {host}:{port} is lost: {why}")
+
+    def _connect(self) -> None:
+        plain: list[socket.socket] = []
+
+        def dial() -> socket.socket:
+            plain[:] = [socket.create_connection(self._address, CONNECT_SECONDS)]
+            return plain[0]
+
+        made, _ = connect(dial, Role.ROOM, self._own, self._secret, CONNECT_SECONDS, waits=False)
+        made.settimeout(SILENCE_SECONDS)
+        with self._lock:
+            self._connection, self.own_host = made, plain[0].getsockname()[0]
+            waiting, self._waiting = self._waiting or [], None
+            for message in waiting:
+                self._send(message)
+
+
+class RankOrders:
+    """The leader's connection to a rank of its group, or to itself."""
+
+    def __init__(
+        self, rank: KVRank, own: Identity, secret: bytes, on_message: Callable[[Any], None]
+    ) -> None:
+        address = rank.host or "localhost", rank.port
+        dial = partial(socket.create_connection, address, CONNECT_SECONDS)
+        self._connection, _ = connect(dial, Role.KV, own, secret, CONNECT_SECONDS)
+        self._on_message = on_message
+        threading.Thread(target=self._run, name="rank-orders", daemon=True).start()
+
+    def send(self, message: TransferMessage) -> None:
+        send(self._connection, message)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                message, _ = receive(self._connection)
+                self._on_message(message)
+        except OSError as error:  # the service ends with the rank
+            logger.info("a rank of this group is not listened to any more: %s", error)
+
+
+class DecodeRooms:
+    """`ranks`: those of the group, this one first."""
+
+    def __init__(self, ranks: Sequence[KVRank], own: Identity, secret: bytes) -> None:
+        self._ranks, self._own, self._secret = tuple(ranks), own, secret
+        self._lock = threading.RLock()
+        self._transfers: dict[int, Transfer] = {}
+        """By request."""
+        self._by_ticket: dict[Ticket, Transfer] = {}
+        self._links: dict[str, BootstrapLink] = {}
+        self._events: deque[RoomEvent] = deque()
+        self.wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._orders = [
+            RankOrders(rank, own, secret, partial(self._on_rank, rank.rank)) for rank in ranks
+        ]
+        self.num_arrived = self.num_failed = 0
+        threading.Thread(target=self._tick, name="rooms", daemon=True).start()
+
+    def announce(self, request_no: int, room: Room) -> None:
+        """The request waits for pages."""
+        with self._lock:
+            self._transfers[request_no] = Transfer(request_no, room)
+            self._link(room).post(Announce(room.number))
+
+    def offer(self, request_no: int, first: int, stop: int) -> Ticket:
+        """Its tokens from `first` up to `stop` have pages: they may come."""
+        with self._lock:
+            transfer = self._transfers[request_no]
+            ticket = Ticket(transfer.room.number, secrets.randbits(EPOCH_BITS))
+            transfer.ticket, transfer.since = ticket, time.monotonic()
+            self._by_ticket[ticket] = transfer
+            target = KVTarget(ticket, first, stop, self._ranks)
+        for orders in self._orders:
+            orders.send(Open(ticket, first, stop))
+        self._link(transfer.room).post(Offer(target))
+        return ticket
+
+    def release(self, request_no: int) -> None:
+        """What has come of it is not needed, or not any more. May be repeated."""
+        with self._lock:
+            transfer = self._transfers.pop(request_no, None)
+            if transfer is None:
+                return
+            if transfer.ticket is not None:
+                del self._by_ticket[transfer.ticket]
+        if transfer.ticket is not None:
+            for orders in self._orders:
+                orders.send(Close(transfer.ticket))
+        if not transfer.is_over:
+            self._link(transfer.room).post(Withdraw(transfer.room.number))
+
+    def take(self) -> list[RoomEvent]:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.wakeup_fd)
+        with self._lock:
+            found = list(self._events)
+            self._events.clear()
+        return found
+
+    @property
+    def has_events(self) -> bool:
+        return bool(self._events)
+
+    def state(self) -> list[dict[str, Any]]:
+        now = time.monotonic()
+        with self._lock:
+            return [
+                {
+                    "room": transfer.room.number,
+                    "phase": transfer.phase,
+                    "peer": transfer.room.address,
+                    "seconds": round(now - transfer.since, 3),
+                }
+                for transfer in self._transfers.values()
+            ]
+
+    def on_result(self, result: PromptResult) -> None:
+        with self._lock:
+            transfer = self._by_ticket.get(result.ticket)
+            if transfer is not None and transfer.result is None:
+                transfer.result = result
+                self._check(transfer)
+
+    def _link(self, room: Room) -> BootstrapLink:
+        with self._lock:
+            link = self._links.get(room.address)
+            if link is None:
+                heard = partial(self._on_prefill, room.address)
+                lost = partial(self._on_lost, room.address)
+                address = room.host, room.port
+                link = BootstrapLink(address, self._own, self._secret, heard, lost)
+                self._links[room.address] = link
+            return link
+
+    def _on_rank(self, rank: int, message: TransferMessage) -> None:
+        with self._lock:
+            if not isinstance(message, Arrived | Broken):
+                return
+            transfer = self._by_ticket.get(message.ticket)
+            if transfer is None:
+                return
+            if isinstance(message, Broken):
+                self._fail(transfer, message.why)
+            else:
+                transfer.arrived.add(rank)
+                self._check(transfer)
+
+    def _on_prefill(self, address: str, message: TransferMessage) -> None:
+        if not isinstance(message, Refused | Computed):
+            return
+        with self._lock:
+            for transfer in self._transfers.values():
+                if (transfer.room.number, transfer.room.address) != (message.room, address):
+                    continue
+                if isinstance(message, Refused):
+                    self._fail(transfer, message.why)
+                else:
+                    transfer.computed_at = transfer.computed_at or time.monotonic()
+
+    def _on_lost(self, address: str, why: str) -> None:
+        """What is on its way from its ranks may still come; the next room tries again."""
+        with self._lock:
+            self._links.pop(address, None)
+            for transfer in self._transfers.values():
+                if transfer.room.address != address:
+                    continue
+                if transfer.result is None and transfer.computed_at is None:
+                    self._fail(transfer, why)
+                else:
+                    transfer.computed_at = transfer.computed_at or time.monotonic()
+
+    def _check(self, transfer: Transfer) -> None:
+        is_here = transfer.result is not None and len(transfer.arrived) == len(self._ranks)
+        if is_here and not transfer.is_over:
+            self.num_arrived += 1
+            self._end(transfer, RoomEvent(transfer.request_no, transfer.result))
+
+    def _fail(self, transfer: Transfer, why: str) -> None:
+        if not transfer.is_over:
+            self.num_failed += 1
+            self._end(transfer, RoomEvent(transfer.request_no, None, f"{transfer.room}: {why}"))
+
+    def _end(self, transfer: Transfer, event: RoomEvent) -> None:
+        transfer.is_over, transfer.since = True, time.monotonic()
+        self._events.append(event)
+        os.eventfd_write(self.wakeup_fd, 1)
+
+    def _tick(self) -> None:
+        while True:
+            time.sleep(TICK_SECONDS)
+            now = time.monotonic()
+            with self._lock:
+                for transfer in self._transfers.values():
+                    computed = transfer.computed_at
+                    if computed is not None and now - computed > ARRIVE_SECONDS:
+                        self._fail(transfer, f"not all has come: {self._missing(transfer)}")
+
+    def _missing(self, transfer: Transfer) -> str:
+        late = [rank.rank for rank in self._ranks if rank.rank not in transfer.arrived]
+        parts = [f"ranks {late} miss keys and values"] * bool(late)
+        parts += ["the first token"] * (transfer.result is None)
+        return f"{' and '.join(parts)} {ARRIVE_SECONDS:g} s after the prompt was computed"

@@ -1,0 +1,69 @@
+"""Makes what a rank needs to exchange KV caches with other instances."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from dataclasses import dataclass
+
+import msgspec
+
+from moesaic.comm.launch.rank_link import RankLink
+from moesaic.comm.network.handshake import Identity
+from moesaic.comm.supervise.address import numeric
+from moesaic.config import ServerArgs
+from moesaic.core.disagg import KVRank
+from moesaic.disagg.outlets import KVOutlets
+from moesaic.disagg.receiver import KVReceiver
+from moesaic.disagg.rooms import DecodeRooms
+from moesaic.disagg.sender import KVSender
+from moesaic.engine.runner.model_runner import ModelRunner
+from moesaic.engine.runner.step_transfers import StepTransfers
+from moesaic.engine.worker.kv_share import kv_share
+
+
+@dataclass(frozen=True, slots=True)
+class RankTransfers(StepTransfers):
+    """`rooms`: on a leader of a decode instance."""
+
+    rooms: DecodeRooms | None = None
+
+
+def make_transfers(args: ServerArgs, runner: ModelRunner, link: RankLink) -> RankTransfers:
+    """All ranks of a replica call it together."""
+    role, own = args.disaggregation_mode, Identity(link.rank, link.node)
+    if role == "null":
+        return RankTransfers()
+    share, receiver, host = kv_share(runner), None, link.host
+    if role == "decode":
+        listening = _listen(host or numeric(args.host), is_only_node=not host)
+        dtype = runner.cache.keys.dtype
+        receiver = KVReceiver(share, dtype, listening, own, link.secret)
+        here = listening.getsockname()[0]
+        host = host or (here if ipaddress.ip_address(here).is_loopback else "")
+    group, port = link.mesh.group_of(link.place), 0 if receiver is None else receiver.port
+    rank = KVRank(link.rank, link.node, group, share, host, port)
+    encoded = msgspec.msgpack.encode(rank)
+    found = runner.ranks.replica.all_gather_bytes(encoded, "tell the parts of the KV cache")
+    known = [msgspec.msgpack.decode(data, type=KVRank) for data in found]
+    ranks = [one for one in known if one.group == group]
+    if receiver is None:
+        outlets, numbers = KVOutlets(own, link.secret), [one.rank for one in ranks]
+        sender = KVSender([one.share for one in ranks], numbers.index(link.rank), outlets)
+        return RankTransfers(sender=sender)
+    if not link.place.is_leader:
+        return RankTransfers(receiver=receiver)
+    assert ranks[0] == rank, "the leader is the first rank of its group"
+    rooms = DecodeRooms(ranks, own, link.secret)
+    receiver.on_result = rooms.on_result
+    return RankTransfers(receiver=receiver, rooms=rooms)
+
+
+def _listen(host: str, is_only_node: bool) -> socket.socket:
+    """At the address of this node. The only node has none: its ranks listen on loopback if the
+    server does, and else for other machines, too."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if is_only_node and not address.is_loopback:
+        host = "::" if address.version == 6 else ""
+    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+    return socket.create_server((host, 0), family=family, backlog=128)

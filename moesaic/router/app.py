@@ -1,0 +1,145 @@
+"""The HTTP server of a router."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import aiohttp
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from moesaic.router.args import RouterArgs, contradiction
+from moesaic.router.halves import Call
+from moesaic.router.proxy import HOP, READ_BUFFER, Proxy, unavailable
+from moesaic.router.workers import HealthChecks, workers_of
+from moesaic.server.bodies import MAX_BODY
+from moesaic.server.listen import bind
+
+logger = logging.getLogger(__name__)
+
+# Routes whose requests two instances share.
+SHARED: Final = ("/generate", "/v1/chat/completions", "/v1/completions")
+METHODS: Final = ["GET", "POST", "DELETE"]
+
+
+class Router:
+    def __init__(self, args: RouterArgs) -> None:
+        if problem := contradiction(args):
+            raise ValueError(problem)
+        self.args, self.workers = args, workers_of(args)
+        self.proxy: Proxy | None = None
+
+    @asynccontextmanager
+    async def running(self, _: Starlette) -> AsyncIterator[None]:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(
+            connector=connector, read_bufsize=READ_BUFFER, auto_decompress=False
+        ) as session:
+            self.proxy = Proxy(self.args, self.workers, session)
+            checks = HealthChecks(self.args, self.workers, session)
+            task = asyncio.create_task(checks.run())
+            try:
+                yield
+            finally:
+                task.cancel()
+
+    async def handle(self, request: Request) -> Response:
+        assert self.proxy is not None, "the server runs"
+        path = request.url.path.rstrip("/") or "/"
+        response = await self._answer(self.proxy, request, path)
+        self.proxy.stats.requests[path, response.status_code] += 1
+        return response
+
+    async def _answer(self, proxy: Proxy, request: Request, path: str) -> Response:
+        headers = {k: v for k, v in request.headers.items() if k.lower() not in HOP}
+        headers.pop("accept-encoding", None)
+        data = await request.body()
+        if len(data) > MAX_BODY:
+            return _error(413, f"the body has more than {MAX_BODY} bytes: send less")
+        if path not in SHARED or request.method != "POST":
+            where = path + (f"?{request.url.query}" if request.url.query else "")
+            return await proxy.forward(request.method, where, data, headers)
+        try:
+            body = json.loads(data)
+        except ValueError as error:
+            return _error(400, f"invalid JSON: {error}")
+        if not isinstance(body, dict):
+            return _error(400, "the body must be a JSON object")
+        headers.pop("content-type", None)
+        return await proxy.generate(Call.of(path, body), headers)
+
+    async def health(self, _: Request) -> Response:
+        assert self.proxy is not None, "the server runs"
+        roles = ("prefill", "decode") if self.args.pd_disaggregation else ("both",)
+        if all(self.proxy.healthy(role) for role in roles):
+            return JSONResponse({"status": "ok"})
+        return unavailable([one for one in self.workers if not one.is_healthy])
+
+    async def show_workers(self, _: Request) -> Response:
+        return JSONResponse({"workers": [worker.state() for worker in self.workers]})
+
+    async def metrics(self, _: Request) -> Response:
+        return PlainTextResponse("\n".join([*self._metrics(), ""]))
+
+    def _metrics(self) -> Iterator[str]:
+        assert self.proxy is not None, "the server runs"
+        stats = self.proxy.stats
+        yield "# TYPE moesaic_router_requests_total counter"
+        for (path, status), number in sorted(stats.requests.items()):
+            labels = f'path={json.dumps(path)},status="{status}"'
+            yield f"moesaic_router_requests_total{{{labels}}} {number}"
+        for name, value in (("retries", stats.retries), ("resumed_streams", stats.resumed)):
+            yield f"# TYPE moesaic_router_{name}_total counter"
+            yield f"moesaic_router_{name}_total {value}"
+        kinds: tuple[tuple[str, str, Any], ...] = (
+            ("worker_up", "gauge", lambda one: int(one.is_healthy)),
+            ("worker_open_requests", "gauge", lambda one: one.requests),
+            ("worker_requests_total", "counter", lambda one: one.total),
+            ("worker_failures_total", "counter", lambda one: one.failures),
+        )
+        for name, kind, read in kinds:
+            yield f"# TYPE moesaic_router_{name} {kind}"
+            for one in self.workers:
+                labels = f'url={json.dumps(one.url)},role="{one.role}"'
+                yield f"moesaic_router_{name}{{{labels}}} {read(one)}"
+
+    def app(self) -> Starlette:
+        own = (
+            ("/health", self.health),
+            ("/workers", self.show_workers),
+            ("/metrics", self.metrics),
+        )
+        routes = [Route(path, handler, methods=["GET"]) for path, handler in own]
+        routes.append(Route("/{path:path}", self.handle, methods=METHODS))
+        return Starlette(routes=routes, lifespan=self.running)
+
+
+def _error(status: int, message: str) -> Response:
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": status}
+    return JSONResponse({"error": error}, status)
+
+
+class RouterServer(uvicorn.Server):
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        host, port = sockets[0].getsockname()[:2]
+        print(f"ready: http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+
+
+def serve(args: RouterArgs) -> int:
+    """Serves until a signal."""
+    router = Router(args)
+    listener = bind(args.host, args.port)
+    for worker in router.workers:
+        logger.info("%s instance: %s", worker.role, worker.url)
+    config = uvicorn.Config(router.app(), log_config=None, log_level="warning", access_log=False)
+    RouterServer(config).run([listener])
+    return 0

@@ -1,0 +1,83 @@
+"""The body of a request, as each instance gets it."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import dataclass
+from typing import Any, Final
+
+from moesaic.router.workers import Worker
+
+ROOM_BITS: Final = 63
+SEED_BITS: Final = 62
+# Characters of an answer whose length is not limited.
+UNKNOWN_LENGTH: Final = 1024
+LENGTHS: Final = ("max_tokens", "max_completion_tokens", "max_new_tokens", "max_output_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request that generates."""
+
+    path: str
+    body: dict[str, Any]
+
+    @classmethod
+    def of(cls, path: str, body: dict[str, Any]) -> Call:
+        """With a seed, if it has none: an instance that takes over samples the same tokens."""
+        if _prompts(body) is not None:
+            return cls(path, body)  # one seed for all would make equal prompts' answers equal
+        seed, body = secrets.randbits(SEED_BITS), dict(body)
+        if path == "/generate":
+            params = dict(body.get("sampling_params") or {})
+            if params.get("sampling_seed") is None:
+                body["sampling_params"] = params | {"sampling_seed": seed}
+        elif body.get("seed") is None:
+            body["seed"] = seed
+        return cls(path, body)
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.body.get("stream"))
+
+    @property
+    def text(self) -> str:
+        """What the prefix cache of an instance may know, in the order in which it is computed."""
+        for name in ("messages", "text", "input_ids", "prompt"):
+            if (found := self.body.get(name)) is not None:
+                return found if isinstance(found, str) else json.dumps(found)
+        return ""
+
+    @property
+    def size(self) -> int:
+        """Characters to read and to write, roughly."""
+        params = self.body.get("sampling_params")
+        given = {**self.body, **(params if isinstance(params, dict) else {})}
+        lengths = (given.get(name) for name in LENGTHS)
+        length = next((one for one in lengths if isinstance(one, int)), UNKNOWN_LENGTH)
+        return len(self.text) + 4 * length
+
+    def halves(self, prefill: Worker) -> tuple[dict[str, Any], dict[str, Any]]:
+        """For a prefill instance and for the one that continues."""
+        number = _prompts(self.body)
+        room: Any = secrets.randbits(ROOM_BITS)
+        if number is not None:
+            room = [secrets.randbits(ROOM_BITS) for _ in range(number)]
+        where = {
+            "bootstrap_host": prefill.host,
+            "bootstrap_port": prefill.bootstrap_port,
+            "bootstrap_room": room,
+        }
+        second = {**self.body, **where}
+        first = {name: value for name, value in second.items() if name != "stream_options"}
+        return {**first, "stream": False}, second
+
+
+def _prompts(body: dict[str, Any]) -> int | None:
+    """How many prompts a list of them has; None for one prompt."""
+    for name in ("text", "input_ids", "prompt"):
+        found = body.get(name)
+        if isinstance(found, list) and found and not isinstance(found[0], int):
+            return len(found)
+    return None

@@ -1,0 +1,303 @@
+"""Sends requests to instances, and to others when one of them is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import aiohttp
+from starlette.responses import Response, StreamingResponse
+
+from moesaic.router.args import RouterArgs
+from moesaic.router.halves import Call
+from moesaic.router.policies import POLICIES
+from moesaic.router.replay import Diverged, StreamReplay
+from moesaic.router.workers import Worker
+
+logger = logging.getLogger(__name__)
+
+CONNECT_SECONDS: Final = 5.0
+READ_BUFFER: Final = 1 << 20
+# Before a request is sent again where no instance is left: one may come back.
+PAUSE_SECONDS: Final = 0.5
+# Answers after which another instance is asked: it is overloaded, or fails.
+ELSEWHERE: Final = frozenset((429, 500, 502, 503, 504))
+# Headers that belong to one connection.
+HOP: Final = frozenset(
+    "connection content-length host keep-alive transfer-encoding upgrade te trailer date".split()
+)
+SSE: Final = "text/event-stream"
+
+
+class WorkerLost(Exception):
+    """An instance cannot answer, or not to the end; `response`: what it has said, if it has."""
+
+    def __init__(self, worker: Worker, why: str, response: Response | None = None) -> None:
+        super().__init__(f"{worker.url}: {why}")
+        self.worker, self.why, self.response = worker, why, response
+
+
+@dataclass(slots=True)
+class Attempt:
+    """The answer of an instance, while its connection is open."""
+
+    worker: Worker
+    answer: aiohttp.ClientResponse
+    stack: AsyncExitStack
+
+
+@dataclass(slots=True)
+class RouterStats:
+    requests: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """By route and status."""
+    retries: int = 0
+    resumed: int = 0
+    """Streams that another instance has continued."""
+
+
+class Proxy:
+    def __init__(
+        self, args: RouterArgs, workers: list[Worker], session: aiohttp.ClientSession
+    ) -> None:
+        self.args, self.workers, self._session = args, workers, session
+        self.stats = RouterStats()
+        prefill, decode = args.prefill_policy or args.policy, args.decode_policy or args.policy
+        names = {"both": args.policy, "prefill": prefill, "decode": decode}
+        self._policies = {role: POLICIES[name]() for role, name in names.items()}
+        self._timeout = aiohttp.ClientTimeout(
+            total=None, connect=CONNECT_SECONDS, sock_read=args.request_timeout_secs
+        )
+
+    def healthy(self, role: str) -> list[Worker]:
+        return [one for one in self.workers if one.role == role and one.is_healthy]
+
+    @property
+    def last_role(self) -> str:
+        """Of the instances that give answers."""
+        return "decode" if self.args.pd_disaggregation else "both"
+
+    async def generate(self, call: Call, headers: Mapping[str, str]) -> Response:
+        """The answer to a request that generates; it is sent again until it is whole."""
+        attempt = await self._try_all(call, headers)
+        if isinstance(attempt, Response):
+            return attempt
+        answer = attempt.answer
+        if answer.content_type == SSE:
+            events = self._events(call, headers, attempt)
+            return StreamingResponse(events, answer.status, _kept(answer.headers))
+        return await self._whole(call, headers, attempt)
+
+    async def forward(
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> Response:
+        """Any other request, to one instance."""
+        workers = self.healthy(self.last_role)
+        if not workers:
+            return unavailable(self.workers)
+        worker = self._policies[self.last_role].choose(workers, "")
+        try:
+            async with self._session.request(
+                method, worker.url + path, data=body, headers=headers, timeout=self._timeout
+            ) as answer:
+                return Response(await answer.read(), answer.status, _kept(answer.headers))
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            worker.lose(_text(error))
+            return unavailable([worker])
+
+    async def _whole(self, call: Call, headers: Mapping[str, str], attempt: Attempt) -> Response:
+        """A body that breaks off is asked for again: the client has nothing of it."""
+        for _ in range(self.args.retry_max_retries + 1):
+            try:
+                async with attempt.stack:
+                    data = await attempt.answer.read()
+                    return Response(data, attempt.answer.status, _kept(attempt.answer.headers))
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                attempt.worker.lose(_text(error))
+                self.stats.retries += 1
+            found = await self._try_all(call, headers)
+            if isinstance(found, Response):
+                return found
+            attempt = found
+        return unavailable(self.workers)
+
+    async def _try_all(self, call: Call, headers: Mapping[str, str]) -> Attempt | Response:
+        """The first good beginning of an answer, or the last bad one."""
+        avoided: set[Worker] = set()
+        last: Response | None = None
+        for number in range(self.args.retry_max_retries + 1):
+            if number:
+                self.stats.retries += 1
+            try:
+                return await self._attempt(call, headers, avoided)
+            except WorkerLost as lost:
+                logger.info("a request is sent again: %s", lost)
+                avoided.add(lost.worker)
+                last = lost.response or last
+                if lost.response is not None and avoided.issuperset(self._peers(lost.worker)):
+                    return lost.response  # all of them say so
+            except _NobodyThere:
+                avoided.clear()
+                await asyncio.sleep(PAUSE_SECONDS)
+        return last or unavailable(self.workers)
+
+    def _peers(self, worker: Worker) -> list[Worker]:
+        return self.healthy(worker.role)
+
+    def _choose(self, role: str, call: Call, avoided: set[Worker]) -> Worker:
+        healthy = self.healthy(role)
+        if not healthy:
+            raise _NobodyThere
+        fresh = [worker for worker in healthy if worker not in avoided] or healthy
+        return self._policies[role].choose(fresh, call.text)
+
+    async def _attempt(
+        self, call: Call, headers: Mapping[str, str], avoided: set[Worker]
+    ) -> Attempt:
+        worker = self._choose(self.last_role, call, avoided)
+        body, first, stack = call.body, None, AsyncExitStack()
+        try:
+            if self.args.pd_disaggregation:
+                prefill = self._choose("prefill", call, avoided)
+                half, body = call.halves(prefill)
+                first = asyncio.create_task(self._send_half(prefill, call, half, headers))
+                first.add_done_callback(_heed)
+                stack.callback(first.cancel)
+            stack.enter_context(worker.serving(call.size))
+            second = asyncio.create_task(self._send(stack, worker, call.path, body, headers))
+            stack.callback(second.cancel)
+            others = any(one is not worker for one in self.healthy("prefill"))
+            await _first_of(second, first if first is not None and others else None)
+            return Attempt(worker, await second, stack)
+        except BaseException:
+            await stack.aclose()
+            raise
+
+    async def _send(
+        self,
+        stack: AsyncExitStack,
+        worker: Worker,
+        path: str,
+        body: dict[str, Any],
+        headers: Mapping[str, str],
+    ) -> aiohttp.ClientResponse:
+        """The answer once it has begun: an instance begins with its first token."""
+        try:
+            answer = await stack.enter_async_context(
+                self._session.post(
+                    worker.url + path, json=body, headers=headers, timeout=self._timeout
+                )
+            )
+            if answer.status in ELSEWHERE:
+                said = Response(await answer.read(), answer.status, _kept(answer.headers))
+                raise WorkerLost(worker, f"it answers {answer.status}", said)
+            return answer
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            worker.lose(_text(error))
+            raise WorkerLost(worker, _text(error)) from error
+
+    async def _send_half(
+        self, worker: Worker, call: Call, body: dict[str, Any], headers: Mapping[str, str]
+    ) -> None:
+        """The prefill instance's half, whose answer only says whether it was computed."""
+        async with AsyncExitStack() as stack:
+            stack.enter_context(worker.serving(len(call.text)))
+            answer = await self._send(stack, worker, call.path, body, headers)
+            try:
+                await answer.read()
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                worker.lose(_text(error))
+                raise WorkerLost(worker, _text(error)) from error
+
+    async def _events(
+        self, call: Call, headers: Mapping[str, str], attempt: Attempt
+    ) -> AsyncGenerator[bytes, None]:
+        """The events of a stream; another instance goes on where one is lost."""
+        replay, retries = StreamReplay(call.path), self.args.retry_max_retries
+        while True:
+            try:
+                async with attempt.stack:
+                    async for data in _read_events(attempt.answer):
+                        if (event := _lost_or(attempt.worker, data, replay)) is not None:
+                            yield f"data: {event}\n\n".encode()
+                if replay.is_done:
+                    return
+                why = "its answer has no end"
+            except Diverged:
+                yield _error_event("another instance, which took over, gave another answer")
+                return
+            except WorkerLost as lost:
+                why = lost.why
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                attempt.worker.lose(why := _text(error))
+            found: Attempt | Response | None = None
+            if retries > 0 and replay.can_restart:
+                retries -= 1
+                logger.info("a stream is continued elsewhere: %s: %s", attempt.worker.url, why)
+                found = await self._try_all(call, headers)
+            if not isinstance(found, Attempt) or found.answer.content_type != SSE:
+                yield _error_event(f"the instance that answered is lost: {why}")
+                return
+            attempt = found
+            replay.restart()
+            self.stats.resumed += 1
+
+
+class _NobodyThere(Exception):
+    """No instance is healthy."""
+
+
+def _heed(half: asyncio.Task[None]) -> None:
+    """The decode instance computes a prompt that is lost: nobody else asks for this error."""
+    if not half.cancelled() and (error := half.exception()) is not None:
+        logger.info("a prompt is lost: %s", error)
+
+
+async def _first_of(second: asyncio.Task[Any], first: asyncio.Task[None] | None) -> None:
+    """Waits for the answer's beginning. If the prompt is lost before, so is the attempt."""
+    waiting: set[asyncio.Task[Any]] = {second} if first is None else {first, second}
+    while not second.done():
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if first in done and not second.done():
+            first.result()  # raises what it has failed with
+
+
+async def _read_events(answer: aiohttp.ClientResponse) -> AsyncGenerator[str, None]:
+    async for line in answer.content:
+        if line.startswith(b"data:"):
+            yield line[5:].strip().decode()
+
+
+def _lost_or(worker: Worker, data: str, replay: StreamReplay) -> str | None:
+    """The event to send; WorkerLost for one that says that the instance has failed."""
+    if data.startswith('{"error"'):
+        error = json.loads(data)["error"]
+        raise WorkerLost(worker, str(error.get("message") if isinstance(error, dict) else error))
+    return replay.pass_on(data)
+
+
+def _error_event(message: str) -> bytes:
+    error = {"message": message, "type": "server_error", "param": None, "code": 503}
+    return f"data: {json.dumps({'error': error})}\n\ndata: [DONE]\n\n".encode()
+
+
+def unavailable(workers: list[Worker]) -> Response:
+    told = "; ".join(f"{one.url}: {one.why or 'it did not answer'}" for one in workers)
+    message = f"no instance can answer: {told}"
+    error = {"message": message, "type": "server_error", "param": None, "code": 503}
+    return Response(
+        json.dumps({"error": error}), 503, {"Retry-After": "1"}, media_type="application/json"
+    )
+
+
+def _kept(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in headers.items() if name.lower() not in HOP}
+
+
+def _text(error: BaseException) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,143 @@
+"""An answer that another instance begins anew: what the client has already is left out.
+
+Sampling is seeded, so that both instances write the same; where they do not, the answer ends with
+an error rather than with two halves that do not fit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+DONE = "[DONE]"
+# Parts of a chunk's `delta` that are texts.
+TEXTS = ("content", "reasoning_content")
+
+
+class Diverged(Exception):
+    """The second instance writes something else."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """What the client has of one choice."""
+
+    texts: dict[str, str] = field(default_factory=dict)
+    logprobs: int = 0
+    has_tools: bool = False
+    is_finished: bool = False
+
+
+@dataclass(slots=True)
+class _Behind:
+    """How far an instance that begins anew is."""
+
+    texts: dict[str, int] = field(default_factory=dict)
+    logprobs: int = 0
+
+
+class StreamReplay:
+    """The events of one stream, of whichever instances. `path`: the route."""
+
+    def __init__(self, path: str) -> None:
+        self._grows = path == "/generate"
+        """Each of its events has all of the text."""
+        self._sent: dict[int, Progress] = {}
+        self._behind: dict[int, _Behind] | None = None
+        self._head: dict[str, Any] = {}
+        """The fields that every chunk of a stream has in common."""
+        self.is_done = False
+
+    @property
+    def can_restart(self) -> bool:
+        """Calls of tools are not compared."""
+        return not any(progress.has_tools for progress in self._sent.values())
+
+    def restart(self) -> None:
+        """The next event is the first one of another instance."""
+        self._behind = {}
+
+    def pass_on(self, data: str) -> str | None:
+        """The event for the client, if there is something new in it."""
+        if data == DONE:
+            self.is_done = True
+            return data
+        event = json.loads(data)
+        if self._grows:
+            return data if self._is_new(event) else None
+        head = {name: event[name] for name in ("id", "created") if name in event}
+        self._head = self._head or head
+        event |= {name: self._head[name] for name in head if name in self._head}
+        if not event.get("choices"):  # the usage at the end
+            return json.dumps(event, ensure_ascii=False)
+        event["choices"] = [*self._new_choices(event["choices"])]
+        return json.dumps(event, ensure_ascii=False) if event["choices"] else None
+
+    def _is_new(self, event: dict[str, Any]) -> bool:
+        progress = self._sent.setdefault(event.get("index", 0), Progress())
+        text, known = event.get("text", ""), progress.texts.get("text", "")
+        length = len(event.get("output_ids", ()))
+        is_end = (event.get("meta_info") or {}).get("finish_reason") is not None
+        if not (text.startswith(known) or known.startswith(text)):
+            raise Diverged
+        if length <= progress.logprobs and not (is_end and not progress.is_finished):
+            return False
+        progress.texts["text"] = max(text, known, key=len)
+        progress.logprobs, progress.is_finished = max(length, progress.logprobs), is_end
+        return True
+
+    def _new_choices(self, choices: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        for choice in choices:
+            index = choice.get("index", 0)
+            begun = index in self._sent
+            progress = self._sent.setdefault(index, Progress())
+            holder = choice.get("delta") if "delta" in choice else choice
+            assert isinstance(holder, dict)
+            progress.has_tools |= bool(holder.get("tool_calls"))
+            is_new = self._cut(choice, holder, index, progress)
+            ends = choice.get("finish_reason") is not None
+            if is_new or (ends and not progress.is_finished) or not begun:
+                progress.is_finished |= ends
+                yield choice
+
+    def _cut(
+        self, choice: dict[str, Any], holder: dict[str, Any], index: int, progress: Progress
+    ) -> bool:
+        """Takes out what the client has; whether something is left."""
+        behind = None if self._behind is None else self._behind.setdefault(index, _Behind())
+        is_new = bool(holder.get("tool_calls")) or behind is None
+        for name in (*TEXTS, "text"):
+            if isinstance(text := holder.get(name), str):
+                holder[name] = new = _rest(text, name, progress, behind)
+                is_new |= bool(new)
+        if isinstance(found := choice.get("logprobs"), dict):
+            known = 0 if behind is None else max(0, progress.logprobs - behind.logprobs)
+            length = max((len(one) for one in found.values() if isinstance(one, list)), default=0)
+            for name, values in found.items():
+                if isinstance(values, list):
+                    found[name] = values[known:]
+            if behind is not None:
+                behind.logprobs += length
+            progress.logprobs += max(0, length - known)
+        return is_new
+
+
+def _rest(text: str, name: str, progress: Progress, behind: _Behind | None) -> str:
+    """The part of a text behind what the client has."""
+    sent = progress.texts.get(name, "")
+    if behind is None:
+        progress.texts[name] = sent + text
+        return text
+    start = behind.texts.get(name, 0)
+    behind.texts[name] = start + len(text)
+    if start >= len(sent):
+        progress.texts[name] = sent + text
+        return text
+    known = sent[start : start + len(text)]
+    if not text.startswith(known):
+        raise Diverged
+    new = text[len(known) :]
+    progress.texts[name] = sent + new
+    return new

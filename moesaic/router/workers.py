@@ -1,0 +1,120 @@
+"""The instances behind a router: what each of them has to do, and whether it lives."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from moesaic.router.args import DEFAULT_BOOTSTRAP_PORT, RouterArgs
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class Worker:
+    url: str
+    role: str
+    """prefill, decode, or both."""
+    bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT
+    is_healthy: bool = True
+    """Until it turns out not to be."""
+    why: str = ""
+    """Why it is not healthy."""
+    requests: int = 0
+    """Those that are open."""
+    size: int = 0
+    """Their characters, written and to be written."""
+    total: int = 0
+    """All requests that it got."""
+    failures: int = 0
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def host(self) -> str:
+        return urlsplit(self.url).hostname or ""
+
+    @contextmanager
+    def serving(self, size: int) -> Iterator[None]:
+        """Counts a request while it is open."""
+        self.requests, self.size, self.total = self.requests + 1, self.size + size, self.total + 1
+        try:
+            yield
+        finally:
+            self.requests, self.size = self.requests - 1, self.size - size
+
+    def lose(self, why: str) -> None:
+        """Nothing is sent to it until a check succeeds."""
+        self.failures += 1
+        if self.is_healthy:
+            logger.warning("%s instance %s is not used: %s", self.role, self.url, why)
+            self.is_healthy, self.why, self.since = False, why, time.monotonic()
+
+    def find(self) -> None:
+        if not self.is_healthy:
+            logger.info("%s instance %s is used again", self.role, self.url)
+            self.is_healthy, self.why, self.since = True, "", time.monotonic()
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "url": self.url,
+            "worker_type": self.role,
+            "is_healthy": self.is_healthy,
+            "why": self.why or None,
+            "open_requests": self.requests,
+            "requests": self.total,
+            "failures": self.failures,
+        }
+
+
+def workers_of(args: RouterArgs) -> list[Worker]:
+    """ValueError for an address that is none."""
+    if not args.pd_disaggregation:
+        return [Worker(_url("--worker-urls", url), "both") for url in args.worker_urls]
+    prefill = []
+    for text in args.prefill:
+        url, _, port = text.partition(" ")
+        number = DEFAULT_BOOTSTRAP_PORT if port in ("", "none") else int(port)
+        prefill.append(Worker(_url("--prefill", url), "prefill", number))
+    return [*prefill, *(Worker(_url("--decode", url), "decode") for url in args.decode)]
+
+
+def _url(name: str, url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{name} {url}: give http://HOST:PORT")
+    return url.rstrip("/")
+
+
+class HealthChecks:
+    """Asks every instance from time to time."""
+
+    def __init__(
+        self, args: RouterArgs, workers: Sequence[Worker], session: aiohttp.ClientSession
+    ) -> None:
+        self._interval = args.health_check_interval_secs
+        self._timeout = aiohttp.ClientTimeout(total=args.health_check_timeout_secs)
+        self._workers, self._session = workers, session
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.gather(*map(self.check, self._workers))
+            await asyncio.sleep(self._interval)
+
+    async def check(self, worker: Worker) -> None:
+        try:
+            url = f"{worker.url}/health"
+            async with self._session.get(url, timeout=self._timeout) as answer:
+                if answer.status == 200:
+                    worker.find()
+                else:
+                    worker.lose(f"/health answers {answer.status}")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            worker.lose(f"/health fails: {error or type(error).__name__}")

@@ -1,0 +1,354 @@
+"""The router in front of equal servers: clients see one server, also when one of them is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from moesaic import Engine
+from moesaic.cli.main import main
+from moesaic.cli.router import _with_ports
+from moesaic.engine.frontend.core_client import CoreClient
+from moesaic.router.app import Router
+from moesaic.router.args import POLICIES, RouterArgs
+from moesaic.router.halves import Call
+from moesaic.router.policies import BLOCK, MOST_AHEAD
+from moesaic.router.policies import POLICIES as CLASSES
+from moesaic.router.replay import Diverged, StreamReplay
+from moesaic.router.workers import Worker, workers_of
+from moesaic.server.listen import bind
+from tests.server.serving import held, served, wait_until
+
+FLAGS: dict[str, Any] = {
+    "log_level": "error",
+    "num_threads": 1,
+    "enable_deterministic_inference": True,
+}
+CHAT: dict[str, Any] = {
+    "model": "default",
+    "messages": [{"role": "user", "content": "Hello"}],
+    "temperature": 0.8,
+    "seed": 3,
+    "max_tokens": 24,
+    "extra_body": {"ignore_eos": True},
+}
+
+
+@contextmanager
+def routed(args: RouterArgs) -> Iterator[tuple[Router, httpx.Client]]:
+    """A router in a thread, and a client of it."""
+    router, listener = Router(args), bind("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(router.app(), log_config=None))
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    wait_until(lambda: server.started)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        with httpx.Client(base_url=url, timeout=60) as client:
+            yield router, client
+    finally:
+        server.should_exit = True
+        thread.join(timeout=60)
+    assert not thread.is_alive()
+
+
+def client_of(client: httpx.Client) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="-", max_retries=0)
+
+
+class Servers:
+    """Two, and a router."""
+
+    def __init__(self, stack: ExitStack, apart: bool = False) -> None:
+        made = [Engine(model_path="tiny:qwen3_moe", apart=apart, **FLAGS) for _ in "ab"]
+        self.engines = [stack.enter_context(engine) for engine in made]
+        self.urls = tuple(stack.enter_context(served(engine)) for engine in self.engines)
+        args = RouterArgs(worker_urls=self.urls, policy="round_robin", retry_max_retries=2)
+        self.router, self.client = stack.enter_context(routed(args))
+        self.openai = client_of(self.client)
+
+    def kill(self, number: int) -> None:
+        """The supervisor, and the ranks with it."""
+        core = self.engines[number]._thread._core
+        assert isinstance(core, CoreClient)
+        os.kill(core.service.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    with ExitStack() as stack:
+        yield Servers(stack)
+
+
+def chunks_of(servers: Servers, **more: Any) -> list[Any]:
+    return list(servers.openai.chat.completions.create(**CHAT, stream=True, **more))
+
+
+def text_of(chunks: list[Any]) -> str:
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+
+def test_clients_see_one_server(servers: Servers) -> None:
+    direct = openai.OpenAI(base_url=f"{servers.urls[0]}/v1", api_key="-")
+    expected = direct.chat.completions.create(**CHAT).choices
+    for _ in range(2):  # each server in turn
+        found = servers.openai.chat.completions.create(**CHAT)
+        assert found.choices == expected
+        assert text_of(chunks_of(servers)) == expected[0].message.content
+    assert [worker.total for worker in servers.router.workers] == [2, 2]
+    assert servers.openai.models.list().data[0].id == direct.models.list().data[0].id
+    body = {"input_ids": [1, 2, 3], "sampling_params": {"temperature": 0, "max_new_tokens": 3}}
+    answers = [servers.client.post("/generate", json=body).json()["output_ids"] for _ in "ab"]
+    assert answers[0] == answers[1] and len(answers[0]) == 3
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        servers.openai.chat.completions.create(**(CHAT | {"temperature": -1}))
+    assert servers.client.post("/generate", content=b"{").status_code == 400
+    assert servers.client.get("/nowhere").status_code == 404
+
+
+def test_what_operators_see(servers: Servers) -> None:
+    assert servers.client.get("/health").json() == {"status": "ok"}
+    workers = servers.client.get("/workers").json()["workers"]
+    assert [(one["url"], one["is_healthy"]) for one in workers] == [
+        (url, True) for url in servers.urls
+    ]
+    lines = servers.client.get("/metrics").text
+    assert f'moesaic_router_worker_up{{url="{servers.urls[0]}",role="both"}} 1' in lines
+    assert 'path="/v1/chat/completions",status="200"' in lines
+
+
+def test_a_client_that_leaves_ends_its_request(servers: Servers) -> None:
+    body = {"text": "x", "sampling_params": {"max_new_tokens": 1900, "ignore_eos": True}}
+    with servers.client.stream("POST", "/generate", json={**body, "stream": True}) as response:
+        next(response.iter_lines())
+    for engine in servers.engines:
+        wait_until(lambda engine=engine: engine.get_server_info()["running"] == 0)
+    wait_until(lambda: all(worker.requests == 0 for worker in servers.router.workers))
+
+
+def test_a_server_is_lost_in_the_middle() -> None:
+    """Streams go on where they were, whole answers come from the other one; then there is none."""
+    with ExitStack() as stack:
+        servers = Servers(stack, apart=True)
+        call = CHAT | {"max_tokens": 400, "logprobs": True, "top_logprobs": 2}
+        expected = servers.openai.chat.completions.create(**call).choices[0]
+        found: dict[str, Any] = {}
+
+        def ask(name: str, **more: Any) -> None:
+            found[name] = servers.openai.chat.completions.create(**call, **more)
+            found[name] = list(found[name]) if more else found[name]
+
+        asked = [
+            threading.Thread(target=ask, args=("whole",)),
+            threading.Thread(target=ask, args=("stream",), kwargs={"stream": True}),
+        ]
+        lost = servers.router.workers[1]  # the first of these two gets the next turn
+        for thread in asked:
+            thread.start()
+        generated = lambda: servers.engines[1].get_stats().groups[0].generated_tokens  # noqa: E731
+        wait_until(lambda: generated() > 60)
+        servers.kill(1)
+        for thread in asked:
+            thread.join(60)
+        assert found["whole"].choices[0] == expected
+        assert text_of(found["stream"]) == expected.message.content
+        told = [one for c in found["stream"] for one in (c.choices[0].logprobs or _NONE).content]
+        assert expected.logprobs is not None and told == expected.logprobs.content
+        assert len({chunk.id for chunk in found["stream"]}) == 1
+        stats = servers.router.proxy.stats  # type: ignore[union-attr]
+        assert stats.retries + stats.resumed >= 1
+        wait_until(lambda: not lost.is_healthy)
+        servers.kill(0)
+        with pytest.raises(openai.InternalServerError):
+            servers.openai.chat.completions.create(**CHAT)
+        wait_until(lambda: servers.client.get("/health").status_code == 503)
+
+
+class _NONE:
+    content: tuple[Any, ...] = ()
+
+
+def test_a_full_server_is_passed_over() -> None:
+    with ExitStack() as stack:
+        flags = FLAGS | {"max_running_requests": 1, "max_queued_requests": 1}
+        made = [Engine(model_path="tiny:qwen3_moe", **flags) for _ in "ab"]
+        for engine in made:
+            stack.enter_context(engine)
+        urls = tuple(stack.enter_context(served(engine)) for engine in made)
+        args = RouterArgs(worker_urls=urls, policy="round_robin")
+        _, client = stack.enter_context(routed(args))
+        body = {"text": "x", "sampling_params": {"max_new_tokens": 2}}
+        with held(made[0]):
+            ask = lambda: httpx.post(f"{urls[0]}/generate", json=body)  # noqa: E731
+            blocked = [threading.Thread(target=ask) for _ in "ab"]
+            for thread in blocked:
+                thread.start()
+            wait_until(lambda: len(made[0]._inflight) == 2)
+            assert [client.post("/generate", json=body).status_code for _ in "ab"] == [200, 200]
+        for thread in blocked:
+            thread.join(60)
+
+
+# --- streams that begin anew ---
+
+
+def chunk(text: str, **more: Any) -> dict[str, Any]:
+    logprobs = {"content": [{"token": letter} for letter in text]}
+    choice = {"index": 0, "delta": {"content": text}, "logprobs": logprobs, "finish_reason": None}
+    return {"id": "first", "choices": [choice | more]}
+
+
+def cut(text: str, chooser: random.Random) -> list[dict[str, Any]]:
+    """As chunks of any lengths, with a beginning and an end."""
+    places = sorted({0, len(text), *(chooser.randint(0, len(text)) for _ in range(4))})
+    parts = [text[a:b] for a, b in pairwise(places)]
+    begin = chunk("", delta={"role": "assistant", "content": ""})
+    return [begin, *map(chunk, parts), chunk("", delta={}, finish_reason="stop")]
+
+
+@pytest.mark.parametrize("number", range(60))
+def test_every_token_comes_once(number: int) -> None:
+    chooser = random.Random(number)
+    text = "abcdefghijklmnopqrstuvwxyz"[: chooser.randint(1, 26)]
+    replay, got = StreamReplay("/v1/chat/completions"), list[dict[str, Any]]()
+
+    def take(events: list[dict[str, Any]]) -> None:
+        for event in events:
+            if (passed := replay.pass_on(json.dumps(event))) is not None:
+                got.append(json.loads(passed))
+
+    for instance in range(3):
+        events = [{**event, "id": str(instance)} for event in cut(text, chooser)]
+        take(events[: chooser.randint(0, len(events) - 1)] if instance < 2 else events)
+        if instance < 2:
+            replay.restart()
+    choices = [event["choices"][0] for event in got]
+    assert "".join(one["delta"].get("content") or "" for one in choices) == text
+    assert "".join(e["token"] for one in choices for e in one["logprobs"]["content"]) == text
+    assert [one["finish_reason"] for one in choices].count("stop") == 1
+    assert sum("role" in one["delta"] for one in choices) == 1
+    assert len({event["id"] for event in got}) == 1
+
+
+def test_growing_answers_never_shrink() -> None:
+    replay = StreamReplay("/generate")
+
+    def event(number: int, end: bool = False) -> str:
+        meta = {"finish_reason": {"type": "length"} if end else None}
+        return json.dumps({"text": "x" * number, "output_ids": [1] * number, "meta_info": meta})
+
+    assert [replay.pass_on(event(n)) is not None for n in (1, 3)] == [True, True]
+    replay.restart()
+    assert [replay.pass_on(event(n)) is not None for n in (1, 2, 3, 4)] == [False] * 3 + [True]
+    assert replay.pass_on(event(4, end=True)) is not None
+    replay.restart()
+    with pytest.raises(Diverged):
+        replay.pass_on(json.dumps({"text": "xy", "output_ids": [1, 2], "meta_info": {}}))
+
+
+def test_another_answer_is_noticed() -> None:
+    replay = StreamReplay("/v1/completions")
+    replay.pass_on(json.dumps({"choices": [{"index": 0, "text": "one two"}]}))
+    replay.restart()
+    replay.pass_on(json.dumps({"choices": [{"index": 0, "text": "one"}]}))
+    with pytest.raises(Diverged):
+        replay.pass_on(json.dumps({"choices": [{"index": 0, "text": " three"}]}))
+
+
+# --- choices ---
+
+
+def some(number: int) -> list[Worker]:
+    return [Worker(f"http://h:{n}", "both") for n in range(number)]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_use_all_that_are_idle(name: str) -> None:
+    policy, workers = CLASSES[name](), some(3)
+    assert {policy.choose(workers, f"{n}" * 200).url for n in range(100)} == {
+        worker.url for worker in workers
+    }
+    assert policy.choose(workers[:1], "x") is workers[0]
+
+
+@pytest.mark.parametrize("name", ["power_of_two", "least_tokens"])
+def test_busy_ones_get_less(name: str) -> None:
+    policy, workers = CLASSES[name](), some(2)
+    with workers[0].serving(100):
+        assert {policy.choose(workers, "x").url for _ in range(50)} == {workers[1].url}
+
+
+def test_a_prefix_stays_where_it_is() -> None:
+    policy, workers, stem = CLASSES["cache_aware"](), some(3), "s" * 5 * BLOCK
+    first = policy.choose(workers, stem)
+    assert {policy.choose(workers, stem + str(n) * BLOCK).url for n in range(20)} == {first.url}
+    with ExitStack() as stack:
+        for _ in range(MOST_AHEAD + 1):
+            stack.enter_context(first.serving(1))
+        assert policy.choose(workers, stem) is not first
+
+
+# --- flags and bodies ---
+
+
+def test_flags_of_pairs() -> None:
+    words = "--prefill http://p:1 9000 --prefill http://q:2/ none --decode http://d:3".split()
+    folded = [*_with_ports(words)]
+    assert folded[1] == "http://p:1 9000" and folded[3] == "http://q:2/ none"
+    args = RouterArgs(pd_disaggregation=True, prefill=(folded[1], folded[3]), decode=("http://d",))
+    found = [(worker.url, worker.role, worker.bootstrap_port) for worker in workers_of(args)]
+    assert found == [
+        ("http://p:1", "prefill", 9000),
+        ("http://q:2", "prefill", 8998),
+        ("http://d", "decode", 8998),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "there is nothing to route to"),
+        ("--prefill http://a:1", "--prefill and --decode need --pd-disaggregation"),
+        ("--pd-disaggregation --prefill http://a:1", "needs --prefill URL [PORT] and --decode"),
+        ("--worker-urls ftp://x", "--worker-urls ftp://x: give http://HOST:PORT"),
+        ("--policy fastest --worker-urls http://x", "--policy is 'fastest'"),
+    ],
+)
+def test_wrong_flags(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["router", *line.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_bodies_of_both_halves() -> None:
+    prefill = Worker("http://p:30000", "prefill", 9000)
+    body = {"messages": [], "stream": True, "stream_options": {"include_usage": True}}
+    call = Call.of("/v1/chat/completions", body)
+    first, second = call.halves(prefill)
+    assert (first["stream"], second["stream"]) == (False, True) and "stream_options" not in first
+    assert first["bootstrap_room"] == second["bootstrap_room"] and first["seed"] == second["seed"]
+    assert (second["bootstrap_host"], second["bootstrap_port"]) == ("p", 9000)
+    assert call.halves(prefill)[1]["seed"] == second["seed"]
+    several = Call.of("/generate", {"text": ["a", "b", "c"]})
+    assert len(set(several.halves(prefill)[0]["bootstrap_room"])) == 3
+    assert "sampling_params" not in several.body
+    assert Call.of("/generate", {"input_ids": [1, 2]}).body["sampling_params"]["sampling_seed"] > 0
+
+
+def test_the_module_is_the_command() -> None:
+    command = [sys.executable, "-m", "moesaic.launch_router", "--help"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert "--pd-disaggregation" in told and "--prefill-policy" in told

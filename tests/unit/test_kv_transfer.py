@@ -1,0 +1,356 @@
+"""KV caches between any two layouts: what is sent covers what is needed and arrives where it
+belongs, and what comes late or malformed changes nothing."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moesaic.comm.mesh import share
+from moesaic.comm.network.connect import connect
+from moesaic.comm.network.handshake import Identity, Role
+from moesaic.core.disagg import KVRank, KVSend, KVShare, KVTarget, Room, Ticket
+from moesaic.disagg import lobby as lobby_module
+from moesaic.disagg import rooms as rooms_module
+from moesaic.disagg.layout import CacheShape, piece
+from moesaic.disagg.lobby import Lobby, LobbyEvent
+from moesaic.disagg.messages import Chunk, Close, Open, PromptResult, frame
+from moesaic.disagg.outlets import KVOutlets
+from moesaic.disagg.receiver import KVReceiver
+from moesaic.disagg.rooms import DecodeRooms, RoomEvent
+from moesaic.disagg.sender import KVSender
+from moesaic.layers.attention import AttentionConfig, Heads
+from moesaic.layers.context import CacheSpec
+from moesaic.layers.paged_cache import PagedCache
+from tests.server.serving import wait_until
+
+SECRET = b"of both instances alike"
+OWN = Identity(0, 0)
+LAYERS, HEADS = 6, 4
+
+
+def shares(tp: int, pp: int, latent: bool, dims: tuple[int, int] = (2, 3)) -> list[KVShare]:
+    """Of a group's ranks, as models split them."""
+    config = AttentionConfig(16, 2 * HEADS, HEADS, 2)
+    found = []
+    for stage in range(pp):
+        layers = share(LAYERS, stage, pp)
+        for rank in range(tp):
+            heads = range(1) if latent else Heads.of(config, rank, tp).kv
+            sizes = (sum(dims), 0) if latent else dims
+            found.append(KVShare((layers.start, layers.stop), (heads.start, heads.stop), *sizes))
+    return found
+
+
+LAYOUTS = [(tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 3, 6)]
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_every_layer_and_head_comes_once(latent: bool) -> None:
+    """All 256 pairs of layouts: the targets' parts are covered, by one source each."""
+    for one in LAYOUTS:
+        for other in LAYOUTS:
+            sources, targets = shares(*one, latent), shares(*other, latent)
+            for number, target in enumerate(targets):
+                counts = np.zeros((LAYERS, HEADS), int)
+                for source in range(len(sources)):
+                    layers, heads = piece(sources, source, targets, number)
+                    counts[layers.start : layers.stop, heads.start : heads.stop] += 1
+                wanted = np.zeros_like(counts)
+                wanted[slice(*target.layers), slice(*target.heads)] = 1
+                assert (counts == wanted).all(), (one, other, number)
+
+
+def test_shapes_of_other_models_differ() -> None:
+    assert CacheShape.of(shares(4, 2, False)) == CacheShape.of(shares(8, 3, False))
+    assert CacheShape.of(shares(1, 1, False)) != CacheShape.of(shares(1, 1, True))
+    text = "6 layers, 4 key/value heads, 2 and 3 channels of keys and values"
+    assert str(CacheShape.of(shares(2, 2, False))) == text
+
+
+@dataclass
+class Group:
+    """The ranks of an instance: their parts of the cache, and the pages of one request."""
+
+    shares: list[KVShare]
+    page_size: int
+    dtype: torch.dtype
+    tokens: int
+
+    def __post_init__(self) -> None:
+        pages = -(-self.tokens // self.page_size)
+        self.pages = np.random.default_rng(self.tokens).permutation(2 * pages)[:pages] + 1
+        self.caches = [
+            PagedCache(self._spec(one), 2 * pages, self.page_size, self.dtype)
+            for one in self.shares
+        ]
+        for cache in self.caches:  # what is not sent shows
+            cache.keys.fill_(torch.nan)
+            cache.values.fill_(torch.nan)
+
+    @staticmethod
+    def _spec(one: KVShare) -> CacheSpec:
+        layers, heads = len(range(*one.layers)), len(range(*one.heads))
+        return CacheSpec(layers, heads, one.key_dim, one.value_dim)
+
+    def slots(self, first: int, stop: int) -> torch.Tensor:
+        places = np.arange(first, stop)
+        pages = self.pages[places // self.page_size]
+        return torch.from_numpy(pages * self.page_size + places % self.page_size)
+
+    def fill(self, whole: list[torch.Tensor]) -> None:
+        for one, cache in zip(self.shares, self.caches, strict=True):
+            slots = self.slots(0, self.tokens)
+            for part, kept in zip(whole, (cache.keys, cache.values), strict=True):
+                kept.flatten(1, 2)[:, slots] = self._part(one, part).to(self.dtype)
+
+    def check(self, whole: list[torch.Tensor], first: int) -> None:
+        """The tokens from `first` on are there, and nothing else was written."""
+        for one, cache in zip(self.shares, self.caches, strict=True):
+            slots = self.slots(first, self.tokens)
+            for part, kept in zip(whole, (cache.keys, cache.values), strict=True):
+                found = kept.flatten(1, 2)[:, slots]
+                assert torch.equal(found, self._part(one, part)[:, first:].to(self.dtype))
+                others = torch.ones(kept.flatten(1, 2).shape[1], dtype=torch.bool)
+                others[slots] = False
+                assert kept.flatten(1, 2)[:, others].isnan().all()
+
+    @staticmethod
+    def _part(one: KVShare, part: torch.Tensor) -> torch.Tensor:
+        return part[slice(*one.layers), :, slice(*one.heads)]
+
+
+@contextmanager
+def receivers(group: list[KVShare], dtype: torch.dtype = torch.float32) -> Iterator[Any]:
+    """A receiver for each rank, and the rooms of their leader."""
+    made = [
+        KVReceiver(one, dtype, socket.create_server(("127.0.0.1", 0)), Identity(n, 0), SECRET)
+        for n, one in enumerate(group)
+    ]
+    ranks = [
+        KVRank(n, 0, 0, one, "127.0.0.1", receiver.port)
+        for n, (one, receiver) in enumerate(zip(group, made, strict=True))
+    ]
+    rooms = DecodeRooms(ranks, OWN, SECRET)
+    made[0].on_result = rooms.on_result
+    try:
+        yield made, rooms
+    finally:
+        for receiver in made:
+            receiver.close()
+
+
+@contextmanager
+def prefill_lobby() -> Iterator[tuple[Lobby, Room]]:
+    listening = socket.create_server(("127.0.0.1", 0))
+    lobby = Lobby(listening, SECRET)
+    lobby.serve(shares(1, 1, False), lambda: None)
+    try:
+        yield lobby, Room(7, "127.0.0.1", listening.getsockname()[1])
+    finally:
+        lobby.close()
+
+
+def next_event(source: Any) -> Any:
+    found: list[Any] = []
+    wait_until(lambda: bool(found.extend(source.take()) or found), 20)
+    (event,) = found
+    return event
+
+
+def meet(lobby: Lobby, rooms: DecodeRooms, room: Room, first: int, stop: int) -> KVTarget:
+    rooms.announce(1, room)
+    rooms.offer(1, first, stop)
+    lobby.enter(1, room.number)
+    event = next_event(lobby)
+    assert isinstance(event, LobbyEvent) and event.target is not None, event
+    return event.target
+
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize(
+    "number", [*range(32), *(pytest.param(n, marks=pytest.mark.slow) for n in range(32, 240))]
+)
+def test_what_is_sent_is_received(number: int) -> None:
+    """Any layout, page size and type to any other, in chunks, of which one comes twice."""
+    chooser = random.Random(number)
+    latent, tokens = bool(number % 3 == 0), chooser.randint(1, 40)
+    one, other = (
+        chooser.choice([each for each in LAYOUTS if each[0] * each[1] <= 8]) for _ in "ab"
+    )
+    there, here = chooser.choice(TYPES), chooser.choice(TYPES)
+    source = Group(shares(*one, latent), chooser.choice([1, 4, 7, 16]), there, tokens)
+    target = Group(shares(*other, latent), chooser.choice([1, 3, 8, 64]), here, tokens)
+    heads, dims = (1, (5, 0)) if latent else (HEADS, (2, 3))
+    torch.manual_seed(number)
+    whole = [torch.randn(LAYERS, tokens, heads, dim).to(there) for dim in dims]
+    source.fill(whole)
+    first = chooser.randint(0, tokens - 1)
+    outlets = [KVOutlets(Identity(n, 1), SECRET) for n in range(len(source.shares))]
+    with receivers(target.shares, here) as (made, rooms):
+        rooms.announce(1, Room(3, "127.0.0.1", 1))
+        ticket = rooms.offer(1, first, tokens)
+        order = KVTarget(ticket, first, tokens, rooms._ranks)
+        cuts = sorted({first, tokens, *(chooser.randint(first, tokens) for _ in range(3))})
+        chunks = [*pairwise(cuts)]
+        for start, stop in [*chunks[:1], *chunks]:
+            for n, cache in enumerate(source.caches):
+                sender = KVSender(source.shares, n, outlets[n])
+                sender.send(KVSend(order, start, stop), cache, source.slots(start, stop))
+        sender.finish(order, PromptResult(ticket, [5], [-0.5]))
+        wait_until(lambda: all(receiver.staged(ticket).is_complete for receiver in made), 20)
+        for receiver, cache in zip(made, target.caches, strict=True):
+            receiver.staged(ticket).move_to(cache, target.slots(first, tokens))
+        target.check(whole, first)
+        rooms.release(1)
+        wait_until(lambda: sum(receiver.staged_bytes for receiver in made) == 0, 20)
+
+
+def chunk_of(ticket: Ticket, **more: Any) -> Chunk:
+    extent: dict[str, Any] = {"first": 0, "stop": 2, "layers": (0, LAYERS), "heads": (0, HEADS)}
+    return Chunk(ticket, **{**extent, "dtype": "float32", **more})
+
+
+def talk(receiver: KVReceiver, *frames: list[Any]) -> Any:
+    """A connection on which these were sent."""
+    address = "127.0.0.1", receiver.port
+    made, _ = connect(lambda: socket.create_connection(address), Role.KV, OWN, SECRET, 5)
+    for buffers in frames:
+        for buffer in buffers:
+            made.sendall(buffer)
+    return made
+
+
+BODY = torch.ones(LAYERS * 2 * HEADS * 5).numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("chunk", "body", "text"),
+    [
+        (chunk_of(Ticket(1, 1)), BODY[:-4], "with 956 bytes: 960 are expected"),
+        (chunk_of(Ticket(1, 1), stop=3), BODY, "this rank holds"),
+        (chunk_of(Ticket(1, 1), first=-1), BODY, "this rank holds"),
+        (chunk_of(Ticket(1, 1), layers=(0, LAYERS + 1)), BODY, "this rank holds"),
+        (chunk_of(Ticket(1, 1), heads=(2, 2)), BODY, "this rank holds"),
+        (chunk_of(Ticket(1, 1), dtype="load"), BODY, "this rank holds"),
+        (Open(Ticket(2, 2), 0, 1), BODY, "bytes behind a Open"),
+    ],
+)
+def test_malformed_frames_end_the_connection(
+    chunk: Any, body: bytes, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    [one] = shares(1, 1, False)
+    with receivers([one]) as ((receiver,), _):
+        leader = talk(receiver, frame(Open(Ticket(1, 1), 0, 2)))
+        wait_until(lambda: receiver.staged_bytes > 0)
+        sender = talk(receiver, frame(chunk, [body]))
+        wait_until(lambda: text in caplog.text)
+        sender.close()
+        assert receiver.staged(Ticket(1, 1)).num_missing == LAYERS * 2 * HEADS
+        leader.close()
+        wait_until(lambda: receiver.staged_bytes == 0)
+
+
+def test_what_comes_late_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk of an earlier epoch of the same room, and one behind the end of its transfer."""
+    monkeypatch.setattr("moesaic.disagg.receiver.OPEN_SECONDS", 0.05)
+    [one] = shares(1, 1, False)
+    with receivers([one]) as ((receiver,), _):
+        old, new = Ticket(9, 1), Ticket(9, 2)
+        leader = talk(receiver, frame(Open(old, 0, 2)), frame(Close(old)), frame(Open(new, 0, 2)))
+        wait_until(lambda: receiver.staged_bytes > 0)
+        sender = talk(receiver, frame(chunk_of(old), [BODY]))
+        for buffer in frame(chunk_of(new, stop=1), [BODY[: len(BODY) // 2]]):
+            sender.sendall(buffer)
+        staged = receiver.staged(new)
+        wait_until(lambda: staged.num_missing == LAYERS * HEADS)
+        with pytest.raises(KeyError):
+            receiver.staged(old)
+        sender.close()
+        leader.close()
+
+
+def test_two_instances_meet_and_part() -> None:
+    """Also in the other order; a withdrawn room ends the request, a lost one the transfer."""
+    with prefill_lobby() as (lobby, room), receivers(shares(2, 3, False)) as (_, rooms):
+        assert meet(lobby, rooms, room, 2, 5).stop == 5
+        assert [one["phase"] for one in lobby.state()] == ["computes and sends"]
+        assert [(one["room"], one["phase"], one["peer"]) for one in rooms.state()] == [
+            (7, "waits for prefill", room.address)
+        ]
+        rooms.release(1)
+        event = next_event(lobby)
+        assert event.target is None and "does not want it any more" in event.why
+        assert lobby.state() == rooms.state() == []
+
+        lobby.enter(2, 8)
+        [waiting] = lobby.state()
+        assert (waiting["phase"], waiting["peer"]) == ("waits for decode", None)
+        again = Room(8, room.host, room.port)
+        rooms.announce(2, again)
+        wait_until(lambda: lobby.state()[0]["phase"].startswith("waits for pages"))
+        rooms.offer(2, 0, 4)
+        assert next_event(lobby).target.first == 0
+        lobby.enter(3, 8)
+        assert "has a request already" in next_event(lobby).why
+        lobby.leave(2, "it was stopped")
+        assert next_event(rooms) == RoomEvent(2, None, "room 8: it was stopped")
+        rooms.announce(4, Room(9, room.host, room.port))
+        wait_until(lambda: bool(lobby.state()))
+        lobby.close()
+        assert next_event(rooms).why.startswith("room 9: the prefill instance at 127.0.0.1:")
+
+
+def test_waits_end_and_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("REQUEST_SECONDS", "DECODE_SECONDS"):
+        monkeypatch.setattr(lobby_module, name, 0.1)
+    monkeypatch.setattr(rooms_module, "ARRIVE_SECONDS", 0.1)
+    with prefill_lobby() as (lobby, room), receivers(shares(2, 1, False)) as (_, rooms):
+        rooms.announce(1, room)
+        assert "got no such request in 0.1 s" in next_event(rooms).why
+        rooms.release(1)
+        lobby.enter(5, 70)
+        assert "no decode instance came to room 70" in next_event(lobby).why
+        meet(lobby, rooms, Room(8, room.host, room.port), 0, 4)
+        lobby.leave(1, "")
+        why = next_event(rooms).why
+        assert why.startswith(
+            "room 8: not all has come: ranks [0, 1] miss keys and values and the "
+        )
+        rooms.release(1)
+        rooms.announce(2, Room(9, "127.0.0.1", 1))
+        assert "the prefill instance at 127.0.0.1:1 is lost" in next_event(rooms).why
+
+
+def test_other_models_and_secrets_are_refused() -> None:
+    with prefill_lobby() as (lobby, room), receivers(shares(1, 1, True)) as (_, rooms):
+        lobby.enter(1, room.number)
+        rooms.announce(1, room)
+        rooms.offer(1, 0, 4)
+        assert "the instances serve different models: 6 layers, 4 key" in next_event(rooms).why
+        stranger = DecodeRooms([], OWN, b"of somebody else entirely")
+        stranger.announce(2, Room(9, room.host, room.port))
+        assert "is lost: it does not know this node's secret" in next_event(stranger).why
+
+
+def test_a_rank_that_dies_breaks_its_transfers() -> None:
+    [one] = shares(1, 1, False)
+    with prefill_lobby() as (lobby, room), receivers([one]) as ((receiver,), rooms):
+        ticket = meet(lobby, rooms, room, 0, 4).ticket
+        sender = talk(receiver, frame(chunk_of(ticket), [BODY]))
+        staged = receiver.staged(ticket)
+        wait_until(lambda: staged.num_missing == LAYERS * 2 * HEADS)
+        sender.close()
+        event = next_event(rooms)
+        assert event.result is None and "room 7: rank 0 of node 0 (127.0.0.1:" in event.why
