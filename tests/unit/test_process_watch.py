@@ -54,6 +54,24 @@ def test_silence_of_a_rank_that_gets_no_core_is_forgiven_for_longer(
     assert warning.startswith("rank 0 has waited for a core for ")
 
 
+def test_a_silence_is_examined_before_it_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervisor that was stalled finds a rank silent for longer than the limit, and cannot know
+    yet whether that had a core."""
+    page, descriptor = ControlPage.create(1)
+    os.close(descriptor)
+    watch = ProcessWatch(page, Timeouts(beat=5.0))
+    monkeypatch.setattr(watch_module, "process_state", lambda pid: "R")
+    monkeypatch.setattr(watch_module, "run_delays", lambda pid: {"7": 1.0})
+    verdicts = []
+    for tenth in range(60):
+        age = 8.0 + tenth / 10
+        monkeypatch.setattr(page, "snapshot", lambda rank, age=age: seen_computing(age))
+        verdicts.append(watch.look({0: 1}, 100.0 + age, starting=False))
+    # Late at first, fair a second later, and then three seconds of silence are examined.
+    assert verdicts[:40] == [None] * 40
+    assert verdicts[42] == (0, "hangs: it has given no heartbeat for 12.2 s")
+
+
 def test_waits_for_a_core_are_seen() -> None:
     """Three busy processes share one core."""
     code = "import os, time\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"

@@ -21,6 +21,9 @@ LATE: Final = 1.0
 PATIENT_FACTOR: Final = 6
 # A silence is examined from this share of the limit on.
 SUSPECT_SHARE: Final = 0.2
+# It is judged once it has been examined for this share of the limit: a supervisor that was stalled
+# sees the silence of a starved rank only after the limit.
+EXAMINED_SHARE: Final = 0.6
 # A rank that waited for a core for this share of its silence is starved and does not hang.
 STARVED_SHARE: Final = 0.5
 # The exit code that multiprocessing reports when the fork server is gone.
@@ -85,7 +88,7 @@ class ProcessWatch:
             return ""
         silence = self._silent.setdefault(rank, Silence(now, run_delays(pid)))
         patience = limit * (PATIENT_FACTOR if starting else 1)
-        if seen.beat_age < patience:
+        if seen.beat_age < patience or now - silence.since < EXAMINED_SHARE * limit:
             return ""
         if seen.beat_age < limit * PATIENT_FACTOR and self._is_starved(rank, pid, silence, now):
             return ""
