@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,7 +45,8 @@ def make_worker(messages: list[AnyMessage]) -> tuple[Any, ScriptedLink]:
     """A rank of a later stage, without a model."""
     worker: Any = object.__new__(Worker)
     link = worker.link = ScriptedLink(messages)
-    worker.leader = worker.planner = worker._wake = worker._rollback = None
+    worker.leader = worker.planner = worker._rollback = None
+    worker._wakes = deque()
     worker.stage = Round(number=7)
     worker.runner = SimpleNamespace(abandon=lambda reason: None)
     worker.loop = SimpleNamespace(slack=0.0, inflight=[])

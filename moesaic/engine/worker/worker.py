@@ -210,11 +210,10 @@ class Worker:
 
     def _restart(self, generation: int) -> None:
         """Abandons the step and resumes with all ranks in the next generation; errors are final."""
-        self._wake = None  # of the generation that ends
         self.link.status.generation = generation
         while self._rollback is None or self._rollback.generation != generation:
             self._handle(self._receive_order())
-        self._wakes.clear()  # all ranks are awake from here on
+        self._wakes.clear()  # of the generation that ends: all ranks are awake from here on
         self.runner.abandon(f"step {self.stage.number} is abandoned")
         suspects = 0 if self.leader is None else self._undo_steps(self.leader, self._rollback)
         self.link.send(
