@@ -200,7 +200,8 @@ def nextn_layers(raw: RawConfig) -> range:
     if number == 0:
         raise ValueError(
             f"{raw.source}: num_nextn_predict_layers is 0: this checkpoint has no layers for "
-            "multi-token prediction; use one that has"
+            "multi-token prediction; use one that has (of tiny: models, "
+            "tiny:deepseek_v3,num_nextn_predict_layers=1)"
         )
     first = raw.integer("num_hidden_layers")
     return range(first, first + number)

@@ -86,6 +86,8 @@ def calibrate(runner: ModelRunner, args: ServerArgs) -> list[OverlapChoice]:
     began = time.monotonic()
     prompts = min(runner.limits.chunk_tokens, runner.max_running * runner.context_length)
     calibration = Calibration(runner, args, sizes_of(runner.max_running, prompts))
+    sizes = len(calibration.kinds)
+    logger.info("overlap: measuring steps of %d sizes, up to %.0f s of them", sizes, SECONDS)
     with calibration.measuring():
         choices = calibration.run()
     logger.info(
