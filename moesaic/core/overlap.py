@@ -25,6 +25,12 @@ SCHEDULES: Final = {
 }
 
 
+EXPLAINED: Final = {
+    "sbo": "shared experts are computed while tokens travel",
+    "tbo": "steps are cut into two micro-batches where both get tokens",
+}
+
+
 def schedules_of(overlap: str | None, has_shared: bool = True) -> tuple[Overlap, ...]:
     """The schedules that steps may have, by --overlap; unset means off. `has_shared`: whether the
     model has shared experts, without which one batch has nothing to overlap."""

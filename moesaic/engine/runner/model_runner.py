@@ -15,7 +15,7 @@ from torch import Tensor
 from moesaic.comm.supervise.control_page import RankStatus
 from moesaic.config import ServerArgs
 from moesaic.config.speculation import speculation_of
-from moesaic.core.overlap import Overlap, schedules_of
+from moesaic.core.overlap import EXPLAINED, Overlap, schedules_of
 from moesaic.core.process import keep_freed_memory
 from moesaic.core.rank_state import RankState
 from moesaic.core.step import Step
@@ -153,6 +153,8 @@ class ModelRunner:
         found = schedules_of(args.overlap, has_shared)
         if args.overlap == "sbo" and not has_shared:
             logger.info("overlap: off: the model has no shared experts to compute meanwhile")
+        elif (why := EXPLAINED.get(args.overlap or "")) is not None:
+            logger.info("overlap: %s: %s", args.overlap, why)
         return found
 
     def _choose_overlap(self, args: ServerArgs) -> None:
