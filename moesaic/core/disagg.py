@@ -3,7 +3,12 @@ only. An instance is one server with all its ranks."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+
+Port = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+"""Checked where a message is read."""
 
 
 class Room(msgspec.Struct, array_like=True, frozen=True):
@@ -42,7 +47,7 @@ class KVRank(msgspec.Struct, array_like=True, frozen=True):
     share: KVShare
     host: str = ""
     """Empty: the address by which its leader is reached."""
-    port: int = 0
+    port: Port = 0
 
 
 class Ticket(msgspec.Struct, array_like=True, frozen=True):

@@ -63,7 +63,7 @@ class KVOutlet:
                 buffers = self._queue.popleft()
             try:
                 self._send(buffers)
-            except OSError as error:
+            except (OSError, ValueError) as error:  # ValueError: no host has such a name
                 self._give_up(error)
             with self._changed:
                 self._queued -= sum(memoryview(buffer).nbytes for buffer in buffers)
@@ -83,7 +83,7 @@ class KVOutlet:
                 left = left[sent:]
                 self.bytes_sent += sent
 
-    def _give_up(self, error: OSError) -> None:
+    def _give_up(self, error: Exception) -> None:
         """The peer sees the end of the connection, unless there was none."""
         host, port = self._address
         logger.warning("no KV cache can be sent to %s:%d: %s", host, port, error)

@@ -123,6 +123,7 @@ class BootstrapLink:
         send(self._connection, message)
 
     def _run(self) -> None:
+        why = "its thread has ended"
         try:
             self._connect()
             while True:
@@ -132,6 +133,13 @@ class BootstrapLink:
             why = f"it has said nothing for {SILENCE_SECONDS:g} s"
         except OSError as error:
             why = str(error)
+        except Exception as error:
+            why = repr(error)
+            logger.exception("a connection to a prefill instance failed")
+        finally:
+            self._lose(why)
+
+    def _lose(self, why: str) -> None:
         with self._lock:
             connection, self._connection, self._waiting = self._connection, None, None
         if connection is not None:

@@ -212,6 +212,7 @@ def test_an_aborted_answer_ends_both_halves(pair: Pair) -> None:
         ({"bootstrap_room": "x"}, "bootstrap_room must be made of integers"),
         ({"bootstrap_room": 1, "bootstrap_port": 0}, "bootstrap_port is 0: give one of 1 to"),
         ({"bootstrap_room": 1}, "bootstrap_host is None: give the host of the prefill"),
+        ({"bootstrap_room": 1, "bootstrap_host": "a..b"}, "bootstrap_host is 'a..b': give the"),
     ],
 )
 def test_bad_rooms(pair: Pair, fields: dict[str, Any], message: str) -> None:

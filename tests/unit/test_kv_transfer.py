@@ -28,6 +28,7 @@ from moesaic.disagg.outlets import KVOutlets
 from moesaic.disagg.receiver import KVReceiver
 from moesaic.disagg.rooms import DecodeRooms, RoomEvent
 from moesaic.disagg.sender import KVSender
+from moesaic.engine.frontend.request_options import meeting_room
 from moesaic.layers.attention import AttentionConfig, Heads
 from moesaic.layers.context import CacheSpec
 from moesaic.layers.paged_cache import PagedCache
@@ -342,6 +343,51 @@ def test_other_models_and_secrets_are_refused() -> None:
         stranger = DecodeRooms([], OWN, b"of somebody else entirely")
         stranger.announce(2, Room(9, room.host, room.port))
         assert "is lost: it does not know this node's secret" in next_event(stranger).why
+
+
+@dataclass
+class Call:
+    bootstrap_host: Any
+    bootstrap_port: Any = None
+    bootstrap_room: Any = 1
+
+
+@pytest.mark.parametrize("host", ["a..b", ".a", "x" * 64, "x" * 64 + ".org", "a\0b", "\ud800", ""])
+def test_hosts_that_no_lookup_takes(host: str) -> None:
+    """Refused with the request; a link to one is lost like any other."""
+    with pytest.raises(ValueError, match=r"bootstrap_host is .*: give the host of the prefill"):
+        meeting_room(Call(host), "decode")
+
+
+@pytest.mark.parametrize("host", ["node-1.example.org.", "10.0.0.7", "::1", "fe80::1%eth0", "käse"])
+def test_hosts_that_a_lookup_takes(host: str) -> None:
+    assert meeting_room(Call(host), "decode") == Room(1, host, 8998)
+
+
+def test_a_link_is_lost_for_any_reason() -> None:
+    with receivers(shares(1, 1, False)) as (_, rooms):
+        rooms.announce(1, Room(9, "a..b", 9))
+        assert "room 9: the prefill instance at a..b:9 is lost: Unicode" in next_event(rooms).why
+
+
+@pytest.mark.parametrize("port", [-1, 70_000])
+def test_ports_out_of_range_end_the_connection(port: int) -> None:
+    [one] = shares(1, 1, False)
+    with prefill_lobby() as (lobby, room), receivers([one]) as (_, rooms):
+        rooms._ranks = (KVRank(0, 0, 0, one, "127.0.0.1", port),)
+        lobby.enter(1, room.number)
+        rooms.announce(1, room)
+        rooms.offer(1, 0, 4)
+        assert "a message that cannot be read: Expected `int`" in next_event(lobby).why
+
+
+def test_an_outlet_outlives_a_host_that_no_lookup_takes(caplog: pytest.LogCaptureFixture) -> None:
+    outlets = KVOutlets(OWN, SECRET)
+    outlets.put("a..b", 9, [b"first"])
+    wait_until(lambda: "no KV cache can be sent to a..b:9" in caplog.text)
+    outlets._outlets["a..b", 9]._rests_until = 0.0
+    outlets.put("a..b", 9, [b"second"])
+    wait_until(lambda: caplog.text.count("no KV cache can be sent to a..b:9") == 2)
 
 
 def test_a_rank_that_dies_breaks_its_transfers() -> None:

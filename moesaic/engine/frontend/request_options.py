@@ -55,10 +55,20 @@ def meeting_room(call: HasRoom, role: str) -> Room | None:
     port = DEFAULT_BOOTSTRAP_PORT if port is None else integer("bootstrap_port", port)
     if not 0 < port < 1 << 16:
         raise BadParameter("bootstrap_port", f"bootstrap_port is {port}: give one of 1 to 65535")
-    if role == "decode" and not (isinstance(host, str) and 0 < len(host) <= MAX_HOST):
+    if role == "decode" and not _is_host(host):
         text = f"bootstrap_host is {shown(host)}: give the host of the prefill instance"
         raise BadParameter("bootstrap_host", text)
     return Room(number, host if isinstance(host, str) else "", port)
+
+
+def _is_host(host: Any) -> bool:
+    """Whether it can be looked up at all: "a..b" and labels of over 63 characters cannot."""
+    if not isinstance(host, str) or not 0 < len(host) <= MAX_HOST or not host.isprintable():
+        return False
+    try:
+        return bool(host.encode("idna"))
+    except UnicodeError:
+        return False
 
 
 def room_of_sample(room: Room, sample: int) -> Room:
