@@ -56,7 +56,8 @@ def meeting_room(call: HasRoom, role: str) -> Room | None:
     if not 0 < port < 1 << 16:
         raise BadParameter("bootstrap_port", f"bootstrap_port is {port}: give one of 1 to 65535")
     if role == "decode" and not _is_host(host):
-        text = f"bootstrap_host is {shown(host)}: give the host of the prefill instance"
+        given = repr(host) if isinstance(host, str) and len(host) <= MAX_HOST else shown(host)
+        text = f"bootstrap_host is {given}: give the host of the prefill instance"
         raise BadParameter("bootstrap_host", text)
     return Room(number, host if isinstance(host, str) else "", port)
 
