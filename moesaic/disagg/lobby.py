@@ -59,6 +59,14 @@ class MeetingRoom:
     connection: Any = None
     """The decode instance's, once it has announced the room."""
     peer: str = ""
+    model: bytes = b""
+    """As announced, like `wanted`."""
+    wanted: bytes = b""
+    """The prompt that the decode instance has."""
+    prompt: bytes = b""
+    """The prompt of the request that was entered."""
+    is_refused: bool = False
+    """The decode instance was told."""
     target: KVTarget | None = None
     since: float = field(default_factory=time.monotonic)
     """The last change of phase."""
@@ -75,9 +83,10 @@ class MeetingRoom:
 
 
 class Lobby:
-    """Any thread may call it; connections have their own. The engine's thread takes the events."""
+    """Any thread may call it; connections have their own. The engine's thread takes the events.
+    `model`: the digest of the one that is served."""
 
-    def __init__(self, listening: socket.socket, secret: bytes) -> None:
+    def __init__(self, listening: socket.socket, secret: bytes, model: bytes) -> None:
         self._wake: Callable[[], None] = _nothing
         self._lock = threading.RLock()
         self._rooms: dict[int, MeetingRoom] = {}
@@ -87,7 +96,7 @@ class Lobby:
         self._events: deque[LobbyEvent] = deque()
         self._shape: CacheShape | None = None
         self._closed = threading.Event()
-        self._listening, self._secret = listening, secret
+        self._listening, self._secret, self._model = listening, secret, model
         self._listener: Listener | None = None
 
     def serve(self, shares: list[KVShare], wake: Callable[[], None]) -> None:
@@ -111,8 +120,8 @@ class Lobby:
                 room.request_no, room.since = request_no, time.monotonic()
                 self._room_of[request_no] = number
 
-    def enter(self, request_no: int, number: int) -> None:
-        """The request is submitted, or ends, by a later event."""
+    def enter(self, request_no: int, number: int, prompt: bytes) -> None:
+        """The request is submitted, or ends, by a later event. `prompt`: its digest."""
         with self._lock:
             self.expect(request_no, number)
             room = self._rooms[number]
@@ -120,8 +129,8 @@ class Lobby:
                 why = f"room {number} has a request already: choose another bootstrap_room"
                 self._add_event(LobbyEvent(request_no, None, why))
                 return
-            room.is_entered, room.since = True, time.monotonic()
-            if room.target is not None:
+            room.is_entered, room.since, room.prompt = True, time.monotonic(), prompt
+            if self._compare(number, room) and room.target is not None:
                 self._add_event(LobbyEvent(request_no, room.target))
 
     def leave(self, request_no: int, why: str) -> None:
@@ -176,43 +185,67 @@ class Lobby:
 
     def _handle(self, connection: Any, peer: str, message: TransferMessage) -> None:
         match message:
-            case Announce(room):
-                self._announce(connection, peer, room)
+            case Announce():
+                self._announce(connection, peer, message)
             case Offer(target):
-                self._offer(connection, peer, target)
+                self._offer(connection, target)
             case Withdraw(room):
                 self._withdraw(connection, room, "the decode instance does not want it any more")
             case _:
                 raise Malformed(f"a {type(message).__name__}, which no prefill instance gets")
 
-    def _announce(self, connection: Any, peer: str, number: int) -> MeetingRoom | None:
+    def _announce(self, connection: Any, peer: str, half: Announce) -> None:
         with self._lock:
-            room = self._rooms.setdefault(number, MeetingRoom())
+            room = self._rooms.setdefault(half.room, MeetingRoom())
             if room.connection not in (None, connection):
-                why = f"room {number} is that of {room.peer}"
-                self._tell(connection, Refused(number, why))
-                return None
-            room.connection, room.peer = connection, peer
-            return room
-
-    def _offer(self, connection: Any, peer: str, target: KVTarget) -> None:
-        number = target.ticket.room
-        if why := self._mismatch(target):
-            self._tell(connection, Refused(number, why))
-            return
-        with self._lock:
-            room = self._announce(connection, peer, number)
-            if room is None:
+                why = f"room {half.room} is that of {room.peer}"
+                self._tell(connection, Refused(half.room, why))
                 return
+            room.connection, room.peer = connection, peer
+            room.model, room.wanted = half.model, half.prompt
+            self._compare(half.room, room)
+
+    def _offer(self, connection: Any, target: KVTarget) -> None:
+        number = target.ticket.room
+        with self._lock:
+            room = self._rooms.get(number)
+            if room is None or room.connection is not connection:
+                return  # it was told when the room ended
             room.target, room.since = target, time.monotonic()
-            if room.request_no is not None and room.is_entered:
+            if self._compare(number, room) and room.request_no is not None and room.is_entered:
                 self._add_event(LobbyEvent(room.request_no, target))
 
-    def _mismatch(self, target: KVTarget) -> str:
-        theirs = CacheShape.of([rank.share for rank in target.ranks])
-        if self._shape is None or theirs == self._shape:
+    def _compare(self, number: int, room: MeetingRoom) -> bool:
+        """Whether both halves are alike, as far as they are here. Others are refused; the request
+        ends when it is entered, so that it does not wait for nobody."""
+        why = self._difference(room)
+        if why:
+            if not room.is_refused:
+                self._tell(room.connection, Refused(number, why))
+            room.is_refused = True
+            if room.request_no is not None and room.is_entered:
+                del self._rooms[number], self._room_of[room.request_no]
+                self._add_event(LobbyEvent(room.request_no, None, f"room {number}: {why}"))
+        return not why
+
+    def _difference(self, room: MeetingRoom) -> str:
+        if room.connection is None:
             return ""
-        return f"the instances serve different models: {self._shape} here, {theirs} there"
+        if room.target is not None and self._shape is not None:
+            theirs = CacheShape.of([rank.share for rank in room.target.ranks])
+            if theirs != self._shape:
+                return f"the instances serve different models: {self._shape} here, {theirs} there"
+        if room.model != self._model:
+            return (
+                "the instances serve different models: config.json, the names or sizes of the "
+                "weight files, or --random-seed differ"
+            )
+        if room.is_entered and room.wanted != room.prompt:
+            return (
+                "the instances got different prompts: their token ids, extra_key or cache_salt "
+                "differ"
+            )
+        return ""
 
     def _withdraw(self, connection: Any, number: int, why: str) -> None:
         with self._lock:

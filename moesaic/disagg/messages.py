@@ -31,13 +31,16 @@ class TransferMessage(msgspec.Struct, tag=True, array_like=True):
 
 
 class Announce(TransferMessage):
-    """To a prefill instance: a request waits for this room, though not for its pages yet."""
+    """To a prefill instance: a request waits for this room, though not for its pages yet. `model`
+    and `prompt` are digests (likeness.py)."""
 
     room: int
+    model: bytes
+    prompt: bytes
 
 
 class Offer(TransferMessage):
-    """To a prefill instance: the pages of a request are reserved."""
+    """To a prefill instance: the pages of a request, which was announced, are reserved."""
 
     target: KVTarget
 

@@ -188,10 +188,11 @@ class RankOrders:
 
 
 class DecodeRooms:
-    """`ranks`: those of the group, this one first."""
+    """`ranks`: those of the group, this one first. `model`: its digest."""
 
-    def __init__(self, ranks: Sequence[KVRank], own: Identity, secret: bytes) -> None:
+    def __init__(self, ranks: Sequence[KVRank], own: Identity, secret: bytes, model: bytes) -> None:
         self._ranks, self._own, self._secret = tuple(ranks), own, secret
+        self._model = model
         self._lock = threading.RLock()
         self._transfers: dict[int, Transfer] = {}
         """By request."""
@@ -205,11 +206,11 @@ class DecodeRooms:
         self.num_arrived = self.num_failed = 0
         threading.Thread(target=self._tick, name="rooms", daemon=True).start()
 
-    def announce(self, request_no: int, room: Room) -> None:
-        """The request waits for pages."""
+    def announce(self, request_no: int, room: Room, prompt: bytes) -> None:
+        """The request waits for pages. `prompt`: its digest."""
         with self._lock:
             self._transfers[request_no] = Transfer(request_no, room)
-            self._link(room).post(Announce(room.number))
+            self._link(room).post(Announce(room.number, self._model, prompt))
 
     def offer(self, request_no: int, first: int, stop: int) -> Ticket:
         """Its tokens from `first` up to `stop` have pages: they may come."""

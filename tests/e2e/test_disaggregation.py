@@ -193,6 +193,23 @@ def test_a_half_that_does_not_come(pair: Pair, one_rank: Engine) -> None:
     pair.check_idle()
 
 
+def test_halves_of_other_prompts_do_not_meet(pair: Pair, one_rank: Engine) -> None:
+    """Same room, same number of tokens: the answer, and what stays cached, are of its own."""
+    before, where = pair.counts(), pair.where()
+    own, other = [[*range(n, n + 40)] for n in (30, 31)]
+    with ThreadPoolExecutor(1) as pool:
+        call = {"sampling_params": GREEDY}
+        answer = pool.submit(lambda: pair.decode.generate(input_ids=own, **call, **where))
+        with pytest.raises(RuntimeError, match="the instances got different prompts"):
+            pair.prefill.generate(input_ids=other, **call, **where)
+        found: Any = answer.result(60)
+    expected: Any = one_rank.generate(input_ids=own, sampling_params=GREEDY)
+    again: Any = pair.decode.generate(input_ids=own, sampling_params=GREEDY)
+    assert found["output_ids"] == again["output_ids"] == expected["output_ids"]
+    assert pair.counts()[:2] == (before[0], before[1] + 1)
+    pair.check_idle()
+
+
 def test_an_aborted_answer_ends_both_halves(pair: Pair) -> None:
     call: dict[str, Any] = {"input_ids": [prompts()[9]] * 6, **pair.where(6), "rid": "both"}
     params = {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True}

@@ -4,11 +4,13 @@ belongs, and what comes late or malformed changes nothing."""
 from __future__ import annotations
 
 import random
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +20,12 @@ import torch
 from moesaic.comm.mesh import share
 from moesaic.comm.network.connect import connect
 from moesaic.comm.network.handshake import Identity, Role
+from moesaic.config import ServerArgs
 from moesaic.core.disagg import KVRank, KVSend, KVShare, KVTarget, Room, Ticket
 from moesaic.disagg import lobby as lobby_module
 from moesaic.disagg import rooms as rooms_module
 from moesaic.disagg.layout import CacheShape, piece
+from moesaic.disagg.likeness import model_digest, prompt_digest
 from moesaic.disagg.lobby import Lobby, LobbyEvent
 from moesaic.disagg.messages import Chunk, Close, Open, PromptResult, frame
 from moesaic.disagg.outlets import KVOutlets
@@ -36,6 +40,7 @@ from tests.server.serving import wait_until
 
 SECRET = b"of both instances alike"
 OWN = Identity(0, 0)
+PROMPT, MODEL = prompt_digest([1, 2, 3], ""), b"the digest of it"
 LAYERS, HEADS = 6, 4
 
 
@@ -141,7 +146,7 @@ def receivers(group: list[KVShare], dtype: torch.dtype = torch.float32) -> Itera
         KVRank(n, 0, 0, one, "127.0.0.1", receiver.port)
         for n, (one, receiver) in enumerate(zip(group, made, strict=True))
     ]
-    rooms = DecodeRooms(ranks, OWN, SECRET)
+    rooms = DecodeRooms(ranks, OWN, SECRET, MODEL)
     made[0].on_result = rooms.on_result
     try:
         yield made, rooms
@@ -153,7 +158,7 @@ def receivers(group: list[KVShare], dtype: torch.dtype = torch.float32) -> Itera
 @contextmanager
 def prefill_lobby() -> Iterator[tuple[Lobby, Room]]:
     listening = socket.create_server(("127.0.0.1", 0))
-    lobby = Lobby(listening, SECRET)
+    lobby = Lobby(listening, SECRET, MODEL)
     lobby.serve(shares(1, 1, False), lambda: None)
     try:
         yield lobby, Room(7, "127.0.0.1", listening.getsockname()[1])
@@ -169,9 +174,9 @@ def next_event(source: Any) -> Any:
 
 
 def meet(lobby: Lobby, rooms: DecodeRooms, room: Room, first: int, stop: int) -> KVTarget:
-    rooms.announce(1, room)
+    rooms.announce(1, room, PROMPT)
     rooms.offer(1, first, stop)
-    lobby.enter(1, room.number)
+    lobby.enter(1, room.number, PROMPT)
     event = next_event(lobby)
     assert isinstance(event, LobbyEvent) and event.target is not None, event
     return event.target
@@ -200,7 +205,7 @@ def test_what_is_sent_is_received(number: int) -> None:
     first = chooser.randint(0, tokens - 1)
     outlets = [KVOutlets(Identity(n, 1), SECRET) for n in range(len(source.shares))]
     with receivers(target.shares, here) as (made, rooms):
-        rooms.announce(1, Room(3, "127.0.0.1", 1))
+        rooms.announce(1, Room(3, "127.0.0.1", 1), PROMPT)
         ticket = rooms.offer(1, first, tokens)
         order = KVTarget(ticket, first, tokens, rooms._ranks)
         cuts = sorted({first, tokens, *(chooser.randint(first, tokens) for _ in range(3))})
@@ -295,19 +300,19 @@ def test_two_instances_meet_and_part() -> None:
         assert event.target is None and "does not want it any more" in event.why
         assert lobby.state() == rooms.state() == []
 
-        lobby.enter(2, 8)
+        lobby.enter(2, 8, PROMPT)
         [waiting] = lobby.state()
         assert (waiting["phase"], waiting["peer"]) == ("waits for decode", None)
         again = Room(8, room.host, room.port)
-        rooms.announce(2, again)
+        rooms.announce(2, again, PROMPT)
         wait_until(lambda: lobby.state()[0]["phase"].startswith("waits for pages"))
         rooms.offer(2, 0, 4)
         assert next_event(lobby).target.first == 0
-        lobby.enter(3, 8)
+        lobby.enter(3, 8, PROMPT)
         assert "has a request already" in next_event(lobby).why
         lobby.leave(2, "it was stopped")
         assert next_event(rooms) == RoomEvent(2, None, "room 8: it was stopped")
-        rooms.announce(4, Room(9, room.host, room.port))
+        rooms.announce(4, Room(9, room.host, room.port), PROMPT)
         wait_until(lambda: bool(lobby.state()))
         lobby.close()
         assert next_event(rooms).why.startswith("room 9: the prefill instance at 127.0.0.1:")
@@ -318,10 +323,10 @@ def test_waits_end_and_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lobby_module, name, 0.1)
     monkeypatch.setattr(rooms_module, "ARRIVE_SECONDS", 0.1)
     with prefill_lobby() as (lobby, room), receivers(shares(2, 1, False)) as (_, rooms):
-        rooms.announce(1, room)
+        rooms.announce(1, room, PROMPT)
         assert "got no such request in 0.1 s" in next_event(rooms).why
         rooms.release(1)
-        lobby.enter(5, 70)
+        lobby.enter(5, 70, PROMPT)
         assert "no decode instance came to room 70" in next_event(lobby).why
         meet(lobby, rooms, Room(8, room.host, room.port), 0, 4)
         lobby.leave(1, "")
@@ -330,18 +335,18 @@ def test_waits_end_and_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
             "room 8: not all has come: ranks [0, 1] miss keys and values and the "
         )
         rooms.release(1)
-        rooms.announce(2, Room(9, "127.0.0.1", 1))
+        rooms.announce(2, Room(9, "127.0.0.1", 1), PROMPT)
         assert "the prefill instance at 127.0.0.1:1 is lost" in next_event(rooms).why
 
 
 def test_other_models_and_secrets_are_refused() -> None:
     with prefill_lobby() as (lobby, room), receivers(shares(1, 1, True)) as (_, rooms):
-        lobby.enter(1, room.number)
-        rooms.announce(1, room)
+        lobby.enter(1, room.number, PROMPT)
+        rooms.announce(1, room, PROMPT)
         rooms.offer(1, 0, 4)
         assert "the instances serve different models: 6 layers, 4 key" in next_event(rooms).why
-        stranger = DecodeRooms([], OWN, b"of somebody else entirely")
-        stranger.announce(2, Room(9, room.host, room.port))
+        stranger = DecodeRooms([], OWN, b"of somebody else entirely", MODEL)
+        stranger.announce(2, Room(9, room.host, room.port), PROMPT)
         assert "is lost: it does not know this node's secret" in next_event(stranger).why
 
 
@@ -354,8 +359,8 @@ class Call:
 
 @pytest.mark.parametrize("host", ["a..b", ".a", "x" * 64, "x" * 64 + ".org", "a\0b", "\ud800", ""])
 def test_hosts_that_no_lookup_takes(host: str) -> None:
-    """Refused with the request; a link to one is lost like any other."""
-    with pytest.raises(ValueError, match=r"bootstrap_host is .*: give the host of the prefill"):
+    text = f"bootstrap_host is {host!r}: give the host of the prefill"
+    with pytest.raises(ValueError, match=re.escape(text)):
         meeting_room(Call(host), "decode")
 
 
@@ -366,7 +371,7 @@ def test_hosts_that_a_lookup_takes(host: str) -> None:
 
 def test_a_link_is_lost_for_any_reason() -> None:
     with receivers(shares(1, 1, False)) as (_, rooms):
-        rooms.announce(1, Room(9, "a..b", 9))
+        rooms.announce(1, Room(9, "a..b", 9), PROMPT)
         assert "room 9: the prefill instance at a..b:9 is lost: Unicode" in next_event(rooms).why
 
 
@@ -375,8 +380,8 @@ def test_ports_out_of_range_end_the_connection(port: int) -> None:
     [one] = shares(1, 1, False)
     with prefill_lobby() as (lobby, room), receivers([one]) as (_, rooms):
         rooms._ranks = (KVRank(0, 0, 0, one, "127.0.0.1", port),)
-        lobby.enter(1, room.number)
-        rooms.announce(1, room)
+        lobby.enter(1, room.number, PROMPT)
+        rooms.announce(1, room, PROMPT)
         rooms.offer(1, 0, 4)
         assert "a message that cannot be read: Expected `int`" in next_event(lobby).why
 
@@ -388,6 +393,61 @@ def test_an_outlet_outlives_a_host_that_no_lookup_takes(caplog: pytest.LogCaptur
     outlets._outlets["a..b", 9]._rests_until = 0.0
     outlets.put("a..b", 9, [b"second"])
     wait_until(lambda: caplog.text.count("no KV cache can be sent to a..b:9") == 2)
+
+
+def test_digests_tell_prompts_and_models_apart(tmp_path: Path) -> None:
+    calls = [([1, 2], ""), ([2, 1], ""), ([1, 2, 0], ""), ([1, 2], "key"), ([], "")]
+    assert len({prompt_digest(*call) for call in calls}) == len(calls)
+    folders = []
+    for name, config, file, size in [
+        ("one", "{}", "model.safetensors", 8),
+        ("copy", "{}", "model.safetensors", 8),
+        ("config", "{ }", "model.safetensors", 8),
+        ("name", "{}", "part.safetensors", 8),
+        ("size", "{}", "model.safetensors", 9),
+    ]:
+        folders.append(tmp_path / name)
+        folders[-1].mkdir()
+        (folders[-1] / "config.json").write_text(config)
+        (folders[-1] / file).write_bytes(b"x" * size)
+    one, copy, *others = [model_digest(ServerArgs(model_path=str(path))) for path in folders]
+    assert one == copy and len({one, *others}) == 4
+    drawn = [
+        ServerArgs(model_path=str(folders[0]), load_format="dummy", random_seed=seed)
+        for seed in (None, 0, 1)
+    ]
+    unset, zero, other = map(model_digest, drawn)
+    assert unset == zero and len({one, zero, other}) == 3
+
+
+@pytest.mark.parametrize("enters_first", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "model", "why"),
+    [
+        (prompt_digest([1, 2, 4], ""), MODEL, "the instances got different prompts"),
+        (prompt_digest([1, 2, 3], "key"), MODEL, "the instances got different prompts"),
+        (PROMPT, b"another", "the instances serve different models: config.json, the names or"),
+    ],
+)
+def test_halves_of_others_do_not_meet(
+    prompt: bytes, model: bytes, why: str, enters_first: bool
+) -> None:
+    """Both get told, whoever comes first; the room can then be used."""
+    with prefill_lobby() as (lobby, room), receivers(shares(1, 1, False)) as (_, rooms):
+        rooms._model = model
+        if enters_first:
+            lobby.enter(1, room.number, PROMPT)
+        rooms.announce(1, room, prompt)
+        rooms.offer(1, 0, 3)
+        if not enters_first:
+            wait_until(lambda: bool(lobby.state()))
+            lobby.enter(1, room.number, PROMPT)
+        for source in (lobby, rooms):
+            assert f"room 7: {why}" in next_event(source).why
+        rooms.release(1)
+        assert lobby.state() == rooms.state() == []
+        rooms._model = MODEL
+        assert meet(lobby, rooms, room, 0, 3).stop == 3
 
 
 def test_a_rank_that_dies_breaks_its_transfers() -> None:

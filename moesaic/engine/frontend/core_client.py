@@ -23,6 +23,7 @@ from moesaic.config.gpus import describe_shares, max_ranks_per_gpu
 from moesaic.core import messages
 from moesaic.core.disagg import KVShare
 from moesaic.core.request import ABORTED, FinishReason, failure
+from moesaic.disagg.likeness import model_digest, prompt_digest
 from moesaic.disagg.lobby import Lobby
 from moesaic.engine.frontend.queries import GROUP_QUERIES, PendingQuery, QueryTimeout
 from moesaic.engine.schedule.request_state import RequestState
@@ -90,7 +91,8 @@ class CoreClient:
         if self.fault:
             self._finish(state, failure(self.fault))
         elif self.lobby is not None and request.room is not None:
-            self.lobby.enter(request.request_no, request.room.number)
+            prompt = prompt_digest(request.token_ids, request.cache_namespace)
+            self.lobby.enter(request.request_no, request.room.number, prompt)
         else:
             self._submit(state)
 
@@ -287,7 +289,7 @@ def make_lobby(args: ServerArgs) -> Lobby | None:
         text = f"--disaggregation-bootstrap-port {port}: cannot listen at {host}: {error.strerror}"
         raise ValueError(text) from None
     secret = own_secret(file=args.node_secret_file) or NO_SECRET
-    return Lobby(listening, secret)
+    return Lobby(listening, secret, model_digest(args))
 
 
 def serve_node(args: ServerArgs) -> int:

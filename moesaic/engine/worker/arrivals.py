@@ -10,6 +10,7 @@ from typing import Any
 from moesaic.core.messages import Message, Runnable
 from moesaic.core.redact import shown_id
 from moesaic.core.request import ArrivingPrompt, Request, RequestPhase
+from moesaic.disagg.likeness import prompt_digest
 from moesaic.disagg.messages import PromptResult
 from moesaic.disagg.rooms import DecodeRooms, RoomEvent
 from moesaic.engine.schedule.plan import ItemResult
@@ -41,7 +42,8 @@ class Arrivals:
         assert request.room is not None
         request.arriving = ArrivingPrompt()
         self._open[request.request_no] = request
-        self._rooms.announce(request.request_no, request.room)
+        prompt = prompt_digest(request.token_ids, request.cache_namespace)
+        self._rooms.announce(request.request_no, request.room, prompt)
 
     def advance(self) -> None:
         """Takes what has come, gives pages to those that wait, and releases what is over."""

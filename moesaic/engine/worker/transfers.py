@@ -13,6 +13,7 @@ from moesaic.comm.network.handshake import Identity
 from moesaic.comm.supervise.address import numeric
 from moesaic.config import ServerArgs
 from moesaic.core.disagg import KVRank
+from moesaic.disagg.likeness import model_digest
 from moesaic.disagg.outlets import KVOutlets
 from moesaic.disagg.receiver import KVReceiver
 from moesaic.disagg.rooms import DecodeRooms
@@ -54,7 +55,7 @@ def make_transfers(args: ServerArgs, runner: ModelRunner, link: RankLink) -> Ran
     if not link.place.is_leader:
         return RankTransfers(receiver=receiver)
     assert ranks[0] == rank, "the leader is the first rank of its group"
-    rooms = DecodeRooms(ranks, own, link.secret)
+    rooms = DecodeRooms(ranks, own, link.secret, model_digest(args))
     receiver.on_result = rooms.on_result
     return RankTransfers(receiver=receiver, rooms=rooms)
 
