@@ -197,8 +197,8 @@ class Lobby:
     def _announce(self, connection: Any, peer: str, half: Announce) -> None:
         with self._lock:
             room = self._rooms.setdefault(half.room, MeetingRoom())
-            if room.connection not in (None, connection):
-                why = f"room {half.room} is that of {room.peer}"
+            if room.connection is not None:
+                why = f"room {half.room} is that of another request of {room.peer}"
                 self._tell(connection, Refused(half.room, why))
                 return
             room.connection, room.peer = connection, peer

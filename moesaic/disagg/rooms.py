@@ -209,7 +209,11 @@ class DecodeRooms:
     def announce(self, request_no: int, room: Room, prompt: bytes) -> None:
         """The request waits for pages. `prompt`: its digest."""
         with self._lock:
-            self._transfers[request_no] = Transfer(request_no, room)
+            is_taken = any(one.room == room and not one.is_over for one in self._transfers.values())
+            transfer = self._transfers[request_no] = Transfer(request_no, room)
+            if is_taken:  # messages name rooms only: the prefill instance is not told
+                self._fail(transfer, "it has a request already: choose another bootstrap_room")
+                return
             self._link(room).post(Announce(room.number, self._model, prompt))
 
     def offer(self, request_no: int, first: int, stop: int) -> Ticket:

@@ -27,7 +27,7 @@ from moesaic.disagg import rooms as rooms_module
 from moesaic.disagg.layout import CacheShape, piece
 from moesaic.disagg.likeness import model_digest, prompt_digest
 from moesaic.disagg.lobby import Lobby, LobbyEvent
-from moesaic.disagg.messages import Chunk, Close, Open, PromptResult, frame
+from moesaic.disagg.messages import Announce, Chunk, Close, Open, PromptResult, frame
 from moesaic.disagg.outlets import KVOutlets
 from moesaic.disagg.receiver import KVReceiver
 from moesaic.disagg.rooms import DecodeRooms, RoomEvent
@@ -448,6 +448,30 @@ def test_halves_of_others_do_not_meet(
         assert lobby.state() == rooms.state() == []
         rooms._model = MODEL
         assert meet(lobby, rooms, room, 0, 3).stop == 3
+
+
+def test_a_room_has_one_request() -> None:
+    """Of one instance's second request it is refused there, of a second connection's or a late
+    one's in the lobby; the first is not disturbed."""
+    with (
+        prefill_lobby() as (lobby, room),
+        receivers(shares(1, 1, False)) as (_, rooms),
+        receivers(shares(1, 1, False)) as (_, others),
+    ):
+        meet(lobby, rooms, room, 0, 3)
+        first = lobby._rooms[7].target
+        rooms.announce(2, room, PROMPT)
+        text = "room 7: it has a request already: choose another bootstrap_room"
+        assert next_event(rooms) == RoomEvent(2, None, text)
+        rooms.release(2)
+        others.announce(3, room, PROMPT)
+        assert "room 7 is that of another request of rank 0" in next_event(others).why
+        lobby.enter(4, 7, PROMPT)
+        assert "room 7 has a request already" in next_event(lobby).why
+        lobby.leave(4, "")
+        rooms._link(room).post(Announce(7, MODEL, PROMPT))
+        assert "is that of another request" in next_event(rooms).why
+        assert lobby._rooms[7].target is first and lobby._rooms[7].request_no == 1
 
 
 def test_a_rank_that_dies_breaks_its_transfers() -> None:
