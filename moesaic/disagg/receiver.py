@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -33,6 +32,8 @@ logger = logging.getLogger(__name__)
 # How long a chunk may come before its leader's Open, which takes another way.
 OPEN_SECONDS: Final = 2.0
 READ_AT_ONCE: Final = 1 << 20
+# Tickets that are remembered after their end.
+MOST_CLOSED: Final = 4096
 
 
 class KVReceiver:
@@ -52,6 +53,8 @@ class KVReceiver:
         self._staged: dict[Ticket, StagedCache] = {}
         self._leaders: dict[Ticket, Any] = {}
         """The connection of the leader that opened it."""
+        self._closed: dict[Ticket, None] = {}
+        """The last ones, in order: nobody waits for them to be opened."""
         self.on_result: Callable[[PromptResult], None] | None = None
         self.bytes_received = 0
         self.port: int = listening.getsockname()[1]
@@ -118,12 +121,15 @@ class KVReceiver:
         with self._changed:
             self._staged.pop(ticket, None)
             self._leaders.pop(ticket, None)
+            self._closed[ticket] = None
+            if len(self._closed) > MOST_CLOSED:
+                del self._closed[next(iter(self._closed))]
+            self._changed.notify_all()
 
     def _receive_chunk(self, connection: Any, chunk: Chunk, size: int, feeds: set[Ticket]) -> None:
-        end = time.monotonic() + OPEN_SECONDS
         with self._changed:
             self._changed.wait_for(
-                lambda: chunk.ticket in self._staged, max(0.0, end - time.monotonic())
+                lambda: chunk.ticket in self._staged or chunk.ticket in self._closed, OPEN_SECONDS
             )
             staged = self._staged.get(chunk.ticket)
         if staged is None:

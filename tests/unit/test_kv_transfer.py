@@ -269,8 +269,9 @@ def test_malformed_frames_end_the_connection(
 
 
 def test_what_comes_late_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk of an earlier epoch of the same room, and one behind the end of its transfer."""
-    monkeypatch.setattr("moesaic.disagg.receiver.OPEN_SECONDS", 0.05)
+    """A chunk of an earlier epoch of the same room, and one behind the end of its transfer: at
+    once, since others are behind it."""
+    monkeypatch.setattr("moesaic.disagg.receiver.OPEN_SECONDS", 600)
     [one] = shares(1, 1, False)
     with receivers([one]) as ((receiver,), _):
         old, new = Ticket(9, 1), Ticket(9, 2)
@@ -283,6 +284,26 @@ def test_what_comes_late_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
         wait_until(lambda: staged.num_missing == LAYERS * HEADS)
         with pytest.raises(KeyError):
             receiver.staged(old)
+        sender.close()
+        leader.close()
+
+
+def test_ends_are_remembered_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk whose ticket is closed while it waits is dropped, too."""
+    monkeypatch.setattr("moesaic.disagg.receiver.OPEN_SECONDS", 600)
+    monkeypatch.setattr("moesaic.disagg.receiver.MOST_CLOSED", 2)
+    [one] = shares(1, 1, False)
+    with receivers([one]) as ((receiver,), _):
+        late, new = Ticket(9, 1), Ticket(9, 2)
+        sender = talk(receiver, frame(chunk_of(late), [BODY]), frame(chunk_of(new), [BODY]))
+        ends = [frame(Close(Ticket(9, epoch))) for epoch in (5, 6, 7)]
+        leader = talk(receiver, *ends, frame(Open(new, 0, 2)))
+        wait_until(lambda: receiver.staged_bytes > 0)
+        assert list(receiver._closed) == [Ticket(9, 6), Ticket(9, 7)]
+        assert not receiver.staged(new).is_complete  # behind the chunk that waits
+        for buffer in frame(Close(late)):
+            leader.sendall(buffer)
+        wait_until(lambda: receiver.staged(new).is_complete)
         sender.close()
         leader.close()
 
