@@ -12,7 +12,7 @@ from typing import Any, Final
 import aiohttp
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
@@ -20,7 +20,8 @@ from moesaic.router.args import RouterArgs, contradiction
 from moesaic.router.halves import Call
 from moesaic.router.proxy import HOP, READ_BUFFER, Proxy, unavailable
 from moesaic.router.workers import HealthChecks, workers_of
-from moesaic.server.bodies import MAX_BODY
+from moesaic.server.bodies import read_bytes
+from moesaic.server.errors import Refusal
 from moesaic.server.listen import bind
 
 logger = logging.getLogger(__name__)
@@ -54,25 +55,23 @@ class Router:
     async def handle(self, request: Request) -> Response:
         assert self.proxy is not None, "the server runs"
         path = request.url.path.rstrip("/") or "/"
-        response = await self._answer(self.proxy, request, path)
+        try:
+            response = await self._answer(self.proxy, request, path)
+        except Refusal as refusal:
+            response = refusal.response()
+        except ClientDisconnect:
+            response = Response(status_code=499)  # is not sent
         self.proxy.stats.requests[path, response.status_code] += 1
         return response
 
     async def _answer(self, proxy: Proxy, request: Request, path: str) -> Response:
         headers = {k: v for k, v in request.headers.items() if k.lower() not in HOP}
         headers.pop("accept-encoding", None)
-        data = await request.body()
-        if len(data) > MAX_BODY:
-            return _error(413, f"the body has more than {MAX_BODY} bytes: send less")
+        data = await read_bytes(request)
         if path not in SHARED or request.method != "POST":
             where = path + (f"?{request.url.query}" if request.url.query else "")
             return await proxy.forward(request.method, where, data, headers)
-        try:
-            body = json.loads(data)
-        except ValueError as error:
-            return _error(400, f"invalid JSON: {error}")
-        if not isinstance(body, dict):
-            return _error(400, "the body must be a JSON object")
+        body = _json_object(data)
         headers.pop("content-type", None)
         return await proxy.generate(Call.of(path, body), headers)
 
@@ -122,9 +121,16 @@ class Router:
         return Starlette(routes=routes, lifespan=self.running)
 
 
-def _error(status: int, message: str) -> Response:
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": status}
-    return JSONResponse({"error": error}, status)
+def _json_object(data: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(data)
+    except RecursionError:
+        raise Refusal(400, "the body is nested too deeply") from None
+    except ValueError as error:
+        raise Refusal(400, f"invalid JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise Refusal(400, "the body must be a JSON object")
+    return body
 
 
 class RouterServer(uvicorn.Server):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -18,6 +19,7 @@ import httpx
 import openai
 import pytest
 import uvicorn
+from starlette.requests import Request
 
 from moesaic import Engine
 from moesaic.cli.main import main
@@ -30,6 +32,7 @@ from moesaic.router.policies import BLOCK, MOST_AHEAD
 from moesaic.router.policies import POLICIES as CLASSES
 from moesaic.router.replay import Diverged, StreamReplay
 from moesaic.router.workers import Worker, workers_of
+from moesaic.server.bodies import MAX_BODY
 from moesaic.server.listen import bind
 from tests.server.serving import held, served, wait_until
 
@@ -118,6 +121,23 @@ def test_clients_see_one_server(servers: Servers) -> None:
         servers.openai.chat.completions.create(**(CHAT | {"temperature": -1}))
     assert servers.client.post("/generate", content=b"{").status_code == 400
     assert servers.client.get("/nowhere").status_code == 404
+
+
+def test_a_body_without_end_is_not_read_to_the_end(servers: Servers) -> None:
+    taken = 0
+
+    async def receive() -> dict[str, Any]:
+        nonlocal taken
+        taken += 1 << 20
+        assert taken < 4 * MAX_BODY, "far too much is read"
+        return {"type": "http.request", "body": bytes(1 << 20), "more_body": True}
+
+    scope = {"type": "http", "method": "POST", "path": "/generate", "query_string": b""}
+    request = Request({**scope, "headers": [(b"host", b"localhost")]}, receive)
+    assert asyncio.run(servers.router.handle(request)).status_code == 413
+    assert taken <= MAX_BODY + (1 << 20)
+    nested = servers.client.post("/generate", content=b'{"x":' + b"[" * 100_000)
+    assert nested.status_code == 400
 
 
 def test_what_operators_see(servers: Servers) -> None:
