@@ -19,6 +19,7 @@ from starlette.routing import Route
 from moesaic.router.args import RouterArgs, contradiction
 from moesaic.router.halves import Call
 from moesaic.router.proxy import HOP, READ_BUFFER, Proxy, unavailable
+from moesaic.router.routes import route_of
 from moesaic.router.workers import HealthChecks, workers_of
 from moesaic.server.bodies import read_bytes
 from moesaic.server.errors import Refusal
@@ -54,14 +55,14 @@ class Router:
 
     async def handle(self, request: Request) -> Response:
         assert self.proxy is not None, "the server runs"
-        path = request.url.path.rstrip("/") or "/"
+        path = request.scope["path"].rstrip("/") or "/"
         try:
             response = await self._answer(self.proxy, request, path)
         except Refusal as refusal:
             response = refusal.response()
         except ClientDisconnect:
             response = Response(status_code=499)  # is not sent
-        self.proxy.stats.requests[path, response.status_code] += 1
+        self.proxy.stats.requests[route_of(path), response.status_code] += 1
         return response
 
     async def _answer(self, proxy: Proxy, request: Request, path: str) -> Response:

@@ -151,6 +151,18 @@ def test_what_operators_see(servers: Servers) -> None:
     assert 'path="/v1/chat/completions",status="200"' in lines
 
 
+def test_paths_that_clients_invent_are_counted_as_one(servers: Servers) -> None:
+    assert servers.router.proxy is not None
+    counted = servers.router.proxy.stats.requests
+    servers.client.get("/v1/models/first"), servers.client.get("/invented")
+    size, others = len(counted), counted["other", 404]
+    for number in range(5):
+        assert servers.client.get(f"/invented/{number}").status_code == 404
+        assert servers.client.get(f"/v1/models/{number}").status_code == 404
+    assert len(counted) == size and counted["other", 404] == others + 5
+    assert counted["/v1/models/{model:path}", 404] >= 6
+
+
 def test_a_client_that_leaves_ends_its_request(servers: Servers) -> None:
     body = {"text": "x", "sampling_params": {"max_new_tokens": 1900, "ignore_eos": True}}
     with servers.client.stream("POST", "/generate", json={**body, "stream": True}) as response:
