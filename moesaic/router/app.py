@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, Final
+from urllib.parse import quote
 
 import aiohttp
 import uvicorn
@@ -19,7 +20,7 @@ from starlette.routing import Route
 from moesaic.router.args import RouterArgs, contradiction
 from moesaic.router.halves import Call
 from moesaic.router.proxy import HOP, READ_BUFFER, Proxy, unavailable
-from moesaic.router.routes import route_of
+from moesaic.router.routes import check_access, not_passed_on, route_of
 from moesaic.router.workers import HealthChecks, workers_of
 from moesaic.server.bodies import read_bytes
 from moesaic.server.errors import Refusal
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 # Routes whose requests two instances share.
 SHARED: Final = ("/generate", "/v1/chat/completions", "/v1/completions")
+ABORT: Final = "/abort_request"
 METHODS: Final = ["GET", "POST", "DELETE"]
 
 
@@ -66,11 +68,15 @@ class Router:
         return response
 
     async def _answer(self, proxy: Proxy, request: Request, path: str) -> Response:
+        check_access(request.method, path)
         headers = {k: v for k, v in request.headers.items() if k.lower() not in HOP}
         headers.pop("accept-encoding", None)
         data = await read_bytes(request)
-        if path not in SHARED or request.method != "POST":
-            where = path + (f"?{request.url.query}" if request.url.query else "")
+        if path == ABORT and _json_object(data).get("abort_all"):
+            raise not_passed_on("abort_all")
+        if path not in SHARED:
+            query = request.scope["query_string"].decode("latin-1")
+            where = quote(path) + (f"?{query}" if query else "")
             return await proxy.forward(request.method, where, data, headers)
         body = _json_object(data)
         headers.pop("content-type", None)

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import aiohttp
 from starlette.responses import Response, StreamingResponse
+from yarl import URL
 
 from moesaic.router.args import RouterArgs
 from moesaic.router.halves import Call
@@ -96,14 +97,19 @@ class Proxy:
     async def forward(
         self, method: str, path: str, body: bytes, headers: Mapping[str, str]
     ) -> Response:
-        """Any other request, to one instance."""
+        """Any other request, to one instance. `path`: quoted, with the query; it is sent as it is,
+        since an instance must get the path that was checked."""
         workers = self.healthy(self.last_role)
         if not workers:
             return unavailable(self.workers)
         worker = self._policies[self.last_role].choose(workers, "")
         try:
             async with self._session.request(
-                method, worker.url + path, data=body, headers=headers, timeout=self._timeout
+                method,
+                URL(worker.url + path, encoded=True),
+                data=body,
+                headers=headers,
+                timeout=self._timeout,
             ) as answer:
                 return Response(await answer.read(), answer.status, _kept(answer.headers))
         except (aiohttp.ClientError, TimeoutError, OSError) as error:

@@ -32,8 +32,10 @@ from moesaic.router.policies import BLOCK, MOST_AHEAD
 from moesaic.router.policies import POLICIES as CLASSES
 from moesaic.router.replay import Diverged, StreamReplay
 from moesaic.router.workers import Worker, workers_of
+from moesaic.server.app import ROUTES
 from moesaic.server.bodies import MAX_BODY
 from moesaic.server.listen import bind
+from moesaic.server.routes import ADMIN
 from tests.server.serving import held, served, wait_until
 
 FLAGS: dict[str, Any] = {
@@ -233,6 +235,37 @@ def test_a_full_server_is_passed_over() -> None:
             assert [client.post("/generate", json=body).status_code for _ in "ab"] == [200, 200]
         for thread in blocked:
             thread.join(60)
+
+
+# --- what is passed on ---
+
+
+def test_routes_of_administrators_are_not_passed_on(servers: Servers) -> None:
+    """Not under any other spelling either; the instances have no keys, so they would answer."""
+    client, refused = servers.client, {route.path for route in ROUTES if route.access is ADMIN}
+    assert {"/server_info", "/flush_cache", "/rebalance", "/start_profile"} <= refused
+    for route in ROUTES:
+        if route.access is ADMIN:
+            answer = client.request(route.method, f"{route.path}/")
+            assert answer.status_code == 403, route
+            assert f"{route.path} is for administrators" in answer.json()["error"]["message"]
+    abort = client.post("/abort_request", json={"abort_all": True})
+    assert abort.status_code == 403 and "abort_all" in abort.text
+    for path in ("/v1/models/%2E%2E%2F%2E%2E%2Fserver_info", "/v1/models/x%2F..%2F.."):
+        assert client.get(path).status_code == 404
+    names = client.get("/nowhere").json()["error"]["message"]
+    assert "/v1/models" in names and "/flush_cache" not in names
+    assert client.get("/generate").status_code == 405
+
+
+def test_routes_of_users_are_passed_on(servers: Servers) -> None:
+    client = servers.client
+    for path in ("/", "/version", "/openapi.json", "/model_info", "/v1/loads?include=core"):
+        direct = httpx.get(servers.urls[0] + path)
+        assert (found := client.get(path)).status_code == direct.status_code == 200, path
+        assert found.headers["content-type"] == direct.headers["content-type"]
+    assert "a?b/c" in client.get("/v1/models/a%3Fb%2Fc").json()["error"]["message"]
+    assert client.post("/abort_request", json={"rid": "none"}).json()["aborted"] == 0
 
 
 # --- streams that begin anew ---
