@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, Final
 from urllib.parse import quote
@@ -25,6 +25,7 @@ from moesaic.router.workers import HealthChecks, workers_of
 from moesaic.server.bodies import read_bytes
 from moesaic.server.errors import Refusal
 from moesaic.server.listen import bind
+from moesaic.server.responses import while_connected
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,8 @@ class Router:
         assert self.proxy is not None, "the server runs"
         path = request.scope["path"].rstrip("/") or "/"
         try:
-            response = await self._answer(self.proxy, request, path)
+            work = await self._work(self.proxy, request, path)
+            response = await while_connected(request, work)
         except Refusal as refusal:
             response = refusal.response()
         except ClientDisconnect:
@@ -67,7 +69,10 @@ class Router:
         self.proxy.stats.requests[route_of(path), response.status_code] += 1
         return response
 
-    async def _answer(self, proxy: Proxy, request: Request, path: str) -> Response:
+    async def _work(
+        self, proxy: Proxy, request: Request, path: str
+    ) -> Coroutine[Any, Any, Response]:
+        """What makes the answer, once the whole request is here; Refusal if it is not passed on."""
         check_access(request.method, path)
         headers = {k: v for k, v in request.headers.items() if k.lower() not in HOP}
         headers.pop("accept-encoding", None)
@@ -77,10 +82,10 @@ class Router:
         if path not in SHARED:
             query = request.scope["query_string"].decode("latin-1")
             where = quote(path) + (f"?{query}" if query else "")
-            return await proxy.forward(request.method, where, data, headers)
+            return proxy.forward(request.method, where, data, headers)
         body = _json_object(data)
         headers.pop("content-type", None)
-        return await proxy.generate(Call.of(path, body), headers)
+        return proxy.generate(Call.of(path, body), headers)
 
     async def health(self, _: Request) -> Response:
         assert self.proxy is not None, "the server runs"

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import aiohttp
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 from yarl import URL
 
 from moesaic.router.args import RouterArgs
@@ -62,6 +63,28 @@ class RouterStats:
     """Streams that another instance has continued."""
 
 
+class Events(StreamingResponse):
+    """A stream that ends the instance's work however it ends itself: a client may leave before its
+    first event, when nothing has been asked of the source yet."""
+
+    def __init__(
+        self,
+        source: AsyncGenerator[bytes, None],
+        first: AsyncExitStack,
+        status: int,
+        headers: Mapping[str, str],
+    ) -> None:
+        super().__init__(source, status, headers)
+        self._source, self._first = source, first
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._source.aclose()
+            await self._first.aclose()
+
+
 class Proxy:
     def __init__(
         self, args: RouterArgs, workers: list[Worker], session: aiohttp.ClientSession
@@ -91,7 +114,7 @@ class Proxy:
         answer = attempt.answer
         if answer.content_type == SSE:
             events = self._events(call, headers, attempt)
-            return StreamingResponse(events, answer.status, _kept(answer.headers))
+            return Events(events, attempt.stack, answer.status, _kept(answer.headers))
         return await self._whole(call, headers, attempt)
 
     async def forward(

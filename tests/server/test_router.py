@@ -174,6 +174,21 @@ def test_a_client_that_leaves_ends_its_request(servers: Servers) -> None:
     wait_until(lambda: all(worker.requests == 0 for worker in servers.router.workers))
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_leaves_before_the_first_token(servers: Servers, streams: bool) -> None:
+    """While the instances compute nothing: only the client's leaving can end the request."""
+    body = {"text": "x", "sampling_params": {"max_new_tokens": 2}, "stream": streams}
+    workers = servers.router.workers
+    with ExitStack() as stack:
+        for engine in servers.engines:
+            stack.enter_context(held(engine))
+        with pytest.raises(httpx.ReadTimeout):
+            servers.client.post("/generate", json=body, timeout=0.5)
+        wait_until(lambda: all(worker.requests == 0 for worker in workers), 15)
+    wait_until(lambda: not any(engine._inflight for engine in servers.engines))
+    assert all(worker.is_healthy for worker in workers)
+
+
 def test_a_server_is_lost_in_the_middle() -> None:
     """Streams go on where they were, whole answers come from the other one; then there is none."""
     with ExitStack() as stack:
