@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS: Final = 5.0
 READ_BUFFER: Final = 1 << 20
+# Bytes of one event: with logprobs of a long prompt it has many.
+MAX_EVENT: Final = 64 << 20
 # Before a request is sent again where no instance is left: one may come back.
 PAUSE_SECONDS: Final = 0.5
 # Answers after which another instance is asked: it is overloaded, or fails.
@@ -43,6 +45,14 @@ class WorkerLost(Exception):
     def __init__(self, worker: Worker, why: str, response: Response | None = None) -> None:
         super().__init__(f"{worker.url}: {why}")
         self.worker, self.why, self.response = worker, why, response
+
+
+class StreamFailed(Exception):
+    """An answer ends with this event: no other instance would do better."""
+
+    def __init__(self, event: bytes) -> None:
+        super().__init__(event)
+        self.event = event
 
 
 @dataclass(slots=True)
@@ -260,6 +270,9 @@ class Proxy:
             except Diverged:
                 yield _error_event("another instance, which took over, gave another answer")
                 return
+            except StreamFailed as failed:
+                yield failed.event
+                return
             except WorkerLost as lost:
                 why = lost.why
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -297,9 +310,18 @@ async def _first_of(second: asyncio.Task[Any], first: asyncio.Task[None] | None)
 
 
 async def _read_events(answer: aiohttp.ClientResponse) -> AsyncGenerator[str, None]:
-    async for line in answer.content:
-        if line.startswith(b"data:"):
-            yield line[5:].strip().decode()
+    """Lines are put together here: aiohttp's own reader takes none that exceeds its buffer."""
+    line = bytearray()
+    async for data in answer.content.iter_any():
+        first, *more = data.split(b"\n")
+        line += first
+        if len(line) > MAX_EVENT:
+            why = f"an event has more than {MAX_EVENT} bytes, the most that the router passes on"
+            raise StreamFailed(_error_event(why))
+        for piece in more:
+            if line.startswith(b"data:"):
+                yield line[5:].strip().decode()
+            line = bytearray(piece)
 
 
 def _lost_or(worker: Worker, data: str, replay: StreamReplay) -> str | None:

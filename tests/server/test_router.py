@@ -19,7 +19,11 @@ import httpx
 import openai
 import pytest
 import uvicorn
+from starlette.applications import Starlette
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from moesaic import Engine
 from moesaic.cli.main import main
@@ -30,6 +34,7 @@ from moesaic.router.args import POLICIES, RouterArgs
 from moesaic.router.halves import Call
 from moesaic.router.policies import BLOCK, MOST_AHEAD
 from moesaic.router.policies import POLICIES as CLASSES
+from moesaic.router.proxy import MAX_EVENT
 from moesaic.router.replay import Diverged, StreamReplay
 from moesaic.router.workers import Worker, workers_of
 from moesaic.server.app import ROUTES
@@ -56,15 +61,21 @@ CHAT: dict[str, Any] = {
 @contextmanager
 def routed(args: RouterArgs) -> Iterator[tuple[Router, httpx.Client]]:
     """A router in a thread, and a client of it."""
-    router, listener = Router(args), bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(router.app(), log_config=None))
+    router = Router(args)
+    with listening(router.app()) as url, httpx.Client(base_url=url, timeout=60) as client:
+        yield router, client
+
+
+@contextmanager
+def listening(app: ASGIApp) -> Iterator[str]:
+    """An app in a thread; its address."""
+    listener = bind("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     wait_until(lambda: server.started)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
-        with httpx.Client(base_url=url, timeout=60) as client:
-            yield router, client
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(timeout=60)
@@ -281,6 +292,53 @@ def test_routes_of_users_are_passed_on(servers: Servers) -> None:
         assert found.headers["content-type"] == direct.headers["content-type"]
     assert "a?b/c" in client.get("/v1/models/a%3Fb%2Fc").json()["error"]["message"]
     assert client.post("/abort_request", json={"rid": "none"}).json()["aborted"] == 0
+
+
+# --- instances that are not well ---
+
+
+@contextmanager
+def routed_to_two(*answers: Response) -> Iterator[tuple[list[bytes], Router, httpx.Client]]:
+    """A router to two instances, which give these answers in turn, the last one again and again;
+    and the bodies that they got."""
+    bodies: list[bytes] = []
+
+    async def answer(request: Request) -> Response:
+        bodies.append(await request.body())
+        return answers[min(len(bodies), len(answers)) - 1]
+
+    async def health(_: Request) -> Response:
+        return Response()
+
+    routes = [Route("/health", health), Route("/{path:path}", answer, methods=["POST"])]
+    with ExitStack() as stack:
+        urls = [stack.enter_context(listening(Starlette(routes=routes))) for _ in "ab"]
+        args = RouterArgs(worker_urls=tuple(urls), policy="round_robin")
+        yield bodies, *stack.enter_context(routed(args))
+
+
+def events_of(*texts: str) -> Response:
+    return Response("".join(f"data: {text}\n\n" for text in texts), media_type="text/event-stream")
+
+
+@pytest.mark.parametrize(("size", "passes"), [(5 << 20, True), (MAX_EVENT + (1 << 20), False)])
+def test_large_events(size: int, passes: bool) -> None:
+    event = json.dumps({"choices": [{"index": 0, "text": "x" * size}]})
+    with routed_to_two(events_of(event, "[DONE]")) as (bodies, _, client):
+        answer = client.post("/v1/completions", json={"prompt": "x", "stream": True})
+    first, done = answer.text.strip().split("\n\n")
+    found = json.loads(first.removeprefix("data: "))
+    assert done == "data: [DONE]" and len(bodies) == 1
+    if passes:
+        assert found["choices"][0]["text"] == "x" * size
+    else:
+        assert f"more than {MAX_EVENT} bytes" in found["error"]["message"]
+
+
+@pytest.mark.parametrize("params", [5, "x", [1], True])
+def test_sampling_params_that_are_no_object(servers: Servers, params: Any) -> None:
+    answer = servers.client.post("/generate", json={"text": "x", "sampling_params": params})
+    assert answer.status_code == 400 and "sampling_params" in answer.text
 
 
 # --- streams that begin anew ---
