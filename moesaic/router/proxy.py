@@ -21,6 +21,7 @@ from moesaic.router.halves import Call
 from moesaic.router.policies import POLICIES
 from moesaic.router.replay import Diverged, StreamReplay
 from moesaic.router.workers import Worker
+from moesaic.server.errors import TYPES
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +31,11 @@ READ_BUFFER: Final = 1 << 20
 MAX_EVENT: Final = 64 << 20
 # Before a request is sent again where no instance is left: one may come back.
 PAUSE_SECONDS: Final = 0.5
-# Answers after which another instance is asked: it is overloaded, or fails.
-ELSEWHERE: Final = frozenset((429, 500, 502, 503, 504))
+# Answers after which another instance is asked: this one is overloaded, or stops. A request that
+# fails by itself (500) would fail there too, and could do harm to one instance after the other.
+ELSEWHERE: Final = frozenset((429, 502, 503, 504))
+# The same, as the types of errors in streams.
+TYPES_ELSEWHERE: Final = frozenset(TYPES[status] for status in ELSEWHERE if status in TYPES)
 # Headers that belong to one connection.
 HOP: Final = frozenset(
     "connection content-length host keep-alive transfer-encoding upgrade te trailer date".split()
@@ -282,7 +286,10 @@ class Proxy:
                 retries -= 1
                 logger.info("a stream is continued elsewhere: %s: %s", attempt.worker.url, why)
                 found = await self._try_all(call, headers)
-            if not isinstance(found, Attempt) or found.answer.content_type != SSE:
+            if isinstance(found, Attempt) and found.answer.content_type != SSE:
+                await found.stack.aclose()
+                found = None
+            if not isinstance(found, Attempt):
                 yield _error_event(f"the instance that answered is lost: {why}")
                 return
             attempt = found
@@ -325,11 +332,15 @@ async def _read_events(answer: aiohttp.ClientResponse) -> AsyncGenerator[str, No
 
 
 def _lost_or(worker: Worker, data: str, replay: StreamReplay) -> str | None:
-    """The event to send; WorkerLost for one that says that the instance has failed."""
-    if data.startswith('{"error"'):
-        error = json.loads(data)["error"]
-        raise WorkerLost(worker, str(error.get("message") if isinstance(error, dict) else error))
-    return replay.pass_on(data)
+    """The event to send; WorkerLost for one that says that the instance is, StreamFailed for one
+    that says that the request has failed."""
+    if not data.startswith('{"error"'):
+        return replay.pass_on(data)
+    error = json.loads(data)["error"]
+    told = error if isinstance(error, dict) else {}
+    if told.get("code") in ELSEWHERE or told.get("type") in TYPES_ELSEWHERE:
+        raise WorkerLost(worker, str(told.get("message")))
+    raise StreamFailed(f"data: {data}\n\ndata: [DONE]\n\n".encode())
 
 
 def _error_event(message: str) -> bytes:

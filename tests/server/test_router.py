@@ -39,6 +39,7 @@ from moesaic.router.replay import Diverged, StreamReplay
 from moesaic.router.workers import Worker, workers_of
 from moesaic.server.app import ROUTES
 from moesaic.server.bodies import MAX_BODY
+from moesaic.server.errors import Refusal
 from moesaic.server.listen import bind
 from moesaic.server.routes import ADMIN
 from tests.server.serving import held, served, wait_until
@@ -333,6 +334,38 @@ def test_large_events(size: int, passes: bool) -> None:
         assert found["choices"][0]["text"] == "x" * size
     else:
         assert f"more than {MAX_EVENT} bytes" in found["error"]["message"]
+
+
+WHOLE = Response('{"choices": []}', media_type="application/json")
+
+
+@pytest.mark.parametrize(
+    ("status", "sent"), [(400, 1), (500, 1), (429, 2), (502, 2), (503, 2), (504, 2)]
+)
+def test_what_is_sent_again(status: int, sent: int) -> None:
+    """What an instance cannot do now, and nothing that fails by itself."""
+    refusal = Refusal(status, "no")
+    with routed_to_two(refusal.response(), WHOLE) as (bodies, router, client):
+        answer = client.post("/v1/completions", json={"prompt": "x"})
+        assert router.proxy is not None and router.proxy.stats.retries == sent - 1
+    assert len(bodies) == sent
+    assert answer.content == (WHOLE.body if sent == 2 else refusal.response().body)
+
+
+@pytest.mark.parametrize(("status", "sent"), [(500, 1), (503, 2)])
+def test_what_is_continued(status: int, sent: int) -> None:
+    choices = [json.dumps({"choices": [{"index": 0, "text": text}]}) for text in ("one", " two")]
+    error = json.dumps(Refusal(status, "no").body())
+    answers = events_of(choices[0], error, "[DONE]"), events_of(*choices, "[DONE]")
+    with routed_to_two(*answers) as (bodies, router, client):
+        answer = client.post("/v1/completions", json={"prompt": "x", "stream": True})
+        assert router.proxy is not None and router.proxy.stats.resumed == sent - 1
+    events = [line.removeprefix("data: ") for line in answer.text.strip().split("\n\n")]
+    assert len(bodies) == sent and len(events) == 3 and events[2] == "[DONE]"
+    if sent == 1:
+        assert json.loads(events[1]) == Refusal(status, "no").body()
+    else:
+        assert json.loads(events[1])["choices"][0]["text"] == " two"
 
 
 @pytest.mark.parametrize("params", [5, "x", [1], True])
