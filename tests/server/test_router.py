@@ -217,11 +217,16 @@ def test_a_server_is_lost_in_the_middle() -> None:
             threading.Thread(target=ask, args=("whole",)),
             threading.Thread(target=ask, args=("stream",), kwargs={"stream": True}),
         ]
-        lost = servers.router.workers[1]  # the first of these two gets the next turn
-        for thread in asked:
+        lost = servers.router.workers[1]
+        for thread in asked:  # both on the one that is lost, which has every other turn
+            before = lost.total
             thread.start()
+            wait_until(lambda before=before: lost.total == before + 1)
+            if thread is asked[0]:
+                servers.openai.chat.completions.create(**(CHAT | {"max_tokens": 1}))
         generated = lambda: servers.engines[1].get_stats().groups[0].generated_tokens  # noqa: E731
         wait_until(lambda: generated() > 60)
+        assert lost.requests == 2
         servers.kill(1)
         for thread in asked:
             thread.join(60)
@@ -231,7 +236,7 @@ def test_a_server_is_lost_in_the_middle() -> None:
         assert expected.logprobs is not None and told == expected.logprobs.content
         assert len({chunk.id for chunk in found["stream"]}) == 1
         stats = servers.router.proxy.stats  # type: ignore[union-attr]
-        assert stats.retries + stats.resumed >= 1
+        assert stats.retries >= 1 and stats.resumed == 1
         wait_until(lambda: not lost.is_healthy)
         servers.kill(0)
         with pytest.raises(openai.InternalServerError):
