@@ -165,6 +165,7 @@ SGLANG = {
     ("cached_tokens_total", "counter", "cache_source"): "cached_tokens_total",
     ("num_requests_total", "counter", ""): "requests_total",
     ("num_aborted_requests_total", "counter", ""): "requests_total",
+    ("num_transfer_failed_reqs_total", "counter", "scheduler"): "prompts_recomputed_total",
     ("startup_time_seconds", "gauge", "phase"): "startup_seconds",
     ("time_to_first_token_seconds", "histogram", ""): "time_to_first_token_seconds",
     ("inter_token_latency_seconds", "histogram", ""): "inter_token_latency_seconds",
