@@ -5,28 +5,33 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, Final
+from urllib.parse import quote
 
 import aiohttp
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from moesaic.router.args import RouterArgs, contradiction
 from moesaic.router.halves import Call
 from moesaic.router.proxy import HOP, READ_BUFFER, Proxy, unavailable
+from moesaic.router.routes import check_access, not_passed_on, route_of
 from moesaic.router.workers import HealthChecks, workers_of
-from moesaic.server.bodies import MAX_BODY
+from moesaic.server.bodies import read_bytes
+from moesaic.server.errors import Refusal
 from moesaic.server.listen import bind
+from moesaic.server.responses import while_connected
 
 logger = logging.getLogger(__name__)
 
 # Routes whose requests two instances share.
 SHARED: Final = ("/generate", "/v1/chat/completions", "/v1/completions")
+ABORT: Final = "/abort_request"
 METHODS: Final = ["GET", "POST", "DELETE"]
 
 
@@ -53,28 +58,34 @@ class Router:
 
     async def handle(self, request: Request) -> Response:
         assert self.proxy is not None, "the server runs"
-        path = request.url.path.rstrip("/") or "/"
-        response = await self._answer(self.proxy, request, path)
-        self.proxy.stats.requests[path, response.status_code] += 1
+        path = request.scope["path"].rstrip("/") or "/"
+        try:
+            work = await self._work(self.proxy, request, path)
+            response = await while_connected(request, work)
+        except Refusal as refusal:
+            response = refusal.response()
+        except ClientDisconnect:
+            response = Response(status_code=499)  # is not sent
+        self.proxy.stats.requests[route_of(path), response.status_code] += 1
         return response
 
-    async def _answer(self, proxy: Proxy, request: Request, path: str) -> Response:
+    async def _work(
+        self, proxy: Proxy, request: Request, path: str
+    ) -> Coroutine[Any, Any, Response]:
+        """What makes the answer, once the whole request is here; Refusal if it is not passed on."""
+        check_access(request.method, path)
         headers = {k: v for k, v in request.headers.items() if k.lower() not in HOP}
         headers.pop("accept-encoding", None)
-        data = await request.body()
-        if len(data) > MAX_BODY:
-            return _error(413, f"the body has more than {MAX_BODY} bytes: send less")
-        if path not in SHARED or request.method != "POST":
-            where = path + (f"?{request.url.query}" if request.url.query else "")
-            return await proxy.forward(request.method, where, data, headers)
-        try:
-            body = json.loads(data)
-        except ValueError as error:
-            return _error(400, f"invalid JSON: {error}")
-        if not isinstance(body, dict):
-            return _error(400, "the body must be a JSON object")
+        data = await read_bytes(request)
+        if path == ABORT and _json_object(data).get("abort_all"):
+            raise not_passed_on("abort_all")
+        if path not in SHARED:
+            query = request.scope["query_string"].decode("latin-1")
+            where = quote(path) + (f"?{query}" if query else "")
+            return proxy.forward(request.method, where, data, headers)
+        body = _json_object(data)
         headers.pop("content-type", None)
-        return await proxy.generate(Call.of(path, body), headers)
+        return proxy.generate(Call.of(path, body), headers)
 
     async def health(self, _: Request) -> Response:
         assert self.proxy is not None, "the server runs"
@@ -122,9 +133,16 @@ class Router:
         return Starlette(routes=routes, lifespan=self.running)
 
 
-def _error(status: int, message: str) -> Response:
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": status}
-    return JSONResponse({"error": error}, status)
+def _json_object(data: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(data)
+    except RecursionError:
+        raise Refusal(400, "the body is nested too deeply") from None
+    except ValueError as error:
+        raise Refusal(400, f"invalid JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise Refusal(400, "the body must be a JSON object")
+    return body
 
 
 class RouterServer(uvicorn.Server):

@@ -30,8 +30,9 @@ class Call:
             return cls(path, body)  # one seed for all would make equal prompts' answers equal
         seed, body = secrets.randbits(SEED_BITS), dict(body)
         if path == "/generate":
-            params = dict(body.get("sampling_params") or {})
-            if params.get("sampling_seed") is None:
+            given = body.get("sampling_params")
+            params = {} if given is None else given  # an instance refuses what is no object
+            if isinstance(params, dict) and params.get("sampling_seed") is None:
                 body["sampling_params"] = params | {"sampling_seed": seed}
         elif body.get("seed") is None:
             body["seed"] = seed

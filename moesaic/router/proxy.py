@@ -13,21 +13,29 @@ from typing import Any, Final
 
 import aiohttp
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+from yarl import URL
 
 from moesaic.router.args import RouterArgs
 from moesaic.router.halves import Call
 from moesaic.router.policies import POLICIES
 from moesaic.router.replay import Diverged, StreamReplay
 from moesaic.router.workers import Worker
+from moesaic.server.errors import TYPES
 
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS: Final = 5.0
 READ_BUFFER: Final = 1 << 20
+# Bytes of one event: with logprobs of a long prompt it has many.
+MAX_EVENT: Final = 64 << 20
 # Before a request is sent again where no instance is left: one may come back.
 PAUSE_SECONDS: Final = 0.5
-# Answers after which another instance is asked: it is overloaded, or fails.
-ELSEWHERE: Final = frozenset((429, 500, 502, 503, 504))
+# Answers after which another instance is asked: this one is overloaded, or stops. A request that
+# fails by itself (500) would fail there too, and could do harm to one instance after the other.
+ELSEWHERE: Final = frozenset((429, 502, 503, 504))
+# The same, as the types of errors in streams.
+TYPES_ELSEWHERE: Final = frozenset(TYPES[status] for status in ELSEWHERE if status in TYPES)
 # Headers that belong to one connection.
 HOP: Final = frozenset(
     "connection content-length host keep-alive transfer-encoding upgrade te trailer date".split()
@@ -41,6 +49,14 @@ class WorkerLost(Exception):
     def __init__(self, worker: Worker, why: str, response: Response | None = None) -> None:
         super().__init__(f"{worker.url}: {why}")
         self.worker, self.why, self.response = worker, why, response
+
+
+class StreamFailed(Exception):
+    """An answer ends with this event: no other instance would do better."""
+
+    def __init__(self, event: bytes) -> None:
+        super().__init__(event)
+        self.event = event
 
 
 @dataclass(slots=True)
@@ -59,6 +75,28 @@ class RouterStats:
     retries: int = 0
     resumed: int = 0
     """Streams that another instance has continued."""
+
+
+class Events(StreamingResponse):
+    """A stream that ends the instance's work however it ends itself: a client may leave before its
+    first event, when nothing has been asked of the source yet."""
+
+    def __init__(
+        self,
+        source: AsyncGenerator[bytes, None],
+        first: AsyncExitStack,
+        status: int,
+        headers: Mapping[str, str],
+    ) -> None:
+        super().__init__(source, status, headers)
+        self._source, self._first = source, first
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._source.aclose()
+            await self._first.aclose()
 
 
 class Proxy:
@@ -90,20 +128,25 @@ class Proxy:
         answer = attempt.answer
         if answer.content_type == SSE:
             events = self._events(call, headers, attempt)
-            return StreamingResponse(events, answer.status, _kept(answer.headers))
+            return Events(events, attempt.stack, answer.status, _kept(answer.headers))
         return await self._whole(call, headers, attempt)
 
     async def forward(
         self, method: str, path: str, body: bytes, headers: Mapping[str, str]
     ) -> Response:
-        """Any other request, to one instance."""
+        """Any other request, to one instance. `path`: quoted, with the query; it is sent as it is,
+        since an instance must get the path that was checked."""
         workers = self.healthy(self.last_role)
         if not workers:
             return unavailable(self.workers)
         worker = self._policies[self.last_role].choose(workers, "")
         try:
             async with self._session.request(
-                method, worker.url + path, data=body, headers=headers, timeout=self._timeout
+                method,
+                URL(worker.url + path, encoded=True),
+                data=body,
+                headers=headers,
+                timeout=self._timeout,
             ) as answer:
                 return Response(await answer.read(), answer.status, _kept(answer.headers))
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -231,6 +274,9 @@ class Proxy:
             except Diverged:
                 yield _error_event("another instance, which took over, gave another answer")
                 return
+            except StreamFailed as failed:
+                yield failed.event
+                return
             except WorkerLost as lost:
                 why = lost.why
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -240,7 +286,10 @@ class Proxy:
                 retries -= 1
                 logger.info("a stream is continued elsewhere: %s: %s", attempt.worker.url, why)
                 found = await self._try_all(call, headers)
-            if not isinstance(found, Attempt) or found.answer.content_type != SSE:
+            if isinstance(found, Attempt) and found.answer.content_type != SSE:
+                await found.stack.aclose()
+                found = None
+            if not isinstance(found, Attempt):
                 yield _error_event(f"the instance that answered is lost: {why}")
                 return
             attempt = found
@@ -268,17 +317,30 @@ async def _first_of(second: asyncio.Task[Any], first: asyncio.Task[None] | None)
 
 
 async def _read_events(answer: aiohttp.ClientResponse) -> AsyncGenerator[str, None]:
-    async for line in answer.content:
-        if line.startswith(b"data:"):
-            yield line[5:].strip().decode()
+    """Lines are put together here: aiohttp's own reader takes none that exceeds its buffer."""
+    line = bytearray()
+    async for data in answer.content.iter_any():
+        first, *more = data.split(b"\n")
+        line += first
+        if len(line) > MAX_EVENT:
+            why = f"an event has more than {MAX_EVENT} bytes, the most that the router passes on"
+            raise StreamFailed(_error_event(why))
+        for piece in more:
+            if line.startswith(b"data:"):
+                yield line[5:].strip().decode()
+            line = bytearray(piece)
 
 
 def _lost_or(worker: Worker, data: str, replay: StreamReplay) -> str | None:
-    """The event to send; WorkerLost for one that says that the instance has failed."""
-    if data.startswith('{"error"'):
-        error = json.loads(data)["error"]
-        raise WorkerLost(worker, str(error.get("message") if isinstance(error, dict) else error))
-    return replay.pass_on(data)
+    """The event to send; WorkerLost for one that says that the instance is, StreamFailed for one
+    that says that the request has failed."""
+    if not data.startswith('{"error"'):
+        return replay.pass_on(data)
+    error = json.loads(data)["error"]
+    told = error if isinstance(error, dict) else {}
+    if told.get("code") in ELSEWHERE or told.get("type") in TYPES_ELSEWHERE:
+        raise WorkerLost(worker, str(told.get("message")))
+    raise StreamFailed(f"data: {data}\n\ndata: [DONE]\n\n".encode())
 
 
 def _error_event(message: str) -> bytes:

@@ -120,7 +120,7 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
 
 async def read_sized(request: Request, kind: type[Body]) -> tuple[Body, int]:
     """The body and the number of its bytes, an estimate of the time that it takes."""
-    data = await _read(request)
+    data = await read_bytes(request)
     if len(data) > LARGE_BODY:
         return await asyncio.to_thread(_decode, data, kind), len(data)
     return _decode(data, kind), len(data)
@@ -291,8 +291,8 @@ def _shorten(found: re.Match[str]) -> str:
     return found[1] if shown(found[1]) == repr(found[1]) else shown(found[1])
 
 
-async def _read(request: Request) -> bytes:
-    """Refuses a body by its content-length before it is sent."""
+async def read_bytes(request: Request) -> bytes:
+    """At most MAX_BODY, or a Refusal: by the content-length, before the body is sent."""
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length[:MAX_DIGITS]) > MAX_BODY:
         raise _too_large()

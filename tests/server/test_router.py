@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -18,6 +19,11 @@ import httpx
 import openai
 import pytest
 import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from moesaic import Engine
 from moesaic.cli.main import main
@@ -28,9 +34,14 @@ from moesaic.router.args import POLICIES, RouterArgs
 from moesaic.router.halves import Call
 from moesaic.router.policies import BLOCK, MOST_AHEAD
 from moesaic.router.policies import POLICIES as CLASSES
+from moesaic.router.proxy import MAX_EVENT
 from moesaic.router.replay import Diverged, StreamReplay
 from moesaic.router.workers import Worker, workers_of
+from moesaic.server.app import ROUTES
+from moesaic.server.bodies import MAX_BODY
+from moesaic.server.errors import Refusal
 from moesaic.server.listen import bind
+from moesaic.server.routes import ADMIN
 from tests.server.serving import held, served, wait_until
 
 FLAGS: dict[str, Any] = {
@@ -51,15 +62,21 @@ CHAT: dict[str, Any] = {
 @contextmanager
 def routed(args: RouterArgs) -> Iterator[tuple[Router, httpx.Client]]:
     """A router in a thread, and a client of it."""
-    router, listener = Router(args), bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(router.app(), log_config=None))
+    router = Router(args)
+    with listening(router.app()) as url, httpx.Client(base_url=url, timeout=60) as client:
+        yield router, client
+
+
+@contextmanager
+def listening(app: ASGIApp) -> Iterator[str]:
+    """An app in a thread; its address."""
+    listener = bind("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     wait_until(lambda: server.started)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
-        with httpx.Client(base_url=url, timeout=60) as client:
-            yield router, client
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(timeout=60)
@@ -120,6 +137,23 @@ def test_clients_see_one_server(servers: Servers) -> None:
     assert servers.client.get("/nowhere").status_code == 404
 
 
+def test_a_body_without_end_is_not_read_to_the_end(servers: Servers) -> None:
+    taken = 0
+
+    async def receive() -> dict[str, Any]:
+        nonlocal taken
+        taken += 1 << 20
+        assert taken < 4 * MAX_BODY, "far too much is read"
+        return {"type": "http.request", "body": bytes(1 << 20), "more_body": True}
+
+    scope = {"type": "http", "method": "POST", "path": "/generate", "query_string": b""}
+    request = Request({**scope, "headers": [(b"host", b"localhost")]}, receive)
+    assert asyncio.run(servers.router.handle(request)).status_code == 413
+    assert taken <= MAX_BODY + (1 << 20)
+    nested = servers.client.post("/generate", content=b'{"x":' + b"[" * 100_000)
+    assert nested.status_code == 400
+
+
 def test_what_operators_see(servers: Servers) -> None:
     assert servers.client.get("/health").json() == {"status": "ok"}
     workers = servers.client.get("/workers").json()["workers"]
@@ -131,6 +165,18 @@ def test_what_operators_see(servers: Servers) -> None:
     assert 'path="/v1/chat/completions",status="200"' in lines
 
 
+def test_paths_that_clients_invent_are_counted_as_one(servers: Servers) -> None:
+    assert servers.router.proxy is not None
+    counted = servers.router.proxy.stats.requests
+    servers.client.get("/v1/models/first"), servers.client.get("/invented")
+    size, others = len(counted), counted["other", 404]
+    for number in range(5):
+        assert servers.client.get(f"/invented/{number}").status_code == 404
+        assert servers.client.get(f"/v1/models/{number}").status_code == 404
+    assert len(counted) == size and counted["other", 404] == others + 5
+    assert counted["/v1/models/{model:path}", 404] >= 6
+
+
 def test_a_client_that_leaves_ends_its_request(servers: Servers) -> None:
     body = {"text": "x", "sampling_params": {"max_new_tokens": 1900, "ignore_eos": True}}
     with servers.client.stream("POST", "/generate", json={**body, "stream": True}) as response:
@@ -138,6 +184,21 @@ def test_a_client_that_leaves_ends_its_request(servers: Servers) -> None:
     for engine in servers.engines:
         wait_until(lambda engine=engine: engine.get_server_info()["running"] == 0)
     wait_until(lambda: all(worker.requests == 0 for worker in servers.router.workers))
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_leaves_before_the_first_token(servers: Servers, streams: bool) -> None:
+    """While the instances compute nothing: only the client's leaving can end the request."""
+    body = {"text": "x", "sampling_params": {"max_new_tokens": 2}, "stream": streams}
+    workers = servers.router.workers
+    with ExitStack() as stack:
+        for engine in servers.engines:
+            stack.enter_context(held(engine))
+        with pytest.raises(httpx.ReadTimeout):
+            servers.client.post("/generate", json=body, timeout=0.5)
+        wait_until(lambda: all(worker.requests == 0 for worker in workers), 15)
+    wait_until(lambda: not any(engine._inflight for engine in servers.engines))
+    assert all(worker.is_healthy for worker in workers)
 
 
 def test_a_server_is_lost_in_the_middle() -> None:
@@ -156,11 +217,16 @@ def test_a_server_is_lost_in_the_middle() -> None:
             threading.Thread(target=ask, args=("whole",)),
             threading.Thread(target=ask, args=("stream",), kwargs={"stream": True}),
         ]
-        lost = servers.router.workers[1]  # the first of these two gets the next turn
-        for thread in asked:
+        lost = servers.router.workers[1]
+        for thread in asked:  # both on the one that is lost, which has every other turn
+            before = lost.total
             thread.start()
+            wait_until(lambda before=before: lost.total == before + 1)
+            if thread is asked[0]:
+                servers.openai.chat.completions.create(**(CHAT | {"max_tokens": 1}))
         generated = lambda: servers.engines[1].get_stats().groups[0].generated_tokens  # noqa: E731
         wait_until(lambda: generated() > 60)
+        assert lost.requests == 2
         servers.kill(1)
         for thread in asked:
             thread.join(60)
@@ -170,7 +236,7 @@ def test_a_server_is_lost_in_the_middle() -> None:
         assert expected.logprobs is not None and told == expected.logprobs.content
         assert len({chunk.id for chunk in found["stream"]}) == 1
         stats = servers.router.proxy.stats  # type: ignore[union-attr]
-        assert stats.retries + stats.resumed >= 1
+        assert stats.retries >= 1 and stats.resumed == 1
         wait_until(lambda: not lost.is_healthy)
         servers.kill(0)
         with pytest.raises(openai.InternalServerError):
@@ -201,6 +267,116 @@ def test_a_full_server_is_passed_over() -> None:
             assert [client.post("/generate", json=body).status_code for _ in "ab"] == [200, 200]
         for thread in blocked:
             thread.join(60)
+
+
+# --- what is passed on ---
+
+
+def test_routes_of_administrators_are_not_passed_on(servers: Servers) -> None:
+    """Not under any other spelling either; the instances have no keys, so they would answer."""
+    client, refused = servers.client, {route.path for route in ROUTES if route.access is ADMIN}
+    assert {"/server_info", "/flush_cache", "/rebalance", "/start_profile"} <= refused
+    for route in ROUTES:
+        if route.access is ADMIN:
+            answer = client.request(route.method, f"{route.path}/")
+            assert answer.status_code == 403, route
+            assert f"{route.path} is for administrators" in answer.json()["error"]["message"]
+    abort = client.post("/abort_request", json={"abort_all": True})
+    assert abort.status_code == 403 and "abort_all" in abort.text
+    for path in ("/v1/models/%2E%2E%2F%2E%2E%2Fserver_info", "/v1/models/x%2F..%2F.."):
+        assert client.get(path).status_code == 404
+    names = client.get("/nowhere").json()["error"]["message"]
+    assert "/v1/models" in names and "/flush_cache" not in names
+    assert client.get("/generate").status_code == 405
+
+
+def test_routes_of_users_are_passed_on(servers: Servers) -> None:
+    client = servers.client
+    for path in ("/", "/version", "/openapi.json", "/model_info", "/v1/loads?include=core"):
+        direct = httpx.get(servers.urls[0] + path)
+        assert (found := client.get(path)).status_code == direct.status_code == 200, path
+        assert found.headers["content-type"] == direct.headers["content-type"]
+    assert "a?b/c" in client.get("/v1/models/a%3Fb%2Fc").json()["error"]["message"]
+    assert client.post("/abort_request", json={"rid": "none"}).json()["aborted"] == 0
+
+
+# --- instances that are not well ---
+
+
+@contextmanager
+def routed_to_two(*answers: Response) -> Iterator[tuple[list[bytes], Router, httpx.Client]]:
+    """A router to two instances, which give these answers in turn, the last one again and again;
+    and the bodies that they got."""
+    bodies: list[bytes] = []
+
+    async def answer(request: Request) -> Response:
+        bodies.append(await request.body())
+        return answers[min(len(bodies), len(answers)) - 1]
+
+    async def health(_: Request) -> Response:
+        return Response()
+
+    routes = [Route("/health", health), Route("/{path:path}", answer, methods=["POST"])]
+    with ExitStack() as stack:
+        urls = [stack.enter_context(listening(Starlette(routes=routes))) for _ in "ab"]
+        args = RouterArgs(worker_urls=tuple(urls), policy="round_robin")
+        yield bodies, *stack.enter_context(routed(args))
+
+
+def events_of(*texts: str) -> Response:
+    return Response("".join(f"data: {text}\n\n" for text in texts), media_type="text/event-stream")
+
+
+@pytest.mark.parametrize(("size", "passes"), [(5 << 20, True), (MAX_EVENT + (1 << 20), False)])
+def test_large_events(size: int, passes: bool) -> None:
+    event = json.dumps({"choices": [{"index": 0, "text": "x" * size}]})
+    with routed_to_two(events_of(event, "[DONE]")) as (bodies, _, client):
+        answer = client.post("/v1/completions", json={"prompt": "x", "stream": True})
+    first, done = answer.text.strip().split("\n\n")
+    found = json.loads(first.removeprefix("data: "))
+    assert done == "data: [DONE]" and len(bodies) == 1
+    if passes:
+        assert found["choices"][0]["text"] == "x" * size
+    else:
+        assert f"more than {MAX_EVENT} bytes" in found["error"]["message"]
+
+
+WHOLE = Response('{"choices": []}', media_type="application/json")
+
+
+@pytest.mark.parametrize(
+    ("status", "sent"), [(400, 1), (500, 1), (429, 2), (502, 2), (503, 2), (504, 2)]
+)
+def test_what_is_sent_again(status: int, sent: int) -> None:
+    """What an instance cannot do now, and nothing that fails by itself."""
+    refusal = Refusal(status, "no")
+    with routed_to_two(refusal.response(), WHOLE) as (bodies, router, client):
+        answer = client.post("/v1/completions", json={"prompt": "x"})
+        assert router.proxy is not None and router.proxy.stats.retries == sent - 1
+    assert len(bodies) == sent
+    assert answer.content == (WHOLE.body if sent == 2 else refusal.response().body)
+
+
+@pytest.mark.parametrize(("status", "sent"), [(500, 1), (503, 2)])
+def test_what_is_continued(status: int, sent: int) -> None:
+    choices = [json.dumps({"choices": [{"index": 0, "text": text}]}) for text in ("one", " two")]
+    error = json.dumps(Refusal(status, "no").body())
+    answers = events_of(choices[0], error, "[DONE]"), events_of(*choices, "[DONE]")
+    with routed_to_two(*answers) as (bodies, router, client):
+        answer = client.post("/v1/completions", json={"prompt": "x", "stream": True})
+        assert router.proxy is not None and router.proxy.stats.resumed == sent - 1
+    events = [line.removeprefix("data: ") for line in answer.text.strip().split("\n\n")]
+    assert len(bodies) == sent and len(events) == 3 and events[2] == "[DONE]"
+    if sent == 1:
+        assert json.loads(events[1]) == Refusal(status, "no").body()
+    else:
+        assert json.loads(events[1])["choices"][0]["text"] == " two"
+
+
+@pytest.mark.parametrize("params", [5, "x", [1], True])
+def test_sampling_params_that_are_no_object(servers: Servers, params: Any) -> None:
+    answer = servers.client.post("/generate", json={"text": "x", "sampling_params": params})
+    assert answer.status_code == 400 and "sampling_params" in answer.text
 
 
 # --- streams that begin anew ---
