@@ -1,0 +1,115 @@
+"""Parts of the router: streams that begin anew, and which server is chosen."""
+
+from __future__ import annotations
+
+import json
+import random
+from contextlib import ExitStack
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from moesaic.router.args import POLICIES
+from moesaic.router.policies import BLOCK, MOST_AHEAD
+from moesaic.router.policies import POLICIES as CLASSES
+from moesaic.router.replay import Diverged, StreamReplay
+from moesaic.router.workers import Worker
+
+# --- streams that begin anew ---
+
+
+def chunk(text: str, **more: Any) -> dict[str, Any]:
+    logprobs = {"content": [{"token": letter} for letter in text]}
+    choice = {"index": 0, "delta": {"content": text}, "logprobs": logprobs, "finish_reason": None}
+    return {"id": "first", "choices": [choice | more]}
+
+
+def cut(text: str, chooser: random.Random) -> list[dict[str, Any]]:
+    """As chunks of any lengths, with a beginning and an end."""
+    places = sorted({0, len(text), *(chooser.randint(0, len(text)) for _ in range(4))})
+    parts = [text[a:b] for a, b in pairwise(places)]
+    begin = chunk("", delta={"role": "assistant", "content": ""})
+    return [begin, *map(chunk, parts), chunk("", delta={}, finish_reason="stop")]
+
+
+@pytest.mark.parametrize("number", range(60))
+def test_every_token_comes_once(number: int) -> None:
+    chooser = random.Random(number)
+    text = "abcdefghijklmnopqrstuvwxyz"[: chooser.randint(1, 26)]
+    replay, got = StreamReplay("/v1/chat/completions"), list[dict[str, Any]]()
+
+    def take(events: list[dict[str, Any]]) -> None:
+        for event in events:
+            if (passed := replay.pass_on(json.dumps(event))) is not None:
+                got.append(json.loads(passed))
+
+    for instance in range(3):
+        events = [{**event, "id": str(instance)} for event in cut(text, chooser)]
+        take(events[: chooser.randint(0, len(events) - 1)] if instance < 2 else events)
+        if instance < 2:
+            replay.restart()
+    choices = [event["choices"][0] for event in got]
+    assert "".join(one["delta"].get("content") or "" for one in choices) == text
+    assert "".join(e["token"] for one in choices for e in one["logprobs"]["content"]) == text
+    assert [one["finish_reason"] for one in choices].count("stop") == 1
+    assert sum("role" in one["delta"] for one in choices) == 1
+    assert len({event["id"] for event in got}) == 1
+
+
+def test_growing_answers_never_shrink() -> None:
+    replay = StreamReplay("/generate")
+
+    def event(number: int, end: bool = False) -> str:
+        meta = {"finish_reason": {"type": "length"} if end else None}
+        return json.dumps({"text": "x" * number, "output_ids": [1] * number, "meta_info": meta})
+
+    assert [replay.pass_on(event(n)) is not None for n in (1, 3)] == [True, True]
+    replay.restart()
+    assert [replay.pass_on(event(n)) is not None for n in (1, 2, 3, 4)] == [False] * 3 + [True]
+    assert replay.pass_on(event(4, end=True)) is not None
+    replay.restart()
+    with pytest.raises(Diverged):
+        replay.pass_on(json.dumps({"text": "xy", "output_ids": [1, 2], "meta_info": {}}))
+
+
+def test_another_answer_is_noticed() -> None:
+    replay = StreamReplay("/v1/completions")
+    replay.pass_on(json.dumps({"choices": [{"index": 0, "text": "one two"}]}))
+    replay.restart()
+    replay.pass_on(json.dumps({"choices": [{"index": 0, "text": "one"}]}))
+    with pytest.raises(Diverged):
+        replay.pass_on(json.dumps({"choices": [{"index": 0, "text": " three"}]}))
+
+
+# --- choices ---
+
+
+def some(number: int) -> list[Worker]:
+    return [Worker(f"http://h:{n}", "both") for n in range(number)]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_use_all_that_are_idle(name: str) -> None:
+    policy, workers = CLASSES[name](), some(3)
+    assert {policy.choose(workers, f"{n}" * 200).url for n in range(100)} == {
+        worker.url for worker in workers
+    }
+    assert policy.choose(workers[:1], "x") is workers[0]
+
+
+@pytest.mark.parametrize("name", ["power_of_two", "least_tokens"])
+def test_busy_ones_get_less(name: str) -> None:
+    policy, workers = CLASSES[name](), some(2)
+    with workers[0].serving(100):
+        assert {policy.choose(workers, "x").url for _ in range(50)} == {workers[1].url}
+
+
+def test_a_prefix_stays_where_it_is() -> None:
+    policy, workers, stem = CLASSES["cache_aware"](), some(3), "s" * 5 * BLOCK
+    first = policy.choose(workers, stem)
+    assert {policy.choose(workers, stem + str(n) * BLOCK).url for n in range(20)} == {first.url}
+    with ExitStack() as stack:
+        for _ in range(MOST_AHEAD + 1):
+            stack.enter_context(first.serving(1))
+        assert policy.choose(workers, stem) is not first
