@@ -200,7 +200,7 @@ def complete(made: dict[str, Any]) -> dict[str, Any]:
 
 
 def place_of(engine: Engine, model: str, args: argparse.Namespace) -> tuple[Any, ...]:
-    """Of the rows of an engine, but for the link."""
+    """The first fields of all rows of an engine."""
     config = json.loads(Path(engine.args.model_path, "config.json").read_text())
     devices = (facts["device"] for facts in engine._core.rank_facts if facts.get("device"))
     device = next((found.get("name") for found in devices), "cpu")

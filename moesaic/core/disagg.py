@@ -12,8 +12,8 @@ Port = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 
 
 class Room(msgspec.Struct, array_like=True, frozen=True):
-    """Where the two halves of a request meet: whoever sent it to both instances chose `number`, and
-    the prefill instance has its bootstrap port at `host` and `port`."""
+    """Names the two halves of one request. The client or router that sends both chooses `number`;
+    `host` and `port` are the bootstrap address of the prefill instance."""
 
     number: int
     host: str

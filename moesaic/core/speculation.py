@@ -33,7 +33,8 @@ ALGORITHMS: Final = {
 SAME: Final = {"NEXTN": "EAGLE"}
 """Other names of algorithms."""
 MOST_DRAFTS: Final = 1024
-"""Of a step: each takes a row of logits and, in low-latency dispatch, of the buffers."""
+"""A step verifies at most so many drafts: each takes a row of the logits and of the low-latency
+buffers."""
 UNQUANTISED: Final = "unquant"
 """The value of --speculative-draft-model-quantization for none."""
 

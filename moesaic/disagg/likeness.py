@@ -21,8 +21,8 @@ def prompt_digest(token_ids: Sequence[int], cache_namespace: str) -> bytes:
 
 
 def model_digest(args: ServerArgs) -> bytes:
-    """Of config.json and the weights: the names and sizes of their files, or how they are drawn.
-    Copies in other folders, and what a name such as tiny:qwen3_moe makes elsewhere, are alike."""
+    """A hash of config.json and of the names and sizes of the weight files, or of how dummy weights
+    are drawn. It does not depend on the folder."""
     folder = Path(args.model_path)
     if args.load_format == "dummy":
         weights = repr((args.random_seed or 0, args.dummy_router_zipf))

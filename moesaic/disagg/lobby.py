@@ -150,7 +150,7 @@ class Lobby:
         return found
 
     def state(self) -> list[dict[str, Any]]:
-        """Of every room."""
+        """The rooms that `/pd_state` shows."""
         now = time.monotonic()
         with self._lock:
             return [
@@ -216,8 +216,8 @@ class Lobby:
                 self._add_event(LobbyEvent(room.request_no, target))
 
     def _compare(self, number: int, room: MeetingRoom) -> bool:
-        """Whether both halves are alike, as far as they are here. Others are refused; the request
-        ends when it is entered, so that it does not wait for nobody."""
+        """Whether both halves have the same model and prompt, as far as they are known. If not, the
+        room is refused, and the prefill half ends as soon as it is entered."""
         why = self._difference(room)
         if why:
             if not room.is_refused:
@@ -296,7 +296,7 @@ class Lobby:
 
 
 def _nothing() -> None:
-    """Before the ranks are ready nobody listens."""
+    """The listener of events until the ranks are ready, which ignores them."""
 
 
 def _is_late(room: MeetingRoom) -> bool:

@@ -46,7 +46,7 @@ class Offer(TransferMessage):
 
 
 class Withdraw(TransferMessage):
-    """To a prefill instance: nobody waits for this room any more."""
+    """Tells a prefill instance that the decode instance has given the room up."""
 
     room: int
 

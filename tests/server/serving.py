@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
 import httpx
@@ -28,11 +28,15 @@ from moesaic.server.run import PROBES, config_of
 Answer = dict[str, Any]
 
 
+def served(engine: Engine) -> AbstractContextManager[str]:
+    return listening(make_app(engine))
+
+
 @contextmanager
-def served(engine: Engine) -> Iterator[str]:
-    """The app on a port, in a thread; its address."""
+def listening(app: ASGIApp) -> Iterator[str]:
+    """An app on a port, in a thread; its address."""
     listener = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(make_app(engine), log_config=None))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     wait_until(lambda: server.started)

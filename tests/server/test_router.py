@@ -16,12 +16,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
 
 from moesaic import Engine
 from moesaic.cli.main import main
@@ -35,9 +33,8 @@ from moesaic.router.workers import Worker, workers_of
 from moesaic.server.app import ROUTES
 from moesaic.server.bodies import MAX_BODY
 from moesaic.server.errors import Refusal
-from moesaic.server.listen import bind
 from moesaic.server.routes import ADMIN
-from tests.server.serving import held, served, wait_until
+from tests.server.serving import held, listening, served, wait_until
 
 FLAGS: dict[str, Any] = {
     "log_level": "error",
@@ -60,22 +57,6 @@ def routed(args: RouterArgs) -> Iterator[tuple[Router, httpx.Client]]:
     router = Router(args)
     with listening(router.app()) as url, httpx.Client(base_url=url, timeout=60) as client:
         yield router, client
-
-
-@contextmanager
-def listening(app: ASGIApp) -> Iterator[str]:
-    """An app in a thread; its address."""
-    listener = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None))
-    thread = threading.Thread(target=server.run, args=([listener],))
-    thread.start()
-    wait_until(lambda: server.started)
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(timeout=60)
-    assert not thread.is_alive()
 
 
 def client_of(client: httpx.Client) -> openai.OpenAI:

@@ -119,24 +119,24 @@ class ModelRunner:
             self._announce_layers(ranks.status)
         self._log_loaded(args, share.weight_bytes, time.monotonic() - started)
         self.steps: AsynchronousSteps | SynchronousSteps
-        if asynchronous:
-            self._make_graphs(args, sizes, steps)
-        else:
-            self.steps = SynchronousSteps(self, args.watchdog_timeout)
+        self._make_steps(args, sizes, steps if asynchronous else None)
         self.transfers = StepTransfers()
         """KV caches from and to other instances."""
         self.overlap_choices: list[OverlapChoice] = []
         """What --overlap auto has found at start."""
-        if args.overlap == "auto" and Overlap.TBO in self.schedules:
-            self._choose_overlap(args)
+        self._choose_overlap(args)
         self.overlaps = self.steps.overlaps and not args.disable_overlap_schedule
         """Whether `begin` returns before a step is computed: plans may then have future tokens."""
         self._wait_for_helpers()
 
-    def _make_graphs(
-        self, args: ServerArgs, sizes: GraphSizes, steps: Sequence[tuple[int, bool]]
+    def _make_steps(
+        self, args: ServerArgs, sizes: GraphSizes, steps: Sequence[tuple[int, bool]] | None
     ) -> None:
-        """Steps of a device, once their graphs are captured and what they need is warm."""
+        """`steps`: those of a device that are warmed up, once graphs are captured; None: steps are
+        synchronous."""
+        if steps is None:
+            self.steps = SynchronousSteps(self, args.watchdog_timeout)
+            return
         self.steps = made = AsynchronousSteps(self, args, sizes)
         made.prepare(() if args.skip_server_warmup else steps, self.overlap_policy)
         if self.draft is not None:
@@ -158,7 +158,9 @@ class ModelRunner:
         return found
 
     def _choose_overlap(self, args: ServerArgs) -> None:
-        """Only graphs of schedules that were chosen are captured for good."""
+        """With --overlap auto. Only graphs of schedules that were chosen are captured for good."""
+        if args.overlap != "auto" or Overlap.TBO not in self.schedules:
+            return
         self.overlap_choices = calibrate(self, args)
         if any(choice.chosen for choice in self.overlap_choices):
             self.overlap_policy = ChosenOverlap(self.overlap_choices)
