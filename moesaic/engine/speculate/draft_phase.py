@@ -162,6 +162,7 @@ class DraftPhase:
 
     def warm_up(self, hidden_TH: Tensor, sequences: Sequences, step: Step) -> None:
         """Runs a step of arbitrary tokens, as ModelRunner.dummy_logits does."""
+        hidden_TH = self.model.of_target(hidden_TH)
         rows = torch.arange(len(hidden_TH), device=hidden_TH.device)
         given = DraftRows(rows % self._runner.vocab_size, rows % self._runner.context_length)
         found_TH = self.model.forward(given, hidden_TH, self._attention.attend(sequences), step)
@@ -189,7 +190,7 @@ class DraftPhase:
         ahead = Pass(agreement.counts, agreement.prefill, plan.verifies)
         given = plan.positions(), sequences_of(plan, self._table)
         extends = next_T if self.model.reads_target else plan.token_ids
-        hidden_TH = self._forward(ahead, extends, *given, hidden_TH)
+        hidden_TH = self._forward(ahead, extends, *given, self.model.of_target(hidden_TH))
         if not any(agreement.drafting):
             return lambda results: None
         places, drafts, last_D, position_D, until_D, first_D = columns
@@ -228,7 +229,7 @@ class DraftPhase:
         ahead = Pass(agreement.counts, agreement.prefill, plan.verifies)
         extends = facts.next_T if self.model.reads_target else plan.token_ids
         given = extends, plan.positions(), sequences_of(plan, self._table)
-        hidden_TH = self._forward(ahead, *given, hidden_TH)
+        hidden_TH = self._forward(ahead, *given, self.model.of_target(hidden_TH))
         drafts = self._chain(plan, agreement, facts, hidden_TH)
         if results and drafts is not None:
             _add(plan, results, drafts)
@@ -336,7 +337,10 @@ class DraftPhase:
         nothing_1 = torch.zeros(1, dtype=torch.int64, device=runner.device)
         none_1 = nothing_1.int()
         step = replace(step, num_tokens_1=none_1, own_tokens_1=none_1)
-        rows, x_1H = DraftRows(nothing_1, nothing_1), runner.hidden_buffer(1)
+        rows, x_1H = (
+            DraftRows(nothing_1, nothing_1),
+            runner.hidden_buffer(1, self.model.hidden_size),
+        )
         return self.model.forward(rows, x_1H, self._idle.attention, step)[:0]
 
     def _most_likely(self, hidden_DH: Tensor, counts: Sequence[int]) -> Tensor:
@@ -348,7 +352,7 @@ class DraftPhase:
             rows = [min(max(0, count - start), LOGIT_ROWS) for count in counts]
             logits_RV = self.model.logits(piece, rows if groups else ())
             if self._runner.samples and len(piece):
-                found.append(greedy_rows(logits_RV)[0])
+                found.append(self.model.to_target(greedy_rows(logits_RV)[0]))
         return torch.cat(found)
 
     def _shared(self, ids_D: Tensor, count: int) -> Tensor:
