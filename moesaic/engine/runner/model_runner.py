@@ -429,8 +429,9 @@ class ModelRunner:
         """Tokens of each attention group, if there are several."""
         return counts if self.ranks.mesh.dp > 1 else ()
 
-    def hidden_buffer(self, rows: int) -> Tensor:
-        shape = (rows, self.model.config.hidden_size)
+    def hidden_buffer(self, rows: int, size: int | None = None) -> Tensor:
+        """`size`: of a row, unset: the hidden size."""
+        shape = (rows, size or self.model.config.hidden_size)
         return torch.zeros(shape, dtype=self.model.config.dtype, device=self.device)
 
     def dummy_logits(
