@@ -18,8 +18,12 @@ StaticAttention = PaddedAttention | DecodeBuffers
 
 
 class TorchBackend:
-    def __init__(self, cache: PagedCache, table: PageTable, deterministic: bool) -> None:
+    def __init__(
+        self, cache: PagedCache, table: PageTable, deterministic: bool, trees: bool = False
+    ) -> None:
+        """`trees`: drafts may be some."""
         self._cache, self._table, self._deterministic = cache, table, deterministic
+        self._trees = trees
 
     def attend(self, sequences: Sequences) -> AttentionStep:
         attend = DeterministicAttention if self._deterministic else TorchAttention
@@ -45,7 +49,8 @@ class GpuBackend(TorchBackend):
 
     def static(self, key: GraphKey) -> StaticAttention:
         given = (self._cache, key.rows, self._table, self._deterministic)
-        return DecodeBuffers(*given, shares=key.verifies)
+        trees = self._trees and key.verifies
+        return DecodeBuffers(*given, shares=key.verifies, trees=trees)
 
     def mixed(self, tokens: int, max_running: int) -> MixedBuffers | None:
         """Latents have none: how many of them are expanded differs from step to step."""
