@@ -131,6 +131,18 @@ class SpeculativeArgs:
         "takes up to 110 bytes.",
         at_least=0,
     )
+    speculative_ngram_min_bfs_breadth: int = flag(
+        1,
+        "NGRAM: the most drafts behind one token, where as many tokens before it are known as are "
+        "compared.",
+        at_least=1,
+    )
+    speculative_ngram_max_bfs_breadth: int = flag(
+        10,
+        "NGRAM: the most drafts behind one token, where the fewest tokens before it are known; 1: "
+        "a draft is a chain.",
+        at_least=1,
+    )
     speculative_ngram_match_type: str = flag(
         "BFS",
         "NGRAM: which of the longest matches is drafted from: BFS the newest, PROB one with the "
