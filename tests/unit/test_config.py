@@ -320,7 +320,22 @@ def test_missing_file_is_named(tmp_path: Path):
             "recorder-buffer-size -1 needs --expert-distribution-recorder-mode stat, per_pass or",
         ),
         ("--max-ep-size 8", "--max-ep-size 8 needs --elastic-ep-backend mooncake"),
-        ("--elastic-ep-backend mooncake --pp 2", "--pp-size is 2, give 1"),
+        (
+            "--elastic-ep-backend mooncake --overlap auto --enable-dp-attention --dp 2 --tp 2",
+            "give --overlap tbo, sbo or off",
+        ),
+        (
+            "--elastic-ep-backend mooncake --nnodes 2 --tp 2 --dist-init-addr 10.0.0.1:29500",
+            "ranks of one node are restarted so far; give 1",
+        ),
+        (
+            "--elastic-ep-backend mooncake --disaggregation-mode prefill",
+            "--elastic-ep-backend mooncake with --disaggregation-mode prefill: KV caches",
+        ),
+        (
+            "--elastic-ep-backend mooncake --speculative-algorithm NEXTN",
+            "the experts of a draft model are not taken over yet; give NGRAM",
+        ),
         (
             "--elastic-ep-backend mooncake --tp 4 --ep 4 --max-ep-size 2",
             "give at least --ep-size 4",

@@ -85,8 +85,11 @@ class Signals:
         self._text = [(base + LINE) * WORD for base in self._wake_line]
         self._peers = [peer for peer in range(size) if peer != rank]
         self._operation = ""
-        self._ticket = 0
-        self._wakes = 0
+        # A rank that is restarted goes on behind its predecessor, which may have slept.
+        words, line = self._words, self._sleeper[rank]
+        self._ticket = max(words[line + TICKET], words[self._wake_line[rank] + WOKEN])
+        words[line + TICKET] = 0
+        self._wakes = int.from_bytes(os.urandom(3), "little")
 
     def post(self, channel: int, epoch: int, operation: str) -> None:
         """Publishes `epoch` after all earlier writes, and wakes ranks whose wait is complete."""

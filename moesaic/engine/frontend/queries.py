@@ -65,6 +65,9 @@ class PendingQuery:
         if reply.group < 0:
             self.overview = reply.value
             return
+        if reply.lost:
+            self.expected -= 1
+            return
         key = reply.rank if self.every else reply.group
         self.replies[key] = RankReply(reply.value, self.sent, time.monotonic_ns())
 

@@ -84,7 +84,7 @@ class ModelRunner:
         self.ranks = ranks
         started = time.monotonic()
         resolved = ResolvedModel.of(args, ranks)
-        self.moe, self.limits = resolved.moe, resolved.limits
+        self.moe, self.limits, self.scheme = resolved.moe, resolved.limits, resolved.scheme
         self.spans = self.moe.comm.spans
         """The recorder of what was computed when."""
         self.context_length, self.max_running = resolved.context_length, self.limits.running
