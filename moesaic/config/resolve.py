@@ -166,6 +166,9 @@ def _defaults(args: ServerArgs) -> Iterator[FlagChange]:
     if DEVICE_VARIABLE in os.environ:  # else it is logged
         yield FlagChange("device", device, device_reason(args))
     yield FlagChange("attention_backend", ATTENTION[device], f"the only one on {device}")
+    if args.speculative_draft_attention_backend is not None:
+        field = "speculative_draft_attention_backend"
+        yield FlagChange(field, ATTENTION[device], f"the only one on {device}")
     yield FlagChange("sampling_backend", SAMPLING[device], f"the only one on {device}")
     if args.schedule_policy in specs(ServerArgs)["schedule_policy"].flag.idle:
         yield FlagChange("schedule_policy", "fcfs", "the only order")

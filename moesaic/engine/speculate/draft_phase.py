@@ -126,6 +126,7 @@ class DraftPhase:
 
     def warm_up(self, hidden_TH: Tensor, sequences: Sequences, step: Step) -> None:
         """Runs a step of arbitrary tokens, as ModelRunner.dummy_logits does."""
+        hidden_TH = self.model.of_target(hidden_TH)
         rows = torch.arange(len(hidden_TH), device=hidden_TH.device)
         given = DraftRows(rows % self._runner.vocab_size, rows % self._runner.context_length)
         found_TH = self.model.forward(given, hidden_TH, self._attention.attend(sequences), step)
@@ -202,7 +203,8 @@ class DraftPhase:
         ids_T = next_T
         if not self.model.reads_target:
             ids_T = np.concatenate((plan.token_ids, rows.gaps_G)) if plan.gaps else plan.token_ids
-        return self._forward(which, ids_T, rows.positions_T, rows.sequences, hidden_TH)
+        given_TH = self.model.of_target(hidden_TH)
+        return self._forward(which, ids_T, rows.positions_T, rows.sequences, given_TH)
 
     def begin_store(
         self, plan: StepPlan, hidden_TH: Tensor, found_2R: Tensor, on_host: Sequence[int]
@@ -217,6 +219,7 @@ class DraftPhase:
         rows_R = plan.logit_rows()[: plan.num_sampled]
         next_T, places_R = self._uploads.upload(tokens_behind(plan, empty), rows_R)
         next_T.index_copy_(0, places_R, found_2R[0])
+        hidden_TH = self.model.of_target(hidden_TH)
         self._store(next_T, plan.positions(), sequences_of(plan, self._table), hidden_TH)
         return self._rest(plan, hidden_TH, rows_R[on_host]) if len(on_host) else None
 
@@ -246,7 +249,8 @@ class DraftPhase:
             own = torch.from_numpy(next_T)[:, None]
             own = own if group.rank == 0 else own[:0]
             next_T = group.gather_rows(own, counts, "tokens for drafts").numpy()[:, 0]
-        self._store(next_T, plan.positions(), sequences_of(plan, self._table), hidden_TH)
+        given = plan.positions(), sequences_of(plan, self._table)
+        self._store(next_T, *given, self.model.of_target(hidden_TH))
 
     def _store(
         self, ids_T: Ints | Tensor, positions_T: Ints, sequences: Sequences, hidden_TH: Tensor
@@ -366,7 +370,10 @@ class DraftPhase:
         nothing_1 = torch.zeros(1, dtype=torch.int64, device=runner.device)
         none_1 = nothing_1.int()
         step = replace(step, num_tokens_1=none_1, own_tokens_1=none_1)
-        rows, x_1H = DraftRows(nothing_1, nothing_1), runner.hidden_buffer(1)
+        rows, x_1H = (
+            DraftRows(nothing_1, nothing_1),
+            runner.hidden_buffer(1, self.model.hidden_size),
+        )
         return self.model.forward(rows, x_1H, self._idle.attention, step)[:0]
 
     def _most_likely(self, hidden_DH: Tensor, counts: Sequence[int]) -> Tensor:
@@ -378,7 +385,7 @@ class DraftPhase:
             rows = [min(max(0, count - start), LOGIT_ROWS) for count in counts]
             logits_RV = self.model.logits(piece, rows if groups else ())
             if self._runner.samples and len(piece):
-                found.append(greedy_rows(logits_RV)[0])
+                found.append(self.model.to_target(greedy_rows(logits_RV)[0]))
         return torch.cat(found)
 
     def _shared(self, ids_D: Tensor, count: int) -> Tensor:
