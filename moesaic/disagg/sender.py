@@ -13,13 +13,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moesaic.core.disagg import KVRank, KVSend, KVShare, KVTarget
+from moesaic.core.disagg import KVSend, KVShare, KVTarget
 from moesaic.disagg.layout import Piece, piece
 from moesaic.disagg.messages import Buffer, Chunk, PromptResult, frame
 from moesaic.disagg.outlets import KVOutlets
 from moesaic.layers.paged_cache import PagedCache
 
-# The bytes of a frame, so that one that is on its way does not hold up others for long.
+# The bytes that a rank copies at once, and so those of a frame: one that is on its way does not
+# hold up others for long.
 FRAME_BYTES: Final = 32 << 20
 
 
@@ -34,34 +35,37 @@ class KVSender:
         pages may be given away at once: what is sent is a copy."""
         targets = [rank.share for rank in order.target.ranks]
         parts = [piece(self._shares, self._own, targets, n) for n in range(len(targets))]
-        if not any(part.layers and part.heads for part in parts) or order.first == order.stop:
-            return
-        keys_LTMD = cache.keys.flatten(1, 2)[:, slots_T]
-        values_LTMD = cache.values.flatten(1, 2)[:, slots_T]
-        for rank, part in zip(order.target.ranks, parts, strict=True):
-            if part.layers and part.heads:
-                self._send_piece(order, rank, part, keys_LTMD, values_LTMD)
+        wanted = [
+            (rank, part)
+            for rank, part in zip(order.target.ranks, parts, strict=True)
+            if part.layers and part.heads
+        ]
+        step = tokens_at_once(self._shares[self._own], cache.keys.element_size())
+        for start in range(order.first, order.stop if wanted else order.first, step):
+            stop = min(start + step, order.stop)
+            some_T = slots_T[start - order.first : stop - order.first]
+            keys_LTMD = cache.keys.flatten(1, 2)[:, some_T]
+            values_LTMD = cache.values.flatten(1, 2)[:, some_T]
+            for rank, part in wanted:
+                extent = (part.layers.start, part.layers.stop), (part.heads.start, part.heads.stop)
+                dtype = str(keys_LTMD.dtype).removeprefix("torch.")
+                chunk = Chunk(order.target.ticket, start, stop, *extent, dtype)
+                body = [self._part(one, part) for one in (keys_LTMD, values_LTMD)]
+                self._outlets.put(rank.host, rank.port, frame(chunk, body))
 
-    def _send_piece(
-        self, order: KVSend, rank: KVRank, part: Piece, keys_LTMD: Tensor, values_LTMD: Tensor
-    ) -> None:
+    def _part(self, whole_LTMD: Tensor, part: Piece) -> Buffer:
         share = self._shares[self._own]
         layers, heads = _within(part.layers, share.layers), _within(part.heads, share.heads)
-        per_token = keys_LTMD.element_size() * len(part.layers) * len(part.heads)
-        per_token *= share.key_dim + share.value_dim
-        step = max(1, FRAME_BYTES // per_token)
-        dtype = str(keys_LTMD.dtype).removeprefix("torch.")
-        for start in range(0, order.stop - order.first, step):
-            tokens = slice(start, min(start + step, order.stop - order.first))
-            first, stop = order.first + tokens.start, order.first + tokens.stop
-            extent = (part.layers.start, part.layers.stop), (part.heads.start, part.heads.stop)
-            chunk = Chunk(order.target.ticket, first, stop, *extent, dtype)
-            body = [bytes_of(one[layers, tokens, heads]) for one in (keys_LTMD, values_LTMD)]
-            self._outlets.put(rank.host, rank.port, frame(chunk, body))
+        return bytes_of(whole_LTMD[layers, :, heads])
 
     def finish(self, target: KVTarget, result: PromptResult) -> None:
         leader = target.ranks[0]
         self._outlets.put(leader.host, leader.port, frame(result))
+
+
+def tokens_at_once(share: KVShare, itemsize: int) -> int:
+    layers, heads = len(range(*share.layers)), len(range(*share.heads))
+    return max(1, FRAME_BYTES // (layers * heads * (share.key_dim + share.value_dim) * itemsize))
 
 
 def bytes_of(tensor: Tensor) -> Buffer:

@@ -303,6 +303,10 @@ class HeadLayer(Module):
         self.post_attention_layernorm = config.norm()
         self.mlp = dense_mlp(config, number, inner, bias, "mlp of the draft head")
 
+    def store(self, x_TX: Tensor, ctx: ForwardContext) -> None:
+        """Only puts the rows' keys and values into the cache."""
+        self.self_attn.store(self.self_attn.qkv_proj(x_TX), ctx)
+
     def forward(self, x_TX: Tensor, residual_TH: Tensor, ctx: ForwardContext) -> Tensor:
         attention = self.self_attn
         mixed_TH = attention(attention.qkv_proj(x_TX), ctx)
@@ -364,17 +368,27 @@ class EagleHead(Module):
     ) -> Tensor:
         """`next_ids_T`: the token after that of each row, at the row's position. `hidden_TH`: of
         `of_target`, or the head's own output for the row before."""
+        ctx = ForwardContext(self.rope.at(positions_T), attention, step)
+        found_TH: Tensor = self.layer(*self._joined(next_ids_T, hidden_TH), ctx)
+        return found_TH
+
+    def store(
+        self, next_ids_T: Tensor, positions_T: Tensor, hidden_TH: Tensor, attention: AttentionStep
+    ) -> None:
+        """Only puts the rows' entries into the cache."""
+        ctx = ForwardContext(self.rope.at(positions_T), attention)
+        self.layer.store(self._joined(next_ids_T, hidden_TH)[0], ctx)
+
+    def _joined(self, next_ids_T: Tensor, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """What the layer's attention takes, and the residual."""
+        both_TX = torch.cat((self._embedded(next_ids_T), hidden_TH), dim=-1)
+        joined_TH, norm = self.fc(both_TX), self.layer.input_layernorm
+        return joined_TH if norm is None else norm(joined_TH), joined_TH
+
+    def _embedded(self, ids_T: Tensor) -> Tensor:
         embedding = self.embed_tokens or self._main[0]
         assert embedding is not None, "the first stage has one"
-        ctx = ForwardContext(self.rope.at(positions_T), attention, step)
-        return self._layer(embedding(next_ids_T), hidden_TH, ctx)
-
-    def _layer(self, embedded_TH: Tensor, hidden_TH: Tensor, ctx: ForwardContext) -> Tensor:
-        joined_TH = self.fc(torch.cat((embedded_TH, hidden_TH), dim=-1))
-        norm = self.layer.input_layernorm
-        found_TH: Tensor = self.layer(
-            joined_TH if norm is None else norm(joined_TH), joined_TH, ctx
-        )
+        found_TH: Tensor = embedding(ids_T)
         return found_TH
 
     def logits(self, hidden_RH: Tensor, rows: Sequence[int] = ()) -> Tensor:
@@ -428,18 +442,31 @@ class Eagle3Head(EagleHead):
             tapped_TX = self.input_norm(tapped_TX.contiguous())
         return self.fc(tapped_TX.contiguous())
 
-    def _layer(self, embedded_TH: Tensor, hidden_TH: Tensor, ctx: ForwardContext) -> Tensor:
-        layer, variants = self.layer, self.made.variants
+    def forward(
+        self,
+        next_ids_T: Tensor,
+        positions_T: Tensor,
+        hidden_TH: Tensor,
+        attention: AttentionStep,
+        step: Step = PREFILL,
+    ) -> Tensor:
+        found_TH = super().forward(next_ids_T, positions_T, hidden_TH, attention, step)
+        return self.norm(found_TH) if self._gives_normed else found_TH
+
+    def _joined(self, next_ids_T: Tensor, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
+        layer = self.layer
         assert layer.input_layernorm is not None and layer.hidden_norm is not None
-        normed_TH = layer.hidden_norm(hidden_TH)
+        embedded_TH, normed_TH = self._embedded(next_ids_T), layer.hidden_norm(hidden_TH)
         joined_TX = torch.cat((layer.input_layernorm(embedded_TH), normed_TH), dim=-1)
-        residual_TH = normed_TH if "norm_before_residual" in variants else hidden_TH
-        found_TH: Tensor = layer(joined_TX, residual_TH, ctx)
-        return self.norm(found_TH) if "norm_output" in variants else found_TH
+        is_normed = "norm_before_residual" in self.made.variants
+        return joined_TX, normed_TH if is_normed else hidden_TH
+
+    @property
+    def _gives_normed(self) -> bool:
+        return "norm_output" in self.made.variants
 
     def logits(self, hidden_RH: Tensor, rows: Sequence[int] = ()) -> Tensor:
-        is_normed = "norm_output" in self.made.variants
-        return super().logits(hidden_RH if is_normed else self.norm(hidden_RH), rows)
+        return super().logits(hidden_RH if self._gives_normed else self.norm(hidden_RH), rows)
 
 
 def build_head(made: HeadConfig, main: CausalLM) -> EagleHead:

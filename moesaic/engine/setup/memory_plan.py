@@ -18,6 +18,8 @@ from moesaic.comm.mesh import Mesh, RankPlace, mesh_of
 from moesaic.config import ServerArgs
 from moesaic.config.resolve import CHUNKS
 from moesaic.core.speculation import MOST_DRAFTS
+from moesaic.disagg.outlets import MOST_QUEUED
+from moesaic.disagg.sender import FRAME_BYTES
 from moesaic.engine.setup.dense_setup import dense_weights
 from moesaic.engine.setup.device_memory import (
     GIB,
@@ -98,6 +100,8 @@ class RankShare:
     """Its part of `cache_bytes_per_token`."""
     staging_bytes_per_token: int = 0
     """Prompts that have arrived from other instances, before they are moved to pages."""
+    outlet_bytes: int = 0
+    """Prompts on their way to other instances."""
 
     @property
     def weight_bytes(self) -> int:
@@ -107,7 +111,7 @@ class RankShare:
     def fixed_bytes(self) -> int:
         """Everything but the KV cache."""
         buffers = self.a2a_bytes + self.collective_bytes + self.moving_bytes
-        return self.weight_bytes + self.table_bytes + buffers
+        return self.weight_bytes + self.table_bytes + buffers + self.outlet_bytes
 
 
 @dataclass(frozen=True)
@@ -315,6 +319,7 @@ class ResolvedModel:
         size = self.cache_dtype.itemsize
         draft_cache = 0 if draft is None else draft.cache.bytes_per_token(size)
         stages = args.disaggregation_mode == "decode"
+        sends = args.disaggregation_mode == "prefill" and gpu is None
         moves = args.enable_eplb and experts
         moving = buffer_sizes(args, experts, ranks.stage_peers) if moves else None
         return RankShare(
@@ -341,6 +346,7 @@ class ResolvedModel:
             draft_bytes=0 if draft is None else draft.nbytes,
             draft_cache_bytes=draft_cache,
             staging_bytes_per_token=model.cache.bytes_per_token(size) if stages else 0,
+            outlet_bytes=MOST_QUEUED + 2 * FRAME_BYTES if sends else 0,
         )
 
 

@@ -62,6 +62,9 @@ class EagleDraft:
         found: Tensor = self.net(rows.next_ids_T, rows.positions_T, hidden_TH, attention, step)
         return found
 
+    def store(self, rows: DraftRows, hidden_TH: Tensor, attention: AttentionStep) -> None:
+        self.net.store(rows.next_ids_T, rows.positions_T, hidden_TH, attention)
+
     def logits(self, hidden_RH: Tensor, counts: Sequence[int]) -> Tensor:
         return self.net.logits(hidden_RH, counts)
 
