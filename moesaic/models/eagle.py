@@ -369,27 +369,27 @@ class EagleHead(Module):
         """`next_ids_T`: the token after that of each row, at the row's position. `hidden_TH`: of
         `of_target`, or the head's own output for the row before."""
         ctx = ForwardContext(self.rope.at(positions_T), attention, step)
-        found_TH: Tensor = self.layer(*self._join(self._embedded(next_ids_T), hidden_TH), ctx)
+        found_TH: Tensor = self.layer(*self._joined(next_ids_T, hidden_TH), ctx)
         return found_TH
 
     def store(
         self, next_ids_T: Tensor, positions_T: Tensor, hidden_TH: Tensor, attention: AttentionStep
     ) -> None:
-        """Only puts the rows' keys and values into the cache."""
+        """Only puts the rows' entries into the cache."""
         ctx = ForwardContext(self.rope.at(positions_T), attention)
-        self.layer.store(self._join(self._embedded(next_ids_T), hidden_TH)[0], ctx)
+        self.layer.store(self._joined(next_ids_T, hidden_TH)[0], ctx)
+
+    def _joined(self, next_ids_T: Tensor, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """What the layer's attention takes, and the residual."""
+        both_TX = torch.cat((self._embedded(next_ids_T), hidden_TH), dim=-1)
+        joined_TH, norm = self.fc(both_TX), self.layer.input_layernorm
+        return joined_TH if norm is None else norm(joined_TH), joined_TH
 
     def _embedded(self, ids_T: Tensor) -> Tensor:
         embedding = self.embed_tokens or self._main[0]
         assert embedding is not None, "the first stage has one"
         found_TH: Tensor = embedding(ids_T)
         return found_TH
-
-    def _join(self, embedded_TH: Tensor, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """What the layer's attention projects, and its residual."""
-        joined_TH = self.fc(torch.cat((embedded_TH, hidden_TH), dim=-1))
-        norm = self.layer.input_layernorm
-        return joined_TH if norm is None else norm(joined_TH), joined_TH
 
     def logits(self, hidden_RH: Tensor, rows: Sequence[int] = ()) -> Tensor:
         """Of the head's tokens; `rows` as in the target's `logits`."""
@@ -451,19 +451,22 @@ class Eagle3Head(EagleHead):
         step: Step = PREFILL,
     ) -> Tensor:
         found_TH = super().forward(next_ids_T, positions_T, hidden_TH, attention, step)
-        return self.norm(found_TH) if "norm_output" in self.made.variants else found_TH
+        return self.norm(found_TH) if self._gives_normed else found_TH
 
-    def _join(self, embedded_TH: Tensor, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
+    def _joined(self, next_ids_T: Tensor, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
         layer = self.layer
         assert layer.input_layernorm is not None and layer.hidden_norm is not None
-        normed_TH = layer.hidden_norm(hidden_TH)
+        embedded_TH, normed_TH = self._embedded(next_ids_T), layer.hidden_norm(hidden_TH)
         joined_TX = torch.cat((layer.input_layernorm(embedded_TH), normed_TH), dim=-1)
-        is_before = "norm_before_residual" in self.made.variants
-        return joined_TX, normed_TH if is_before else hidden_TH
+        is_normed = "norm_before_residual" in self.made.variants
+        return joined_TX, normed_TH if is_normed else hidden_TH
+
+    @property
+    def _gives_normed(self) -> bool:
+        return "norm_output" in self.made.variants
 
     def logits(self, hidden_RH: Tensor, rows: Sequence[int] = ()) -> Tensor:
-        is_normed = "norm_output" in self.made.variants
-        return super().logits(hidden_RH if is_normed else self.norm(hidden_RH), rows)
+        return super().logits(hidden_RH if self._gives_normed else self.norm(hidden_RH), rows)
 
 
 def build_head(made: HeadConfig, main: CausalLM) -> EagleHead:
