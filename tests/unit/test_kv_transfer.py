@@ -28,6 +28,7 @@ from moesaic.disagg.layout import CacheShape, piece
 from moesaic.disagg.likeness import model_digest, prompt_digest
 from moesaic.disagg.lobby import Lobby, LobbyEvent
 from moesaic.disagg.messages import Announce, Chunk, Close, Open, PromptResult, frame
+from moesaic.disagg.outbox import Outbox
 from moesaic.disagg.outlets import KVOutlets
 from moesaic.disagg.receiver import KVReceiver
 from moesaic.disagg.rooms import DecodeRooms, RoomEvent
@@ -136,12 +137,14 @@ class Group:
 
 
 @contextmanager
-def receivers(group: list[KVShare], dtype: torch.dtype = torch.float32) -> Iterator[Any]:
+def receivers(
+    group: list[KVShare], dtype: torch.dtype = torch.float32, transport: str = "auto"
+) -> Iterator[Any]:
     """A receiver for each rank, and the rooms of their leader."""
-    made = [
-        KVReceiver(one, dtype, socket.create_server(("127.0.0.1", 0)), Identity(n, 0), SECRET)
-        for n, one in enumerate(group)
-    ]
+    made = []
+    for n, one in enumerate(group):
+        listening, own = socket.create_server(("127.0.0.1", 0)), Identity(n, 0)
+        made.append(KVReceiver(one, dtype, listening, own, SECRET, "cpu", transport))
     ranks = [
         KVRank(n, 0, 0, one, "127.0.0.1", receiver.port)
         for n, (one, receiver) in enumerate(zip(group, made, strict=True))
@@ -182,6 +185,13 @@ def meet(lobby: Lobby, rooms: DecodeRooms, room: Room, first: int, stop: int) ->
     return event.target
 
 
+TRANSPORTS = ("shm", "tcp")
+
+
+def outlets_of(rank: int, transport: str, nbytes: int = 1 << 20) -> KVOutlets:
+    return KVOutlets(Identity(rank, 1), SECRET, Outbox(nbytes), transport)
+
+
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -203,7 +213,7 @@ def test_what_is_sent_is_received(number: int) -> None:
     whole = [torch.randn(LAYERS, tokens, heads, dim).to(there) for dim in dims]
     source.fill(whole)
     first = chooser.randint(0, tokens - 1)
-    outlets = [KVOutlets(Identity(n, 1), SECRET) for n in range(len(source.shares))]
+    outlets = [outlets_of(n, TRANSPORTS[number % 2]) for n in range(len(source.shares))]
     with receivers(target.shares, here) as (made, rooms):
         rooms.announce(1, Room(3, "127.0.0.1", 1), PROMPT)
         ticket = rooms.offer(1, first, tokens)
@@ -221,6 +231,9 @@ def test_what_is_sent_is_received(number: int) -> None:
         target.check(whole, first)
         rooms.release(1)
         wait_until(lambda: sum(receiver.staged_bytes for receiver in made) == 0, 20)
+    for one_rank in outlets:
+        assert set(one_rank.transports.values()) <= {TRANSPORTS[number % 2]}
+        wait_until(lambda outbox=one_rank.outbox: outbox.free_bytes == outbox.nbytes)
 
 
 def chunk_of(ticket: Ticket, **more: Any) -> Chunk:
@@ -408,11 +421,12 @@ def test_ports_out_of_range_end_the_connection(port: int) -> None:
 
 
 def test_an_outlet_outlives_a_host_that_no_lookup_takes(caplog: pytest.LogCaptureFixture) -> None:
-    outlets = KVOutlets(OWN, SECRET)
-    outlets.put("a..b", 9, [b"first"])
+    outlets = outlets_of(0, "shm")
+    outlets.put("a..b", 9, Close(Ticket(1, 1)))
     wait_until(lambda: "no KV cache can be sent to a..b:9" in caplog.text)
+    assert outlets.take("a..b", 9, 8) is None
     outlets._outlets["a..b", 9]._rests_until = 0.0
-    outlets.put("a..b", 9, [b"second"])
+    outlets.put("a..b", 9, Close(Ticket(1, 1)))
     wait_until(lambda: caplog.text.count("no KV cache can be sent to a..b:9") == 2)
 
 

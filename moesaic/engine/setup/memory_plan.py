@@ -18,6 +18,7 @@ from moesaic.comm.mesh import Mesh, RankPlace, mesh_of
 from moesaic.config import ServerArgs
 from moesaic.config.resolve import CHUNKS
 from moesaic.core.speculation import MOST_DRAFTS
+from moesaic.disagg.outbox import outbox_bytes
 from moesaic.engine.setup.dense_setup import dense_weights
 from moesaic.engine.setup.device_memory import (
     GIB,
@@ -98,6 +99,8 @@ class RankShare:
     """Its part of `cache_bytes_per_token`."""
     staging_bytes_per_token: int = 0
     """Prompts that have arrived from other instances, before they are moved to pages."""
+    outbox_bytes: int = 0
+    """Of prompts that are on their way to other instances."""
 
     @property
     def weight_bytes(self) -> int:
@@ -106,7 +109,7 @@ class RankShare:
     @property
     def fixed_bytes(self) -> int:
         """Everything but the KV cache."""
-        buffers = self.a2a_bytes + self.collective_bytes + self.moving_bytes
+        buffers = self.a2a_bytes + self.collective_bytes + self.moving_bytes + self.outbox_bytes
         return self.weight_bytes + self.table_bytes + buffers
 
 
@@ -314,7 +317,8 @@ class ResolvedModel:
             draft = None if self.draft is None else self.draft.build(model)
         size = self.cache_dtype.itemsize
         draft_cache = 0 if draft is None else draft.cache.bytes_per_token(size)
-        stages = args.disaggregation_mode == "decode"
+        role, token_bytes = args.disaggregation_mode, model.cache.bytes_per_token(size)
+        outbox = outbox_bytes(token_bytes, self.context_length, kind_of(args))
         moves = args.enable_eplb and experts
         moving = buffer_sizes(args, experts, ranks.stage_peers) if moves else None
         return RankShare(
@@ -328,7 +332,7 @@ class ResolvedModel:
             kv_heads=model.cache.num_heads,
             dense_bytes=model.nbytes - in_experts,
             expert_bytes=in_experts,
-            cache_bytes_per_token=model.cache.bytes_per_token(size) + draft_cache,
+            cache_bytes_per_token=token_bytes + draft_cache,
             a2a_bytes=moe.buffers(layer.dispatcher.config for layer in experts).total
             + _other_buffers(moe, draft),
             collective_bytes=collective_bytes(
@@ -340,7 +344,8 @@ class ResolvedModel:
             table_bytes=model.rope.nbytes * self.context_length,  # the part has one position
             draft_bytes=0 if draft is None else draft.nbytes,
             draft_cache_bytes=draft_cache,
-            staging_bytes_per_token=model.cache.bytes_per_token(size) if stages else 0,
+            staging_bytes_per_token=token_bytes if role == "decode" else 0,
+            outbox_bytes=outbox if role == "prefill" else 0,
         )
 
 
