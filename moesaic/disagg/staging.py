@@ -6,6 +6,7 @@ L layers and M heads of this rank · T tokens of the transfer · D channels.
 from __future__ import annotations
 
 import threading
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,7 @@ from torch import Tensor
 
 from moesaic.core.disagg import KVShare
 from moesaic.disagg.messages import Chunk, Malformed
-from moesaic.layers.paged_cache import PagedCache, lanes
-
-FLOAT8_MOST = torch.finfo(torch.float8_e4m3fn).max
+from moesaic.layers.paged_cache import LANES, PagedCache, lanes
 
 
 class StagedCache:
@@ -74,11 +73,14 @@ class StagedCache:
         if self.allocated is not None:
             self.allocated.wait()
         begin = 0
-        for part_LTMD in (self.keys_LTMD[where], self.values_LTMD[where]):
+        for whole_LTMD in (self.keys_LTMD, self.values_LTMD)[: 1 + (self.share.value_dim > 0)]:
+            part_LTMD = whole_LTMD[where]
             found = flat[begin : begin + part_LTMD.numel()].view(part_LTMD.shape)
-            if found.dtype is not part_LTMD.dtype is torch.float8_e4m3fn:  # which has no infinity
-                found = found.clamp(-FLOAT8_MOST, FLOAT8_MOST)
-            part_LTMD.copy_(found)
+            if found.dtype is part_LTMD.dtype:  # wide numbers move faster
+                size = gcd(part_LTMD.shape[-1] * found.element_size(), 8)
+                part_LTMD.view(LANES[size]).copy_(found.view(LANES[size]))
+            else:
+                part_LTMD.copy_(_within_bounds(found, part_LTMD.dtype))
             begin += part_LTMD.numel()
 
     def add(self, chunk: Chunk) -> None:
@@ -110,6 +112,14 @@ class StagedCache:
                 part.record_stream(torch.cuda.current_stream(part.device))
             target_LSX, source_LTX = lanes(kept), lanes(part[:, :, None])
             target_LSX.index_copy_(1, slots_T, source_LTX)
+
+
+def _within_bounds(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """float8_e4m3fn has no infinity: what is larger becomes the largest number."""
+    if dtype is not torch.float8_e4m3fn:
+        return data
+    most = torch.finfo(dtype).max
+    return data.clamp(-most, most)
 
 
 def _extent(chunk: Chunk) -> tuple[tuple[int, int], ...]:
