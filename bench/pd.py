@@ -29,8 +29,10 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
@@ -117,17 +119,30 @@ def parser() -> argparse.ArgumentParser:
 
 
 def transfers(options: argparse.Namespace, out: Path, name: str) -> bool:
+    """In other processes: one that has used a GPU stays a client of its MPS daemon."""
     fine = True
     sizes = [round(size * MIB) for size in options.mib or SIZES_MIB[options.device]]
     for transport in options.transports or DEFAULT_TRANSPORTS[options.device]:
-        try:
-            for row in measure(transport, options.device, sizes, name, options.repeats):
-                store(out, "transfer", [row])
-                say(f"{transport}, {row.chunk_bytes / 1e6:.2f} MB: {row.stream_gbs:.2f} GB/s")
-        except (OSError, RuntimeError, ValueError) as error:
-            say(f"error: {transport}: {error}")
-            fine = False
+        given = transport, options.device, sizes, name, options.repeats
+        with daemon(options.device), ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            try:
+                rows = pool.submit(measure, *given).result()
+            except (OSError, RuntimeError, ValueError) as error:
+                say(f"error: {transport}: {error}")
+                fine = False
+                continue
+        store(out, "transfer", rows)
     return fine
+
+
+@contextmanager
+def daemon(device: str) -> Iterator[dict[str, str]]:
+    """The variables by which processes share a GPU, also set for those that are started now."""
+    if device == "cpu":
+        yield {}
+        return
+    with start_mps() as mps, environment(mps.environment):
+        yield mps.environment
 
 
 def free_port() -> int:
@@ -155,15 +170,12 @@ def pair(
     port = str(free_port())
     roles = ("prefill", "--disaggregation-bootstrap-port", port), ("decode",)
     with ExitStack() as stack:
-        shared: dict[str, str] = {}
-        memory: list[str] = []
-        if options.device == "cuda":
-            shared = stack.enter_context(start_mps()).environment
-            memory = ["--mem-fraction-static", str(options.mem)]
+        shared = stack.enter_context(daemon(options.device))
+        memory = ["--mem-fraction-static", str(options.mem)] if shared else []
         servers = []
         for role, share in zip(roles, shares, strict=True):
             words = [*flags, *memory, "--disaggregation-mode", *role]
-            with environment({**shared, PERCENT: share} if shared else {}):
+            with environment({PERCENT: share} if shared else {}):
                 servers.append(stack.enter_context(start(options, words)))
         first, second = servers
         ends = ["--prefill", first.url, port, "--decode", second.url]

@@ -193,11 +193,10 @@ class TransferBench:
 
 def measure(
     transport: str, kind: str, sizes: list[int], device_name: str, rounds: int
-) -> Iterator[TransferRow]:
+) -> list[TransferRow]:
     threads = 1
     torch.set_num_threads(threads)
     device = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
     with _receiver(kind, threads) as (port, pipe), torch.inference_mode():
         bench = TransferBench(transport, device, port, pipe, max(sizes))
-        for nbytes in sizes:
-            yield bench.row(nbytes, device_name, rounds)
+        return [bench.row(nbytes, device_name, rounds) for nbytes in sizes]

@@ -13,18 +13,24 @@ class HostBuffer:
     without another one in between."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_pinned = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def of(self, nbytes: int) -> Tensor:
         """Valid until the next call."""
         if nbytes > self._bytes.nbytes:
-            self._bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+            pinned = self._stream is not None
+            self._bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         return self._bytes[:nbytes]
 
     def copy_of(self, data: Tensor) -> Tensor:
-        """The same bytes on the host: themselves if they are there."""
-        return self.of(data.nbytes).copy_(data) if data.is_cuda else data
+        """The same bytes on the host: themselves if they are there. Steps are not waited for."""
+        if self._stream is None:
+            return data
+        with torch.cuda.stream(self._stream):
+            found = self.of(data.nbytes).copy_(data, non_blocking=True)
+        self._stream.synchronize()
+        return found
 
 
 def bytes_of(data: Tensor) -> memoryview:

@@ -46,7 +46,7 @@ class DeviceMemory:
 
     def __init__(self, pointer: int, nbytes: int, device: torch.device) -> None:
         self._pointer, self._device = pointer, device
-        self.tensor: Tensor = torch.as_tensor(_Bytes(pointer, nbytes), device=device)
+        self.tensor: Tensor = torch.as_tensor(_Bytes(pointer, nbytes))  # on its own device
 
     @classmethod
     def allocate(cls, nbytes: int, device: torch.device) -> DeviceMemory:
@@ -89,7 +89,7 @@ class DeviceMemory:
 def _use(device: torch.device) -> None:
     """Makes the device's primary context, which torch uses, this thread's."""
     torch.cuda.set_device(device)
-    torch.cuda.current_stream().synchronize()
+    torch.cuda.mem_get_info(device)
 
 
 @cache
