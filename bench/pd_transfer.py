@@ -27,9 +27,9 @@ from moesaic.comm.network.connect import connect
 from moesaic.comm.network.handshake import Identity, Role
 from moesaic.core.disagg import KVRank, KVSend, KVShare, KVTarget, Ticket
 from moesaic.disagg.messages import Arrived, Chunk, Close, Open, Place, receive, send
-from moesaic.disagg.outbox import MOST_BYTES, Outbox
 from moesaic.disagg.outlets import KVOutlets
 from moesaic.disagg.receiver import KVReceiver
+from moesaic.disagg.send_buffer import MOST_BYTES, SendBuffer
 from moesaic.disagg.sender import KVSender
 from moesaic.disagg.staging import StagedCache
 from moesaic.disagg.transports.registry import AUTO, TRANSPORTS, open_source
@@ -84,7 +84,7 @@ def _serve(kind: str, threads: int, pipe: Any) -> None:
 
 
 def _read_seconds(transport: str, handle: bytes, tokens: int, device: torch.device) -> float:
-    """Of a chunk at the beginning of the outbox."""
+    """Of a chunk at the beginning of the send buffer."""
     source = open_source(transport, handle, AUTO, device)
     data = source.read(Place(0, tokens * TOKEN_BYTES, 0, 0))
     staged = StagedCache(SHARE, 0, tokens, DTYPE, device)
@@ -128,8 +128,8 @@ class TransferBench:
         self, transport: str, device: torch.device, port: int, pipe: Any, most_bytes: int
     ) -> None:
         self._transport, self._device, self._pipe = transport, device, pipe
-        self._outbox = Outbox(MOST_BYTES[device.type], device)
-        outlets = KVOutlets(Identity(0, 1), SECRET, self._outbox, transport)
+        self._buffer = SendBuffer(MOST_BYTES[device.type], device)
+        outlets = KVOutlets(Identity(0, 1), SECRET, self._buffer, transport)
         self._sender = KVSender([SHARE], 0, outlets)
         dial = partial(socket.create_connection, ("127.0.0.1", port))
         self._leader, _ = connect(dial, Role.KV, Identity(0, 0), SECRET, 5)
@@ -179,8 +179,8 @@ class TransferBench:
         one = min(self.seconds(tokens, 1) for _ in range(rounds))
         stream = min(self.seconds(tokens, chunks) for _ in range(rounds))
         read = None
-        if self._transport in TRANSPORTS and nbytes <= self._outbox.largest:
-            handle = TRANSPORTS[self._transport].export(self._outbox)
+        if self._transport in TRANSPORTS and nbytes <= self._buffer.largest:
+            handle = TRANSPORTS[self._transport].export(self._buffer)
             self._pipe.send((self._transport, handle, tokens))
             read = nbytes / self._pipe.recv() / 1e9
         pair = [torch.ones(nbytes, dtype=torch.uint8, device=self._device) for _ in "ab"]

@@ -142,6 +142,8 @@ class Request(NewRequest, eq=False):
     """A plan has told the ranks how its row of the page table is sampled."""
     arriving: ArrivingPrompt | None = None
     """Another instance computes its prompt; None once a step has moved that to its pages."""
+    draft_computed: int = 0
+    """The first tokens that a draft model on the ranks has computed, if it fills gaps."""
     kv_sent: int = 0
     """The tokens whose KV cache steps have sent, or are to send, to its `kv_target`."""
 

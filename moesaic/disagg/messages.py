@@ -97,7 +97,7 @@ class Broken(TransferMessage):
 
 
 class Place(msgspec.Struct, array_like=True, frozen=True):
-    """A region of an outbox (outbox.py). It has these bytes as long as its entry has this epoch."""
+    """A region of a send buffer, with these bytes as long as its entry has this epoch."""
 
     offset: NotNegative
     nbytes: NotNegative
@@ -106,7 +106,7 @@ class Place(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Exported(TransferMessage):
-    """From a rank to a rank of the other instance: how its outbox may be read (transports/)."""
+    """From a rank to a rank of the other instance: how its send buffer may be read."""
 
     transport: str
     handle: bytes
@@ -119,7 +119,7 @@ class Opened(TransferMessage):
 
 
 class Taken(TransferMessage):
-    """From a rank to one that has put something into its outbox: nobody reads it any more."""
+    """From a rank to one that has put something into its send buffer: nobody reads it any more."""
 
     entry: NotNegative
 

@@ -1,115 +1,77 @@
-"""The memory of a prefill instance's rank in which KV caches wait for ranks that fetch them.
-
-Nobody but its owner writes to it: a rank of another instance reads a region, and then looks whether
-the region still has the epoch that it was told. So what comes too late is never taken for something
-else, whoever is slow, stopped or dead.
-"""
+"""Control messages to another instance, sent by a thread of their own: whoever has something to say
+never waits for a peer that takes nothing."""
 
 from __future__ import annotations
 
-import os
-import secrets
+import socket
 import threading
-from bisect import insort
-from collections.abc import Callable
-from typing import Final
+import time
+from collections import deque
+from contextlib import suppress
+from typing import Any, Final
 
-import numpy as np
-import torch
-from torch import Tensor
+from moesaic.disagg.messages import TransferMessage, send
 
-from moesaic.comm.windows.shared_memory import create_memory, map_memory, round_up
-from moesaic.disagg.messages import Place
-from moesaic.disagg.transports.cuda_ipc import DeviceMemory
-
-# Of regions that are in use at the same time.
-ENTRIES: Final = 1024
-EPOCH_BYTES: Final = 8
-ALIGNMENT: Final = 256
-MIB: Final = 1 << 20
-# By the kind of the device: the most that an outbox takes, and that a region does.
-MOST_BYTES: Final = {"cpu": 256 * MIB, "cuda": 1024 * MIB}
-MOST_REGION: Final = {"cpu": 32 * MIB, "cuda": 256 * MIB}
-
-
-def outbox_bytes(cache_bytes_per_token: int, context_length: int, device: str) -> int:
-    """As much as a prompt can have, within bounds. `device`: cpu or cuda."""
-    wanted = cache_bytes_per_token * context_length
-    return round_up(min(max(wanted, MIB), MOST_BYTES[device]), MIB)
+# A peer for which so many messages wait is given up.
+MOST_WAITING: Final = 1 << 16
 
 
 class Outbox:
-    """`data` is on `device`, the epochs of its regions are in shared memory of the host."""
+    """`connection` has a timeout: a peer that takes nothing for so long is given up, too. Whoever
+    reads from the connection then sees its end."""
 
-    def __init__(self, nbytes: int, device: torch.device | str = "cpu") -> None:
-        self.nbytes, self.device = nbytes, torch.device(device)
-        self.largest = min(MOST_REGION[self.device.type], nbytes // 4)
-        """The bytes of a region, so that one does not hold up others for long."""
-        on_host = self.device.type == "cpu"
-        self.name = f"moesaic-kv-{secrets.token_hex(16)}"
-        self.shared_bytes = ENTRIES * EPOCH_BYTES + nbytes * on_host
-        descriptor = create_memory(self.name, self.shared_bytes)
-        self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        self.shared = torch.frombuffer(
-            map_memory(self.path, self.name, self.shared_bytes), dtype=torch.uint8
-        )
-        self.epochs, self.data = split(self.shared)
-        self.memory: DeviceMemory | None = None
-        if not on_host:
-            self.memory = DeviceMemory.allocate(nbytes, self.device)
-            self.data = self.memory.tensor
-        self.changed = threading.Condition()
-        self._holes = [(0, nbytes)]
-        """Offset and size of what is free, in order."""
-        self._entries = list(range(ENTRIES))
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        self._changed = threading.Condition()
+        self._waiting: deque[TransferMessage] = deque()
+        self._sending = self._closed = False
+        threading.Thread(target=self._run, name="outbox", daemon=True).start()
 
-    def take(self, nbytes: int, gives_up: Callable[[], bool]) -> Place | None:
-        """A region, waited for until `gives_up`; None then. Its owner calls `changed` when that may
-        have become true."""
-        assert 0 < nbytes <= self.largest, f"a region of {nbytes} bytes in {self.nbytes}"
-        found: list[Place] = []
-        with self.changed:
-            self.changed.wait_for(lambda: gives_up() or self._find(nbytes, found))
-        return found[0] if found else None
-
-    def _find(self, nbytes: int, found: list[Place]) -> bool:
-        size = round_up(nbytes, ALIGNMENT)
-        number = next((n for n, hole in enumerate(self._holes) if hole[1] >= size), None)
-        if number is None or not self._entries:
-            return False
-        offset, room = self._holes[number]
-        self._holes[number : number + 1] = [(offset + size, room - size)] * (room > size)
-        entry = self._entries.pop()
-        found.append(Place(offset, nbytes, entry, int(self.epochs[entry])))
-        return True
-
-    def give_back(self, place: Place) -> None:
-        """Whoever still reads it finds another epoch afterwards."""
-        size = round_up(place.nbytes, ALIGNMENT)
-        with self.changed:
-            assert self.epochs[place.entry] == place.epoch, f"{place} was given back"
-            self.epochs[place.entry] += 1
-            self._entries.append(place.entry)
-            insort(self._holes, (place.offset, size))
-            merged: list[tuple[int, int]] = []
-            for offset, room in self._holes:
-                if merged and sum(merged[-1]) == offset:
-                    offset, room = merged[-1][0], merged.pop()[1] + room
-                merged.append((offset, room))
-            self._holes = merged
-            self.changed.notify_all()
-
-    def at(self, place: Place) -> Tensor:
-        """The bytes of a region."""
-        return self.data[place.offset : place.offset + place.nbytes]
+    def post(self, message: TransferMessage) -> None:
+        """A message to a peer that is given up is dropped."""
+        with self._changed:
+            if self._closed:
+                return
+            self._waiting.append(message)
+            is_full = len(self._waiting) > MOST_WAITING
+            self._changed.notify_all()
+        if is_full:
+            self.close()
 
     @property
-    def free_bytes(self) -> int:
-        with self.changed:
-            return sum(size for _, size in self._holes)
+    def is_empty(self) -> bool:
+        with self._changed:
+            return self._is_empty
 
+    @property
+    def _is_empty(self) -> bool:
+        return self._closed or not (self._waiting or self._sending)
 
-def split(shared: Tensor) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], Tensor]:
-    """The epochs, and what is behind them."""
-    epochs = shared[: ENTRIES * EPOCH_BYTES].numpy().view(np.int64)
-    return epochs, shared[ENTRIES * EPOCH_BYTES :]
+    def flush(self, deadline: float) -> None:
+        """Returns once everything is sent, or at the deadline."""
+        with self._changed:
+            left = max(0.0, deadline - time.monotonic())
+            self._changed.wait_for(lambda: self._is_empty, left)
+
+    def close(self) -> None:
+        """Drops what waits, and ends the connection. May be repeated."""
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            self._changed.notify_all()
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._sending = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if self._closed:
+                    return
+                message, self._sending = self._waiting.popleft(), True
+            try:
+                send(self._connection, message)
+            except OSError:
+                self.close()

@@ -1,7 +1,8 @@
 """Connections to the ranks of other instances, to send KV caches on.
 
-Each has a thread, so that a step waits for others only once much is on its way. What is sent lies
-in the outbox: a rank of the same machine reads it there, for others it is sent by TCP.
+Each has a thread, so that a step waits for others only once much is on its way; and then not for a
+peer that takes nothing. What is sent lies in the send buffer: a rank of the same machine reads it
+there, for others it is sent by TCP.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
@@ -34,42 +36,46 @@ from moesaic.disagg.messages import (
     frame,
     receive,
 )
-from moesaic.disagg.outbox import Outbox
+from moesaic.disagg.send_buffer import SendBuffer
 from moesaic.disagg.transports.registry import TCP, TRANSPORTS
 
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS: Final = 2.0
-# How long a peer may take nothing, also one that a step waits for.
+# How long a peer may take nothing.
 STALL_SECONDS: Final = 5.0
+# The same while a step waits for room in memory: it waits for peers that are slow, not for one that
+# is stopped.
+HOLD_SECONDS: Final = 1.0
 # A peer that could not be reached is not tried again for so long.
 REST_SECONDS: Final = 2.0
 
 
 class KVOutlet:
-    """To one rank. What cannot be sent is dropped: the other instance then misses it."""
+    """To one rank. What cannot be sent is dropped: the other instance then misses it. The lock is
+    that of the send buffer, and held where a method says so."""
 
     def __init__(
         self,
         address: tuple[str, int],
         own: Identity,
         secret: bytes,
-        outbox: Outbox,
+        buffer: SendBuffer,
         transport: str = TCP,
     ) -> None:
         self._address, self._own, self._secret = address, own, secret
-        self._outbox, self._offered = outbox, transport
-        self._most_held = max(outbox.largest, outbox.nbytes // 2)
-        """Bytes of the outbox, so that there is room for other peers."""
-        self._changed = outbox.changed
+        self._buffer, self._offered = buffer, transport
+        self._changed = buffer.changed
         self._queue: deque[tuple[TransferMessage, Any]] = deque()
         """Each with what it waits for on the device."""
         self._held: dict[int, Place] = {}
         """The regions that are not given back yet, by entry."""
-        self._read: dict[int, float] = {}
-        """Those of which the peer knows, and since when."""
+        self._read: set[int] = set()
+        """Those of which the peer knows."""
+        self._moved = time.monotonic()
+        """When something was sent or taken, or there was nothing to send."""
         self._connection: socket.socket | None = None
-        self._body = HostBuffer(outbox.device)
+        self._body = HostBuffer(buffer.device)
         self._rests_until = 0.0
         self._lost = ""
         """Why the connection has ended, if its reader found out."""
@@ -78,111 +84,122 @@ class KVOutlet:
         self.bytes_sent = 0
         threading.Thread(target=self._run, name="kv-outlet", daemon=True).start()
 
-    def take(self, nbytes: int) -> Place | None:
-        """A region, to be filled and put; waits while too much is on its way. None: the peer cannot
-        be reached."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._rests or self._has_room(nbytes))
-        place = self._outbox.take(nbytes, lambda: self._rests)
-        if place is not None:
-            with self._changed:
-                self._held[place.entry] = place
-        return place
+    @property
+    def rests(self) -> bool:
+        return time.monotonic() < self._rests_until
 
-    def _has_room(self, nbytes: int) -> bool:
-        return sum(place.nbytes for place in self._held.values()) + nbytes <= self._most_held
+    def is_stuck(self, seconds: float) -> bool:
+        """With the lock: it has taken nothing for so long."""
+        return bool(self._held) and time.monotonic() - self._moved > seconds
+
+    @property
+    def held_bytes(self) -> int:
+        """With the lock."""
+        return sum(place.nbytes for place in self._held.values())
+
+    def hold(self, place: Place) -> None:
+        """With the lock: a region that is filled and put next."""
+        if not self._held:
+            self._moved = time.monotonic()
+        self._held[place.entry] = place
 
     def put(self, message: TransferMessage) -> None:
-        """Also what other threads have to send."""
         event = None
-        if isinstance(message, Chunk) and self._outbox.device.type == "cuda":
+        if isinstance(message, Chunk) and self._buffer.device.type == "cuda":
             event = torch.cuda.Event(blocking=True)
-            event.record(torch.cuda.current_stream(self._outbox.device))
+            event.record(torch.cuda.current_stream(self._buffer.device))
         with self._changed:
-            if self._rests:
-                self._drop(message)
+            if self.rests:
+                self._drop_message(message)
             else:
                 self._queue.append((message, event))
             self._changed.notify_all()
 
-    @property
-    def _rests(self) -> bool:
-        return time.monotonic() < self._rests_until
+    def drop(self, why: str) -> None:
+        """With the lock: gives up what waits. The peer sees the end of the connection."""
+        logger.warning("no KV cache can be sent to %s: %s", self, why)
+        self._rests_until = time.monotonic() + REST_SECONDS
+        self._disconnect()
+        for message, _ in self._queue:
+            self._drop_message(message)
+        self._queue.clear()
+        self._changed.notify_all()
 
     def _run(self) -> None:
         while True:
             message: TransferMessage | None = None
             with self._changed:
-                self._changed.wait_for(self._is_due, STALL_SECONDS / 10)
+                self._changed.wait_for(lambda: self._queue or self._lost, STALL_SECONDS / 10)
+                self._look_after_peer()
+                message, event = self._queue.popleft() if self._queue else (None, None)
             try:
-                self._check()
-                with self._changed:
-                    message, event = self._queue.popleft() if self._queue else (None, None)
                 if message is not None:
                     self._send(message, event)
             except (OSError, ValueError) as error:  # ValueError: no host has such a name
-                self._give_up(error, message)
+                with self._changed:
+                    self._drop_message(message)
+                    if not self.rests:
+                        self.drop(str(error))
 
-    def _is_due(self) -> bool:
-        return bool(self._queue or self._lost)
-
-    def _check(self) -> None:
-        """Forgets a connection that has ended; OSError if the peer reads nothing."""
-        with self._changed:
-            if self._lost:
-                if self._read:
-                    logger.warning("%s has not read all of its KV caches: %s", self, self._lost)
-                self._disconnect()
-            oldest = min(self._read.values(), default=time.monotonic())
-        if time.monotonic() - oldest > STALL_SECONDS:
-            raise TimeoutError(f"it has read nothing for {STALL_SECONDS:g} s")
+    def _look_after_peer(self) -> None:
+        """With the lock. A connection that has ended is made again when it is needed."""
+        if self._lost:
+            if self._read:
+                logger.warning("%s has not read all of its KV caches: %s", self, self._lost)
+            self._disconnect()
+        elif self._read and self.is_stuck(STALL_SECONDS):
+            self.drop(f"it took nothing for {STALL_SECONDS:g} s")
 
     def _send(self, message: TransferMessage, event: Any) -> None:
-        if self._connection is None:
-            self._connect()
+        connection = self._connection or self._connect()
         if event is not None:
             event.synchronize()
+            self._moved = time.monotonic()
         if not isinstance(message, Chunk) or message.place is None:
-            self._send_frame(message)
+            self._send_frame(connection, message)
         elif self.transport == TCP:
-            body = self._body.copy_of(self._outbox.at(message.place))
-            self._send_frame(replace(message, place=None), [bytes_of(body)])
+            body = self._body.copy_of(self._buffer.at(message.place))
+            self._send_frame(connection, replace(message, place=None), [bytes_of(body)])
             self._give_back(message.place.entry)
         else:
             with self._changed:
-                self._read[message.place.entry] = time.monotonic()
-            self._send_frame(message)
+                self._read.add(message.place.entry)
+            self._send_frame(connection, message)
             self.bytes_sent += message.place.nbytes
 
-    def _send_frame(self, message: TransferMessage, body: list[Buffer] | None = None) -> None:
-        assert self._connection is not None
-        for buffer in frame(message, body or []):
-            left = memoryview(buffer)
+    def _send_frame(
+        self, connection: socket.socket, message: TransferMessage, body: Sequence[Buffer] = ()
+    ) -> None:
+        for part in frame(message, body):
+            left = memoryview(part)
             while left:
-                sent = self._connection.send(left)
-                left = left[sent:]
+                sent = connection.send(left)
+                left, self._moved = left[sent:], time.monotonic()
                 self.bytes_sent += sent
 
-    def _connect(self) -> None:
+    def _connect(self) -> socket.socket:
         dial = partial(socket.create_connection, self._address, CONNECT_SECONDS)
         made, _ = connect(dial, Role.KV, self._own, self._secret, CONNECT_SECONDS, waits=False)
         assert isinstance(made, socket.socket), "a data link is not encrypted"
-        self._connection, self._lost = made, ""
         made.settimeout(STALL_SECONDS)
-        self.transport = self._agree()
-        reader = threading.Thread(target=self._read_answers, args=(made,), daemon=True)
-        reader.start()
+        self.transport = self._agree(made)
+        with self._changed:
+            if self.rests:
+                made.close()
+                raise ConnectionError("it was given up while it was connected to")
+            self._connection, self._lost = made, ""
+        threading.Thread(target=self._read_answers, args=(made,), daemon=True).start()
+        return made
 
-    def _agree(self) -> str:
+    def _agree(self, connection: socket.socket) -> str:
         """The transport that the peer can read by."""
-        assert self._connection is not None
         if self._offered == TCP:
             return TCP
-        handle = TRANSPORTS[self._offered].export(self._outbox)
-        self._send_frame(Exported(self._offered, handle))
-        answer, _ = receive(self._connection)
+        handle = TRANSPORTS[self._offered].export(self._buffer)
+        self._send_frame(connection, Exported(self._offered, handle))
+        answer, _ = receive(connection)
         if not isinstance(answer, Opened):
-            raise Malformed(f"a {type(answer).__name__} in answer to an outbox")
+            raise Malformed(f"a {type(answer).__name__} in answer to a send buffer")
         if not answer.why:
             return self._offered
         logger.info("KV caches go to %s by TCP, not %s: %s", self, self._offered, answer.why)
@@ -209,36 +226,26 @@ class KVOutlet:
         with self._changed:
             place = self._held.pop(entry, None)
             if place is None:
-                raise Malformed(f"entry {entry} of the outbox is not this peer's")
-            self._read.pop(entry, None)
-            self._outbox.give_back(place)
+                raise Malformed(f"entry {entry} of the send buffer is not this peer's")
+            self._read.discard(entry)
+            self._moved = time.monotonic()
+            self._buffer.give_back(place)
 
-    def _drop(self, message: TransferMessage | None) -> None:
-        if isinstance(message, Chunk) and message.place is not None:
-            with self._changed:
-                if message.place.entry in self._held:
-                    self._give_back(message.place.entry)
+    def _drop_message(self, message: TransferMessage | None) -> None:
+        """With the lock."""
+        place = message.place if isinstance(message, Chunk) else None
+        if place is not None and place.entry in self._held:
+            self._give_back(place.entry)
 
     def _disconnect(self) -> None:
+        """With the lock. What the peer knows of is given back."""
         if self._connection is not None:
-            with suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RDWR)  # wakes its reader
+            with suppress(OSError):  # its reader waits on it, and a thread may be sending
+                self._connection.shutdown(socket.SHUT_RDWR)
             self._connection.close()
         self._connection, self._lost = None, ""
         for entry in list(self._read):
             self._give_back(entry)
-
-    def _give_up(self, error: Exception, message: TransferMessage | None) -> None:
-        """The peer sees the end of the connection, unless there was none."""
-        logger.warning("no KV cache can be sent to %s: %s", self, error)
-        with self._changed:
-            self._drop(message)
-            self._disconnect()
-            self._rests_until = time.monotonic() + REST_SECONDS
-            for waiting, _ in self._queue:
-                self._drop(waiting)
-            self._queue.clear()
-            self._changed.notify_all()
 
     def __str__(self) -> str:
         host, port = self._address
@@ -248,23 +255,39 @@ class KVOutlet:
 class KVOutlets:
     """By address, made at first use. `transport`: what is offered to peers."""
 
-    def __init__(self, own: Identity, secret: bytes, outbox: Outbox, transport: str = TCP) -> None:
+    def __init__(
+        self, own: Identity, secret: bytes, buffer: SendBuffer, transport: str = TCP
+    ) -> None:
         self._own, self._secret = own, secret
-        self.outbox, self._transport = outbox, transport
+        self.buffer, self._transport = buffer, transport
         self._outlets: dict[tuple[str, int], KVOutlet] = {}
 
     def take(self, host: str, port: int, nbytes: int) -> Place | None:
-        """A region of the outbox for a chunk that is then put; None: the peer is not reached."""
-        return self._outlet(host, port).take(nbytes)
+        """A region of the send buffer for a chunk that is then put; None: the peer is not reached.
+        Waits while too much is on its way, but not for a peer that takes nothing."""
+        outlet, half = self._outlet(host, port), max(self.buffer.nbytes // 2, nbytes)
+        with self.buffer.changed:
+            while not outlet.rests:
+                # Half of it stays for other peers.
+                fits = outlet.held_bytes + nbytes <= half
+                if fits and (place := self.buffer.take(nbytes)) is not None:
+                    outlet.hold(place)
+                    return place
+                for other in self._outlets.values():
+                    if other.is_stuck(HOLD_SECONDS):
+                        other.drop(f"it took nothing for {HOLD_SECONDS:g} s, and others wait")
+                self.buffer.changed.wait(HOLD_SECONDS / 4)
+        return None
 
     def put(self, host: str, port: int, message: TransferMessage) -> None:
         self._outlet(host, port).put(message)
 
     def _outlet(self, host: str, port: int) -> KVOutlet:
-        outlet = self._outlets.get((host, port))
-        if outlet is None:
-            given = (host, port), self._own, self._secret, self.outbox, self._transport
-            outlet = self._outlets[host, port] = KVOutlet(*given)
+        with self.buffer.changed:
+            outlet = self._outlets.get((host, port))
+            if outlet is None:
+                given = (host, port), self._own, self._secret, self.buffer, self._transport
+                outlet = self._outlets[host, port] = KVOutlet(*given)
         return outlet
 
     @property

@@ -31,7 +31,7 @@ from moesaic.disagg.messages import (
     receive,
     send,
 )
-from moesaic.disagg.outbox import ENTRIES
+from moesaic.disagg.send_buffer import ENTRIES
 from moesaic.disagg.staging import StagedCache
 from moesaic.disagg.transports.registry import AUTO, Source, open_source
 
@@ -52,7 +52,7 @@ class Feed:
         self.tickets: set[Ticket] = set()
         """The transfers of which a part has come here and a part has not."""
         self.source: Source | None = None
-        """The outbox of the rank that is connected."""
+        """The send buffer of the rank that is connected."""
         self.body = HostBuffer(device)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -63,10 +63,10 @@ class Feed:
             _read_into(self.connection, bytes_of(data))
             return data
         if self.source is None:
-            raise Malformed("a place in an outbox that was not told")
+            raise Malformed("a place in a send buffer that was not told")
         data = self.source.read(chunk.place)
         if data.nbytes != chunk.place.nbytes or chunk.place.entry >= ENTRIES:
-            raise Malformed(f"{chunk.place}, which is not in the outbox")
+            raise Malformed(f"{chunk.place}, which is not in the send buffer")
         return data
 
     def write(self, staged: StagedCache, chunk: Chunk, data: Tensor) -> None:

@@ -35,13 +35,13 @@ class KVSender:
     def _send_piece(
         self, order: KVSend, rank: KVRank, part: Piece, cache: PagedCache, slots_T: Tensor
     ) -> None:
-        share, outbox = self._shares[self._own], self._outlets.outbox
+        share, buffer = self._shares[self._own], self._outlets.buffer
         layers, heads = _within(part.layers, share.layers), _within(part.heads, share.heads)
         per_channel = cache.keys.element_size() * len(part.layers) * len(part.heads)
         key_bytes, per_token = (
             per_channel * dims for dims in (share.key_dim, share.key_dim + share.value_dim)
         )
-        step = max(1, outbox.largest // per_token)
+        step = max(1, buffer.largest // per_token)
         dtype = str(cache.keys.dtype).removeprefix("torch.")
         for start in range(0, order.stop - order.first, step):
             slots = slots_T[start : start + step]
@@ -50,7 +50,7 @@ class KVSender:
             place = self._outlets.take(rank.host, rank.port, per_token * len(slots))
             if place is None:
                 return  # the other instance misses it
-            data = outbox.at(place)
+            data = buffer.at(place)
             gather(cache.keys, layers, heads, slots, data[: key_bytes * len(slots)])
             if share.value_dim:
                 gather(cache.values, layers, heads, slots, data[key_bytes * len(slots) :])

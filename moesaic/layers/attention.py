@@ -149,6 +149,10 @@ class Attention(Module):
         mixed = ctx.attention.attend_heads(self.spec, qkv_TX, ctx.angles)
         return self.o_proj(mixed if isinstance(mixed, Rows) else mixed.flatten(1))
 
+    def store(self, qkv_TX: Tensor, ctx: ForwardContext) -> None:
+        """Only puts the rows' keys and values into the cache."""
+        ctx.attention.store_heads(self.spec, qkv_TX, ctx.angles)
+
 
 @dataclass(frozen=True, slots=True)
 class LatentAttentionConfig:
@@ -229,6 +233,11 @@ class LatentAttention(Module):
         q_TND, latents_TC = self._queries(x_TH), self.kv_a_proj_with_mqa(x_TH)
         values_TNV = ctx.attention.attend_latents(self.spec, q_TND, latents_TC, ctx.angles)
         return self.o_proj(values_TNV.flatten(1))
+
+    def store(self, x_TH: Tensor, ctx: ForwardContext) -> None:
+        """Only puts the rows' latents into the cache."""
+        latents_TC = self.kv_a_proj_with_mqa(x_TH)
+        ctx.attention.store_latents(self.spec, latents_TC, ctx.angles)
 
     def prefers_absorbed(self, queries: int, kv_len: int) -> bool:
         cfg = self.config

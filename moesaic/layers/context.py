@@ -108,6 +108,14 @@ class AttentionStep(ABC):
     ) -> Tensor:
         """The same with a cache of latents; returns the mixed values [T, N, V]."""
 
+    @abstractmethod
+    def store_heads(self, spec: HeadSpec, qkv_TX: Tensor, angles: Angles) -> None:
+        """Only stores what `attend_heads` stores."""
+
+    @abstractmethod
+    def store_latents(self, spec: LatentSpec, latents_TC: Tensor, angles: Angles) -> None:
+        """Only stores what `attend_latents` stores."""
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:

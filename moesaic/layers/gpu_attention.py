@@ -165,6 +165,19 @@ class GpuAttention(AttentionStep):
         return cls.of(cache, table.put(spans), table, deterministic)
 
     def attend_heads(self, spec: HeadSpec, qkv_TX: Tensor, angles: Angles) -> Tensor | Rows:
+        entry, pages, softmax = *self._head_entry(spec, angles), _softmax(spec)
+        rows = (qkv_TX, entry, pages, self.slots_T)
+        if self.decode is None or self.prefill is not None:
+            return self._attend_rows(softmax, Queries(enter_heads(*rows)), pages, self.prefill)
+        out = self._output(spec, qkv_TX, pages)
+        if self.fused:
+            return enter_and_decode(*rows, self.decode, softmax, out)
+        return decode_attention(Queries(enter_heads(*rows)), pages, self.decode, softmax, out)
+
+    def store_heads(self, spec: HeadSpec, qkv_TX: Tensor, angles: Angles) -> None:
+        enter_heads(qkv_TX, *self._head_entry(spec, angles), self.slots_T)
+
+    def _head_entry(self, spec: HeadSpec, angles: Angles) -> tuple[HeadEntry, LayerPages]:
         q_norm, k_norm = spec.q_norm, spec.k_norm
         cos_TR, sin_TR = self._head_angles(angles)
         entry = HeadEntry(
@@ -178,23 +191,23 @@ class GpuAttention(AttentionStep):
         )
         keys, values = self.cache.layers[spec.layer]
         scales = self.cache.k_scale, self.cache.v_scale
-        pages, softmax = LayerPages(keys, values, values.shape[-1], *scales), _softmax(spec)
-        rows = (qkv_TX, entry, pages, self.slots_T)
-        if self.decode is None or self.prefill is not None:
-            return self._attend_rows(softmax, Queries(enter_heads(*rows)), pages, self.prefill)
-        out = self._output(spec, qkv_TX, pages)
-        if self.fused:
-            return enter_and_decode(*rows, self.decode, softmax, out)
-        return decode_attention(Queries(enter_heads(*rows)), pages, self.decode, softmax, out)
+        return entry, LayerPages(keys, values, values.shape[-1], *scales)
 
-    def attend_latents(
-        self, spec: LatentSpec, q_TND: Tensor, latents_TC: Tensor, angles: Angles
-    ) -> Tensor:
+    def store_latents(self, spec: LatentSpec, latents_TC: Tensor, angles: Angles) -> None:
+        q_T1R = latents_TC.new_zeros(len(latents_TC), 1, spec.rope_dim)
+        enter_latent(q_T1R, latents_TC, *self._latent_entry(spec, angles), self.slots_T)
+
+    def _latent_entry(self, spec: LatentSpec, angles: Angles) -> tuple[LatentEntry, LayerPages]:
         cos, sin = self._head_angles(angles)
         norm, interleaved = spec.norm, spec.rope.interleaved
         entry = LatentEntry(cos, sin, interleaved, norm.weight, norm.eps)
         keys, _ = self.cache.layers[spec.layer]
-        pages = LayerPages(keys, None, keys.shape[-1] - spec.rope_dim, self.cache.k_scale)
+        return entry, LayerPages(keys, None, keys.shape[-1] - spec.rope_dim, self.cache.k_scale)
+
+    def attend_latents(
+        self, spec: LatentSpec, q_TND: Tensor, latents_TC: Tensor, angles: Angles
+    ) -> Tensor:
+        entry, pages = self._latent_entry(spec, angles)
         plain, rope = q_TND.split([q_TND.shape[-1] - spec.rope_dim, spec.rope_dim], dim=-1)
         rope = enter_latent(rope, latents_TC, entry, pages, self.slots_T)
         return self._attend_latent_rows(spec, Queries(plain, rope), pages)

@@ -340,6 +340,11 @@ class DecoderLayer(Module):
             operation(state)
         return state.output, state.sum_TH
 
+    def store(self, x_TH: Tensor, ctx: ForwardContext) -> None:
+        """Only puts the rows' keys and values into the cache, without the layer's output."""
+        attention = self.self_attn
+        attention.store(attention.norm_and_project(self.input_layernorm, x_TH, None)[0], ctx)
+
     def begin(self, batch: MicroBatch) -> LayerState:
         if self.announce is not None:
             self.announce()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from moesaic.router.args import DEFAULT_BOOTSTRAP_PORT, RouterArgs
+from moesaic.server.context import DRAINING
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ class Worker:
     """All requests that it got."""
     failures: int = 0
     since: float = field(default_factory=time.monotonic)
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)
+    """It is drained, or is not to be used any more: its open requests go to others."""
 
     @property
     def host(self) -> str:
@@ -52,12 +56,19 @@ class Worker:
 
     def lose(self, why: str) -> None:
         """Nothing is sent to it until a check succeeds."""
-        self.failures += 1
+        self.failures += not self.leaving.is_set()
         if self.is_healthy:
             logger.warning("%s instance %s is not used: %s", self.role, self.url, why)
             self.is_healthy, self.why, self.since = False, why, time.monotonic()
 
+    def leave(self, why: str) -> None:
+        if not self.leaving.is_set():
+            logger.warning("the requests of %s instance %s are moved: %s", self.role, self.url, why)
+            self.leaving.set()
+            self.is_healthy, self.why, self.since = False, why, time.monotonic()
+
     def find(self) -> None:
+        self.leaving.clear()
         if not self.is_healthy:
             logger.info("%s instance %s is used again", self.role, self.url)
             self.is_healthy, self.why, self.since = True, "", time.monotonic()
@@ -67,6 +78,7 @@ class Worker:
             "url": self.url,
             "worker_type": self.role,
             "is_healthy": self.is_healthy,
+            "is_drained": self.leaving.is_set(),
             "why": self.why or None,
             "open_requests": self.requests,
             "requests": self.total,
@@ -105,7 +117,7 @@ class HealthChecks:
 
     async def run(self) -> None:
         while True:
-            await asyncio.gather(*map(self.check, self._workers))
+            await asyncio.gather(*map(self.check, list(self._workers)))
             await asyncio.sleep(self._interval)
 
     async def check(self, worker: Worker) -> None:
@@ -114,7 +126,16 @@ class HealthChecks:
             async with self._session.get(url, timeout=self._timeout) as answer:
                 if answer.status == 200:
                     worker.find()
+                elif _is_draining(await answer.read()):
+                    worker.leave("it takes no requests any more")
                 else:
                     worker.lose(f"/health answers {answer.status}")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             worker.lose(f"/health fails: {error or type(error).__name__}")
+
+
+def _is_draining(answer: bytes) -> bool:
+    try:
+        return bool(json.loads(answer)["error"]["code"] == DRAINING)
+    except (ValueError, KeyError, TypeError):
+        return False

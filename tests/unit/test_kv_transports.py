@@ -1,17 +1,15 @@
-"""The ways by which a rank of one instance reads what a rank of another has put into its outbox:
-what is read is what was sent, or nothing at all."""
+"""The ways by which a rank of one instance reads the send buffer of a rank of another: what is read
+is what was sent, or nothing at all."""
 
 from __future__ import annotations
 
 import random
 import socket
 import sys
-import threading
 import time
 from importlib.util import find_spec
 from itertools import pairwise
 from subprocess import PIPE, Popen
-from typing import Any
 
 import msgspec
 import pytest
@@ -20,7 +18,7 @@ import torch
 from moesaic.core.disagg import KVSend, KVShare, KVTarget, Room, Ticket
 from moesaic.disagg import outlets as outlets_module
 from moesaic.disagg.messages import Chunk, Exported, Opened, Place, Taken, frame, receive
-from moesaic.disagg.outbox import ENTRIES, Outbox, outbox_bytes
+from moesaic.disagg.send_buffer import ENTRIES, SendBuffer, send_buffer_bytes
 from moesaic.disagg.sender import KVSender
 from moesaic.disagg.staging import StagedCache
 from moesaic.disagg.transports import registry, shared
@@ -48,49 +46,29 @@ CPU = torch.device("cpu")
 has_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")
 
 
-def never() -> bool:
-    return False
-
-
 def test_regions_do_not_overlap() -> None:
     """Of any sizes, in any order of giving back; in the end all is one hole again."""
-    chooser, outbox, taken = random.Random(3), Outbox(1 << 20), list[Place]()
+    chooser, buffer, taken = random.Random(3), SendBuffer(1 << 20), list[Place]()
     for _ in range(3000):
-        nbytes = chooser.choice([1, 255, 256, 257, chooser.randint(1, outbox.largest)])
-        found: list[Place] = []
-        if chooser.random() < 0.55 and outbox._find(nbytes, found):
-            taken += found
+        nbytes = chooser.choice([1, 255, 256, 257, chooser.randint(1, buffer.largest)])
+        if chooser.random() < 0.55 and (place := buffer.take(nbytes)) is not None:
+            taken.append(place)
         elif taken:
-            outbox.give_back(taken.pop(chooser.randrange(len(taken))))
+            buffer.give_back(taken.pop(chooser.randrange(len(taken))))
         spans = sorted((one.offset, one.offset + one.nbytes) for one in taken)
         assert all(one[1] <= other[0] for one, other in pairwise(spans))
-        assert not spans or spans[-1][1] <= outbox.nbytes
+        assert not spans or spans[-1][1] <= buffer.nbytes
     for place in taken:
-        outbox.give_back(place)
-    assert outbox._holes == [(0, outbox.nbytes)] and len(outbox._entries) == ENTRIES
+        buffer.give_back(place)
+    assert buffer._holes == [(0, buffer.nbytes)] and len(buffer._entries) == ENTRIES
 
 
-def test_a_region_is_waited_for() -> None:
-    outbox = Outbox(1 << 20)
-    held = [outbox.take(outbox.largest, never) for _ in range(4)]
-    assert outbox.take(1, lambda: True) is None
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(outbox.take(1, never)))
-    thread.start()
-    assert held[2] is not None
-    outbox.give_back(held[2])
-    thread.join(10)
-    assert found[0].offset == held[2].offset and outbox.free_bytes == outbox.largest - 256
-    if found[0].entry == held[2].entry:
-        assert found[0].epoch == held[2].epoch + 1
-
-
-def test_sizes_of_outboxes() -> None:
+def test_sizes_of_send_buffers() -> None:
     """A prompt's, within bounds."""
-    assert outbox_bytes(100, 50, "cpu") == 1 << 20
-    assert outbox_bytes(1000, 5000, "cuda") == 5 << 20
-    assert outbox_bytes(98304, 40960, "cpu") == 256 << 20
-    assert outbox_bytes(98304, 40960, "cuda") == 1 << 30
+    assert send_buffer_bytes(100, 50, "cpu") == 1 << 20
+    assert send_buffer_bytes(1000, 5000, "cuda") == 5 << 20
+    assert send_buffer_bytes(98304, 40960, "cpu") == 256 << 20
+    assert send_buffer_bytes(98304, 40960, "cuda") == 1 << 30
 
 
 def transfer(sends: str, takes: str, tokens: int = 9) -> dict[str, str]:
@@ -111,7 +89,7 @@ def transfer(sends: str, takes: str, tokens: int = 9) -> dict[str, str]:
             receiver.staged(ticket).move_to(cache, target.slots(0, tokens))
         target.check(whole, 0)
         for one in outlets:
-            wait_until(lambda one=one: one.outbox.free_bytes == one.outbox.nbytes)
+            wait_until(lambda one=one: one.buffer.free_bytes == one.buffer.nbytes)
     return {**outlets[0].transports, **outlets[1].transports}
 
 
@@ -139,8 +117,8 @@ def test_auto_goes_by_the_device() -> None:
     assert registry.transport_of("tcp", "cuda") == "tcp"
 
 
-def bogus(outbox: Outbox) -> bytes:
-    return msgspec.msgpack.encode(SharedHandle(outbox.path, "moesaic-kv-of-another", 8))
+def bogus(buffer: SendBuffer) -> bytes:
+    return msgspec.msgpack.encode(SharedHandle(buffer.path, "moesaic-kv-of-another", 8))
 
 
 def test_memory_of_another_machine_is_sent_by_tcp(
@@ -156,27 +134,26 @@ def test_memory_of_another_machine_is_sent_by_tcp(
 
 
 def test_a_gpu_is_not_read_by_a_rank_on_a_cpu() -> None:
-    handle = DeviceHandle(SharedHandle.of(Outbox(1 << 20)), b"x" * 64, 1 << 20)
+    handle = DeviceHandle(SharedHandle.of(SendBuffer(1 << 20)), b"x" * 64, 1 << 20)
     with pytest.raises(OSError, match="this rank computes on the CPU"):
         registry.open_source("cuda_ipc", msgspec.msgpack.encode(handle), "auto", CPU)
 
 
-def test_what_waits_for_one_peer_leaves_room_for_others() -> None:
-    """A peer that reads nothing holds half of the outbox, and gives it back when it is given up."""
+def test_what_waits_for_one_peer_leaves_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that reads nothing holds half of the buffer, and gives it back when it is given up."""
+    monkeypatch.setattr(outlets_module, "HOLD_SECONDS", 0.5)
     [one] = shares(1, 1, False)
     with receivers([one]) as ((receiver,), _), socket.create_server(("127.0.0.1", 0)) as deaf:
         outlets = outlets_of(0, "shm")
-        outbox, address = outlets.outbox, deaf.getsockname()
-        held = [outlets.take(*address, outbox.largest) for _ in range(2)]
-        late: list[Any] = []
-        thread = threading.Thread(target=lambda: late.append(outlets.take(*address, 1)))
-        thread.start()
-        assert outlets.take("127.0.0.1", receiver.port, outbox.largest) is not None
-        for place in held:
+        buffer, address = outlets.buffer, deaf.getsockname()
+        for _ in range(2):
+            place = outlets.take(*address, buffer.largest)
             outlets.put(*address, chunk_of(Ticket(1, 1), place=place))
-        thread.join(20)  # nobody welcomes it
-        assert late == [None]
-        wait_until(lambda: outbox.free_bytes == outbox.nbytes - outbox.largest)
+        assert outlets.take("127.0.0.1", receiver.port, buffer.largest) is not None
+        began = time.monotonic()
+        assert outlets.take(*address, 1) is None  # nobody welcomes it
+        assert 0.2 < time.monotonic() - began < 3
+        wait_until(lambda: buffer.free_bytes == buffer.nbytes - buffer.largest)
 
 
 def test_a_peer_that_stops_reading_is_given_up(
@@ -196,9 +173,9 @@ def test_a_peer_that_stops_reading_is_given_up(
             order = KVSend(target, 0, tokens)
             sender = KVSender([one], 0, outlets)
             sender.send(order, group.caches[0], group.slots(0, tokens))
-            wait_until(lambda: "it has read nothing for 0.5 s" in caplog.text)
-            wait_until(lambda: outlets.outbox.free_bytes == outlets.outbox.nbytes)
-            outlets.outbox.data.fill_(255)
+            wait_until(lambda: "it took nothing for 0.5 s" in caplog.text)
+            wait_until(lambda: outlets.buffer.free_bytes == outlets.buffer.nbytes)
+            outlets.buffer.data.fill_(255)
         event = next_event(rooms)
         assert event.result is None and "what it had sent was read too late" in event.why
         assert staged.num_missing == LAYERS * tokens * HEADS
@@ -207,19 +184,19 @@ def test_a_peer_that_stops_reading_is_given_up(
 def test_what_is_there_survives_what_is_read_too_late() -> None:
     """A chunk that comes again does not touch it; one that overlaps it makes it missing."""
     [one] = shares(1, 1, False)
-    outbox = Outbox(1 << 20)
+    buffer = SendBuffer(1 << 20)
     with receivers([one]) as ((receiver,), rooms):
         rooms.announce(1, Room(3, "127.0.0.1", 1), PROMPT)
         ticket = rooms.offer(1, 0, 4)
-        sender = talk(receiver, frame(Exported("shm", shared.export(outbox))))
+        sender = talk(receiver, frame(Exported("shm", shared.export(buffer))))
         assert receive(sender)[0] == Opened("")
-        [first, again, wider] = [outbox.take(len(BODY) * n, never) for n in (1, 1, 2)]
+        [first, again, wider] = [buffer.take(len(BODY) * n) for n in (1, 1, 2)]
         assert first and again and wider
-        outbox.at(first)[:] = torch.frombuffer(bytearray(BODY), dtype=torch.uint8)
-        outbox.at(again).fill_(255)
-        outbox.at(wider).fill_(255)
+        buffer.at(first)[:] = torch.frombuffer(bytearray(BODY), dtype=torch.uint8)
+        buffer.at(again).fill_(255)
+        buffer.at(wider).fill_(255)
         for place in (again, wider):
-            outbox.give_back(place)
+            buffer.give_back(place)
         staged = receiver.staged(ticket)
         for place in (first, again):
             sender.sendall(b"".join(frame(chunk_of(ticket, place=place))))
@@ -237,8 +214,8 @@ def test_what_is_there_survives_what_is_read_too_late() -> None:
     ("place", "text"),
     [
         (Place(0, len(BODY) - 4, 0, 0), "with 956 bytes: 960 are expected"),
-        (Place(1 << 20, len(BODY), 0, 0), "which is not in the outbox"),
-        (Place(0, len(BODY), ENTRIES, 0), "which is not in the outbox"),
+        (Place(1 << 20, len(BODY), 0, 0), "which is not in the send buffer"),
+        (Place(0, len(BODY), ENTRIES, 0), "which is not in the send buffer"),
         (Place(-1, len(BODY), 0, 0), "cannot be read: Expected `int` >= 0"),
     ],
 )
@@ -246,12 +223,12 @@ def test_malformed_places_end_the_connection(
     place: Place, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     [one] = shares(1, 1, False)
-    outbox = Outbox(1 << 20)
+    buffer = SendBuffer(1 << 20)
     with receivers([one]) as ((receiver,), rooms):
         rooms.announce(1, Room(3, "127.0.0.1", 1), PROMPT)
         ticket = rooms.offer(1, 0, 2)
         wait_until(lambda: receiver.staged_bytes > 0)
-        sender = talk(receiver, frame(Exported("shm", shared.export(outbox))))
+        sender = talk(receiver, frame(Exported("shm", shared.export(buffer))))
         assert receive(sender)[0] == Opened("")
         sender.sendall(b"".join(frame(chunk_of(ticket, place=place))))
         wait_until(lambda: text in caplog.text)
@@ -259,14 +236,14 @@ def test_malformed_places_end_the_connection(
         sender.close()
 
 
-def test_a_place_needs_an_outbox(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_place_needs_a_send_buffer(caplog: pytest.LogCaptureFixture) -> None:
     [one] = shares(1, 1, False)
     with receivers([one]) as ((receiver,), rooms):
         rooms.announce(1, Room(3, "127.0.0.1", 1), PROMPT)
         ticket = rooms.offer(1, 0, 2)
         wait_until(lambda: receiver.staged_bytes > 0)
         sender = talk(receiver, frame(chunk_of(ticket, place=Place(0, len(BODY), 0, 0))))
-        wait_until(lambda: "a place in an outbox that was not told" in caplog.text)
+        wait_until(lambda: "a place in a send buffer that was not told" in caplog.text)
         sender.close()
 
 
@@ -287,10 +264,10 @@ def test_float8_has_no_infinity() -> None:
 def test_a_read_by_nixl_of_a_process_that_is_gone() -> None:
     """An error, and soon."""
     code = (
-        "import sys, torch; from moesaic.disagg.outbox import Outbox\n"
+        "import sys, torch; from moesaic.disagg.send_buffer import SendBuffer\n"
         "from moesaic.disagg.transports import nixl_reads\n"
-        "outbox = Outbox(1 << 20); outbox.data.fill_(7)\n"
-        "print(nixl_reads.export(outbox).hex(), flush=True); sys.stdin.read()"
+        "buffer = SendBuffer(1 << 20); buffer.data.fill_(7)\n"
+        "print(nixl_reads.export(buffer).hex(), flush=True); sys.stdin.read()"
     )
     with Popen([sys.executable, "-c", code], stdin=PIPE, stdout=PIPE, text=True) as other:
         assert other.stdout is not None
@@ -307,11 +284,11 @@ def test_a_read_by_nixl_of_a_process_that_is_gone() -> None:
 
 
 def test_shared_memory_is_that_of_the_owner() -> None:
-    outbox = Outbox(1 << 20)
-    source = SharedSource(shared.export(outbox), CPU)
-    place = outbox.take(5, never)
+    buffer = SendBuffer(1 << 20)
+    source = SharedSource(shared.export(buffer), CPU)
+    place = buffer.take(5)
     assert place is not None
-    outbox.at(place)[:] = torch.arange(5, dtype=torch.uint8)
+    buffer.at(place)[:] = torch.arange(5, dtype=torch.uint8)
     assert source.read(place).tolist() == [0, 1, 2, 3, 4] and source.is_current(place)
-    outbox.give_back(place)
+    buffer.give_back(place)
     assert not source.is_current(place)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moesaic.disagg.messages import Place
-from moesaic.disagg.outbox import Outbox, split
+from moesaic.disagg.send_buffer import SendBuffer, split
 from moesaic.disagg.transports.cuda_ipc import CudaError, DeviceMemory
 from moesaic.disagg.transports.shared import SharedHandle
 
@@ -20,14 +20,14 @@ class DeviceHandle(msgspec.Struct, array_like=True, frozen=True):
     nbytes: int
 
 
-def export(outbox: Outbox) -> bytes:
-    assert outbox.memory is not None, "an outbox of a GPU"
-    shared = SharedHandle.of(outbox)
-    return msgspec.msgpack.encode(DeviceHandle(shared, outbox.memory.handle, outbox.nbytes))
+def export(buffer: SendBuffer) -> bytes:
+    assert buffer.memory is not None, "a send buffer of a GPU"
+    shared = SharedHandle.of(buffer)
+    return msgspec.msgpack.encode(DeviceHandle(shared, buffer.memory.handle, buffer.nbytes))
 
 
 class DeviceSource:
-    """The outbox of a process that uses a GPU of this machine."""
+    """The send buffer of a process that uses a GPU of this machine."""
 
     def __init__(self, handle: bytes, device: torch.device) -> None:
         found = msgspec.msgpack.decode(handle, type=DeviceHandle)

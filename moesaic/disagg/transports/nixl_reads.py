@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moesaic.disagg.messages import Place
-from moesaic.disagg.outbox import ENTRIES, EPOCH_BYTES, MOST_REGION, Outbox
+from moesaic.disagg.send_buffer import ENTRIES, EPOCH_BYTES, MOST_REGION, SendBuffer
 
 KIND: Final = "DRAM"
 # How long a read may take.
@@ -62,16 +62,16 @@ def _register(agent: Any, memory: Tensor) -> None:
 
 
 @cache
-def _serve(outbox: Outbox) -> Any:
+def _serve(buffer: SendBuffer) -> Any:
     agent = _agent(serves=True)
-    _register(agent, outbox.shared)
+    _register(agent, buffer.shared)
     return agent
 
 
-def export(outbox: Outbox) -> bytes:
+def export(buffer: SendBuffer) -> bytes:
     with _exporting:
-        metadata = _serve(outbox).get_agent_metadata()
-    handle = NixlHandle(metadata, outbox.shared.data_ptr(), outbox.shared_bytes)
+        metadata = _serve(buffer).get_agent_metadata()
+    handle = NixlHandle(metadata, buffer.shared.data_ptr(), buffer.shared_bytes)
     return msgspec.msgpack.encode(handle)
 
 
@@ -79,7 +79,7 @@ _exporting = threading.Lock()
 
 
 class NixlSource:
-    """The outbox of a process anywhere. Each has an agent, and a buffer for what it reads."""
+    """The send buffer of a process anywhere. Each has an agent, and a buffer for what it reads."""
 
     def __init__(self, handle: bytes, device: torch.device) -> None:
         self._handle = msgspec.msgpack.decode(handle, type=NixlHandle)
@@ -100,7 +100,7 @@ class NixlSource:
 
     def _fetch(self, offset: int, into: int, nbytes: int) -> None:
         if offset + nbytes > self._handle.nbytes or into + nbytes > self._buffer.nbytes:
-            raise NixlError(f"{nbytes} bytes at {offset} are not in the outbox")
+            raise NixlError(f"{nbytes} bytes at {offset} are not in the send buffer")
         with _errors():
             agent, kind = self._agent, KIND
             here = agent.get_xfer_descs([(self._buffer.data_ptr() + into, nbytes, 0)], kind)

@@ -1,7 +1,7 @@
-"""How a rank of a decode instance reads what a rank of a prefill instance has put into its outbox.
+"""How a rank of a decode instance reads the send buffer of a rank of a prefill instance.
 
-A transport makes a handle of an outbox, and of the handle a source on the other side. Where none
-can be used, the bytes are sent behind their message, by TCP.
+A transport makes a handle of a send buffer, and of the handle a source on the other side. Where
+none can be used, the bytes are sent behind their message, by TCP.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moesaic.disagg.messages import Place
-from moesaic.disagg.outbox import Outbox
+from moesaic.disagg.send_buffer import SendBuffer
 from moesaic.disagg.transports import device, nixl_reads, shared
 
 AUTO: Final = "auto"
@@ -21,7 +21,7 @@ TCP: Final = "tcp"
 
 
 class Source(Protocol):
-    """An outbox of another process."""
+    """A send buffer of another process."""
 
     def read(self, place: Place) -> Tensor:
         """The bytes of a region, valid until the next read."""
@@ -36,10 +36,10 @@ class Source(Protocol):
 
 class Transport(NamedTuple):
     device: str
-    """Where the outbox is: cpu or cuda."""
+    """Where the send buffer is: cpu or cuda."""
     is_first_choice: bool
     """What auto takes there."""
-    export: Callable[[Outbox], bytes]
+    export: Callable[[SendBuffer], bytes]
     open: Callable[[bytes, torch.device], Source]
 
 

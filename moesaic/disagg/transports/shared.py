@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moesaic.comm.windows.shared_memory import map_memory
 from moesaic.disagg.messages import Place
-from moesaic.disagg.outbox import Outbox, split
+from moesaic.disagg.send_buffer import SendBuffer, split
 
 
 class SharedHandle(msgspec.Struct, array_like=True, frozen=True):
@@ -19,19 +19,19 @@ class SharedHandle(msgspec.Struct, array_like=True, frozen=True):
     nbytes: int
 
     @classmethod
-    def of(cls, outbox: Outbox) -> SharedHandle:
-        return cls(outbox.path, outbox.name, outbox.shared_bytes)
+    def of(cls, buffer: SendBuffer) -> SharedHandle:
+        return cls(buffer.path, buffer.name, buffer.shared_bytes)
 
     def map(self) -> Tensor:
         return torch.frombuffer(map_memory(self.path, self.name, self.nbytes), dtype=torch.uint8)
 
 
-def export(outbox: Outbox) -> bytes:
-    return msgspec.msgpack.encode(SharedHandle.of(outbox))
+def export(buffer: SendBuffer) -> bytes:
+    return msgspec.msgpack.encode(SharedHandle.of(buffer))
 
 
 class SharedSource:
-    """The outbox of a process on this machine."""
+    """The send buffer of a process on this machine."""
 
     def __init__(self, handle: bytes, device: torch.device) -> None:
         shared = msgspec.msgpack.decode(handle, type=SharedHandle)

@@ -21,7 +21,8 @@ class TorchBackend:
     def __init__(self, cache: PagedCache, table: PageTable, deterministic: bool) -> None:
         self._cache, self._table, self._deterministic = cache, table, deterministic
 
-    def attend(self, sequences: Sequences) -> AttentionStep:
+    def attend(self, sequences: Sequences, shares: bool = False) -> AttentionStep:
+        """`shares`: a row may read what another sequence's row stores."""
         attend = DeterministicAttention if self._deterministic else TorchAttention
         return attend(self._cache, self._table.spans(sequences))
 
@@ -40,8 +41,10 @@ class TorchBackend:
 
 
 class GpuBackend(TorchBackend):
-    def attend(self, sequences: Sequences) -> AttentionStep:
-        return GpuAttention.of(self._cache, sequences, self._table, self._deterministic)
+    def attend(self, sequences: Sequences, shares: bool = False) -> AttentionStep:
+        made = GpuAttention.of(self._cache, sequences, self._table, self._deterministic)
+        made.fused = not shares
+        return made
 
     def static(self, key: GraphKey) -> StaticAttention:
         given = (self._cache, key.rows, self._table, self._deterministic)

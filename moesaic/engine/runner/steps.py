@@ -86,7 +86,8 @@ class BatchOutput:
 @dataclass(slots=True)
 class DeviceStep:
     """An in-flight step; after `event`, `found` [2, R] has the tokens of all sampled rows, and
-    failures. `rows`: those of the plan's items, which follow its decodes. `draft`: adds drafts."""
+    failures. `rows`: those of the plan's items, which follow its decodes. `draft`: adds drafts.
+    `store`: puts into a draft model's cache what is known with the results."""
 
     steps: AsynchronousSteps
     plan: StepPlan
@@ -103,6 +104,7 @@ class DeviceStep:
     slots_L: list[int] = field(default_factory=list)
     masks: Callable[[], dict[MaskKey, GrammarMask]] = dict
     draft: Callable[[Sequence[ItemResult]], None] | None = None
+    store: Callable[[StepResult], None] | None = None
     _result: StepResult | None = None
 
     @property
@@ -227,6 +229,9 @@ class AsynchronousSteps:
         if runner.draft and output.rows_TH is not None and agreement.draft_steps:
             found_2R = None if step.host_sampled else output.found_2R
             step.draft = runner.draft.begin(plan, agreement, output.rows_TH, found_2R)
+        elif runner.draft and output.rows_TH is not None:
+            given = (plan, output.rows_TH, output.found_2R, step.host_sampled)
+            step.store = runner.draft.begin_store(*given)
         if needs_host:
             step.masks = runner.matchers.pending()
         step.event.record()
@@ -401,7 +406,10 @@ class AsynchronousSteps:
         if step.draft is not None:
             step.draft(results)
         decoded = tokens[:begin].tolist(), np.flatnonzero(broken[:begin]).tolist()
-        return StepResult(results, routed, *decoded)
+        result = StepResult(results, routed, *decoded)
+        if step.store is not None:
+            step.store(result)
+        return result
 
     def _sample_on_host(self, step: DeviceStep, logits_LV: Tensor, found: list[ItemResult]) -> None:
         """`found`: the results of the rows of items."""

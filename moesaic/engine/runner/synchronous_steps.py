@@ -75,6 +75,8 @@ class SynchronousSteps:
         result.routed = routed
         if runner.draft is not None and agreement.draft_steps:
             runner.draft.run(plan, agreement, output.hidden_TH, result.items)
+        elif runner.draft is not None:
+            runner.draft.store(plan, output.hidden_TH, result)
         return FinishedStep(result)
 
     def results(self, plan: StepPlan, output: EagerOutput, group_rows: Sequence[int]) -> StepResult:

@@ -128,6 +128,8 @@ class InflightStep:
     """And of its decodes."""
     drafting: int = 0
     """The drafts that each request may have; if any, it was planned when all tokens were known."""
+    draft_stops: dict[Request, int] = field(default_factory=dict)
+    """Where a draft model that fills gaps is with each request, unless drafts are rejected."""
     is_overlapped: bool = True
     """It was planned while another step was in flight, or steps never are."""
     started_at: int = field(default_factory=time.monotonic_ns)

@@ -104,6 +104,15 @@ class DecodeRows:
 NO_DECODES: Final = DecodeRows.from_bytes(b"", [])
 
 
+class DraftGap(msgspec.Struct, array_like=True, gc=False):
+    """Tokens of a request, from position `first` on, that the target has computed and the ranks'
+    draft model has not. `row`: the request's row of the page table."""
+
+    row: int
+    first: int
+    token_ids: list[int]
+
+
 class StepPlan(msgspec.Struct, dict=True):
     """The work of one serving group. All its ranks carry out all plans in order. `clear`: newly
     allocated pages, zeroed first. `ended`: requests that no later plan names. The sequences of the
@@ -119,11 +128,18 @@ class StepPlan(msgspec.Struct, dict=True):
     draft_steps: int = 0
     """Tokens that the ranks' draft model proposes behind each item with a `draft_until`; 0: it does
     not run."""
+    gaps: list[DraftGap] = []
+    """What it computes beside the step's tokens."""
 
     @property
     def num_drafting(self) -> int:
         """Sequences that get drafts."""
         return sum(item.draft_until > 0 for item in self.items) if self.draft_steps else 0
+
+    @property
+    def extending(self) -> int:
+        """Rows by which the draft model extends its cache."""
+        return self.num_tokens + sum(len(gap.token_ids) for gap in self.gaps)
 
     @property
     def has_work(self) -> bool:
@@ -307,13 +323,20 @@ class StepAgreement(msgspec.Struct, array_like=True):
     """The most of any group, as StepPlan.draft_steps."""
     drafting: tuple[int, ...] = ()
     """Sequences of each group that get drafts."""
+    extending: tuple[int, ...] = ()
+    """Rows of each group by which the draft model extends its cache, as StepPlan.extending."""
 
     @classmethod
     def alone(cls, plan: StepPlan) -> StepAgreement:
         """Without other ranks."""
         made = cls(0, (plan.num_tokens,), prefill=plan.prefill, draft_steps=plan.draft_steps)
-        made.drafting = (plan.num_drafting,)
+        made.drafting, made.extending = (plan.num_drafting,), (plan.extending,)
         return made
+
+    @property
+    def fills_gaps(self) -> bool:
+        """Whether the draft model also computes tokens of earlier steps."""
+        return bool(self.draft_steps) and self.extending != self.counts
 
     @property
     def halves(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -18,7 +18,7 @@ from moesaic.comm.mesh import Mesh, RankPlace, mesh_of
 from moesaic.config import ServerArgs
 from moesaic.config.resolve import CHUNKS
 from moesaic.core.speculation import MOST_DRAFTS
-from moesaic.disagg.outbox import outbox_bytes
+from moesaic.disagg.send_buffer import send_buffer_bytes
 from moesaic.engine.setup.dense_setup import dense_weights
 from moesaic.engine.setup.device_memory import (
     GIB,
@@ -99,8 +99,8 @@ class RankShare:
     """Its part of `cache_bytes_per_token`."""
     staging_bytes_per_token: int = 0
     """Prompts that have arrived from other instances, before they are moved to pages."""
-    outbox_bytes: int = 0
-    """Of prompts that are on their way to other instances."""
+    outlet_bytes: int = 0
+    """Prompts on their way to other instances."""
 
     @property
     def weight_bytes(self) -> int:
@@ -109,8 +109,8 @@ class RankShare:
     @property
     def fixed_bytes(self) -> int:
         """Everything but the KV cache."""
-        buffers = self.a2a_bytes + self.collective_bytes + self.moving_bytes + self.outbox_bytes
-        return self.weight_bytes + self.table_bytes + buffers
+        buffers = self.a2a_bytes + self.collective_bytes + self.moving_bytes
+        return self.weight_bytes + self.table_bytes + buffers + self.outlet_bytes
 
 
 @dataclass(frozen=True)
@@ -318,7 +318,7 @@ class ResolvedModel:
         size = self.cache_dtype.itemsize
         draft_cache = 0 if draft is None else draft.cache.bytes_per_token(size)
         role, token_bytes = args.disaggregation_mode, model.cache.bytes_per_token(size)
-        outbox = outbox_bytes(token_bytes, self.context_length, kind_of(args))
+        sent = send_buffer_bytes(token_bytes, self.context_length, kind_of(args))
         moves = args.enable_eplb and experts
         moving = buffer_sizes(args, experts, ranks.stage_peers) if moves else None
         return RankShare(
@@ -345,7 +345,7 @@ class ResolvedModel:
             draft_bytes=0 if draft is None else draft.nbytes,
             draft_cache_bytes=draft_cache,
             staging_bytes_per_token=token_bytes if role == "decode" else 0,
-            outbox_bytes=outbox if role == "prefill" else 0,
+            outlet_bytes=sent if role == "prefill" else 0,
         )
 
 

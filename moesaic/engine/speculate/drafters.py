@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from moesaic.config import ServerArgs
 from moesaic.config.speculation import speculation_of
@@ -89,6 +89,16 @@ class DraftModel(Protocol):
 
     def logits(self, hidden_RH: Tensor, counts: Sequence[int]) -> Tensor:
         """As CausalLM.logits."""
+
+
+@runtime_checkable
+class TargetReader(Protocol):
+    """A draft model with `reads_target`: steps without drafts put their rows into its cache, as the
+    target's hidden states are gone later. What a model of tokens lacks it computes later."""
+
+    def store(self, rows: DraftRows, hidden_TH: Tensor, attention: AttentionStep) -> None:
+        """What `forward` puts into the cache, without its output: ranks of an attention group call
+        this together, others need not."""
 
 
 class DraftSource(Protocol):

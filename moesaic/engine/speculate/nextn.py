@@ -46,6 +46,9 @@ class NextNDraft:
         found: Tensor = self.net(rows.next_ids_T, rows.positions_T, hidden_TH, attention, step)
         return self.net.norm(found)
 
+    def store(self, rows: DraftRows, hidden_TH: Tensor, attention: AttentionStep) -> None:
+        self.net.store(rows.next_ids_T, rows.positions_T, hidden_TH, attention)
+
     def logits(self, hidden_RH: Tensor, counts: Sequence[int]) -> Tensor:
         return self.net.head(hidden_RH, counts)
 

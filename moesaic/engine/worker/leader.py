@@ -55,8 +55,7 @@ class Leader:
 
     def advance(self) -> None:
         """Takes what other instances have sent, and makes room for more."""
-        if self.arrivals is not None and self.arrivals.is_busy:
-            self.arrivals.advance()
+        if self.arrivals is not None and self.arrivals.advance():
             self.report()
 
     def _info(self) -> dict[str, Any]:

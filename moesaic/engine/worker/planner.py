@@ -205,6 +205,7 @@ class Planner:
         facts = (ended, is_routed, decodes, self.drafts.steps_planned)
         plan = StepPlan(items, pages, prefill, *facts)
         step = InflightStep(plan, work, decoding)
+        self.drafts.fill_gaps(step)
         self.drafts.begin(step)
         return step
 
@@ -251,7 +252,7 @@ class Planner:
             return NO_WORK
         history, work = self._histories.get, schedule.items
         items = [plan_item(planned, history(planned.request.request_no)) for planned in work]
-        if self.drafts.steps_planned:
+        if self.drafts.steps:
             for planned, item in zip(work, items, strict=True):
                 self.drafts.complete_item(planned, item)
         return PlannedWork(work, items, *self.scheduler.decode_table.plan(schedule.rows))
@@ -292,6 +293,7 @@ class Planner:
         routed_of = result.routed_of(step.plan.items)
         for item, found, routed in zip(step.items, result.items, routed_of, strict=True):
             try:
+                self._count_drafted(item, found, step.draft_stops.get(item.request))
                 self._apply_item(item, found, routed)
             except Exception as error:
                 self._fail_token(item.request, error)
@@ -335,6 +337,14 @@ class Planner:
     def _fail_token(self, request: Request, error: Exception) -> None:
         logger.error("request %s failed", shown_id(request.rid), exc_info=error)
         self._fail(request, f"its token could not be applied: {error!r}")
+
+    def _count_drafted(self, item: PlannedItem, found: ItemResult, stop: int | None) -> None:
+        """`stop`: that of InflightStep.draft_stops, if the draft model has run."""
+        request = item.request
+        is_there = request.request_no in self.states and request.retractions == item.retractions
+        if stop is not None and is_there and not found.broken:
+            accepted = item.confirmed + item.accepted(len(found.token_ids))
+            self.kv.draft_until(request, min(stop, accepted - found.unready))
 
     def _apply_item(self, item: PlannedItem, found: ItemResult, routed: bytes) -> None:
         request = item.request

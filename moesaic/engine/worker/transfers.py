@@ -63,9 +63,9 @@ def make_transfers(args: ServerArgs, runner: ModelRunner, link: RankLink) -> Ran
 
 
 def _outlets(args: ServerArgs, runner: ModelRunner, link: RankLink) -> KVOutlets:
-    assert runner.outbox is not None, "a prefill instance's ranks have one"
+    assert runner.send_buffer is not None, "a prefill instance's ranks have one"
     transport = transport_of(args.disaggregation_transfer_backend, runner.device.type)
-    return KVOutlets(Identity(link.rank, link.node), link.secret, runner.outbox, transport)
+    return KVOutlets(Identity(link.rank, link.node), link.secret, runner.send_buffer, transport)
 
 
 def _listen(host: str, is_only_node: bool) -> socket.socket:
