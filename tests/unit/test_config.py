@@ -512,8 +512,8 @@ def test_every_flag_that_is_not_built_is_refused_by_name():
         ),
         (
             "--disaggregation-mode prefill --disaggregation-transfer-backend fake",
-            "not built yet: --disaggregation-transfer-backend fake (KV caches travel by TCP: give "
-            "mooncake)",
+            "not built yet: --disaggregation-transfer-backend fake (it transfers nothing: give "
+            "auto, shm, cuda_ipc, tcp, nixl)",
         ),
         (
             "--tp 2 --moe-dp-size 2",
