@@ -11,6 +11,7 @@ import msgspec
 
 from moesaic.core.rank_state import RankSnapshot
 from moesaic.core.request import FinishReason, NewRequest, TopLogprobs
+from moesaic.core.stats import MembershipStats
 
 
 class Message(msgspec.Struct, tag=True, tag_field="_", array_like=True):
@@ -58,6 +59,8 @@ class QueryReply(Message):
     rank: int = -1
     lost: bool = False
     """From the supervisor: this rank or group is lost, and has no value."""
+    membership: MembershipStats | None = None
+    """From the supervisor, with its own view."""
 
 
 class RequestDelta(msgspec.Struct, array_like=True, gc=False):

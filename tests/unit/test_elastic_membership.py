@@ -255,7 +255,11 @@ def test_no_request_is_lost_and_no_token_twice(name: str) -> None:
         assert service.ended == set(range(12)) and not service.journal.open
         assert service.elastic.live == list(range(service.mesh.world))
         assert service.journal.balancer.requests == [0] * service.mesh.num_groups
-        survived += service.elastic.counts["lost"]
+        stats = service.elastic.stats
+        assert stats.returned == stats.lost and all(
+            one.seconds is not None for one in stats.changes
+        )
+        survived += stats.lost
     assert survived > 200
 
 

@@ -15,12 +15,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
+import msgspec
+
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.supervise.journal import Journal
 from moesaic.comm.supervise.membership_policy import EndableService, MembershipPolicy
 from moesaic.comm.supervise.service_spec import ServiceSpec
 from moesaic.comm.supervise.step_rollback import StepRollbacks
 from moesaic.core.messages import MembersAdopted, ResumeSteps, RollbackStep, Submit, encode
+from moesaic.core.stats import MembershipChange, MembershipStats
 
 logger = logging.getLogger(__name__)
 
@@ -29,35 +32,17 @@ SHORT_LIFE: Final = 1.0
 # The pause before a rank starts again, doubled with each short life in a row.
 FIRST_PAUSE: Final = 0.5
 LONGEST_PAUSE: Final = 30.0
-KEPT_EVENTS: Final = 64
+KEPT_CHANGES: Final = 64
+LOST, RETURNED = "lost", "returned"
 MIB: Final = 1 << 20
 
 
 @dataclass(slots=True)
-class MembershipEvent:
-    """A change of the live ranks of a replica. Seconds count from its detection."""
+class PendingChange:
+    """A change that some ranks have yet to adopt, and when it began."""
 
-    epoch: int
-    kind: str
-    """lost or returned."""
-    ranks: list[int]
-    cause: str
-    when: float
+    change: MembershipChange
     began: float
-    live: list[int] = field(default_factory=list)
-    moved_requests: int = 0
-    experts: int = 0
-    """Those that live ranks read again, as no other rank had them."""
-    nbytes: int = 0
-    abandoned_seconds: float | None = None
-    """Until all live ranks had abandoned their step."""
-    seconds: float | None = None
-    """Until all of them had adopted the new epoch."""
-
-    def facts(self) -> dict[str, Any]:
-        names = ("epoch", "kind", "ranks", "cause", "when", "live", "moved_requests", "experts")
-        more = ("nbytes", "abandoned_seconds", "seconds")
-        return {name: getattr(self, name) for name in (*names, *more)}
 
 
 @dataclass(slots=True)
@@ -83,8 +68,7 @@ class ElasticReplica:
     """Ranks that have yet to adopt the epoch."""
     waits_since: float | None = None
     """Since when its ranks wait for one that is lost."""
-    events: list[MembershipEvent] = field(default_factory=list)
-    """Those that have not ended."""
+    pending: list[PendingChange] = field(default_factory=list)
 
 
 class ElasticHost(Protocol):
@@ -125,13 +109,17 @@ class ElasticMembership(MembershipPolicy):
         self._replicas = [ElasticReplica(n, each) for n, each in enumerate(rollbacks)]
         self._slots: tuple[int, int] | None = None
         """Slots of a rank in a layer, and the experts of a layer; None before ranks are ready."""
-        self.events: list[MembershipEvent] = []
-        """The last ones that have ended."""
-        self.counts = {"lost": 0, "returned": 0}
+        self.totals = MembershipStats(live=self.live)
 
     @property
     def live(self) -> list[int]:
         return [rank for rank, life in self.ranks.items() if life.is_live]
+
+    @property
+    def stats(self) -> MembershipStats:
+        pending = [one.change for replica in self._replicas for one in replica.pending]
+        changes = [*self.totals.changes, *pending]
+        return msgspec.structs.replace(self.totals, live=self.live, changes=changes)
 
     def is_watched(self, rank: int) -> bool:
         """Whether a rank that makes no progress holds others up: not while these wait for one that
@@ -175,35 +163,35 @@ class ElasticMembership(MembershipPolicy):
         if not lost:  # while they started: nobody waits for them
             logger.warning("%s while it started again", cause)
             return
-        self.counts["lost"] += len(lost)
+        self.totals.lost += len(lost)
         for rank in lost:
             self.ranks[rank].is_live = False
         for replica in self._replicas:
             here = [rank for rank in lost if rank in self._mesh.ranks_of_replica(replica.number)]
             if here:
-                self._change(replica, "lost", here, cause, now)
+                self._change(replica, LOST, here, cause, now)
 
     def on_ready(self, rank: int) -> None:
         """A rank that was restarted can serve."""
         now, life = time.monotonic(), self.ranks[rank]
         away = now - life.since
         life.is_live, life.since = True, now
-        self.counts["returned"] += 1
+        self.totals.returned += 1
         replica = self._replicas[self._mesh.place(rank).replica]
         cause = f"{self._mesh.describe(rank)} returns after {away:.2f} s"
-        self._change(replica, "returned", [rank], cause, now)
+        self._change(replica, RETURNED, [rank], cause, now)
 
     def on_adopted(self, adopted: MembersAdopted) -> None:
         replica = self._replicas[self._mesh.place(adopted.rank).replica]
         if adopted.epoch != replica.epoch or adopted.rank not in replica.adopting:
             return
         replica.adopting.remove(adopted.rank)
-        if replica.events:
-            replica.events[-1].experts += adopted.experts
-            replica.events[-1].nbytes += adopted.nbytes
+        for one in replica.pending[-1:]:
+            one.change.experts += adopted.experts
+            one.change.nbytes += adopted.nbytes
         if not replica.adopting:
             replica.reset.clear()
-            self._end_events(replica)
+            self._end_changes(replica)
 
     def tick(self, now: float) -> None:
         for rank, life in self.ranks.items():
@@ -221,9 +209,9 @@ class ElasticMembership(MembershipPolicy):
         """All live ranks have abandoned their step: they go on, or wait for those that are lost."""
         replica, now = self._replicas[number], time.monotonic()
         live = [r for r in self._mesh.ranks_of_replica(number) if self.ranks[r].is_live]
-        for event in replica.events:
-            if event.abandoned_seconds is None:
-                event.abandoned_seconds = now - event.began
+        for one in replica.pending:
+            if one.change.abandoned_seconds is None:
+                one.change.abandoned_seconds = now - one.began
         if why := self._cannot_serve(replica, live):
             self._wait(replica, why)
             return
@@ -232,15 +220,15 @@ class ElasticMembership(MembershipPolicy):
             replica.waits_since = None
         if replica.adopting:  # some may have adopted the epoch, and others not
             replica.epoch += 1
-        if replica.events or replica.adopting:
+        if replica.pending or replica.adopting:
             replica.adopting = set(live)
         resume.active, resume.epoch, resume.reset = live, replica.epoch, sorted(replica.reset)
         for rank in live:
             self._host.send_rank(rank, encode(resume))
         self._host.note_awake(number)
         moved = self._move_requests(replica.reset)
-        for event in replica.events[-1:]:
-            event.moved_requests += moved
+        for one in replica.pending[-1:]:
+            one.change.moved_requests += moved
 
     def _move_requests(self, groups: set[int]) -> int:
         """Submits the requests of these groups, and those that wait for any, with their tokens;
@@ -279,12 +267,12 @@ class ElasticMembership(MembershipPolicy):
         """Begins a new epoch: live ranks abandon their step."""
         replica.epoch += 1
         live = [r for r in self._mesh.ranks_of_replica(replica.number) if self.ranks[r].is_live]
-        event = MembershipEvent(replica.epoch, kind, ranks, cause, time.time(), now, live)
-        replica.events.append(event)
+        change = MembershipChange(replica.epoch, kind, ranks, cause, time.time(), live)
+        replica.pending.append(PendingChange(change, now))
         replica.reset |= {self._mesh.group_of(self._mesh.place(rank)) for rank in ranks}
         for group in replica.reset:
             self._host.journal.balancer.set_away(group, True)
-        level = logging.WARNING if kind == "lost" else logging.INFO
+        level = logging.WARNING if kind == LOST else logging.INFO
         logger.log(level, "epoch %d: %s; live ranks: %s", replica.epoch, cause, _numbers(live))
         self._host.note_members(self.live)
         rollback = replica.rollbacks.change(live)
@@ -331,24 +319,31 @@ class ElasticMembership(MembershipPolicy):
             )
         self._move_requests(replica.reset)
 
-    def _end_events(self, replica: ElasticReplica) -> None:
-        now = time.monotonic()
-        for event in replica.events:
-            event.seconds = now - event.began
+    def _end_changes(self, replica: ElasticReplica) -> None:
+        now, totals = time.monotonic(), self.totals
+        for one in replica.pending:
+            change, seconds = one.change, now - one.began
+            change.seconds = seconds
+            totals.moved_requests += change.moved_requests
+            totals.experts += change.experts
+            totals.nbytes += change.nbytes
+            totals.seconds += seconds
             logger.info(
-                "epoch %d: adopted by %d ranks %.3f s after %s %s; %d requests moved, %d experts "
-                "(%.1f MiB) read again",
+                "epoch %d: adopted by ranks %s %.3f s after %s %s (the step was abandoned after "
+                "%.3f s); %d requests moved, %d experts (%.1f MiB) read again",
                 replica.epoch,
-                len(event.live),
-                event.seconds,
-                _numbers(event.ranks),
-                "were lost" if event.kind == "lost" else "had returned",
-                event.moved_requests,
-                event.experts,
-                event.nbytes / MIB,
+                _numbers(change.live),
+                seconds,
+                _numbers(change.ranks),
+                "were lost" if change.kind == LOST else "had returned",
+                change.abandoned_seconds or 0.0,
+                change.moved_requests,
+                change.experts,
+                change.nbytes / MIB,
             )
-        self.events = [*self.events, *replica.events][-KEPT_EVENTS:]
-        replica.events = []
+        ended = [one.change for one in replica.pending]
+        totals.changes = [*totals.changes, *ended][-KEPT_CHANGES:]
+        replica.pending = []
 
 
 def _numbers(ranks: Sequence[int]) -> str:

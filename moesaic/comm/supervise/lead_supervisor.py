@@ -295,7 +295,10 @@ class LeadSupervisor(NodeSupervisor):
 
     def _ask(self, question: messages.Query) -> None:
         if question.what in ("info", "stats"):
-            self.send_client(messages.QueryReply(question.number, -1, self._overview()))
+            membership = None if self.elastic is None else self.elastic.stats
+            overview = self._overview()
+            view = messages.QueryReply(question.number, -1, overview, membership=membership)
+            self.send_client(view)
         if question.what == "flush_cache":
             self._balancer.flush_cache()
         for replica in self._replicas:

@@ -29,7 +29,7 @@ MAX_RANKS: Final = 63
 # A yield lets a peer run where ranks outnumber cores, and costs a microsecond elsewhere.
 SPINS: Final = 12
 # The longest sleep without a check: the cost of a lost wake, and the delay of a new epoch.
-SLICE: Final = 0.05
+SLICE: Final = 0.02
 
 # The line of a sleeper. The ticket is 0 while it is awake, and is written last.
 TICKET, CHANNEL, EPOCH, MASK = range(4)

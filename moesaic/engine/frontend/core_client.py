@@ -223,6 +223,7 @@ class CoreClient:
             query.answer.set_result(sum(values))
             return
         info = service_info(asdict(self.args), values, query.overview, self.facts.num_experts)
+        info["membership"] = msgspec.to_builtins(query.membership)
         info["rooms"] += [] if self.lobby is None else self.lobby.state()
         query.answer.set_result(info)
 
