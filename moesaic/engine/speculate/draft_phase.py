@@ -220,7 +220,6 @@ class DraftPhase:
         rows_R = plan.logit_rows()[: plan.num_sampled]
         next_T, places_R = self._uploads.upload(tokens_behind(plan, empty), rows_R)
         next_T.index_copy_(0, places_R, found_2R[0])
-        hidden_TH = self.model.of_target(hidden_TH)
         self._store(next_T, plan.positions(), sequences_of(plan, self._table), hidden_TH)
         return self._rest(plan, hidden_TH, rows_R[on_host]) if len(on_host) else None
 
