@@ -28,8 +28,8 @@ TIMED: Final = 32
 # Acceptance of a draft before there were any, which counts as so many requests.
 HOPED: Final = 0.7
 HOPE: Final = 2.0
-# What is left of what was seen, of drafts at a position and of steps with a number of drafts, behind
-# each step with others: half after 400.
+# What is left of what was seen, of drafts at a position and of steps with a number of drafts,
+# behind each step with others: half after 400.
 FORGETTING: Final = 0.5 ** (1 / 400)
 # So many newest requests tell that acceptance has changed, beyond so many standard deviations.
 NEWEST: Final = 24
