@@ -63,6 +63,8 @@ class Stage:
     """A group has held prompts back from the last step, so that there is more to do."""
     reports: Sequence[RankReport] = ()
     """What the ranks of the stage have told of moving experts, if these move."""
+    is_whole = True
+    """No rank of this rank's attention group is lost."""
 
     @property
     def is_trial(self) -> bool:
@@ -125,6 +127,7 @@ class SingleStage(Stage):
             work=work,
             draft_steps=plan.draft_steps,
             drafting=(plan.num_drafting,),
+            extending=(plan.extending,),
         )
 
 
@@ -165,7 +168,7 @@ class FirstStage(Stage):
     def may_plan(self) -> bool:
         """Only the first group with suspects computes, so that its requests break the step."""
         first = next((group for group, sets in enumerate(self._suspects) if sets), None)
-        return first in (None, self._place.dp_rank)
+        return self.is_whole and first in (None, self._place.dp_rank)
 
     def agree(self, step: InflightStep) -> None:
         self.number += 1
@@ -178,7 +181,7 @@ class FirstStage(Stage):
         delayer = None if self._planner is None else self._planner.scheduler.delayer
         told = 0 if delayer is None else delayer.told
         half = self._splitter.first_half(plan)
-        drafts = [plan.draft_steps, plan.num_drafting, self._wanted_drafts]
+        drafts = [plan.draft_steps, plan.num_drafting, plan.extending, self._wanted_drafts]
         facts = [plan.num_tokens, logits, int(plan.prefill), len(data), suspects, told, half]
         facts += drafts
         report = self._report()
@@ -189,7 +192,7 @@ class FirstStage(Stage):
         table = rows[:: mesh.attention_tp, len(report) :].tolist()
         columns = zip(*table, strict=True)
         counts, logit_rows, prefills, lengths, suspect_sets, told_by, halves, *more = columns
-        steps, drafting, wanted, *_ = more
+        steps, drafting, extending, wanted, *_ = more
         self._settle_drafts(wanted)
         works = [StepWork(*row[len(facts) :]) for row in table]
         self._settle_prompts(works, told_by)
@@ -200,7 +203,7 @@ class FirstStage(Stage):
         step.agreement = StepAgreement(self.number)
         if any(counts):
             whole = StepAgreement(self.number, counts, logit_rows, any(prefills), heaviest(works))
-            whole.draft_steps, whole.drafting = max(steps), drafting
+            whole.draft_steps, whole.drafting, whole.extending = max(steps), drafting, extending
             step.agreement = self._splitter.settle(whole, halves)
 
     @property
