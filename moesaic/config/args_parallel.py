@@ -328,8 +328,17 @@ class ElasticArgs:
     GROUP: ClassVar[str] = "Elastic expert parallelism"
     WHY: ClassVar[str] = "the number of ranks is fixed"
 
-    elastic_ep_backend: str | None = not_built(
-        None, "Continue when ranks fail or join.", choices=("mooncake", "nixl"), unset=("none",)
+    elastic_ep_backend: str | None = flag(
+        None,
+        "Go on without ranks that are lost, and restart them; the name does not choose how.",
+        choices=("mooncake", "nixl"),
+        unset=("none",),
+    )
+    restart_limit: int = flag(
+        10,
+        "With --elastic-ep-backend: how often in a row a rank may be lost within a second of its "
+        "return, or before it, until the service ends; 0: no limit.",
+        at_least=0,
     )
     mooncake_ib_device: str | None = not_built(
         None, "InfiniBand devices, comma-separated; unset: detected."

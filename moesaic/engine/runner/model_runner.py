@@ -85,7 +85,7 @@ class ModelRunner:
         self.ranks = ranks
         started = time.monotonic()
         resolved = ResolvedModel.of(args, ranks)
-        self.moe, self.limits = resolved.moe, resolved.limits
+        self.moe, self.limits, self.scheme = resolved.moe, resolved.limits, resolved.scheme
         self.spans = self.moe.comm.spans
         """The recorder of what was computed when."""
         self.context_length, self.max_running = resolved.context_length, self.limits.running
@@ -102,6 +102,8 @@ class ModelRunner:
         self.schedules = self._schedules(args)
         """Those that a step may have."""
         self.overlap_policy = policy_of(args.overlap, self.schedules)
+        self.verifies_trees = self._verifies_trees(args)
+        """Whether drafts may be trees."""
         self.draft = self._load_draft(args, resolved)
         """Makes drafts at the end of each step, if a model on the ranks does."""
         self._check_placements()
@@ -198,6 +200,15 @@ class ModelRunner:
             sync_input_scales(self.model, folder)
         return share
 
+    def _verifies_trees(self, args: ServerArgs) -> bool:
+        speculation = speculation_of(args)
+        if speculation is None or not speculation.has_trees:
+            return False
+        if self.kind == "cuda" and self.moe.deterministic:
+            logger.info("drafts are chains: --enable-deterministic-inference on a GPU")
+            return False
+        return True
+
     def _load_draft(self, args: ServerArgs, resolved: ResolvedModel) -> DraftPhase | None:
         source, speculation = resolved.draft, speculation_of(args)
         if source is None or speculation is None:
@@ -270,9 +281,16 @@ class ModelRunner:
 
     def use_cache(self, cache: PagedCache, table: PageTable) -> None:
         self.cache, self.page_table = cache, table
-        self.attention = BACKENDS[self.kind](cache, table, self.moe.deterministic)
+        given = (cache, table, self.moe.deterministic)
+        self.attention = BACKENDS[self.kind](*given, trees=self.verifies_trees)
         if self.draft is not None:
             self.draft.use_cache(cache, table)
+
+    def move(self, slots: Sequence[tuple[int, int]]) -> None:
+        """Moves entries of the cache, and of a draft model's: from which slot to which."""
+        self.cache.move(slots)
+        if self.draft is not None:
+            self.draft.cache.move(slots)
 
     def clear(self, pages: Sequence[int]) -> None:
         """Of pages that have a new owner."""
@@ -435,8 +453,9 @@ class ModelRunner:
         """Tokens of each attention group, if there are several."""
         return counts if self.ranks.mesh.dp > 1 else ()
 
-    def hidden_buffer(self, rows: int) -> Tensor:
-        shape = (rows, self.model.config.hidden_size)
+    def hidden_buffer(self, rows: int, size: int | None = None) -> Tensor:
+        """`size`: of a row, unset: the hidden size."""
+        shape = (rows, size or self.model.config.hidden_size)
         return torch.zeros(shape, dtype=self.model.config.dtype, device=self.device)
 
     def dummy_logits(

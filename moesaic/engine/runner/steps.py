@@ -121,7 +121,7 @@ class DeviceStep:
         return self.rows[n - len(self.plan.decodes)]
 
     def host_item(self, n: int) -> PlanItem:
-        return self.plan.items[self.host_row(n)[0]]
+        return self.plan.items[self.host_row(n).item]
 
 
 CapturedStep = tuple[CapturedGraphs[Any], Any]
@@ -208,6 +208,7 @@ class AsynchronousSteps:
         if runner.device.type == "cuda":
             torch.cuda.set_device(runner.device)  # the current device is per thread
         self._number += 1
+        runner.move(plan.moves)
         runner.clear(plan.clear)
         for number in plan.ended:
             self._host_sampled.pop(number, None)

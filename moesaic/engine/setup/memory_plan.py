@@ -341,12 +341,17 @@ class ResolvedModel:
             step=StepBytes.of(model, self.limits, self.context_length),
             moving_bytes=moving.nbytes(ranks.mesh.tp, gpu or torch.device("cpu")) if moving else 0,
             host_bytes=moving.host_bytes if moving else 0,
-            table_bytes=model.rope.nbytes * self.context_length,  # the part has one position
+            table_bytes=_table_bytes(model, draft) * self.context_length,  # of one position
             draft_bytes=0 if draft is None else draft.nbytes,
             draft_cache_bytes=draft_cache,
             staging_bytes_per_token=token_bytes if role == "decode" else 0,
             outlet_bytes=sent if role == "prefill" else 0,
         )
+
+
+def _table_bytes(model: CausalLM, draft: DraftModel | None) -> int:
+    own = None if draft is None else draft.own_rope
+    return model.rope.nbytes + (0 if own is None else own.nbytes)
 
 
 def _other_buffers(moe: MoeContext, draft: DraftModel | None) -> int:

@@ -63,23 +63,27 @@ def rank_info(runner: ModelRunner) -> dict[str, Any]:
 def log_ranks(ranks: Sequence[Mapping[str, Any]], mesh: Mesh) -> None:
     """Logs the experts and the memory of every rank, at the end of a start."""
     for number, rank in enumerate(ranks[:LOGGED_RANKS]):
-        weights, experts, cache, buffers = (rank[key] / MIB for key in MEMORY)
-        layers = len(rank["moe_layers"])
-        logger.info(
-            "%s: %s of %d MoE layer%s; weights %.1f MiB (experts %.1f MiB), KV cache %.1f MiB, "
-            "buffers %.1f MiB; process %d",
-            mesh.describe(number),
-            describe_experts(rank["experts"]),
-            layers,
-            "" if layers == 1 else "s",
-            weights,
-            experts,
-            cache,
-            buffers,
-            rank["pid"],
-        )
+        log_rank(number, rank, mesh)
     if len(ranks) > LOGGED_RANKS:
         logger.info("and %d ranks more: see /server_info", len(ranks) - LOGGED_RANKS)
+
+
+def log_rank(number: int, rank: Mapping[str, Any], mesh: Mesh) -> None:
+    weights, experts, cache, buffers = (rank[key] / MIB for key in MEMORY)
+    layers = len(rank["moe_layers"])
+    logger.info(
+        "%s: %s of %d MoE layer%s; weights %.1f MiB (experts %.1f MiB), KV cache %.1f MiB, "
+        "buffers %.1f MiB; process %d",
+        mesh.describe(number),
+        describe_experts(rank["experts"]),
+        layers,
+        "" if layers == 1 else "s",
+        weights,
+        experts,
+        cache,
+        buffers,
+        rank["pid"],
+    )
 
 
 def describe_experts(experts: Sequence[int]) -> str:
