@@ -82,7 +82,8 @@ class TimedDevice:
         self.spans, self.free_at, self.chance = Spans(), 0.0, random.Random(7)
         self.draft = None
         if steps:
-            self.draft = SimpleNamespace(num_steps=steps, positions_ahead=steps - 1)
+            facts = {"positions_ahead": steps - 1, "fills_gaps": False}
+            self.draft = SimpleNamespace(num_steps=steps, **facts)
 
     def begin(self, plan: StepPlan, agreement: StepAgreement, x_TH: object) -> Handle:
         self.clock.ms += LAUNCH_MS

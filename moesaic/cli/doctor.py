@@ -268,7 +268,7 @@ def _describe_rank(share: RankShare, tokens: int) -> dict[str, Any]:
         "experts": list(share.experts),
         **_attributes(share, "query_heads kv_heads dense_bytes expert_bytes cache_bytes_per_token"),
         "cache_bytes": cache_bytes,
-        **_attributes(share, "a2a_bytes collective_bytes moving_bytes table_bytes"),
+        **_attributes(share, "a2a_bytes collective_bytes moving_bytes table_bytes outlet_bytes"),
         "total_bytes": share.fixed_bytes + cache_bytes,
         "step_bytes": share.step.total,
     }

@@ -42,9 +42,13 @@ REFUSED_A2A_BACKENDS = dict.fromkeys(
 REFUSED_RUNNER_BACKENDS = dict.fromkeys(
     OTHER_RUNNER_BACKENDS, "it is not built: leave it out, and the weights decide, " + REGISTER
 ) | dict.fromkeys(LORA_RUNNER_BACKENDS, "LoRA adapters are not served: leave it out")
-TRANSFER_BACKENDS = ("mooncake", "nixl", "ascend", "fake", "mori", "mooncake_tcp")
-# Those that transfer something have one provider so far.
-TRANSFER_BACKENDS_BY_TCP = ("nixl", "ascend", "mori", "mooncake_tcp")
+TRANSFER_BACKENDS = ("auto", "shm", "cuda_ipc", "tcp", "nixl", "fake")
+# SGLang's others, by what does the same here.
+OTHER_TRANSFER_BACKENDS = dict.fromkeys(("mooncake", "ascend", "mori"), "auto") | {
+    "mooncake_tcp": "tcp"
+}
+# The only device of some.
+TRANSFER_DEVICES = {"shm": "cpu", "cuda_ipc": "cuda", "nixl": "cpu"}
 
 
 @dataclass(frozen=True)

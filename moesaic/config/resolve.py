@@ -9,9 +9,11 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import Any
 
 from moesaic.config.args import ServerArgs
+from moesaic.config.args_parallel import TRANSFER_DEVICES
 from moesaic.config.balance_rules import balance_contradictions
 from moesaic.config.deepep import read_deepep_config
 from moesaic.config.devices import (
@@ -176,6 +178,9 @@ def _defaults(args: ServerArgs) -> Iterator[FlagChange]:
     if DEVICE_VARIABLE in os.environ:  # else it is logged
         yield FlagChange("device", device, device_reason(args))
     yield FlagChange("attention_backend", ATTENTION[device], f"the only one on {device}")
+    if args.speculative_draft_attention_backend is not None:
+        field = "speculative_draft_attention_backend"
+        yield FlagChange(field, ATTENTION[device], f"the only one on {device}")
     yield FlagChange("sampling_backend", SAMPLING[device], f"the only one on {device}")
     if args.schedule_policy in specs(ServerArgs)["schedule_policy"].flag.idle:
         yield FlagChange("schedule_policy", "fcfs", "the only order")
@@ -465,8 +470,17 @@ def _roles(args: ServerArgs) -> Iterator[str]:
 def _halves(args: ServerArgs) -> Iterator[str]:
     """What an instance that does one half of its requests cannot have."""
     shown = f"--disaggregation-mode {args.disaggregation_mode}"
-    if (device := device_of(args)) != "cpu":
-        yield f"{shown} with --device {device}: KV caches travel between CPU ranks only so far"
+    device, asked = device_of(args), args.disaggregation_transfer_backend
+    if (needed := TRANSFER_DEVICES.get(asked, device)) != device:
+        yield (
+            f"--disaggregation-transfer-backend {asked} with --device {device}: it moves caches of "
+            f"{needed} ranks: give auto, which takes the best one there is"
+        )
+    if asked == "nixl" and find_spec("nixl") is None:
+        yield (
+            "--disaggregation-transfer-backend nixl: the package nixl is not installed: pip "
+            "install 'moesaic[nixl]', or give auto"
+        )
     algorithm = ALGORITHMS.get(SAME.get(name := args.speculative_algorithm or "", name))
     if algorithm is not None and algorithm.on_ranks:
         yield (

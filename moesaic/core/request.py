@@ -111,6 +111,9 @@ class Request(NewRequest, eq=False):
     pending: int = 0
     drafts: list[int] = []
     """A drafter's proposals for the next tokens, which the next step verifies."""
+    draft_parents: list[int] = []
+    """If they are a tree, of its first nodes (core/draft_tree.py); those that were taken away from
+    the end of `drafts` may still be here."""
     may_draft: bool = True
     """False once a step with drafts of it has failed: if it fails without, drafts did not cause it.
     """
@@ -142,6 +145,8 @@ class Request(NewRequest, eq=False):
     """A plan has told the ranks how its row of the page table is sampled."""
     arriving: ArrivingPrompt | None = None
     """Another instance computes its prompt; None once a step has moved that to its pages."""
+    draft_computed: int = 0
+    """The first tokens that a draft model on the ranks has computed, if it fills gaps."""
     kv_sent: int = 0
     """The tokens whose KV cache steps have sent, or are to send, to its `kv_target`."""
 

@@ -4,6 +4,7 @@ are only numbers: of another prompt or model a KV cache would fit as well, and a
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -13,6 +14,12 @@ import numpy as np
 from moesaic.config import ServerArgs
 
 DIGEST_BYTES: Final = 16
+# Of each weight file, at even distances.
+SAMPLES: Final = 64
+SAMPLE_BYTES: Final = 64
+# In front of a safetensors file's header. The format allows no longer header.
+LENGTH: Final = struct.Struct("<Q")
+MOST_HEADER: Final = 100 << 20
 
 
 def prompt_digest(token_ids: Sequence[int], cache_namespace: str) -> bytes:
@@ -21,15 +28,28 @@ def prompt_digest(token_ids: Sequence[int], cache_namespace: str) -> bytes:
 
 
 def model_digest(args: ServerArgs) -> bytes:
-    """A hash of config.json and of the names and sizes of the weight files, or of how dummy weights
-    are drawn. It does not depend on the folder."""
+    """A hash of config.json and of the weight files: their names and headers, and SAMPLES of their
+    bytes; or of how dummy weights are drawn. It does not depend on the folder."""
     folder = Path(args.model_path)
     if args.load_format == "dummy":
-        weights = repr((args.random_seed or 0, args.dummy_router_zipf))
+        weights = [repr((args.random_seed or 0, args.dummy_router_zipf)).encode()]
     else:
-        files = sorted(folder.glob("*.safetensors"))
-        weights = repr([(path.name, path.stat().st_size) for path in files])
-    return _digest((folder / "config.json").read_bytes(), weights.encode())
+        weights = [file_digest(path) for path in sorted(folder.glob("*.safetensors"))]
+    return _digest((folder / "config.json").read_bytes(), *weights)
+
+
+def file_digest(path: Path) -> bytes:
+    """Reads as much of a small file as of a large one, except for its header."""
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        begin = file.read(LENGTH.size)
+        length = LENGTH.unpack(begin)[0] if len(begin) == LENGTH.size else 0
+        parts = [path.name.encode(), str(size).encode(), begin, file.read(min(length, MOST_HEADER))]
+        first = min(LENGTH.size + length, size)
+        for number in range(SAMPLES):
+            file.seek(first + (size - first) * number // SAMPLES)
+            parts.append(file.read(SAMPLE_BYTES))
+    return _digest(*parts)
 
 
 def _digest(*parts: bytes) -> bytes:

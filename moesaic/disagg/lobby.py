@@ -31,8 +31,8 @@ from moesaic.disagg.messages import (
     TransferMessage,
     Withdraw,
     receive,
-    send,
 )
+from moesaic.disagg.outbox import Outbox
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,12 @@ REQUEST_SECONDS: Final = 5.0
 # How long a request, which costs nothing, waits for its decode instance: that one may have a queue.
 DECODE_SECONDS: Final = 300.0
 BEAT_SECONDS: Final = 0.5
+# A decode instance beats twice a second, too: one that is stopped is like one that is gone.
+SILENCE_SECONDS: Final = 5.0
+# How long an end may take to tell decode instances about it.
+CLOSE_SECONDS: Final = 0.5
+# Rooms without a request that are over are remembered, the last ones: the request may come late.
+MOST_OVER: Final = 4096
 
 
 class LobbyEvent(NamedTuple):
@@ -56,8 +62,8 @@ class MeetingRoom:
     request_no: int | None = None
     is_entered: bool = False
     """The request has left the queue in front of the engine."""
-    connection: Any = None
-    """The decode instance's, once it has announced the room."""
+    connection: Outbox | None = None
+    """To the decode instance, once it has announced the room."""
     peer: str = ""
     model: bytes = b""
     """As announced, like `wanted`."""
@@ -92,7 +98,9 @@ class Lobby:
         self._rooms: dict[int, MeetingRoom] = {}
         self._room_of: dict[int, int] = {}
         """By request."""
-        self._connections: set[Any] = set()
+        self._over: dict[int, str] = {}
+        """Why rooms ended for which no request had come."""
+        self._connections: set[Outbox] = set()
         self._events: deque[LobbyEvent] = deque()
         self._shape: CacheShape | None = None
         self._closed = threading.Event()
@@ -108,6 +116,11 @@ class Lobby:
 
     def close(self) -> None:
         self._closed.set()
+        with self._lock:
+            connections = list(self._connections)
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for connection in connections:
+            connection.flush(deadline)
         if self._listener is not None:
             self._listener.close()
         self._listening.close()
@@ -129,6 +142,10 @@ class Lobby:
                 why = f"room {number} has a request already: choose another bootstrap_room"
                 self._add_event(LobbyEvent(request_no, None, why))
                 return
+            if (why := self._over.pop(number, "")) and room.connection is None:
+                del self._rooms[number], self._room_of[request_no]
+                self._add_event(LobbyEvent(request_no, None, f"room {number}: {why}"))
+                return
             room.is_entered, room.since, room.prompt = True, time.monotonic(), prompt
             if self._compare(number, room) and room.target is not None:
                 self._add_event(LobbyEvent(request_no, room.target))
@@ -141,7 +158,7 @@ class Lobby:
         if number is None or room is None or room.connection is None:
             return
         is_sent = room.target is not None and not why
-        self._tell(room.connection, Computed(number) if is_sent else Refused(number, why))
+        room.connection.post(Computed(number) if is_sent else Refused(number, why))
 
     def take(self) -> list[LobbyEvent]:
         with self._lock:
@@ -168,23 +185,28 @@ class Lobby:
         self._wake()
 
     def _serve(self, connection: Any, session: Session, name: str) -> None:
-        peer = name
+        connection.settimeout(SILENCE_SECONDS)
+        peer, why = Outbox(connection), "closed its connection"
         with self._lock:
-            self._connections.add(connection)
-        why = "closed its connection"
+            self._connections.add(peer)
         try:
             while True:
                 message, size = receive(connection)
                 if size:
                     raise Malformed(f"{size} bytes behind a {type(message).__name__}")
-                self._handle(connection, peer, message)
+                self._handle(peer, name, message)
+        except TimeoutError:
+            why = f"said nothing for {SILENCE_SECONDS:g} s"
         except OSError as error:
             why = str(error)
         finally:
-            self._lose(connection, f"the decode instance is gone: {name}: {why}")
+            peer.close()
+            self._lose(peer, f"the decode instance is gone: {name}: {why}")
 
-    def _handle(self, connection: Any, peer: str, message: TransferMessage) -> None:
+    def _handle(self, connection: Outbox, peer: str, message: TransferMessage) -> None:
         match message:
+            case Beat():
+                pass
             case Announce():
                 self._announce(connection, peer, message)
             case Offer(target):
@@ -194,18 +216,19 @@ class Lobby:
             case _:
                 raise Malformed(f"a {type(message).__name__}, which no prefill instance gets")
 
-    def _announce(self, connection: Any, peer: str, half: Announce) -> None:
+    def _announce(self, connection: Outbox, peer: str, half: Announce) -> None:
         with self._lock:
             room = self._rooms.setdefault(half.room, MeetingRoom())
             if room.connection is not None:
                 why = f"room {half.room} is that of another request of {room.peer}"
-                self._tell(connection, Refused(half.room, why))
+                connection.post(Refused(half.room, why))
                 return
+            self._over.pop(half.room, None)
             room.connection, room.peer = connection, peer
             room.model, room.wanted = half.model, half.prompt
             self._compare(half.room, room)
 
-    def _offer(self, connection: Any, target: KVTarget) -> None:
+    def _offer(self, connection: Outbox, target: KVTarget) -> None:
         number = target.ticket.room
         with self._lock:
             room = self._rooms.get(number)
@@ -220,8 +243,8 @@ class Lobby:
         room is refused, and the prefill half ends as soon as it is entered."""
         why = self._difference(room)
         if why:
-            if not room.is_refused:
-                self._tell(room.connection, Refused(number, why))
+            if not room.is_refused and room.connection is not None:
+                room.connection.post(Refused(number, why))
             room.is_refused = True
             if room.request_no is not None and room.is_entered:
                 del self._rooms[number], self._room_of[room.request_no]
@@ -237,8 +260,8 @@ class Lobby:
                 return f"the instances serve different models: {self._shape} here, {theirs} there"
         if room.model != self._model:
             return (
-                "the instances serve different models: config.json, the names or sizes of the "
-                "weight files, or --random-seed differ"
+                "the instances serve different models: config.json, the weight files, or "
+                "--random-seed differ"
             )
         if room.is_entered and room.wanted != room.prompt:
             return (
@@ -247,7 +270,7 @@ class Lobby:
             )
         return ""
 
-    def _withdraw(self, connection: Any, number: int, why: str) -> None:
+    def _withdraw(self, connection: Outbox, number: int, why: str) -> None:
         with self._lock:
             room = self._rooms.get(number)
             if room is None or room.connection is not connection:
@@ -256,28 +279,28 @@ class Lobby:
             if room.request_no is not None:
                 self._room_of.pop(room.request_no, None)
                 self._add_event(LobbyEvent(room.request_no, None, f"room {number}: {why}"))
+            else:
+                self._remember(number, why)
 
-    def _lose(self, connection: Any, why: str) -> None:
+    def _remember(self, number: int, why: str) -> None:
+        self._over[number] = why
+        if len(self._over) > MOST_OVER:
+            del self._over[next(iter(self._over))]
+
+    def _lose(self, connection: Outbox, why: str) -> None:
         with self._lock:
             self._connections.discard(connection)
             lost = [n for n, room in self._rooms.items() if room.connection is connection]
             for number in lost:
                 self._withdraw(connection, number, why)
 
-    def _tell(self, connection: Any, message: TransferMessage) -> None:
-        """One thread at a time sends."""
-        with self._lock:
-            try:
-                send(connection, message)
-            except OSError:
-                return  # its thread finds out
-
     def _tick(self) -> None:
         """Beats, and ends waits for a half that does not come."""
         while not self._closed.wait(BEAT_SECONDS):
             with self._lock:
-                for connection in list(self._connections):
-                    self._tell(connection, Beat())
+                for connection in self._connections:
+                    if connection.is_empty:
+                        connection.post(Beat())
                 for number in [n for n, room in self._rooms.items() if _is_late(room)]:
                     self._end_wait(number)
 
@@ -285,7 +308,9 @@ class Lobby:
         room = self._rooms.pop(number)
         if room.request_no is None:
             why = f"the prefill instance got no such request in {REQUEST_SECONDS:g} s"
-            self._tell(room.connection, Refused(number, why))
+            self._remember(number, why)
+            if room.connection is not None:
+                room.connection.post(Refused(number, why))
             return
         del self._room_of[room.request_no]
         why = (

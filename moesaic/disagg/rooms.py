@@ -28,6 +28,7 @@ from moesaic.core.disagg import KVRank, KVTarget, Room, Ticket
 from moesaic.disagg.messages import (
     Announce,
     Arrived,
+    Beat,
     Broken,
     Close,
     Computed,
@@ -40,6 +41,7 @@ from moesaic.disagg.messages import (
     receive,
     send,
 )
+from moesaic.disagg.outbox import Outbox
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +74,8 @@ class Transfer:
     computed_at: float | None = None
     """When the prefill instance had sent everything."""
     is_over: bool = False
+    is_announced: bool = False
+    """The prefill instance knows the room, and may still do something for it."""
     since: float = field(default_factory=time.monotonic)
     """The last change of phase."""
 
@@ -102,6 +106,7 @@ class BootstrapLink:
         self._waiting: list[TransferMessage] | None = []
         """What is sent once it is connected; None from then on."""
         self._connection: Any = None
+        self._outbox: Outbox | None = None
         self.own_host = ""
         """The address of this machine by which the prefill instance reaches it."""
         threading.Thread(target=self._run, name="bootstrap-link", daemon=True).start()
@@ -110,17 +115,21 @@ class BootstrapLink:
         with self._lock:
             if self._waiting is not None:
                 self._waiting.append(message)
-            elif self._connection is not None:
-                with suppress(OSError):  # its thread finds out
-                    self._send(message)
+            elif self._outbox is not None:
+                self._outbox.post(self._with_hosts(message))
 
-    def _send(self, message: TransferMessage) -> None:
-        if isinstance(message, Offer):
-            ranks = tuple(
-                replace(rank, host=rank.host or self.own_host) for rank in message.target.ranks
-            )
-            message = Offer(replace(message.target, ranks=ranks))
-        send(self._connection, message)
+    def beat(self) -> None:
+        with self._lock:
+            if self._outbox is not None and self._outbox.is_empty:
+                self._outbox.post(Beat())
+
+    def _with_hosts(self, message: TransferMessage) -> TransferMessage:
+        if not isinstance(message, Offer):
+            return message
+        ranks = tuple(
+            replace(rank, host=rank.host or self.own_host) for rank in message.target.ranks
+        )
+        return Offer(replace(message.target, ranks=ranks))
 
     def _run(self) -> None:
         why = "its thread has ended"
@@ -141,9 +150,10 @@ class BootstrapLink:
 
     def _lose(self, why: str) -> None:
         with self._lock:
-            connection, self._connection, self._waiting = self._connection, None, None
-        if connection is not None:
-            connection.close()
+            outbox, self._outbox, self._waiting = self._outbox, None, None
+        if outbox is not None:
+            outbox.close()
+            self._connection.close()
         host, port = self._address
         self._on_lost(f"the prefill instance at {host}:{port} is lost: {why}")
 
@@ -158,9 +168,10 @@ class BootstrapLink:
         made.settimeout(SILENCE_SECONDS)
         with self._lock:
             self._connection, self.own_host = made, plain[0].getsockname()[0]
+            self._outbox = Outbox(made)
             waiting, self._waiting = self._waiting or [], None
             for message in waiting:
-                self._send(message)
+                self._outbox.post(self._with_hosts(message))
 
 
 class RankOrders:
@@ -214,6 +225,7 @@ class DecodeRooms:
             if is_taken:  # messages name rooms only: the prefill instance is not told
                 self._fail(transfer, "it has a request already: choose another bootstrap_room")
                 return
+            transfer.is_announced = True
             self._link(room).post(Announce(room.number, self._model, prompt))
 
     def offer(self, request_no: int, first: int, stop: int) -> Ticket:
@@ -241,19 +253,17 @@ class DecodeRooms:
             for orders in self._orders:
                 orders.send(Close(transfer.ticket))
         if not transfer.is_over:
-            self._link(transfer.room).post(Withdraw(transfer.room.number))
+            self._withdraw(transfer)
 
     def take(self) -> list[RoomEvent]:
-        with suppress(BlockingIOError):
-            os.eventfd_read(self.wakeup_fd)
-        with self._lock:
+        if not self._events:
+            return []
+        with self._lock:  # so that the descriptor is readable while there are events, and else not
+            with suppress(BlockingIOError):
+                os.eventfd_read(self.wakeup_fd)
             found = list(self._events)
             self._events.clear()
         return found
-
-    @property
-    def has_events(self) -> bool:
-        return bool(self._events)
 
     def state(self) -> list[dict[str, Any]]:
         now = time.monotonic()
@@ -307,6 +317,7 @@ class DecodeRooms:
                 if (transfer.room.number, transfer.room.address) != (message.room, address):
                     continue
                 if isinstance(message, Refused):
+                    transfer.is_announced = False
                     self._fail(transfer, message.why)
                 else:
                     transfer.computed_at = transfer.computed_at or time.monotonic()
@@ -318,6 +329,7 @@ class DecodeRooms:
             for transfer in self._transfers.values():
                 if transfer.room.address != address:
                     continue
+                transfer.is_announced = False
                 if transfer.result is None and transfer.computed_at is None:
                     self._fail(transfer, why)
                 else:
@@ -333,6 +345,15 @@ class DecodeRooms:
         if not transfer.is_over:
             self.num_failed += 1
             self._end(transfer, RoomEvent(transfer.request_no, None, f"{transfer.room}: {why}"))
+            self._withdraw(transfer)
+
+    def _withdraw(self, transfer: Transfer) -> None:
+        """What the prefill instance still does for the room is in vain."""
+        with self._lock:
+            is_heard, transfer.is_announced = transfer.is_announced, False
+            link = self._links.get(transfer.room.address)
+        if is_heard and link is not None:
+            link.post(Withdraw(transfer.room.number))
 
     def _end(self, transfer: Transfer, event: RoomEvent) -> None:
         transfer.is_over, transfer.since = True, time.monotonic()
@@ -344,6 +365,8 @@ class DecodeRooms:
             time.sleep(TICK_SECONDS)
             now = time.monotonic()
             with self._lock:
+                for link in self._links.values():
+                    link.beat()
                 for transfer in self._transfers.values():
                     computed = transfer.computed_at
                     if computed is not None and now - computed > ARRIVE_SECONDS:

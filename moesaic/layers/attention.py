@@ -44,6 +44,8 @@ class AttentionConfig:
     qk_norm_eps: float | None = None
     sinks: bool = False
     window: int | None = None
+    input_size: int | None = None
+    """Of the rows that are projected to queries, keys and values; None: the hidden size."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -112,7 +114,9 @@ class Attention(Module):
         self.num_heads = len(heads.queries)
         held, held_kv = parts[group.rank], _channels(heads.kv, dim)
         self.qkv_proj = MergedLinear(
-            LinearConfig(hidden, queries + 2 * kv, dtype, config.qkv_bias, same),
+            LinearConfig(
+                config.input_size or hidden, queries + 2 * kv, dtype, config.qkv_bias, same
+            ),
             {"q_proj": OutputPart(queries, held), "k_proj": OutputPart(kv, held_kv)}
             | {"v_proj": OutputPart(kv, held_kv)},
         )
@@ -148,6 +152,10 @@ class Attention(Module):
             return qkv_TX.new_empty(0, self.config.hidden_size)
         mixed = ctx.attention.attend_heads(self.spec, qkv_TX, ctx.angles)
         return self.o_proj(mixed if isinstance(mixed, Rows) else mixed.flatten(1))
+
+    def store(self, qkv_TX: Tensor, ctx: ForwardContext) -> None:
+        """Only puts the rows' keys and values into the cache."""
+        ctx.attention.store_heads(self.spec, qkv_TX, ctx.angles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +237,11 @@ class LatentAttention(Module):
         q_TND, latents_TC = self._queries(x_TH), self.kv_a_proj_with_mqa(x_TH)
         values_TNV = ctx.attention.attend_latents(self.spec, q_TND, latents_TC, ctx.angles)
         return self.o_proj(values_TNV.flatten(1))
+
+    def store(self, x_TH: Tensor, ctx: ForwardContext) -> None:
+        """Only puts the rows' latents into the cache."""
+        latents_TC = self.kv_a_proj_with_mqa(x_TH)
+        ctx.attention.store_latents(self.spec, latents_TC, ctx.angles)
 
     def prefers_absorbed(self, queries: int, kv_len: int) -> bool:
         cfg = self.config

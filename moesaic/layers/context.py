@@ -7,7 +7,7 @@ size · L tokens of a sequence.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -108,9 +108,19 @@ class AttentionStep(ABC):
     ) -> Tensor:
         """The same with a cache of latents; returns the mixed values [T, N, V]."""
 
+    @abstractmethod
+    def store_heads(self, spec: HeadSpec, qkv_TX: Tensor, angles: Angles) -> None:
+        """Only stores what `attend_heads` stores."""
+
+    @abstractmethod
+    def store_latents(self, spec: LatentSpec, latents_TC: Tensor, angles: Angles) -> None:
+        """Only stores what `attend_latents` stores."""
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
     angles: Angles
     attention: AttentionStep
     step: Step = PREFILL
+    tapped: list[Tensor] = field(default_factory=list)
+    """The hidden states that `CausalLM.tap` asks for, layer by layer."""

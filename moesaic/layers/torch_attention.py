@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moesaic.kernels.attention import seen_keys
 from moesaic.kernels.cpu import widened
 from moesaic.layers.context import Angles, AttentionSpec, AttentionStep, HeadSpec, LatentSpec
-from moesaic.layers.paged_cache import PagedCache, SequenceSpan
+from moesaic.layers.paged_cache import Longs, PagedCache, SequenceSpan
 
 # Largest share of padding in a batch of gathered sequences.
 MAX_PADDING = 0.25
@@ -54,24 +55,27 @@ class CpuAttention(AttentionStep):
         """Stores the new latents, then returns the mixed values [T, N, V]."""
 
     def attend_heads(self, spec: HeadSpec, qkv_TX: Tensor, angles: Angles) -> Tensor:
-        dim, queries, kv = spec.head_dim, spec.num_heads, spec.num_kv_heads
-        split = qkv_TX.split([queries * dim, kv * dim, kv * dim], dim=-1)
-        q_TND, k_TMD, v_TMD = (part.unflatten(-1, (-1, dim)) for part in split)
-        if spec.q_norm is not None and spec.k_norm is not None:
-            q_TND, k_TMD = spec.q_norm(q_TND), spec.k_norm(k_TMD)
-        q_TND, k_TMD = spec.rope.rotate(q_TND, *angles), spec.rope.rotate(k_TMD, *angles)
-        return self.attend(spec, q_TND, k_TMD, v_TMD)
+        q_TND, k_TMD, v_TMD = _heads(spec, qkv_TX)
+        if spec.q_norm is not None:
+            q_TND = spec.q_norm(q_TND)
+        q_TND = spec.rope.rotate(q_TND, *angles)
+        return self.attend(spec, q_TND, _keys(spec, k_TMD, angles), v_TMD)
+
+    def store_heads(self, spec: HeadSpec, qkv_TX: Tensor, angles: Angles) -> None:
+        rows = len(self.slots_T)
+        _, k_TMD, v_TMD = _heads(spec, qkv_TX)
+        self.store(spec.layer, _keys(spec, k_TMD, angles)[:rows], v_TMD[:rows])
 
     def attend_latents(
         self, spec: LatentSpec, q_TND: Tensor, latents_TC: Tensor, angles: Angles
     ) -> Tensor:
         q_plain, q_rope = q_TND.split([q_TND.shape[-1] - spec.rope_dim, spec.rope_dim], dim=-1)
         q_TND = torch.cat((q_plain, spec.rope.rotate(q_rope, *angles)), dim=-1)
-        plain = latents_TC.shape[-1] - spec.rope_dim
-        latent, k_rope = latents_TC.split([plain, spec.rope_dim], dim=-1)
-        k_rope = spec.rope.rotate(k_rope.unsqueeze(1), *angles).squeeze(1)
-        latents_TC = torch.cat((spec.norm(latent), k_rope), dim=-1)
-        return self.attend_latent(spec, q_TND, latents_TC)
+        return self.attend_latent(spec, q_TND, _latents(spec, latents_TC, angles))
+
+    def store_latents(self, spec: LatentSpec, latents_TC: Tensor, angles: Angles) -> None:
+        latents_T1C = _latents(spec, latents_TC, angles).unsqueeze(1)
+        self.store(spec.layer, latents_T1C[: len(self.slots_T)])
 
     def store(
         self, layer: int, k_TMD: Tensor, v_TMD: Tensor | None = None
@@ -82,6 +86,28 @@ class CpuAttention(AttentionStep):
         if v_TMD is not None:
             values.flatten(0, 1).index_copy_(0, self.slots_T, v_TMD)
         return keys, values
+
+
+def _heads(spec: HeadSpec, qkv_TX: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values by head."""
+    dim, queries, kv = spec.head_dim, spec.num_heads, spec.num_kv_heads
+    split = qkv_TX.split([queries * dim, kv * dim, kv * dim], dim=-1)
+    return tuple(part.unflatten(-1, (-1, dim)) for part in split)
+
+
+def _keys(spec: HeadSpec, k_TMD: Tensor, angles: Angles) -> Tensor:
+    """As they are stored."""
+    if spec.k_norm is not None:
+        k_TMD = spec.k_norm(k_TMD)
+    return spec.rope.rotate(k_TMD, *angles)
+
+
+def _latents(spec: LatentSpec, latents_TC: Tensor, angles: Angles) -> Tensor:
+    """As they are stored."""
+    plain = latents_TC.shape[-1] - spec.rope_dim
+    latent, k_rope = latents_TC.split([plain, spec.rope_dim], dim=-1)
+    k_rope = spec.rope.rotate(k_rope.unsqueeze(1), *angles).squeeze(1)
+    return torch.cat((spec.norm(latent), k_rope), dim=-1)
 
 
 class TorchAttention(CpuAttention):
@@ -170,11 +196,21 @@ def _prefill_group(span: SequenceSpan, window: int | None, dtype: torch.dtype) -
     length, kv_len = span.length, span.kv_len
     table_BP = torch.from_numpy(np.array([span.pages], np.int64))
     rows = slice(span.start, span.start + length)
-    if kv_len == length and (window is None or window >= length):
+    if span.masks is None and kv_len == length and (window is None or window >= length):
         return AttentionBatch(rows, length, kv_len, table_BP, None, causal=True)
     last_1Q = torch.arange(kv_len - length, kv_len).unsqueeze(0)
-    mask = causal_mask(last_1Q, kv_len, window, dtype).unsqueeze(1)
-    return AttentionBatch(rows, length, kv_len, table_BP, mask)
+    if span.masks is None:
+        mask = causal_mask(last_1Q, kv_len, window, dtype)
+    else:
+        mask = tree_mask(span.masks, kv_len, window, dtype)
+    return AttentionBatch(rows, length, kv_len, table_BP, mask.unsqueeze(1))
+
+
+def tree_mask(masks_Q: Longs, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """As `causal_mask` of one sequence, whose last queries see what their masks say."""
+    seen_QL = seen_keys(torch.from_numpy(masks_Q), length, window)
+    hidden_1QL = ~seen_QL.unsqueeze(0)
+    return torch.zeros(hidden_1QL.shape, dtype=dtype).masked_fill_(hidden_1QL, -math.inf)
 
 
 def causal_mask(last_BQ: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:

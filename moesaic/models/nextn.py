@@ -111,12 +111,23 @@ class NextN(Module):
         """`next_ids_T`: the token after that of each row, at the row's position. `hidden_TH`: the
         main model's output, or at a greater `depth` that of the MTP layer before."""
         layer = self._layer(depth)
+        ctx = ForwardContext(self.rope.at(positions_T), attention, step)
+        x_TH, residual_TH = layer(self._joined(layer, next_ids_T, hidden_TH), ctx)
+        return residual_TH + summed(x_TH)
+
+    def store(
+        self, next_ids_T: Tensor, positions_T: Tensor, hidden_TH: Tensor, attention: AttentionStep
+    ) -> None:
+        """Puts the rows' entries into the first layer's cache, which need its input alone: neither
+        its attention nor its experts run."""
+        layer = self._layer(0)
+        ctx = ForwardContext(self.rope.at(positions_T), attention)
+        layer.store(self._joined(layer, next_ids_T, hidden_TH), ctx)
+
+    def _joined(self, layer: NextNLayer, next_ids_T: Tensor, hidden_TH: Tensor) -> Tensor:
         embedding = layer.embed_tokens or self._main[0] or self.embed_tokens
         assert embedding is not None, "NextN makes one if the main model has none"
-        x_TH = layer.join(embedding(next_ids_T), hidden_TH)
-        ctx = ForwardContext(self.rope.at(positions_T), attention, step)
-        x_TH, residual_TH = layer(x_TH, ctx)
-        return residual_TH + summed(x_TH)
+        return layer.join(embedding(next_ids_T), hidden_TH)
 
     def logits(self, x_RH: Tensor, rows: Sequence[int] = (), depth: int = 0) -> Tensor:
         """Logits of the token after the next; `rows` as in the main model's `logits`."""
@@ -127,7 +138,10 @@ class NextN(Module):
         return normed_TH
 
     def head(self, normed_RH: Tensor, rows: Sequence[int] = (), depth: int = 0) -> Tensor:
-        return (self._layer(depth).shared_head.head or self._main[1])(normed_RH, rows)
+        return self.own_or_main_head(depth)(normed_RH, rows)
+
+    def own_or_main_head(self, depth: int = 0) -> LMHead:
+        return self._layer(depth).shared_head.head or self._main[1]
 
     def _layer(self, depth: int) -> NextNLayer:
         layer = self.layers[depth]

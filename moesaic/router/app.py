@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import secrets
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, Final
@@ -18,28 +19,43 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from moesaic.router.args import RouterArgs, contradiction
+from moesaic.router.discovery import ClusterApi, discoveries_of
+from moesaic.router.event_ids import NOTHING, StreamMark
 from moesaic.router.halves import Call
-from moesaic.router.proxy import HOP, READ_BUFFER, Proxy, unavailable
+from moesaic.router.proxy import HOP, READ_BUFFER, Proxy, Resumption, unavailable
 from moesaic.router.routes import check_access, not_passed_on, route_of
 from moesaic.router.workers import HealthChecks, workers_of
+from moesaic.server.auth import is_foreign_page, is_loopback, is_own_name
 from moesaic.server.bodies import read_bytes
+from moesaic.server.connections import ConnectionQuotas
 from moesaic.server.errors import Refusal
+from moesaic.server.http_protocol import ConnectionLimits
 from moesaic.server.listen import bind
 from moesaic.server.responses import while_connected
+from moesaic.server.run import config_of, max_connections
 
 logger = logging.getLogger(__name__)
 
 # Routes whose requests two instances share.
 SHARED: Final = ("/generate", "/v1/chat/completions", "/v1/completions")
 ABORT: Final = "/abort_request"
+OWN_PATHS: Final = frozenset(("/health", "/workers", "/metrics"))
+# Names a request for its client, whichever router and instances serve it.
+REQUEST_ID: Final = "x-request-id"
+ID_BYTES: Final = 16
+# Requests that clients may have open, if the limit of open files allows it.
+MOST_OPEN: Final = 1 << 14
 METHODS: Final = ["GET", "POST", "DELETE"]
 
 
 class Router:
-    def __init__(self, args: RouterArgs) -> None:
+    def __init__(self, args: RouterArgs, cluster: ClusterApi | None = None) -> None:
+        """`cluster`: None for that of this pod, if the flags ask for one."""
         if problem := contradiction(args):
             raise ValueError(problem)
         self.args, self.workers = args, workers_of(args)
+        self._is_local = is_loopback(args.host)
+        self._discoveries = discoveries_of(args, self.workers, cluster)
         self.proxy: Proxy | None = None
 
     @asynccontextmanager
@@ -50,18 +66,21 @@ class Router:
         ) as session:
             self.proxy = Proxy(self.args, self.workers, session)
             checks = HealthChecks(self.args, self.workers, session)
-            task = asyncio.create_task(checks.run())
+            runs = [checks.run, *self._discoveries]
+            tasks = [asyncio.create_task(run()) for run in runs]
             try:
                 yield
             finally:
-                task.cancel()
+                for task in tasks:
+                    task.cancel()
 
     async def handle(self, request: Request) -> Response:
         assert self.proxy is not None, "the server runs"
         path = request.scope["path"].rstrip("/") or "/"
         try:
-            work = await self._work(self.proxy, request, path)
+            headers, work = await self._work(self.proxy, request, path)
             response = await while_connected(request, work)
+            response.headers.setdefault(REQUEST_ID, headers[REQUEST_ID])
         except Refusal as refusal:
             response = refusal.response()
         except ClientDisconnect:
@@ -71,21 +90,36 @@ class Router:
 
     async def _work(
         self, proxy: Proxy, request: Request, path: str
-    ) -> Coroutine[Any, Any, Response]:
-        """What makes the answer, once the whole request is here; Refusal if it is not passed on."""
+    ) -> tuple[dict[str, str], Coroutine[Any, Any, Response]]:
+        """The headers to pass on, and what makes the answer, once the whole request is here;
+        Refusal if it is not passed on."""
+        self._check_origin(request)
         check_access(request.method, path)
         headers = {k: v for k, v in request.headers.items() if k.lower() not in HOP}
         headers.pop("accept-encoding", None)
+        headers.setdefault(REQUEST_ID, secrets.token_hex(ID_BYTES))
         data = await read_bytes(request)
         if path == ABORT and _json_object(data).get("abort_all"):
             raise not_passed_on("abort_all")
         if path not in SHARED:
             query = request.scope["query_string"].decode("latin-1")
             where = quote(path) + (f"?{query}" if query else "")
-            return proxy.forward(request.method, where, data, headers)
+            send = proxy.forward_to_all if path == ABORT else proxy.forward
+            return headers, send(request.method, where, data, headers)
         body = _json_object(data)
         headers.pop("content-type", None)
-        return proxy.generate(Call.of(path, body), headers)
+        resumes = _resumption(headers.pop("last-event-id", None))
+        return headers, proxy.generate(Call.of(path, body, headers[REQUEST_ID]), headers, resumes)
+
+    def _check_origin(self, request: Request) -> None:
+        """Pages in browsers could send requests to a router on the same machine, or in the network
+        of the browser: it has no keys that they would not know."""
+        host = request.headers.get("host")
+        if self._is_local and host is not None and not is_own_name(host):
+            text = "the Host header is not this machine's own: use localhost or an IP address"
+            raise Refusal(403, text, code="foreign_host")
+        if is_foreign_page(request):
+            raise Refusal(403, "requests from pages of other sites are not passed on")
 
     async def health(self, _: Request) -> Response:
         assert self.proxy is not None, "the server runs"
@@ -94,7 +128,11 @@ class Router:
             return JSONResponse({"status": "ok"})
         return unavailable([one for one in self.workers if not one.is_healthy])
 
-    async def show_workers(self, _: Request) -> Response:
+    async def show_workers(self, request: Request) -> Response:
+        try:
+            self._check_origin(request)
+        except Refusal as refusal:
+            return refusal.response()
         return JSONResponse({"workers": [worker.state() for worker in self.workers]})
 
     async def metrics(self, _: Request) -> Response:
@@ -133,6 +171,15 @@ class Router:
         return Starlette(routes=routes, lifespan=self.running)
 
 
+def _resumption(last_event_id: str | None) -> Resumption:
+    if last_event_id is None or last_event_id in NOTHING:
+        return Resumption(wants_ids=last_event_id is not None)
+    try:
+        return Resumption(True, StreamMark.decode(last_event_id))
+    except ValueError as error:
+        raise Refusal(400, str(error), "Last-Event-ID") from None
+
+
 def _json_object(data: bytes) -> dict[str, Any]:
     try:
         body = json.loads(data)
@@ -158,6 +205,6 @@ def serve(args: RouterArgs) -> int:
     listener = bind(args.host, args.port)
     for worker in router.workers:
         logger.info("%s instance: %s", worker.role, worker.url)
-    config = uvicorn.Config(router.app(), log_config=None, log_level="warning", access_log=False)
-    RouterServer(config).run([listener])
+    limits = ConnectionLimits(ConnectionQuotas.of(max_connections(MOST_OPEN)), OWN_PATHS)
+    RouterServer(config_of(router.app(), limits)).run([listener])
     return 0

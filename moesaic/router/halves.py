@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, Final
 
 from moesaic.router.workers import Worker
@@ -24,11 +25,12 @@ class Call:
     body: dict[str, Any]
 
     @classmethod
-    def of(cls, path: str, body: dict[str, Any]) -> Call:
-        """With a seed, if it has none: an instance that takes over samples the same tokens."""
+    def of(cls, path: str, body: dict[str, Any], request_id: str = "") -> Call:
+        """With a seed, if it has none: an instance that takes over samples the same tokens. The
+        seed follows from the id, so that another router chooses the same."""
         if _prompts(body) is not None:
             return cls(path, body)  # one seed for all would make equal prompts' answers equal
-        seed, body = secrets.randbits(SEED_BITS), dict(body)
+        seed, body = _seed_of(request_id), dict(body)
         if path == "/generate":
             given = body.get("sampling_params")
             params = {} if given is None else given  # an instance refuses what is no object
@@ -73,6 +75,13 @@ class Call:
         second = {**self.body, **where}
         first = {name: value for name, value in second.items() if name != "stream_options"}
         return {**first, "stream": False}, second
+
+
+def _seed_of(request_id: str) -> int:
+    if not request_id:
+        return secrets.randbits(SEED_BITS)
+    found = blake2b(request_id.encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(found) >> (64 - SEED_BITS)
 
 
 def _prompts(body: dict[str, Any]) -> int | None:

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from yarl import URL
 
 from moesaic.router.args import RouterArgs
+from moesaic.router.event_ids import StreamMark
 from moesaic.router.halves import Call
 from moesaic.router.policies import POLICIES
 from moesaic.router.replay import Diverged, StreamReplay
@@ -31,6 +32,11 @@ READ_BUFFER: Final = 1 << 20
 MAX_EVENT: Final = 64 << 20
 # Before a request is sent again where no instance is left: one may come back.
 PAUSE_SECONDS: Final = 0.5
+# How long an instance may take to end a request.
+ABORT_SECONDS: Final = 5.0
+# Responses that are stored are known to the instance that made them.
+STORED: Final = "/v1/responses"
+NOT_STORED: Final = b'"previous_response_not_found"'
 # Answers after which another instance is asked: this one is overloaded, or stops. A request that
 # fails by itself (500) would fail there too, and could do harm to one instance after the other.
 ELSEWHERE: Final = frozenset((429, 502, 503, 504))
@@ -77,6 +83,20 @@ class RouterStats:
     """Streams that another instance has continued."""
 
 
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """What the client of a stream has of it, from another router."""
+
+    wants_ids: bool = False
+    mark: StreamMark | None = None
+
+    def replay(self, path: str) -> StreamReplay:
+        return StreamReplay(path) if self.mark is None else StreamReplay.resumed(path, self.mark)
+
+
+NO_IDS: Final = Resumption()
+
+
 class Events(StreamingResponse):
     """A stream that ends the instance's work however it ends itself: a client may leave before its
     first event, when nothing has been asked of the source yet."""
@@ -120,14 +140,21 @@ class Proxy:
         """Of the instances that give answers."""
         return "decode" if self.args.pd_disaggregation else "both"
 
-    async def generate(self, call: Call, headers: Mapping[str, str]) -> Response:
-        """The answer to a request that generates; it is sent again until it is whole."""
+    def _others(self, worker: Worker) -> bool:
+        """Whether others could do its work."""
+        return any(one is not worker for one in self.healthy(worker.role))
+
+    async def generate(
+        self, call: Call, headers: Mapping[str, str], resumes: Resumption = NO_IDS
+    ) -> Response:
+        """The answer to a request that generates; it is sent again until it is whole. `resumes`:
+        what its client has already."""
         attempt = await self._try_all(call, headers)
         if isinstance(attempt, Response):
             return attempt
         answer = attempt.answer
         if answer.content_type == SSE:
-            events = self._events(call, headers, attempt)
+            events = self._events(call, headers, attempt, resumes)
             return Events(events, attempt.stack, answer.status, _kept(answer.headers))
         return await self._whole(call, headers, attempt)
 
@@ -136,22 +163,71 @@ class Proxy:
     ) -> Response:
         """Any other request, to one instance. `path`: quoted, with the query; it is sent as it is,
         since an instance must get the path that was checked."""
-        workers = self.healthy(self.last_role)
-        if not workers:
-            return unavailable(self.workers)
-        worker = self._policies[self.last_role].choose(workers, "")
-        try:
-            async with self._session.request(
+        answer: Response | None = None
+        for worker in self._in_order(self.last_role):
+            async with AsyncExitStack() as stack:
+                try:
+                    answer = await self._pass_on(stack, worker, method, path, body, headers)
+                except aiohttp.ClientConnectorError as error:  # it has not got the request
+                    worker.lose(_text(error))
+                    continue
+                except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                    worker.lose(_text(error))
+                    return unavailable([worker])
+                if not _is_elsewhere(path, answer):
+                    return answer
+        return answer or unavailable(self.workers)
+
+    async def forward_to_all(
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> Response:
+        """To all instances, since any may have what is meant. The answer is the one of an instance
+        that did the most, by the number in its `aborted`."""
+        found: list[Response] = []
+        for ended in await asyncio.gather(
+            *(self._ask(one, method, path, body, headers) for one in list(self.workers)),
+            return_exceptions=True,
+        ):
+            if isinstance(ended, Response):
+                found.append(ended)
+        return max(found, key=_aborted, default=unavailable(self.workers))
+
+    async def _ask(
+        self, worker: Worker, method: str, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> Response:
+        async with AsyncExitStack() as stack, asyncio.timeout(ABORT_SECONDS):
+            return await self._pass_on(stack, worker, method, path, body, headers)
+
+    async def _pass_on(
+        self,
+        stack: AsyncExitStack,
+        worker: Worker,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+    ) -> Response:
+        """A stream is passed on as it comes, and then ends the request; else `stack` does."""
+        answer = await stack.enter_async_context(
+            self._session.request(
                 method,
                 URL(worker.url + path, encoded=True),
                 data=body,
                 headers=headers,
                 timeout=self._timeout,
-            ) as answer:
-                return Response(await answer.read(), answer.status, _kept(answer.headers))
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            worker.lose(_text(error))
-            return unavailable([worker])
+            )
+        )
+        if answer.content_type != SSE:
+            return Response(await answer.read(), answer.status, _kept(answer.headers))
+        rest = stack.pop_all()
+        rest.enter_context(worker.serving(len(body)))
+        return Events(_parts(worker, answer), rest, answer.status, _kept(answer.headers))
+
+    def _in_order(self, role: str) -> list[Worker]:
+        """The instance that the policy chooses, and then the others."""
+        workers = self.healthy(role)
+        first = [self._policies[role].choose(workers, "")] if workers else []
+        return [*first, *(one for one in workers if one not in first)]
 
     async def _whole(self, call: Call, headers: Mapping[str, str], attempt: Attempt) -> Response:
         """A body that breaks off is asked for again: the client has nothing of it."""
@@ -203,7 +279,7 @@ class Proxy:
         self, call: Call, headers: Mapping[str, str], avoided: set[Worker]
     ) -> Attempt:
         worker = self._choose(self.last_role, call, avoided)
-        body, first, stack = call.body, None, AsyncExitStack()
+        body, first, prefill, stack = call.body, None, None, AsyncExitStack()
         try:
             if self.args.pd_disaggregation:
                 prefill = self._choose("prefill", call, avoided)
@@ -214,12 +290,49 @@ class Proxy:
             stack.enter_context(worker.serving(call.size))
             second = asyncio.create_task(self._send(stack, worker, call.path, body, headers))
             stack.callback(second.cancel)
-            others = any(one is not worker for one in self.healthy("prefill"))
-            await _first_of(second, first if first is not None and others else None)
-            return Attempt(worker, await second, stack)
+            answer = await self._begin(second, first, worker, prefill)
+            stack.callback(asyncio.create_task(self._close_to_move(worker, answer)).cancel)
+            return Attempt(worker, answer, stack)
         except BaseException:
             await stack.aclose()
             raise
+
+    async def _begin(
+        self,
+        second: asyncio.Task[aiohttp.ClientResponse],
+        first: asyncio.Task[None] | None,
+        worker: Worker,
+        prefill: Worker | None,
+    ) -> aiohttp.ClientResponse:
+        """Waits for the answer's beginning. If the prompt is lost before, or an instance is
+        drained, so is the attempt, as far as others can do better."""
+        both = [worker] if prefill is None else [worker, prefill]
+        leaving = {asyncio.create_task(one.leaving.wait()): one for one in both}
+        waiting: set[asyncio.Task[Any]] = {second, *leaving}
+        waiting |= set() if first is None else {first}
+        try:
+            while not second.done():
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if second.done():
+                    break
+                if first in done and prefill is not None and self._others(prefill):
+                    first.result()  # raises what it has failed with
+                for one in (leaving[task] for task in done if task in leaving):
+                    if self._others(one):
+                        raise WorkerLost(one, one.why)
+            return second.result()
+        finally:
+            for task in leaving:
+                task.cancel()
+
+    async def _close_to_move(self, worker: Worker, answer: aiohttp.ClientResponse) -> None:
+        """Whoever reads the answer of an instance that is drained then goes on elsewhere."""
+        while True:
+            await worker.leaving.wait()
+            if self._others(worker):
+                answer.close()
+                return
+            await asyncio.sleep(PAUSE_SECONDS)
 
     async def _send(
         self,
@@ -258,16 +371,17 @@ class Proxy:
                 raise WorkerLost(worker, _text(error)) from error
 
     async def _events(
-        self, call: Call, headers: Mapping[str, str], attempt: Attempt
+        self, call: Call, headers: Mapping[str, str], attempt: Attempt, resumes: Resumption
     ) -> AsyncGenerator[bytes, None]:
         """The events of a stream; another instance goes on where one is lost."""
-        replay, retries = StreamReplay(call.path), self.args.retry_max_retries
+        replay, retries = resumes.replay(call.path), self.args.retry_max_retries
         while True:
             try:
                 async with attempt.stack:
                     async for data in _read_events(attempt.answer):
                         if (event := _lost_or(attempt.worker, data, replay)) is not None:
-                            yield f"data: {event}\n\n".encode()
+                            number = f"id: {replay.mark.encode()}\n" if resumes.wants_ids else ""
+                            yield f"{number}data: {event}\n\n".encode()
                 if replay.is_done:
                     return
                 why = "its answer has no end"
@@ -307,13 +421,14 @@ def _heed(half: asyncio.Task[None]) -> None:
         logger.info("a prompt is lost: %s", error)
 
 
-async def _first_of(second: asyncio.Task[Any], first: asyncio.Task[None] | None) -> None:
-    """Waits for the answer's beginning. If the prompt is lost before, so is the attempt."""
-    waiting: set[asyncio.Task[Any]] = {second} if first is None else {first, second}
-    while not second.done():
-        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        if first in done and not second.done():
-            first.result()  # raises what it has failed with
+async def _parts(worker: Worker, answer: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
+    """A stream as it is: what breaks off for the router breaks off for the client."""
+    try:
+        async for data in answer.content.iter_any():
+            yield data
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        worker.lose(_text(error))
+        raise
 
 
 async def _read_events(answer: aiohttp.ClientResponse) -> AsyncGenerator[str, None]:
@@ -355,6 +470,19 @@ def unavailable(workers: list[Worker]) -> Response:
     return Response(
         json.dumps({"error": error}), 503, {"Retry-After": "1"}, media_type="application/json"
     )
+
+
+def _is_elsewhere(path: str, answer: Response) -> bool:
+    """Whether another instance may have the response that is asked for."""
+    if not path.startswith(STORED) or answer.status_code not in (400, 404):
+        return False
+    return answer.status_code == 404 or NOT_STORED in bytes(answer.body)
+
+
+def _aborted(answer: Response) -> int:
+    if answer.status_code != 200:
+        return -1
+    return int(json.loads(bytes(answer.body)).get("aborted", 0))
 
 
 def _kept(headers: Mapping[str, str]) -> dict[str, str]:

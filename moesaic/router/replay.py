@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from moesaic.router.event_ids import ChoiceMark, RunningDigest, StreamMark, digest_of
+
 DONE = "[DONE]"
 # Parts of a chunk's `delta` that are texts.
 TEXTS = ("content", "reasoning_content")
@@ -28,6 +30,29 @@ class Progress:
     logprobs: int = 0
     has_tools: bool = False
     is_finished: bool = False
+    unseen: dict[str, tuple[int, bytes]] = field(default_factory=dict)
+    """Texts that the client has from another router: lengths and digests."""
+    digests: dict[str, RunningDigest] = field(default_factory=dict)
+
+    def mark(self, index: int) -> ChoiceMark:
+        found = dict(self.unseen)
+        for name, text in self.texts.items():
+            if text:
+                digest = self.digests.setdefault(name, RunningDigest())
+                found[name] = len(text), digest.of(text)
+        return ChoiceMark(index, found, self.logprobs, self.has_tools, self.is_finished)
+
+    def catch_up(self, name: str, heard: str) -> bool:
+        """Whether this is the beginning that the client has, and perhaps more; Diverged if it is
+        another one."""
+        length, digest = self.unseen[name]
+        if len(heard) < length:
+            return False
+        if digest_of(heard[:length]) != digest:
+            raise Diverged
+        self.texts[name] = heard[:length]
+        del self.unseen[name]
+        return True
 
 
 @dataclass(slots=True)
@@ -35,6 +60,8 @@ class _Behind:
     """How far an instance that begins anew is."""
 
     texts: dict[str, int] = field(default_factory=dict)
+    heard: dict[str, str] = field(default_factory=dict)
+    """The beginnings of texts that this router has not seen."""
     logprobs: int = 0
 
 
@@ -49,6 +76,27 @@ class StreamReplay:
         self._head: dict[str, Any] = {}
         """The fields that every chunk of a stream has in common."""
         self.is_done = False
+
+    @classmethod
+    def resumed(cls, path: str, mark: StreamMark) -> StreamReplay:
+        """Of a client that has this much; the first event is that of an instance that begins."""
+        made = cls(path)
+        made._head = dict(mark.head)
+        for one in mark.choices:
+            made._sent[one.index] = Progress(
+                logprobs=one.logprobs,
+                has_tools=one.has_tools,
+                is_finished=one.is_finished,
+                unseen=dict(one.texts),
+            )
+        made.restart()
+        return made
+
+    @property
+    def mark(self) -> StreamMark:
+        """What the client has."""
+        choices = [progress.mark(index) for index, progress in self._sent.items()]
+        return StreamMark(self._head, choices)
 
     @property
     def can_restart(self) -> bool:
@@ -78,13 +126,16 @@ class StreamReplay:
     def _is_new(self, event: dict[str, Any]) -> bool:
         progress = self._sent.setdefault(event.get("index", 0), Progress())
         text, known = event.get("text", ""), progress.texts.get("text", "")
+        if "text" in progress.unseen and progress.catch_up("text", text):
+            known = progress.texts["text"]
         length = len(event.get("output_ids", ()))
         is_end = (event.get("meta_info") or {}).get("finish_reason") is not None
         if not (text.startswith(known) or known.startswith(text)):
             raise Diverged
         if length <= progress.logprobs and not (is_end and not progress.is_finished):
             return False
-        progress.texts["text"] = max(text, known, key=len)
+        if "text" not in progress.unseen:
+            progress.texts["text"] = max(text, known, key=len)
         progress.logprobs, progress.is_finished = max(length, progress.logprobs), is_end
         return True
 
@@ -130,6 +181,13 @@ def _rest(text: str, name: str, progress: Progress, behind: _Behind | None) -> s
     if behind is None:
         progress.texts[name] = sent + text
         return text
+    if name in progress.unseen:
+        heard = behind.heard[name] = behind.heard.get(name, "") + text
+        if not progress.catch_up(name, heard):
+            return ""
+        behind.texts[name], sent = len(heard), progress.texts[name]
+        progress.texts[name] = heard
+        return heard[len(sent) :]
     start = behind.texts.get(name, 0)
     behind.texts[name] = start + len(text)
     if start >= len(sent):

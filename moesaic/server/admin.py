@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Final
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,7 +14,7 @@ import moesaic
 from moesaic.engine.frontend.inputs import GenerateInput
 from moesaic.server import generation
 from moesaic.server.bodies import AbortBody, read_body
-from moesaic.server.context import CLOSE_AND_RETRY, Context
+from moesaic.server.context import CLOSE_AND_RETRY, DRAINING, Context
 from moesaic.server.errors import Refusal
 from moesaic.server.responses import json_response
 from moesaic.server.routes import ADMIN, OPEN, USER, Route
@@ -26,8 +27,21 @@ FRESH_SECONDS: Final = 1.0
 
 async def health(context: Context, _: Request) -> Response:
     if reason := context.unavailable_reason:
-        raise Refusal(503, reason, headers=CLOSE_AND_RETRY)
+        code = None if context.engine.fault else DRAINING
+        raise Refusal(503, reason, code=code, headers=CLOSE_AND_RETRY)
     return json_response({"status": "ok"})
+
+
+class DrainBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Whether the server takes no requests."""
+
+    drain: bool = True
+
+
+async def drain(context: Context, request: Request) -> Response:
+    """A router moves what is open to other servers."""
+    context.is_drained = (await read_body(request, DrainBody)).drain
+    return json_response({"status": "ok", "open_requests": context.admission.calls})
 
 
 class HealthProbe:
@@ -134,6 +148,15 @@ ROUTES = (
     Route("GET", "/get_model_info", model_info, USER, "The same as /model_info"),
     Route("GET", "/version", version, OPEN, "The version of the server"),
     Route("GET", "/ping", health, OPEN, "The same as /health", probe=True),
+    Route(
+        "POST",
+        "/drain",
+        drain,
+        ADMIN,
+        "Refuses new requests, until it is called with false; open ones go on, or are moved",
+        DrainBody,
+        example={"drain": False},
+    ),
     Route("POST", "/flush_cache", flush_cache, ADMIN, "Empties the prefix cache"),
     Route("GET", "/flush_cache", flush_cache, ADMIN, "The same, as in SGLang", changes=True),
     Route(

@@ -46,11 +46,16 @@ class AdmissionQueue(FairQueue["QueuedCall"]):
         self.arriving = 0
         """Calls whose requests are not queued yet."""
         self.admitted_total = 0
+        self.meeting = 0
+        """Requests of a prefill instance that two instances share."""
         self._max_running = max_running
         self._rate = _EndRate()
 
     def new_call(self, client: Hashable) -> QueuedCall:
         return QueuedCall(self, client)
+
+    def new_meeting(self) -> MeetingCall:
+        return MeetingCall(self)
 
     def queue(self, waiter: QueuedCall) -> None:
         if waiter.wanted > self.most_open:
@@ -71,7 +76,7 @@ class AdmissionQueue(FairQueue["QueuedCall"]):
 
     def full(self) -> AdmissionQueueFull:
         running = min(self.running, self._max_running)  # the rest is queued in the engine
-        waiting = self.running - running + self.waiting
+        waiting = self.running - running + self.waiting + self.meeting
         return AdmissionQueueFull(
             f"{running} requests are running and {waiting} are waiting, which is all "
             "that --max-running-requests and --max-queued-requests allow: try again later",
@@ -149,6 +154,43 @@ class QueuedCall(CallAdmission):
     def _resolve(self) -> None:
         if self._admitted is not None and not self._admitted.done():
             self._admitted.set_result(None)
+
+    def _stop_arriving(self) -> None:
+        self._admission.arriving -= self._arriving
+        self._arriving = False
+
+
+class MeetingCall(CallAdmission):
+    """A call of a prefill instance whose requests wait for pages of decode instances. They take no
+    slots while they wait: others, whose pages are there, would wait for these slots, and these
+    pages for the others' prompts. The ranks compute prompts in the order in which there are pages
+    for them. The call counts as arriving until it enters or leaves."""
+
+    def __init__(self, admission: AdmissionQueue) -> None:
+        self._admission, self._open = admission, 0
+        self._arriving = True
+        admission.arriving += 1
+
+    async def enter(self, number: int, start: Start) -> None:
+        self._stop_arriving()
+        admission = self._admission
+        if admission.meeting + number > admission.most_open:
+            admission.refused_total += number
+            raise admission.full()
+        self._open = number
+        admission.meeting += number
+        started = start(number)
+        admission.admitted_total += started
+        self.finished(number - started)
+
+    def finished(self, number: int) -> None:
+        ended = min(number, self._open)
+        self._open -= ended
+        self._admission.meeting -= ended
+
+    def leave(self) -> None:
+        self._stop_arriving()
+        self.finished(self._open)
 
     def _stop_arriving(self) -> None:
         self._admission.arriving -= self._arriving

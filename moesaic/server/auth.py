@@ -49,7 +49,7 @@ class Keys:
         admin = args.admin_api_key
         admin = admin if admin is not None else environment.get(ADMIN_API_KEY)
         digests = _digest_of("--api-key", api), _digest_of("--admin-api-key", admin)
-        return cls(*digests, local=_is_loopback(args.host))
+        return cls(*digests, local=is_loopback(args.host))
 
     def __bool__(self) -> bool:
         return bool(self.api or self.admin)
@@ -120,9 +120,13 @@ def _header(request: Request, wanted: bytes) -> list[bytes]:
 def _refuse_foreign_pages(request: Request) -> None:
     """Without keys, any page in a browser could send requests to a server on the same machine.
     Browsers name the page's site in the Origin header."""
-    origin = request.headers.get("origin")
-    if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
+    if is_foreign_page(request):
         raise Refusal(403, "requests from pages of other sites need a key: start with --api-key")
+
+
+def is_foreign_page(request: Request) -> bool:
+    origin = request.headers.get("origin")
+    return origin is not None and origin.partition("://")[2] != request.headers.get("host")
 
 
 def refuse_browsers(request: Request) -> None:
@@ -144,7 +148,7 @@ def _refuse_foreign_names(request: Request) -> None:
     """Prevents DNS rebinding: a site may point its name at this machine, and the browser then sends
     that name as the host. It cannot do so with an address."""
     host = request.headers.get("host")
-    if host is None or _is_own(host):
+    if host is None or is_own_name(host):
         return
     raise Refusal(
         403,
@@ -155,7 +159,7 @@ def _refuse_foreign_names(request: Request) -> None:
 
 
 @lru_cache(KEPT_NAMES)
-def _is_own(host: str) -> bool:
+def is_own_name(host: str) -> bool:
     """Whether a host is localhost or an address: no site's name."""
     return NAMED_PORT.sub("", host).lower() == "localhost" or _address(host) is not None
 
@@ -168,6 +172,6 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     address = _address(host if ":" not in host else f"[{host}]")
     return host.lower() == "localhost" or (address is not None and address.is_loopback)

@@ -23,6 +23,9 @@ from moesaic.server.live_stats import LiveStats
 logger = logging.getLogger(__name__)
 
 STOPPING: Final = "the server is stopping"
+DRAINED: Final = "the server is drained: POST /drain with false ends it"
+# The code of /health then: its open requests may be moved to other servers.
+DRAINING: Final = "draining"
 # Another server, or this one after a restart, can answer at once.
 CLOSE_AND_RETRY: Final = {"Connection": "close", "Retry-After": "1"}
 
@@ -33,6 +36,8 @@ class Context:
     def __init__(self, engine: Engine, is_stopping: Callable[[], bool], keys: Keys) -> None:
         self.engine, self._is_stopping = engine, is_stopping
         self.keys = keys
+        self.is_drained = False
+        """Open requests go on, new ones are refused."""
         self.admission = AdmissionQueue(engine.max_running, engine.args.max_queued_requests)
         self.stats = LiveStats(engine, lambda: self.admission.waiting)
         self._shared: dict[Any, Any] = {}
@@ -44,7 +49,9 @@ class Context:
     @property
     def unavailable_reason(self) -> str:
         """Why the server accepts no requests; empty if it does."""
-        return self.engine.fault or (STOPPING if self._is_stopping() else "")
+        if self.engine.fault or self._is_stopping():
+            return self.engine.fault or STOPPING
+        return DRAINED if self.is_drained else ""
 
     def shared(self, make: Callable[[Context], Result]) -> Result:
         """The server's one instance of `make`, created at its first use."""

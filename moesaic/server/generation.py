@@ -90,7 +90,7 @@ async def _updates(
 ) -> AsyncGenerator[RequestUpdate, None]:
     if context.engine.fault:
         raise Refusal(503, context.engine.fault, headers=CLOSE_AND_RETRY)
-    admission = CallAdmission() if client is None else context.admission.new_call(client)
+    admission = _admission(context, call, client)
     updates = context.engine.stream(call.sent_by(client, stream), admission, direct)
     log = CallLog(context.args, call)
     try:
@@ -103,6 +103,14 @@ async def _updates(
     finally:
         await updates.aclose()
         admission.leave()  # the engine leaves only what it has entered
+
+
+def _admission(context: Context, call: GenerateInput, client: Hashable | None) -> CallAdmission:
+    if client is None:
+        return CallAdmission()
+    if call.bootstrap_room is not None and context.args.disaggregation_mode == "prefill":
+        return context.admission.new_meeting()
+    return context.admission.new_call(client)
 
 
 async def _first(updates: AsyncGenerator[RequestUpdate, None]) -> RequestUpdate | None:

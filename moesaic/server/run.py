@@ -102,7 +102,7 @@ class Server(uvicorn.Server):
         self.stopping, args, self._start = False, engine.args, start
         app = make_app(engine, lambda: self.stopping, keys)
         self._admission: AdmissionQueue = app.state.context.admission
-        quotas = ConnectionQuotas.of(_max_connections(self._admission.most_open))
+        quotas = ConnectionQuotas.of(max_connections(self._admission.most_open))
         super().__init__(config_of(app, ConnectionLimits(quotas, PROBES), args))
         self._engine, self._listener = engine, listener
 
@@ -203,7 +203,7 @@ def config_of(
     )
 
 
-def _max_connections(most_open: int) -> int:
+def max_connections(most_open: int) -> int:
     """As many connections as requests need, if the file limit allows."""
     useful = most_open + SPARE_CONNECTIONS
     return min(useful, _raise_file_limit(useful + SPARE_FILES) - SPARE_FILES)

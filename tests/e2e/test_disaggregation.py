@@ -107,6 +107,7 @@ def pair() -> Iterator[Pair]:
     """Neither their meshes nor their pages are alike, and not all requests fit at once."""
     with ExitStack() as stack:
         prefill = {"tp_size": 2, "page_size": 4, "chunked_prefill_size": 16}
+        prefill |= {"max_running_requests": 4}
         decode = {"pp_size": 2, "page_size": 16, "max_total_tokens": 320}
         decode |= {"disaggregation_decode_enable_radix_cache": True}
         yield start(stack, "qwen3_moe", prefill, decode)
@@ -285,6 +286,36 @@ def test_the_router_makes_one_server_of_them(pair: Pair, one_rank: Engine) -> No
         assert pair.counts() == (before[0] + 6, *before[1:])
         state = httpx.get(f"{decode}/pd_state").json()
         assert state == {"disaggregation_mode": "decode", "rooms": []}
+    pair.check_idle()
+
+
+def test_halves_come_in_opposite_orders(pair: Pair, one_rank: Engine) -> None:
+    """More than the prefill instance runs, and than the decode instance has pages for: neither
+    waits for what the other one has not begun."""
+    bodies = [
+        {"input_ids": [*range(n, n + 90)], "sampling_params": GREEDY, **pair.where()}
+        for n in range(10)
+    ]
+    before = pair.counts()
+    with ExitStack() as stack:
+        urls = [stack.enter_context(served(one)) for one in (pair.prefill, pair.decode)]
+        pool = stack.enter_context(ThreadPoolExecutor(2 * len(bodies)))
+
+        def send(url: str, body: dict[str, Any]) -> Any:
+            time.sleep(0.02)  # in this order
+            return pool.submit(lambda: httpx.post(f"{url}/generate", json=body, timeout=60).json())
+
+        firsts = [send(urls[0], body) for body in reversed(bodies)]
+        wait_until(lambda: len(pair.prefill.get_server_info()["rooms"]) == len(bodies))
+        answers = [send(urls[1], body) for body in bodies]
+        found = [answer.result(60)["output_ids"] for answer in answers]
+        assert [first.result(60)["output_ids"] for first in firsts] == [
+            ids[:1] for ids in reversed(found)
+        ]
+    call: dict[str, Any] = {"input_ids": [body["input_ids"] for body in bodies]}
+    expected: Any = one_rank.generate(**call, sampling_params=GREEDY)
+    assert found == [one["output_ids"] for one in expected]
+    assert pair.counts()[:2] == (before[0] + len(bodies), before[1])
     pair.check_idle()
 
 

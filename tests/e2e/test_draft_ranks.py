@@ -38,6 +38,13 @@ SLOW = (
     f"--tp 2 {DPA} 2 --moe-a2a-backend deepep --speculative-num-steps 2 {OTHER}",
     f"--tp 2 --ep 2 --speculative-num-steps 3 {OTHER}",
 )
+# As many drafts as pay: none in some steps.
+ADAPTIVE = (
+    f"--tp 2 {DPA} 2 --moe-a2a-backend deepep --speculative-num-steps 2 {OTHER}",
+    pytest.param("--tp 2 --speculative-num-steps 2", marks=pytest.mark.slow),
+    pytest.param(f"--tp 2 --ep 2 --speculative-num-steps 2 {OTHER}", marks=pytest.mark.slow),
+    pytest.param(f"--tp 4 {DPA} 2 --speculative-num-steps 2", marks=pytest.mark.slow),
+)
 LINES = [*ALWAYS, *(pytest.param(line, marks=pytest.mark.slow) for line in SLOW)]
 
 
@@ -75,3 +82,14 @@ def test_ranks_with_drafts_give_the_tokens_of_one_rank_without(line: str) -> Non
     assert found == on_one_rank()
     greedy = [one["spec_accept_length"] for one in told[::2]]
     assert len(greedy) == 3 and min(greedy) > 1.5
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("line", ADAPTIVE)
+def test_drafts_of_ranks_are_right_behind_steps_without(line: str) -> None:
+    if OTHER not in line:
+        line = f"{line} --speculative-algorithm NEXTN"
+    found, told = answers(line)
+    assert found == on_one_rank()
+    rates = [one["spec_accept_rate"] for one in told[::2] if "spec_accept_rate" in one]
+    assert rates and min(rates) >= (1.0 if OTHER in line else 0.9)

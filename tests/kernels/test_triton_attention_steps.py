@@ -137,12 +137,14 @@ class Maps:
 def latents_of(
     step: AttentionStep, q: Tensor, latents: Tensor, positions: Tensor, maps: Maps
 ) -> Tensor:
-    rope = RotaryTable(RopeConfig(ROPE, interleaved=True), 64)
-    angles = tuple(x.to(q.device) for x in rope.at(positions))
-    spec = LatentSpec(
-        LAYER, 0.3, rope_dim=ROPE, rope=rope, norm=norm(RANK, q.device), projections=maps
-    )
+    spec = latent_spec(q.device, maps)
+    angles = tuple(x.to(q.device) for x in spec.rope.at(positions))
     return step.attend_latents(spec, q, latents, angles)
+
+
+def latent_spec(where: torch.device, maps: Maps) -> LatentSpec:
+    rope, own = RotaryTable(RopeConfig(ROPE, interleaved=True), 64), norm(RANK, where)
+    return LatentSpec(LAYER, 0.3, rope_dim=ROPE, rope=rope, norm=own, projections=maps)
 
 
 def written(cache: PagedCache, spans: list[SequenceSpan]) -> Tensor:
@@ -187,6 +189,40 @@ def test_a_step_with_latents_equals_the_cpus(
     absorbing, expansions = step._latent_batches(maps)
     assert (absorbing is None) is not absorbed
     assert len(expansions) == (0 if absorbed else 2), "5 and 20 tokens do not fit into 22"
+
+
+@pytest.mark.parametrize("latent", [False, True], ids=["heads", "latents"])
+def test_stored_rows_are_those_of_a_step_that_attends(kernels: None, latent: bool) -> None:
+    """Of a step from its spans, and of the buffers of a graph with rows of padding."""
+    spans = make_spans(MIXED)
+    spec = CacheSpec(2, 1, RANK + ROPE, 0) if latent else CacheSpec(2, M, D, D)
+    cpu, gpu = make_caches(spec, spans)
+    count, width = rows_of(spans), RANK + ROPE if latent else (N + 2 * M) * D
+    x_TX, positions = torch.randn(count + 3, width), positions_of(spans)
+    table = PageTable(len(spans), 40, DEVICE)
+    buffers = DecodeBuffers(gpu, count + 3, table, shares=True)
+    buffers.fill(table.put(spans))
+    steps = (
+        (TorchAttention(cpu, spans), x_TX[:count], positions),
+        (GpuAttention.from_spans(gpu, spans), x_TX[:count].to(DEVICE), positions),
+        (buffers.attention, x_TX.to(DEVICE), torch.cat((positions, torch.zeros(3).long()))),
+    )
+    found = []
+    for step, x, at in steps:
+        if latent:
+            latents = latent_spec(x.device, Maps(True))
+            step.store_latents(latents, x, tuple(a.to(x.device) for a in latents.rope.at(at)))
+        else:
+            rope = RotaryTable(RopeConfig(D), 64)
+            angles = tuple(a.to(x.device) for a in rope.at(at))
+            step.store_heads(head_spec(rope, x.device), x, angles)
+        found.append(written(cpu if step is steps[0][0] else gpu, spans))
+        for span in spans:  # what was stored is stored again
+            for n in span.positions:
+                gpu.keys[LAYER, span.pages[n // PAGE], n % PAGE] = math.nan
+    assert relative_error(found[1], found[0]) < BOUND
+    assert relative_error(found[2], found[0]) < BOUND
+    assert gpu.keys[0].isnan().all(), "the other layer's pages were touched"
 
 
 def test_buffers_of_a_graph_equal_a_step_of_their_own(kernels: None) -> None:

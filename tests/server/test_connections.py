@@ -271,4 +271,4 @@ def test_too_few_descriptors_are_told_at_start(monkeypatch: pytest.MonkeyPatch) 
         run._check_file_limit()
     monkeypatch.setattr(resource, "getrlimit", lambda _: (320, 320))
     run._check_file_limit()
-    assert run._max_connections(4096) == run.FEWEST_CONNECTIONS == 64
+    assert run.max_connections(4096) == run.FEWEST_CONNECTIONS == 64

@@ -6,10 +6,11 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,7 +19,7 @@ import openai
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from moesaic import Engine
@@ -32,9 +33,10 @@ from moesaic.router.proxy import MAX_EVENT
 from moesaic.router.workers import Worker, workers_of
 from moesaic.server.app import ROUTES
 from moesaic.server.bodies import MAX_BODY
+from moesaic.server.context import DRAINING
 from moesaic.server.errors import Refusal
 from moesaic.server.routes import ADMIN
-from tests.server.serving import held, listening, served, wait_until
+from tests.server.serving import Listening, held, listening, served, wait_until
 
 FLAGS: dict[str, Any] = {
     "log_level": "error",
@@ -220,6 +222,139 @@ def test_a_server_is_lost_in_the_middle() -> None:
         wait_until(lambda: servers.client.get("/health").status_code == 503)
 
 
+def events_with_ids(response: httpx.Response) -> Iterator[tuple[str, str]]:
+    number = ""
+    for line in response.iter_lines():
+        if line.startswith("id: "):
+            number = line.removeprefix("id: ")
+        elif line.startswith("data: "):
+            yield number, line.removeprefix("data: ")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/generate"])
+def test_another_router_goes_on(servers: Servers, path: str) -> None:
+    """The client has the id of its request and that of the last event; no router knows either."""
+    chat = {name: value for name, value in CHAT.items() if name not in ("seed", "extra_body")}
+    chat |= {"ignore_eos": True, "n": 2, "stream": True, "stream_options": {"include_usage": True}}
+    body: dict[str, Any] = {"text": "x", "stream": True, "sampling_params": {"max_new_tokens": 24}}
+    body = chat if path != "/generate" else body
+    call: dict[str, Any] = {"method": "POST", "url": path, "json": body}
+    own = {"X-Request-Id": "mine", "Last-Event-ID": ""}
+    with servers.client.stream(**call, headers=own) as response:
+        assert response.headers["x-request-id"] == "mine"
+        expected = [*events_with_ids(response)]
+    assert expected[-1][1] == "[DONE]" and len(expected) > 10
+    args = RouterArgs(worker_urls=servers.urls[::-1])
+    with routed(args) as (_, second):
+        for kept in (1, 7, len(expected) - 1):
+            headers = own | {"Last-Event-ID": expected[kept - 1][0]}
+            with second.stream(**call, headers=headers) as response:
+                rest = [*events_with_ids(response)]
+            texts = [
+                joined([data for _, data in [*expected[:kept], *rest]]),
+                joined([data for _, data in expected]),
+            ]
+            assert texts[0] == texts[1] and rest[-1][1] == "[DONE]"
+            assert len(rest) <= len(expected) - kept + 1
+        wrong = second.post(path, json=body, headers=own | {"Last-Event-ID": "nothing"})
+        assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "Last-Event-ID"
+
+
+def joined(events: list[str]) -> Any:
+    """The text of each choice; of /generate its last event without what differs each time."""
+    found: dict[int, str] = {}
+    for event in map(json.loads, events[:-1]):
+        for choice in event.get("choices", ()):
+            text = choice["delta"].get("content") or ""
+            found[choice["index"]] = found.get(choice["index"], "") + text
+        if "text" in event:
+            found = {0: event["text"]}
+    return found
+
+
+def test_a_drained_server_is_left_at_once(servers: Servers) -> None:
+    """What is open goes on elsewhere, streams where they are, though the server would end it."""
+    call = CHAT | {"max_tokens": 400}
+    expected = servers.openai.chat.completions.create(**call).choices[0].message.content
+    first, second = servers.router.workers
+    found: dict[bool, str] = {}
+
+    def ask(streams: bool) -> None:
+        answer = servers.openai.chat.completions.create(**call, stream=streams)
+        text = text_of(list(answer)) if streams else answer.choices[0].message.content
+        found[streams] = text
+
+    stats = servers.router.proxy.stats  # type: ignore[union-attr]
+    resumed, retries = stats.resumed, stats.retries
+    with ExitStack() as stack:
+        stack.callback(lambda: httpx.post(f"{servers.urls[0]}/drain", json={"drain": False}))
+        stack.enter_context(held(servers.engines[0]))
+        asked = [threading.Thread(target=ask, args=(streams,)) for streams in (True, False) * 2]
+        for thread in asked:
+            before = first.total + second.total
+            thread.start()
+            wait_until(lambda before=before: first.total + second.total == before + 1)
+        assert httpx.post(f"{servers.urls[0]}/drain", json={}).json()["open_requests"] >= 1
+        assert httpx.post(f"{servers.urls[0]}/generate", json={"text": "x"}).status_code == 503
+        for thread in asked:
+            thread.join(60)
+        assert not first.is_healthy and first.state()["is_drained"]
+    assert found == {True: expected, False: expected}
+    assert stats.resumed + stats.retries > resumed + retries
+    wait_until(lambda: first.is_healthy and not first.state()["is_drained"])
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_stream_of_a_drained_server_goes_on(is_silent: bool) -> None:
+    """A stream that has begun; also of a server that is stopped, and answers nothing any more."""
+    parts = [json.dumps({"choices": [{"index": 0, "text": text}]}) for text in ("one", " two")]
+    drained = threading.Event()
+
+    async def begin(request: Request) -> Response:
+        async def events() -> AsyncIterator[bytes]:
+            yield f"data: {parts[0]}\n\n".encode()
+            drained.set()
+            await asyncio.sleep(60)
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async def finish(request: Request) -> Response:
+        return events_of(*parts, "[DONE]")
+
+    async def health(request: Request) -> Response:
+        if drained.is_set() and request.url.port == port:
+            await asyncio.sleep(60 if is_silent else 0)
+            return Refusal(503, "no", code=DRAINING).response()
+        return Response()
+
+    with ExitStack() as stack:
+        urls = [
+            stack.enter_context(
+                listening(
+                    Starlette(
+                        routes=[
+                            Route("/health", health),
+                            Route("/{path:path}", answer, methods=["POST"]),
+                        ]
+                    )
+                )
+            )
+            for answer in (begin, finish)
+        ]
+        port = int(urls[0].rpartition(":")[2])
+        args = RouterArgs(
+            worker_urls=tuple(urls),
+            policy="round_robin",
+            health_check_interval_secs=0.1,
+            health_check_timeout_secs=0.3,
+        )
+        router, client = stack.enter_context(routed(args))
+        answer = client.post("/v1/completions", json={"prompt": "x", "stream": True}, timeout=20)
+        assert router.proxy is not None and router.proxy.stats.resumed == 1
+    events = [line.removeprefix("data: ") for line in answer.text.strip().split("\n\n")]
+    assert [json.loads(event)["choices"][0]["text"] for event in events[:-1]] == ["one", " two"]
+
+
 class _NONE:
     content: tuple[Any, ...] = ()
 
@@ -264,6 +399,69 @@ def test_routes_of_administrators_are_not_passed_on(servers: Servers) -> None:
     names = client.get("/nowhere").json()["error"]["message"]
     assert "/v1/models" in names and "/flush_cache" not in names
     assert client.get("/generate").status_code == 405
+
+
+def test_streams_of_other_routes_come_as_they_are_written(servers: Servers) -> None:
+    """Of /v1/responses and /v1/messages; and what one server has stored is found there."""
+    client = servers.openai
+    call: dict[str, Any] = {"model": "default", "input": "Hello", "max_output_tokens": 12}
+    with client.responses.create(**call, stream=True) as stream:
+        names = [event.type for event in stream]
+    assert names[0] == "response.created" and names[-1].startswith("response.")
+    assert names.count("response.output_text.delta") > 3
+    body = {"max_tokens": 900, "stream": True, "messages": [{"role": "user", "content": "x"}]}
+    with servers.client.stream("POST", "/v1/messages", json=body) as response:
+        lines = response.iter_lines()
+        assert next(lines) == "event: message_start"  # the answer has not ended
+        assert any(engine._inflight for engine in servers.engines)
+    wait_until(lambda: not any(engine._inflight for engine in servers.engines))
+    wait_until(lambda: all(worker.requests == 0 for worker in servers.router.workers))
+    first = client.responses.create(**call)
+    for _ in "ab":  # whichever server is asked first
+        assert client.responses.retrieve(first.id).output_text == first.output_text
+        client.responses.create(**call, previous_response_id=first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve("resp_0")
+
+
+def test_an_abort_reaches_the_server_that_has_the_request(servers: Servers) -> None:
+    for number in range(4):
+        body = {
+            "text": "x",
+            "rid": f"to end {number}",
+            "stream": True,
+            "sampling_params": {"max_new_tokens": 1900, "ignore_eos": True},
+        }
+        with servers.client.stream("POST", "/generate", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            told = servers.client.post("/abort_request", json={"rid": body["rid"]})
+            assert told.json() == {"status": "ok", "aborted": 1}
+            last = [line for line in lines if line.startswith("data: {")][-1]
+        assert json.loads(last[6:])["meta_info"]["finish_reason"]["type"] == "abort"
+    none = servers.client.post("/abort_request", json={})
+    assert none.status_code == 400 and "give the rid" in none.text
+
+
+def test_names_and_pages_of_others_are_refused(servers: Servers) -> None:
+    """A site could give its name to this machine's address, or call it from a page."""
+    for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
+        for method, path in (("POST", "/generate"), ("GET", "/v1/models"), ("GET", "/workers")):
+            assert servers.client.request(method, path, headers=headers).status_code == 403
+        assert servers.client.get("/health", headers=headers).status_code == 200
+    assert servers.client.get("/v1/models", headers={"Host": "localhost:1"}).status_code == 200
+
+
+def test_a_slow_body_does_not_hold_a_connection(servers: Servers) -> None:
+    """As in front of a server."""
+    head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
+    router = Router(servers.router.args)
+    with (
+        Listening(router.app()).serve(seconds=0.5) as running,
+        socket.create_connection(("127.0.0.1", running.port), 20) as connection,
+    ):
+        connection.sendall(head)
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 408")
 
 
 def test_routes_of_users_are_passed_on(servers: Servers) -> None:

@@ -224,3 +224,32 @@ def test_calls_count_as_arriving_until_they_enter_or_leave() -> None:
         assert admission.running == 0
 
     asyncio.run(main())
+
+
+def test_requests_that_wait_for_another_instance_take_no_slots() -> None:
+    async def main() -> None:
+        admission = AdmissionQueue(max_running=1, max_queued=2)
+        started: list[int] = []
+
+        def start(number: int) -> int:
+            started.append(number)
+            return number
+
+        calls = [admission.new_meeting() for _ in range(3)]
+        assert admission.arriving == 3
+        await calls[0].enter(2, start)
+        await calls[1].enter(1, lambda number: 0)  # its client has left
+        assert (admission.meeting, admission.running, admission.admitted_total) == (2, 0, 2)
+        await calls[1].enter(1, start)
+        with pytest.raises(AdmissionQueueFull, match="0 requests are running and 3 are waiting"):
+            await calls[2].enter(1, start)
+        assert started == [2, 1] and admission.refused_total == 1
+        calls[0].finished(1)
+        other = Call(admission, "no room")
+        await settle()
+        assert other.started == 1
+        for call in calls:
+            call.leave()
+        assert (admission.meeting, admission.arriving) == (0, 0)
+
+    asyncio.run(main())

@@ -116,7 +116,7 @@ def test_command_line(line: str, field: str, value: object):
             "--page-size is 0: give at least 1; not supported: --enable-lora (LoRA adapters are "
             "not served: merge the adapter into the checkpoint (peft's merge_and_unload) and "
             "serve that); not built yet: --speculative-algorithm UNO (nothing makes such drafts "
-            "yet: give EAGLE, STANDALONE, NGRAM)",
+            "yet: give EAGLE, EAGLE3, STANDALONE, NGRAM)",
         ),
         (
             "--magic 3 --max-loras-per-batch 4 --wand --enforce-shared-experts-fusion",
@@ -363,7 +363,16 @@ def test_missing_file_is_named(tmp_path: Path):
         ("--speculative-ngram-capacity 9", "--speculative-ngram-capacity 9 needs --speculative-a"),
         ("--disable-speculative-adaptive", "needs --speculative-algorithm"),
         ("--speculative-algorithm NEXTN --speculative-eagle-topk 4", "not a tree: give 1"),
-        ("--speculative-algorithm NEXTN --speculative-draft-model D", "takes none: leave it out"),
+        (
+            "--speculative-algorithm NGRAM --speculative-draft-model D",
+            "has no draft model: leave it",
+        ),
+        ("--speculative-algorithm EAGLE3", "needs --speculative-draft-model-path DIR"),
+        ("--speculative-token-map F", "needs --speculative-algorithm"),
+        (
+            "--speculative-algorithm EAGLE3 --speculative-draft-model D --speculative-token-map F",
+            "has a map of its own, in the head's d2t: leave it out",
+        ),
         ("--speculative-algorithm NEXTN --speculative-num-draft-tokens 1", "give at least 2"),
         (
             "--speculative-algorithm EAGLE --speculative-num-steps 3 "
@@ -503,8 +512,8 @@ def test_every_flag_that_is_not_built_is_refused_by_name():
         ),
         (
             "--disaggregation-mode prefill --disaggregation-transfer-backend fake",
-            "not built yet: --disaggregation-transfer-backend fake (KV caches travel by TCP: give "
-            "mooncake)",
+            "not built yet: --disaggregation-transfer-backend fake (it transfers nothing: give "
+            "auto, shm, cuda_ipc, tcp, nixl)",
         ),
         (
             "--tp 2 --moe-dp-size 2",

@@ -24,7 +24,7 @@ from moesaic.engine.sampling.sampler import SampleRow
 from moesaic.engine.schedule.plan import ItemResult, PlanItem, StepPlan
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.setup.memory_plan import plan_memory
-from moesaic.engine.speculate.draft_phase import Continuation
+from moesaic.engine.speculate.draft_rows import Continuation
 from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.engine.worker.local_core import LocalCore
 from moesaic.evals.tasks.draw import TASKS, distinct

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moesaic.core.request import Request, RequestPhase
+from moesaic.core.request import ArrivingPrompt, Request, RequestPhase
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.schedule.kv_cache import PageAllocator, PrefixTree
 from moesaic.engine.schedule.kv_manager import KVManager
@@ -460,3 +460,26 @@ def test_pages_of_a_request_that_leaves_are_computed_by_the_next(leaves: str) ->
         scheduler.waiting.remove(request)
     assert admissions(scheduler, rest) == [1, len(rest) - 1]
     assert [request.cached_tokens for request in rest] == [4] + [8] * (len(rest) - 1)
+
+
+def test_prompts_of_other_instances_wait_in_the_same_line() -> None:
+    """Also those that are computed here after all: none overtakes an older one."""
+    kv = KVManager(6, 2, True, lambda pages: None)
+    scheduler = Scheduler(SchedulerConfig(max_running=8, chunk_tokens=16), kv)
+    requests = [make_request([number] * 6, 2, number) for number in range(6)]
+    for request in requests:
+        if request.request_no not in (2, 5):
+            request.arriving = ArrivingPrompt()
+        scheduler.add(request)
+    first, failed, *_ = requests
+    assert scheduler.reserve(100) == [first]  # the second one does not fit beside it
+    assert [w.request for w in scheduler.schedule().items] == []
+    scheduler.compute_here(failed)
+    order = [first]
+    while scheduler.has_work:
+        for request in list(scheduler.running):
+            scheduler.finish(request)
+        begun = scheduler.reserve(100) + [w.request for w in scheduler.schedule().items]
+        assert len(begun) == 1 or not scheduler.has_work
+        order += begun
+    assert order == requests

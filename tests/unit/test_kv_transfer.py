@@ -3,14 +3,20 @@ belongs, and what comes late or malformed changes nothing."""
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import select
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from queue import Queue
+from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,20 +25,24 @@ import torch
 
 from moesaic.comm.mesh import share
 from moesaic.comm.network.connect import connect
-from moesaic.comm.network.handshake import Identity, Role
+from moesaic.comm.network.handshake import Identity, Role, Session
+from moesaic.comm.network.listener import Listener
 from moesaic.config import ServerArgs
 from moesaic.core.disagg import KVRank, KVSend, KVShare, KVTarget, Room, Ticket
 from moesaic.disagg import lobby as lobby_module
+from moesaic.disagg import outlets as outlets_module
 from moesaic.disagg import rooms as rooms_module
 from moesaic.disagg.layout import CacheShape, piece
-from moesaic.disagg.likeness import model_digest, prompt_digest
+from moesaic.disagg.likeness import SAMPLE_BYTES, SAMPLES, model_digest, prompt_digest
 from moesaic.disagg.lobby import Lobby, LobbyEvent
-from moesaic.disagg.messages import Announce, Chunk, Close, Open, PromptResult, frame
+from moesaic.disagg.messages import Announce, Chunk, Close, Open, PromptResult, frame, receive
 from moesaic.disagg.outlets import KVOutlets
 from moesaic.disagg.receiver import KVReceiver
 from moesaic.disagg.rooms import DecodeRooms, RoomEvent
+from moesaic.disagg.send_buffer import SendBuffer
 from moesaic.disagg.sender import KVSender
 from moesaic.engine.frontend.request_options import meeting_room
+from moesaic.engine.worker.arrivals import Arrivals
 from moesaic.layers.attention import AttentionConfig, Heads
 from moesaic.layers.context import CacheSpec
 from moesaic.layers.paged_cache import PagedCache
@@ -136,12 +146,14 @@ class Group:
 
 
 @contextmanager
-def receivers(group: list[KVShare], dtype: torch.dtype = torch.float32) -> Iterator[Any]:
+def receivers(
+    group: list[KVShare], dtype: torch.dtype = torch.float32, transport: str = "auto"
+) -> Iterator[Any]:
     """A receiver for each rank, and the rooms of their leader."""
-    made = [
-        KVReceiver(one, dtype, socket.create_server(("127.0.0.1", 0)), Identity(n, 0), SECRET)
-        for n, one in enumerate(group)
-    ]
+    made = []
+    for n, one in enumerate(group):
+        listening, own = socket.create_server(("127.0.0.1", 0)), Identity(n, 0)
+        made.append(KVReceiver(one, dtype, listening, own, SECRET, "cpu", transport))
     ranks = [
         KVRank(n, 0, 0, one, "127.0.0.1", receiver.port)
         for n, (one, receiver) in enumerate(zip(group, made, strict=True))
@@ -182,6 +194,13 @@ def meet(lobby: Lobby, rooms: DecodeRooms, room: Room, first: int, stop: int) ->
     return event.target
 
 
+TRANSPORTS = ("shm", "tcp")
+
+
+def outlets_of(rank: int, transport: str, nbytes: int = 1 << 20) -> KVOutlets:
+    return KVOutlets(Identity(rank, 1), SECRET, SendBuffer(nbytes), transport)
+
+
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -203,7 +222,7 @@ def test_what_is_sent_is_received(number: int) -> None:
     whole = [torch.randn(LAYERS, tokens, heads, dim).to(there) for dim in dims]
     source.fill(whole)
     first = chooser.randint(0, tokens - 1)
-    outlets = [KVOutlets(Identity(n, 1), SECRET) for n in range(len(source.shares))]
+    outlets = [outlets_of(n, TRANSPORTS[number % 2]) for n in range(len(source.shares))]
     with receivers(target.shares, here) as (made, rooms):
         rooms.announce(1, Room(3, "127.0.0.1", 1), PROMPT)
         ticket = rooms.offer(1, first, tokens)
@@ -221,6 +240,9 @@ def test_what_is_sent_is_received(number: int) -> None:
         target.check(whole, first)
         rooms.release(1)
         wait_until(lambda: sum(receiver.staged_bytes for receiver in made) == 0, 20)
+    for one_rank in outlets:
+        assert set(one_rank.transports.values()) <= {TRANSPORTS[number % 2]}
+        wait_until(lambda buffer=one_rank.buffer: buffer.free_bytes == buffer.nbytes)
 
 
 def chunk_of(ticket: Ticket, **more: Any) -> Chunk:
@@ -408,11 +430,12 @@ def test_ports_out_of_range_end_the_connection(port: int) -> None:
 
 
 def test_an_outlet_outlives_a_host_that_no_lookup_takes(caplog: pytest.LogCaptureFixture) -> None:
-    outlets = KVOutlets(OWN, SECRET)
-    outlets.put("a..b", 9, [b"first"])
+    outlets = outlets_of(0, "shm")
+    outlets.put("a..b", 9, Close(Ticket(1, 1)))
     wait_until(lambda: "no KV cache can be sent to a..b:9" in caplog.text)
+    assert outlets.take("a..b", 9, 8) is None
     outlets._outlets["a..b", 9]._rests_until = 0.0
-    outlets.put("a..b", 9, [b"second"])
+    outlets.put("a..b", 9, Close(Ticket(1, 1)))
     wait_until(lambda: caplog.text.count("no KV cache can be sent to a..b:9") == 2)
 
 
@@ -426,13 +449,14 @@ def test_digests_tell_prompts_and_models_apart(tmp_path: Path) -> None:
         ("config", "{ }", "model.safetensors", 8),
         ("name", "{}", "part.safetensors", 8),
         ("size", "{}", "model.safetensors", 9),
+        ("empty", "{}", "model.safetensors", 0),
     ]:
         folders.append(tmp_path / name)
         folders[-1].mkdir()
         (folders[-1] / "config.json").write_text(config)
         (folders[-1] / file).write_bytes(b"x" * size)
     one, copy, *others = [model_digest(ServerArgs(model_path=str(path))) for path in folders]
-    assert one == copy and len({one, *others}) == 4
+    assert one == copy and len({one, *others}) == 5
     drawn = [
         ServerArgs(model_path=str(folders[0]), load_format="dummy", random_seed=seed)
         for seed in (None, 0, 1)
@@ -441,13 +465,34 @@ def test_digests_tell_prompts_and_models_apart(tmp_path: Path) -> None:
     assert unset == zero and len({one, zero, other}) == 3
 
 
+def test_weights_of_the_same_size_differ(tmp_path: Path) -> None:
+    """All that is in the header counts, and of the rest what a training changes: a little of
+    everything."""
+    header, data = b'{"a":1}', np.zeros(10 * SAMPLES * SAMPLE_BYTES, np.uint8)
+    (tmp_path / "config.json").write_text("{}")
+
+    def digest() -> bytes:
+        content = len(header).to_bytes(8, "little") + header + data.tobytes()
+        (tmp_path / "model.safetensors").write_bytes(content)
+        return model_digest(ServerArgs(model_path=str(tmp_path)))
+
+    found = {digest()}
+    header = b'{"b":1}'
+    found.add(digest())
+    data[:: 9 * SAMPLE_BYTES] = 1
+    found.add(digest())
+    data[0] = 2
+    found.add(digest())
+    assert len(found) == 4
+
+
 @pytest.mark.parametrize("enters_first", [False, True])
 @pytest.mark.parametrize(
     ("prompt", "model", "why"),
     [
         (prompt_digest([1, 2, 4], ""), MODEL, "the instances got different prompts"),
         (prompt_digest([1, 2, 3], "key"), MODEL, "the instances got different prompts"),
-        (PROMPT, b"another", "the instances serve different models: config.json, the names or"),
+        (PROMPT, b"another", "the instances serve different models: config.json, the weight"),
     ],
 )
 def test_halves_of_others_do_not_meet(
@@ -505,3 +550,107 @@ def test_a_rank_that_dies_breaks_its_transfers() -> None:
         sender.close()
         event = next_event(rooms)
         assert event.result is None and "room 7: rank 0 of node 0 (127.0.0.1:" in event.why
+        event = next_event(lobby)  # what is not computed yet need not be
+        assert event.target is None and "does not want it any more" in event.why
+        assert lobby.state() == []
+        rooms.release(1)
+
+
+def test_a_half_that_comes_late_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its decode instance has given up: nobody else will come to this room, until one does."""
+    with prefill_lobby() as (lobby, room), receivers(shares(1, 1, False)) as (_, rooms):
+        rooms.announce(1, room, PROMPT)
+        wait_until(lambda: bool(lobby.state()))
+        rooms.release(1)
+        wait_until(lambda: not lobby.state())
+        lobby.enter(5, room.number, PROMPT)
+        assert next_event(lobby) == LobbyEvent(
+            5, None, "room 7: the decode instance does not want it any more"
+        )
+        assert meet(lobby, rooms, room, 0, 3).stop == 3
+
+
+def test_events_of_requests_that_have_ended_are_taken() -> None:
+    """Else the descriptor stays readable, and the leader of a group never sleeps again."""
+    with receivers(shares(1, 1, False)) as (_, rooms):
+        planner: Any = SimpleNamespace(states={})
+        arrivals = Arrivals(planner, rooms, lambda message: None)
+        assert not arrivals.advance()
+        rooms.announce(1, Room(9, "127.0.0.1", 1), PROMPT)
+        assert select.select([rooms.wakeup_fd], [], [], 20)[0]
+        rooms.release(1)
+        assert not arrivals.advance()
+        assert not select.select([rooms.wakeup_fd], [], [], 0)[0]
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(rooms.wakeup_fd)
+
+
+def test_a_decode_instance_that_is_stopped_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes nothing, however much it is told; others meet, and its rooms end."""
+    monkeypatch.setattr(lobby_module, "SILENCE_SECONDS", 1.0)
+    with prefill_lobby() as (lobby, room), receivers(shares(1, 1, False)) as (_, rooms):
+        address = room.host, room.port
+        stopped, _ = connect(lambda: socket.create_connection(address), Role.ROOM, OWN, SECRET, 5)
+        for number in range(100, 164):
+            lobby.enter(number, number, PROMPT)
+            for buffer in frame(Announce(number, MODEL, PROMPT)):
+                stopped.sendall(buffer)
+        wait_until(lambda: all(one["peer"] for one in lobby.state()))
+        begun = time.monotonic()
+        for number in range(100, 163):
+            lobby.leave(number, "x" * (1 << 20))
+        assert meet(lobby, rooms, room, 0, 3).stop == 3
+        assert time.monotonic() - begun < 0.9, "nobody waits for what it does not take"
+        event = next_event(lobby)
+        assert event.request_no == 163 and "rank 0 of node 0 (127.0.0.1" in event.why
+        assert [one["room"] for one in lobby.state()] == [room.number]
+        stopped.close()
+
+
+def test_a_peer_that_takes_nothing_does_not_hold_up_steps(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor take the memory of others. What it gets later begins on a new connection."""
+    monkeypatch.setattr(outlets_module, "HOLD_SECONDS", 0.2)
+    monkeypatch.setattr(outlets_module, "REST_SECONDS", 0.1)
+    taken = Queue[bytes]()
+    begin = Event()
+
+    def stop(connection: Any, session: Session, name: str) -> None:
+        begin.wait(60)
+        try:
+            while True:
+                taken.put(bytes([receive(connection)[0].ticket.room]))  # type: ignore[union-attr]
+        except OSError:
+            pass
+
+    listening = socket.create_server(("127.0.0.1", 0))
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+    stopped = Listener(listening, OWN, SECRET, {Role.KV: stop})
+    [one] = shares(1, 1, False)
+    outlets = outlets_of(1, "tcp", 4 << 20)
+    with receivers([one]) as ((receiver,), rooms):
+        rooms.announce(1, Room(3, "127.0.0.1", 1), PROMPT)
+        ticket = rooms.offer(1, 0, 2)
+        begun = time.monotonic()
+        port = listening.getsockname()[1]
+        for _ in range(48):
+            if (place := outlets.take("127.0.0.1", port, 1 << 20)) is not None:
+                outlets.put("127.0.0.1", port, chunk_of(ticket, place=place))
+            assert outlets.buffer.free_bytes >= 2 << 20
+        place = outlets.take("127.0.0.1", receiver.port, len(BODY))
+        assert place is not None
+        outlets.buffer.at(place)[:] = torch.frombuffer(bytearray(BODY), dtype=torch.uint8)
+        outlets.put("127.0.0.1", receiver.port, chunk_of(ticket, place=place))
+        assert time.monotonic() - begun < 20
+        wait_until(lambda: receiver.staged(ticket).is_complete)
+    assert "it took nothing for 0.2 s, and others wait" in caplog.text
+    begin.set()
+    wait_until(lambda: outlets.buffer.free_bytes == outlets.buffer.nbytes)
+
+    def is_reached() -> bool:
+        outlets.put("127.0.0.1", port, Close(Ticket(77, 1)))
+        return not taken.empty() and taken.get() == bytes([77])
+
+    wait_until(is_reached)
+    stopped.close()

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from moesaic.router.args import POLICIES
+from moesaic.router.event_ids import StreamMark
+from moesaic.router.halves import Call
 from moesaic.router.policies import BLOCK, MOST_AHEAD
 from moesaic.router.policies import POLICIES as CLASSES
 from moesaic.router.replay import Diverged, StreamReplay
@@ -55,6 +57,63 @@ def test_every_token_comes_once(number: int) -> None:
     assert [one["finish_reason"] for one in choices].count("stop") == 1
     assert sum("role" in one["delta"] for one in choices) == 1
     assert len({event["id"] for event in got}) == 1
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_another_router_continues(number: int) -> None:
+    """With nothing but the id of the last event that the client has, at any place; instances may be
+    lost on the way, too."""
+    chooser = random.Random(number)
+    text = "abcd😀äöü\ufffdefghijklmnop"[: chooser.randint(1, 24)]
+    replay, got = StreamReplay("/v1/chat/completions"), list[dict[str, Any]]()
+    for attempt in range(4):
+        events = [{**event, "id": str(attempt)} for event in cut(text, chooser)]
+        for event in events[: chooser.randint(0, len(events) - 1)] if attempt < 3 else events:
+            if (passed := replay.pass_on(json.dumps(event))) is not None:
+                got.append(json.loads(passed))
+        if chooser.random() < 0.5:
+            replay.restart()
+        else:
+            mark = StreamMark.decode(replay.mark.encode())
+            replay = StreamReplay.resumed("/v1/chat/completions", mark)
+    choices = [event["choices"][0] for event in got]
+    assert "".join(one["delta"].get("content") or "" for one in choices) == text
+    assert "".join(e["token"] for one in choices for e in one["logprobs"]["content"]) == text
+    assert [one["finish_reason"] for one in choices].count("stop") == 1
+    assert len({event["id"] for event in got}) == 1
+
+
+def test_another_router_notices_another_answer() -> None:
+    replay = StreamReplay("/v1/completions")
+    replay.pass_on(json.dumps({"choices": [{"index": 1, "text": "one two"}]}))
+    other = StreamReplay.resumed("/v1/completions", replay.mark)
+    assert other.pass_on(json.dumps({"choices": [{"index": 1, "text": "one"}]})) is None
+    with pytest.raises(Diverged):
+        other.pass_on(json.dumps({"choices": [{"index": 1, "text": " three"}]}))
+    growing = StreamReplay("/generate")
+    growing.pass_on(json.dumps({"text": "one two", "output_ids": [1, 2], "meta_info": {}}))
+    for text, fits in (("one two three", True), ("one 2 three", False)):
+        other = StreamReplay.resumed("/generate", growing.mark)
+        first = {"text": text[:3], "output_ids": [1], "meta_info": {}}
+        assert other.pass_on(json.dumps(first)) is None
+        event = json.dumps({"text": text, "output_ids": [1, 2, 3], "meta_info": {}})
+        if fits:
+            assert other.pass_on(event) == event
+        else:
+            with pytest.raises(Diverged):
+                other.pass_on(event)
+
+
+@pytest.mark.parametrize("text", ["x", "ä", "kQ", "!!!!", "kIKh"])
+def test_ids_that_no_router_made(text: str) -> None:
+    with pytest.raises(ValueError, match="Last-Event-ID is not the id of an event of a router"):
+        StreamMark.decode(text)
+
+
+def test_seeds_follow_from_ids() -> None:
+    seeds = [Call.of("/v1/completions", {"prompt": "x"}, name).body["seed"] for name in "aab"]
+    assert seeds[0] == seeds[1] != seeds[2]
+    assert Call.of("/v1/completions", {"prompt": "x", "seed": 5}, "a").body["seed"] == 5
 
 
 def test_growing_answers_never_shrink() -> None:

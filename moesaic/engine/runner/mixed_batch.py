@@ -70,7 +70,7 @@ class MixedBatch:
         self._count_1 = self._packed[COUNT].view(torch.int32)[:1]
         self._own_1 = self._packed[OWN].view(torch.int32)[:1]
         self._x_TH = None if ranks.is_first else runner.hidden_buffer(most)
-        self._hidden_TH = runner.hidden_buffer(most)
+        self._hidden_TH = runner.hidden_buffer(most, runner.model.output_size)
 
     def _attention_of(self, key: MixedKey) -> list[GpuAttention]:
         """Of the whole batch, or of both halves; allocated in the first run of the body, before it
@@ -86,9 +86,10 @@ class MixedBatch:
 
     def can_run(self, plan: StepPlan) -> bool:
         """Whether the step's results may be in static buffers: scores and routed experts are read
-        when the next step may have overwritten them."""
+        when the next step may have overwritten them. Each row of a tree takes the room of a
+        sequence."""
         scores = any(item.score is not None for item in plan.items)
-        return not scores and not plan.is_routed
+        return not scores and not plan.is_routed and not plan.has_trees
 
     def key(
         self, plan: StepPlan, agreed: int, split: SplitStep | None, overlap: Overlap

@@ -86,7 +86,8 @@ class BatchOutput:
 @dataclass(slots=True)
 class DeviceStep:
     """An in-flight step; after `event`, `found` [2, R] has the tokens of all sampled rows, and
-    failures. `rows`: those of the plan's items, which follow its decodes. `draft`: adds drafts."""
+    failures. `rows`: those of the plan's items, which follow its decodes. `draft`: adds drafts.
+    `store`: puts into a draft model's cache what is known with the results."""
 
     steps: AsynchronousSteps
     plan: StepPlan
@@ -103,6 +104,7 @@ class DeviceStep:
     slots_L: list[int] = field(default_factory=list)
     masks: Callable[[], dict[MaskKey, GrammarMask]] = dict
     draft: Callable[[Sequence[ItemResult]], None] | None = None
+    store: Callable[[StepResult], None] | None = None
     _result: StepResult | None = None
 
     @property
@@ -119,7 +121,7 @@ class DeviceStep:
         return self.rows[n - len(self.plan.decodes)]
 
     def host_item(self, n: int) -> PlanItem:
-        return self.plan.items[self.host_row(n)[0]]
+        return self.plan.items[self.host_row(n).item]
 
 
 CapturedStep = tuple[CapturedGraphs[Any], Any]
@@ -206,10 +208,12 @@ class AsynchronousSteps:
         if runner.device.type == "cuda":
             torch.cuda.set_device(runner.device)  # the current device is per thread
         self._number += 1
+        runner.move(plan.moves)
         runner.clear(plan.clear)
         for number in plan.ended:
             self._host_sampled.pop(number, None)
         self._sample_missing_tokens(plan.items)
+        runner.transfers.receive(plan, runner.cache, runner.page_table)
         slots = self._future_tokens.slots_for(plan)
         if self._penalties is not None:
             self._penalties.free(plan.ended)
@@ -226,9 +230,13 @@ class AsynchronousSteps:
         if runner.draft and output.rows_TH is not None and agreement.draft_steps:
             found_2R = None if step.host_sampled else output.found_2R
             step.draft = runner.draft.begin(plan, agreement, output.rows_TH, found_2R)
+        elif runner.draft and output.rows_TH is not None:
+            given = (plan, output.rows_TH, output.found_2R, step.host_sampled)
+            step.store = runner.draft.begin_store(*given)
         if needs_host:
             step.masks = runner.matchers.pending()
         step.event.record()
+        runner.transfers.send(plan, runner.cache, runner.page_table)
         for item in map(step.host_item, step.host_sampled):
             self._host_sampled[item.request_no] = step
         return step
@@ -399,7 +407,10 @@ class AsynchronousSteps:
         if step.draft is not None:
             step.draft(results)
         decoded = tokens[:begin].tolist(), np.flatnonzero(broken[:begin]).tolist()
-        return StepResult(results, routed, *decoded)
+        result = StepResult(results, routed, *decoded)
+        if step.store is not None:
+            step.store(result)
+        return result
 
     def _sample_on_host(self, step: DeviceStep, logits_LV: Tensor, found: list[ItemResult]) -> None:
         """`found`: the results of the rows of items."""

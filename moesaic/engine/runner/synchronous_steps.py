@@ -57,6 +57,7 @@ class SynchronousSteps:
         if runner.samples:
             runner.matchers.begin(plan)
         self._known_rows.learn(plan.items)
+        runner.move(plan.moves)
         runner.clear(plan.clear)
         runner.transfers.receive(plan, runner.cache, runner.page_table)
         slots: list[Tensor] | None = [] if plan.is_routed or runner.records_tokens else None
@@ -75,6 +76,8 @@ class SynchronousSteps:
         result.routed = routed
         if runner.draft is not None and agreement.draft_steps:
             runner.draft.run(plan, agreement, output.hidden_TH, result.items)
+        elif runner.draft is not None:
+            runner.draft.store(plan, output.hidden_TH, result)
         return FinishedStep(result)
 
     def results(self, plan: StepPlan, output: EagerOutput, group_rows: Sequence[int]) -> StepResult:

@@ -23,6 +23,8 @@ class KVManager:
         self.tree = PrefixTree(page_size, self.allocator, prefix_cache)
         self._on_take = on_take
         self._place: dict[Request, PrefixNode] = {}
+        self._drafted = bytearray(num_pages + 1)
+        """By page: whether a draft model on the ranks has computed all of its tokens."""
 
     @property
     def num_available(self) -> int:
@@ -78,6 +80,15 @@ class KVManager:
         self._place[request] = node
         request.pages, request.pages_sent = list(pages), 0
         request.num_computed = len(pages) * self.page_size
+        drafted = next((n for n, page in enumerate(pages) if not self._drafted[page]), len(pages))
+        request.draft_computed = drafted * self.page_size
+
+    def draft_until(self, request: Request, num_tokens: int) -> None:
+        """A draft model on the ranks has computed the request's first tokens."""
+        first, stop = (n // self.page_size for n in (request.draft_computed, num_tokens))
+        for page in request.pages[first:stop]:
+            self._drafted[page] = True
+        request.draft_computed = num_tokens
 
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Allocates pages for the first `num_tokens` tokens; False if there are too few."""
@@ -89,6 +100,8 @@ class KVManager:
         if missing > self.allocator.num_free:
             self.tree.evict(missing - self.allocator.num_free)
         taken = self.allocator.take(missing)
+        for page in taken:
+            self._drafted[page] = False
         self._on_take(taken)
         request.pages.extend(taken)
         return True
@@ -106,6 +119,9 @@ class KVManager:
             if node.page != request.pages[number]:  # the tree had it: plans send it again
                 request.pages[number] = node.page
                 request.pages_sent = min(request.pages_sent, number)
+                if not self._drafted[node.page]:
+                    first = number * self.page_size
+                    request.draft_computed = min(request.draft_computed, first)
         self._place[request] = node
 
     def release(self, request: Request) -> None:
@@ -114,7 +130,7 @@ class KVManager:
         self.allocator.give_back(request.pages[node.depth :])
         self.tree.release(node)
         request.pages, request.pages_sent = [], 0
-        request.num_computed = 0
+        request.num_computed = request.draft_computed = 0
 
     def flush(self) -> int:
         """Evicts all unused pages of the prefix cache; returns their number."""

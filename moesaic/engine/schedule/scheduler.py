@@ -8,6 +8,7 @@ resumed later, so that every request ends.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from bisect import bisect_left, insort
@@ -109,6 +110,18 @@ class WaitingQueue:
         self.append(request)
         self._requests.move_to_end(request, last=False)
 
+    def insert(self, request: Request) -> None:
+        """Adds a request at the place of its number."""
+        later = [one for one in self if one.request_no > request.request_no]
+        self.append(request)
+        for one in later:
+            self._requests.move_to_end(one)
+
+    @property
+    def oldest(self) -> float:
+        """The number of the first request; infinite if there is none."""
+        return next((request.request_no for request in self), math.inf)
+
     def remove(self, request: Request) -> None:
         del self._requests[request]
         self.prompt_tokens -= request.prompt_len
@@ -167,11 +180,11 @@ class Scheduler:
 
     def reserve(self, room: int) -> list[Request]:
         """Gives pages to requests whose prompts arrive from other instances, in order, as far as
-        there are some; returns those that have begun. `room`: the tokens that may be on their way
-        at once."""
+        there are some and no older request waits for them; returns those that have begun. `room`:
+        the tokens that may be on their way at once."""
         begun: list[Request] = []
         self._promised = None
-        while self.arriving and self._free_rows:
+        while self.arriving.oldest < self.waiting.oldest and self._free_rows:
             request = next(iter(self.arriving))
             if request.pending:  # retracted while its next token is in flight
                 break
@@ -194,7 +207,7 @@ class Scheduler:
             self.arriving.remove(request)
         request.arriving = None
         if is_queued:
-            self.waiting.append(request)
+            self.waiting.insert(request)
 
     def schedule(
         self,
@@ -411,6 +424,8 @@ class Scheduler:
                     break
                 if only is not None and request not in only:
                     continue
+                if request.request_no > self.arriving.oldest:  # that one waits for these pages
+                    break
                 if request.pending:  # retracted while its next token is in flight
                     break
                 node, pages = self.kv.lookup(request)

@@ -18,6 +18,7 @@ from moesaic.comm.mesh import Mesh, RankPlace, mesh_of
 from moesaic.config import ServerArgs
 from moesaic.config.resolve import CHUNKS
 from moesaic.core.speculation import MOST_DRAFTS
+from moesaic.disagg.send_buffer import send_buffer_bytes
 from moesaic.engine.setup.dense_setup import dense_weights
 from moesaic.engine.setup.device_memory import (
     GIB,
@@ -98,6 +99,8 @@ class RankShare:
     """Its part of `cache_bytes_per_token`."""
     staging_bytes_per_token: int = 0
     """Prompts that have arrived from other instances, before they are moved to pages."""
+    outlet_bytes: int = 0
+    """Prompts on their way to other instances."""
 
     @property
     def weight_bytes(self) -> int:
@@ -107,7 +110,7 @@ class RankShare:
     def fixed_bytes(self) -> int:
         """Everything but the KV cache."""
         buffers = self.a2a_bytes + self.collective_bytes + self.moving_bytes
-        return self.weight_bytes + self.table_bytes + buffers
+        return self.weight_bytes + self.table_bytes + buffers + self.outlet_bytes
 
 
 @dataclass(frozen=True)
@@ -314,7 +317,8 @@ class ResolvedModel:
             draft = None if self.draft is None else self.draft.build(model)
         size = self.cache_dtype.itemsize
         draft_cache = 0 if draft is None else draft.cache.bytes_per_token(size)
-        stages = args.disaggregation_mode == "decode"
+        role, token_bytes = args.disaggregation_mode, model.cache.bytes_per_token(size)
+        sent = send_buffer_bytes(token_bytes, self.context_length, kind_of(args))
         moves = args.enable_eplb and experts
         moving = buffer_sizes(args, experts, ranks.stage_peers) if moves else None
         return RankShare(
@@ -328,7 +332,7 @@ class ResolvedModel:
             kv_heads=model.cache.num_heads,
             dense_bytes=model.nbytes - in_experts,
             expert_bytes=in_experts,
-            cache_bytes_per_token=model.cache.bytes_per_token(size) + draft_cache,
+            cache_bytes_per_token=token_bytes + draft_cache,
             a2a_bytes=moe.buffers(layer.dispatcher.config for layer in experts).total
             + _other_buffers(moe, draft),
             collective_bytes=collective_bytes(
@@ -337,11 +341,17 @@ class ResolvedModel:
             step=StepBytes.of(model, self.limits, self.context_length),
             moving_bytes=moving.nbytes(ranks.mesh.tp, gpu or torch.device("cpu")) if moving else 0,
             host_bytes=moving.host_bytes if moving else 0,
-            table_bytes=model.rope.nbytes * self.context_length,  # the part has one position
+            table_bytes=_table_bytes(model, draft) * self.context_length,  # of one position
             draft_bytes=0 if draft is None else draft.nbytes,
             draft_cache_bytes=draft_cache,
-            staging_bytes_per_token=model.cache.bytes_per_token(size) if stages else 0,
+            staging_bytes_per_token=token_bytes if role == "decode" else 0,
+            outlet_bytes=sent if role == "prefill" else 0,
         )
+
+
+def _table_bytes(model: CausalLM, draft: DraftModel | None) -> int:
+    own = None if draft is None else draft.own_rope
+    return model.rope.nbytes + (0 if own is None else own.nbytes)
 
 
 def _other_buffers(moe: MoeContext, draft: DraftModel | None) -> int:

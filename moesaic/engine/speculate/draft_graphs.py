@@ -18,7 +18,7 @@ from moesaic.engine.runner.graphs import GraphCache, GraphKey
 from moesaic.engine.runner.pinned import PinnedRing
 from moesaic.engine.schedule.plan import Ints
 from moesaic.engine.setup.graph_sizes import GraphSizes
-from moesaic.engine.speculate.drafters import DraftModel, DraftRows
+from moesaic.engine.speculate.drafters import DraftModel, DraftRows, TargetReader
 from moesaic.layers.paged_cache import Sequences
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ class DraftGraphs(GraphCache):
         # The lower halves of the two numbers, which hold all of them.
         self._count_1 = self._packed[COUNT].view(torch.int32)[:1]
         self._own_1 = self._packed[OWN].view(torch.int32)[:1]
-        self._hidden_BH = runner.hidden_buffer(most)
-        self._found_BH = self._hidden_BH.new_zeros(most, model.hidden_size)
+        self._hidden_BH = runner.hidden_buffer(most, model.hidden_size)
+        self._found_BH = torch.zeros_like(self._hidden_BH)
 
     def forward(
         self,
@@ -101,11 +101,25 @@ class DraftGraphs(GraphCache):
         self.run(key)
         return self._found_BH[:count]
 
+    def _rows(self, key: GraphKey) -> DraftRows:
+        return DraftRows(self._packed[IDS, : key.rows], self._packed[POSITIONS, : key.rows])
+
     def _compute(self, key: GraphKey) -> None:
         """The body of a graph."""
-        rows = DraftRows(self._packed[IDS, : key.rows], self._packed[POSITIONS, : key.rows])
+        rows = self._rows(key)
         counts = (self._count_1, self._own_1)
         step = Step(prefill=False, rows=key.rows, num_tokens_1=counts[0], own_tokens_1=counts[1])
         attention = self._attention[key].attention
         found_BH = self._model.forward(rows, self._hidden_BH[: key.rows], attention, step)
         self._found_BH[: key.rows].copy_(found_BH)
+
+
+class StoreGraphs(DraftGraphs):
+    """Of steps without drafts, whose rows are only put into the model's cache."""
+
+    kind = "draft cache"
+
+    def _compute(self, key: GraphKey) -> None:
+        assert isinstance(self._model, TargetReader)
+        attention = self._attention[key].attention
+        self._model.store(self._rows(key), self._hidden_BH[: key.rows], attention)

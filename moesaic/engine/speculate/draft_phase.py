@@ -7,6 +7,10 @@ cache has the target's page numbers, so that prefixes, retraction and rollbacks 
 
 All ranks of a stage take part, also with no rows: the agreement says how many there are.
 
+In a step without drafts a model that reads the target's hidden states only stores what its cache
+needs of the rows, and any other does nothing: it computes the tokens that it lacks in the next step
+with drafts (`StepPlan.gaps`).
+
 T tokens of the step · D sequences that get drafts · H hidden · V vocabulary.
 """
 
@@ -15,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -27,10 +31,16 @@ from moesaic.engine.runner.batches import sequences_of
 from moesaic.engine.runner.graphs import GraphKey
 from moesaic.engine.runner.pinned import PinnedRing
 from moesaic.engine.runner.row_results import LOGIT_ROWS
-from moesaic.engine.schedule.plan import Ints, ItemResult, StepAgreement, StepPlan
+from moesaic.engine.schedule.plan import Ints, ItemResult, StepAgreement, StepPlan, StepResult
 from moesaic.engine.setup.graph_sizes import GraphSizes
-from moesaic.engine.speculate.draft_graphs import DraftGraphs, Places
-from moesaic.engine.speculate.drafters import DraftModel, DraftRows
+from moesaic.engine.speculate.draft_graphs import DraftGraphs, Places, StoreGraphs
+from moesaic.engine.speculate.draft_rows import (
+    Continuation,
+    Extension,
+    SampledRows,
+    tokens_behind,
+)
+from moesaic.engine.speculate.drafters import DraftModel, DraftRows, TargetReader
 from moesaic.kernels.sampling import greedy_rows
 from moesaic.layers.paged_cache import PagedCache, PageTable, Sequences
 
@@ -39,78 +49,7 @@ if TYPE_CHECKING:
 
 
 AddDrafts = Callable[[Sequence[ItemResult]], None]
-NO_TOKEN: Final = -1
-
-
-class Continuation(NamedTuple):
-    """What sampling has decided, which all ranks of an attention group need."""
-
-    next_T: Ints
-    """The token behind each row of the step; arbitrary behind rejected drafts."""
-    last_D: Ints
-    """The row of the last token of each sequence that gets drafts."""
-
-    @classmethod
-    def of(cls, plan: StepPlan, results: Sequence[ItemResult]) -> Continuation:
-        assert not len(plan.decodes), "with drafts every request is an item of its own"
-        next_T, last, start = np.zeros(plan.num_tokens, np.int64), list[int](), 0
-        next_T[:-1] = plan.token_ids[1:]
-        for item, result in zip(plan.items, results, strict=True):
-            stop = start + len(item.token_ids)
-            next_T[stop - 1] = item.next_id
-            if item.sample is not None:
-                tokens = result.token_ids or (0,)
-                first = stop - item.num_sampled
-                next_T[first : first + len(tokens)] = tokens
-                if item.draft_until:
-                    last.append(first + len(tokens) - 1)
-            start = stop
-        return cls(next_T, np.array(last, np.int64))
-
-
-class SampledRows(NamedTuple):
-    """Where a step samples, and what it continues if it gets drafts: the host knows this before the
-    step has run. R sampled rows · K drafts of the request with the most."""
-
-    next_T: Ints
-    """As in Continuation, where no row samples."""
-    rows_R: Ints
-    """The row of each sampled token."""
-    places_DK: Ints
-    """Which of the sampled tokens each draft has to equal."""
-    drafts_DK: Ints
-    """The drafts; -1 where there is none."""
-    last_D: Ints
-    """The first sampled row of each sequence, and its position."""
-    position_D: Ints
-    until_D: Ints
-    first_D: Ints
-
-    @classmethod
-    def of(cls, plan: StepPlan, max_pages: int) -> SampledRows:
-        empty = [ItemResult() for _ in plan.items]
-        next_T = Continuation.of(plan, empty).next_T
-        rows_R = plan.logit_rows()[: plan.num_sampled]
-        drafting = [n for n, item in enumerate(plan.items) if item.draft_until]
-        items = [plan.items[n] for n in drafting]
-        starts_D = (np.cumsum(plan.sampled) - plan.sampled)[drafting]
-        most = max((item.num_drafts for item in items), default=0)
-        drafts_DK = np.full((len(items), most), NO_TOKEN)
-        for row, item in zip(drafts_DK, items, strict=True):
-            row[: item.num_drafts] = item.drafts
-        places_DK = np.where(drafts_DK < 0, 0, starts_D[:, None] + np.arange(most))
-        position_D = plan.positions()[rows_R[starts_D]]
-        until_D = np.array([item.draft_until for item in items], np.int64)
-        first_D = plan.rows[drafting] * max_pages
-        parts = (rows_R[starts_D], position_D, until_D, first_D)
-        return cls(next_T, rows_R, places_DK, drafts_DK, *parts)
-
-    @property
-    def most_drafts(self) -> int:
-        return self.drafts_DK.shape[1]
-
-    def columns(self) -> list[Ints]:
-        return [part.ravel() for part in self]
+StoreRest = Callable[[StepResult], None]
 
 
 class Pass(NamedTuple):
@@ -120,6 +59,13 @@ class Pass(NamedTuple):
     prefill: bool = False
     verifies: bool = False
     """Sequences may have several rows."""
+    shares: bool = False
+    """Some of the sequences are of one request: a row may read what another one stores."""
+
+    @classmethod
+    def extending(cls, plan: StepPlan, agreement: StepAgreement) -> Pass:
+        prefill = agreement.prefill or agreement.fills_gaps
+        return cls(agreement.extending, prefill, plan.verifies, bool(plan.gaps))
 
 
 class DraftPhase:
@@ -131,6 +77,9 @@ class DraftPhase:
         self._uploads = PinnedRing(runner.device, 4 * LOGIT_ROWS, self._timeout)
         self._downloads = PinnedRing(runner.device, num_steps * runner.max_running, self._timeout)
         self.graphs: DraftGraphs | None = None
+        self._reader = model if isinstance(model, TargetReader) else None
+        """The model, if steps without drafts store what it needs of them."""
+        self._store_graphs: StoreGraphs | None = None
 
     def use_cache(self, target: PagedCache, table: PageTable) -> None:
         """Makes a cache with the pages of the target's, filled with zeros: positions that the model
@@ -146,25 +95,43 @@ class DraftPhase:
     @torch.inference_mode()
     def use_graphs(self, sizes: GraphSizes) -> None:
         """Captures them on a GPU; elsewhere static buffers are used all the same."""
-        given = (self._runner, self.model, self._attention, sizes, self._uploads)
-        self.graphs = DraftGraphs(*given)
-        if self._runner.device.type == "cuda":
-            self.graphs.capture(torch.cuda.graph_pool_handle())
+        runner = self._runner
+        self.graphs = DraftGraphs(runner, self.model, self._attention, sizes, self._uploads)
+        if self._reader is not None:
+            plain = sizes._replace(verify=())
+            given = (runner, self.model, self._attention, plain, self._uploads)
+            self._store_graphs = StoreGraphs(*given)
+        if runner.device.type == "cuda":
+            pool = torch.cuda.graph_pool_handle()
+            for graphs in self._all_graphs:
+                graphs.capture(pool)
 
     def drop(self) -> None:
         """After a failed step, as AsynchronousSteps.drop."""
-        if self.graphs is not None:
-            self.graphs.drop()
+        for graphs in self._all_graphs:
+            graphs.drop()
+
+    @property
+    def _all_graphs(self) -> list[DraftGraphs]:
+        return [graphs for graphs in (self.graphs, self._store_graphs) if graphs is not None]
 
     @property
     def graph_bytes(self) -> int:
-        return 0 if self.graphs is None else self.graphs.nbytes
+        return sum(graphs.nbytes for graphs in self._all_graphs)
+
+    @property
+    def fills_gaps(self) -> bool:
+        """Whether the model computes the tokens of steps without drafts later."""
+        return not self.model.reads_target
 
     def warm_up(self, hidden_TH: Tensor, sequences: Sequences, step: Step) -> None:
         """Runs a step of arbitrary tokens, as ModelRunner.dummy_logits does."""
+        hidden_TH = self.model.of_target(hidden_TH)
         rows = torch.arange(len(hidden_TH), device=hidden_TH.device)
         given = DraftRows(rows % self._runner.vocab_size, rows % self._runner.context_length)
         found_TH = self.model.forward(given, hidden_TH, self._attention.attend(sequences), step)
+        if self._reader is not None:
+            self._reader.store(given, hidden_TH, self._attention.attend(sequences))
         if not step.counts:
             self._most_likely(found_TH[: self._runner.max_running], (self._runner.max_running,))
 
@@ -186,10 +153,7 @@ class DraftPhase:
         rows = SampledRows.of(plan, self._table.max_pages)
         next_T, rows_R, *columns = self._uploads.upload(*rows.columns())
         next_T.index_copy_(0, rows_R, found_2R[0])
-        ahead = Pass(agreement.counts, agreement.prefill, plan.verifies)
-        given = plan.positions(), sequences_of(plan, self._table)
-        extends = next_T if self.model.reads_target else plan.token_ids
-        hidden_TH = self._forward(ahead, extends, *given, hidden_TH)
+        hidden_TH = self._extend(plan, agreement, next_T, hidden_TH)
         if not any(agreement.drafting):
             return lambda results: None
         places, drafts, last_D, position_D, until_D, first_D = columns
@@ -214,7 +178,8 @@ class DraftPhase:
         host, event = self._downloads.next_buffer(drafts.numel())
         host.copy_(drafts.view(-1), non_blocking=True)
         event.record()
-        return lambda results: _add(plan, results, host.view(drafts.shape))
+        ahead = len(drafts) - self.model.reads_target
+        return lambda results: _add(plan, results, host.view(drafts.shape), ahead)
 
     def run(
         self,
@@ -225,13 +190,84 @@ class DraftPhase:
     ) -> None:
         """Sets the `drafts` of `results`, which only the rank that samples has."""
         facts = self._settle(plan, results)
-        ahead = Pass(agreement.counts, agreement.prefill, plan.verifies)
-        extends = facts.next_T if self.model.reads_target else plan.token_ids
-        given = extends, plan.positions(), sequences_of(plan, self._table)
-        hidden_TH = self._forward(ahead, *given, hidden_TH)
+        hidden_TH = self._extend(plan, agreement, facts.next_T, hidden_TH)
         drafts = self._chain(plan, agreement, facts, hidden_TH)
         if results and drafts is not None:
-            _add(plan, results, drafts)
+            _add(plan, results, drafts, len(drafts) - self.model.reads_target)
+
+    def _extend(
+        self, plan: StepPlan, agreement: StepAgreement, next_T: Ints | Tensor, hidden_TH: Tensor
+    ) -> Tensor:
+        """The hidden states behind the rows of the step, and of gaps."""
+        which, rows = Pass.extending(plan, agreement), Extension.of(plan, self._table)
+        ids_T = next_T
+        if not self.model.reads_target:
+            ids_T = np.concatenate((plan.token_ids, rows.gaps_G)) if plan.gaps else plan.token_ids
+        hidden_TH = self.model.of_target(hidden_TH)
+        return self._forward(which, ids_T, rows.positions_T, rows.sequences, hidden_TH)
+
+    def begin_store(
+        self, plan: StepPlan, hidden_TH: Tensor, found_2R: Tensor, on_host: Sequence[int]
+    ) -> StoreRest | None:
+        """As `begin`, of a step without drafts. `on_host`: which of its tokens the host samples
+        later; what is returned stores their rows then."""
+        if self._reader is None or not plan.has_work:
+            return None
+        if self._runner.ranks.attention.size > 1:  # steps do not overlap
+            return partial(self.store, plan, hidden_TH)
+        hidden_TH = self.model.of_target(hidden_TH)
+        empty = StepResult([ItemResult() for _ in plan.items])
+        rows_R = plan.logit_rows()[: plan.num_sampled]
+        next_T, places_R = self._uploads.upload(tokens_behind(plan, empty), rows_R)
+        next_T.index_copy_(0, places_R, found_2R[0])
+        self._store(next_T, plan.positions(), sequences_of(plan, self._table), hidden_TH)
+        return self._rest(plan, hidden_TH, rows_R[on_host]) if len(on_host) else None
+
+    def _rest(self, plan: StepPlan, hidden_TH: Tensor, rows_L: Ints) -> StoreRest:
+        """Stores these rows again. All but the tokens behind them is kept as it is now."""
+        numbers = np.repeat(np.arange(plan.num_sequences), plan.lengths)[rows_L]
+        positions_L = plan.positions()[rows_L]
+        at = _single(positions_L, plan.rows[numbers] * self._table.max_pages)
+        attention, some_LH = self._attention.attend(at), hidden_TH[rows_L]
+
+        def store(result: StepResult) -> None:
+            assert self._reader is not None
+            ids = tokens_behind(plan, result)[rows_L]
+            self._reader.store(
+                DraftRows(*self._uploads.upload(ids, positions_L)), some_LH, attention
+            )
+
+        return store
+
+    def store(self, plan: StepPlan, hidden_TH: Tensor, result: StepResult) -> None:
+        """As `run`, of a step without drafts: the model's cache gets what it needs of the rows."""
+        if self._reader is None or not plan.has_work:
+            return
+        next_T, group = tokens_behind(plan, result), self._runner.ranks.attention
+        if group.size > 1:
+            counts = [plan.num_tokens] + [0] * (group.size - 1)
+            own = torch.from_numpy(next_T)[:, None]
+            own = own if group.rank == 0 else own[:0]
+            next_T = group.gather_rows(own, counts, "tokens for drafts").numpy()[:, 0]
+        hidden_TH = self.model.of_target(hidden_TH)
+        self._store(next_T, plan.positions(), sequences_of(plan, self._table), hidden_TH)
+
+    def _store(
+        self, ids_T: Ints | Tensor, positions_T: Ints, sequences: Sequences, hidden_TH: Tensor
+    ) -> None:
+        assert self._reader is not None
+        if self._store_graphs is not None:
+            key = self._store_graphs.bucket(len(positions_T))
+            if key is not None:
+                self._store_graphs.forward(key, ids_T, positions_T, hidden_TH, sequences)
+                return
+        rows = self._upload_rows(ids_T, positions_T)
+        self._reader.store(rows, hidden_TH, self._attention.attend(sequences))
+
+    def _upload_rows(self, ids_T: Ints | Tensor, positions_T: Ints) -> DraftRows:
+        columns = [positions_T] if isinstance(ids_T, Tensor) else [positions_T, ids_T]
+        given_T, *uploaded = self._uploads.upload(*columns)
+        return DraftRows(ids_T if isinstance(ids_T, Tensor) else uploaded[0], given_T)
 
     def _settle(self, plan: StepPlan, results: Sequence[ItemResult]) -> Continuation:
         """The first rank of an attention group has sampled; the others get what it knows."""
@@ -306,10 +342,8 @@ class DraftPhase:
         step = Step(which.prefill, counts=groups, rows=most if runner.kind == "cuda" else 0)
         if self._idle is not None and not len(sequences):
             return self._run_idle(step)
-        columns = [positions_T] if isinstance(ids_T, Tensor) else [positions_T, ids_T]
-        given_T, *uploaded = self._uploads.upload(*columns)
-        rows = DraftRows(ids_T if isinstance(ids_T, Tensor) else uploaded[0], given_T)
-        return self.model.forward(rows, hidden_TH, self._attention.attend(sequences), step)
+        attention = self._attention.attend(sequences, which.shares)
+        return self.model.forward(self._upload_rows(ids_T, positions_T), hidden_TH, attention, step)
 
     def _forward_singles(
         self, counts: tuple[int, ...], ids_D: Tensor, at: Places, hidden_DH: Tensor
@@ -336,7 +370,10 @@ class DraftPhase:
         nothing_1 = torch.zeros(1, dtype=torch.int64, device=runner.device)
         none_1 = nothing_1.int()
         step = replace(step, num_tokens_1=none_1, own_tokens_1=none_1)
-        rows, x_1H = DraftRows(nothing_1, nothing_1), runner.hidden_buffer(1)
+        rows, x_1H = (
+            DraftRows(nothing_1, nothing_1),
+            runner.hidden_buffer(1, self.model.hidden_size),
+        )
         return self.model.forward(rows, x_1H, self._idle.attention, step)[:0]
 
     def _most_likely(self, hidden_DH: Tensor, counts: Sequence[int]) -> Tensor:
@@ -348,7 +385,7 @@ class DraftPhase:
             rows = [min(max(0, count - start), LOGIT_ROWS) for count in counts]
             logits_RV = self.model.logits(piece, rows if groups else ())
             if self._runner.samples and len(piece):
-                found.append(greedy_rows(logits_RV)[0])
+                found.append(self.model.to_target(greedy_rows(logits_RV)[0]))
         return torch.cat(found)
 
     def _shared(self, ids_D: Tensor, count: int) -> Tensor:
@@ -368,8 +405,12 @@ def _single(positions_D: Ints, first_D: Ints) -> Sequences:
     return Sequences(starts, ones, (positions_D + 1).astype(np.int32), first_D.astype(np.int32))
 
 
-def _add(plan: StepPlan, results: Sequence[ItemResult], drafts: Tensor) -> None:
-    """`drafts`: [steps, D] on the host."""
-    drafting = (n for n, item in enumerate(plan.items) if item.draft_until)
-    for number, tokens in zip(drafting, drafts.T.tolist(), strict=True):
-        results[number].drafts = tokens
+def _add(plan: StepPlan, results: Sequence[ItemResult], drafts: Tensor, ahead: int) -> None:
+    """`drafts`: [steps, D] on the host, of which the last one needs entries at `ahead` positions
+    behind the step's last row: where pages end before, they are fewer."""
+    drafting = ((n, item) for n, item in enumerate(plan.items) if item.draft_until)
+    for (number, item), tokens in zip(drafting, drafts.T.tolist(), strict=True):
+        last = item.first + len(item.token_ids) - item.num_drafts - 2
+        last += max(1, len(results[number].token_ids))
+        fitting = len(tokens) - max(0, last + ahead - item.draft_until)
+        results[number].drafts = tokens[: max(0, fitting)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from moesaic.config import ServerArgs
 from moesaic.config.speculation import speculation_of
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from moesaic.engine.runner.model_runner import ModelRunner
     from moesaic.engine.setup.memory_plan import ResolvedModel
     from moesaic.layers.context import AttentionStep, CacheSpec
+    from moesaic.layers.rotary import RotaryTable
     from moesaic.models.blocks import CausalLM
     from moesaic.moe.layer import FusedMoE
 
@@ -77,18 +78,38 @@ class DraftModel(Protocol):
     def hidden_size(self) -> int: ...
 
     @property
+    def own_rope(self) -> RotaryTable | None:
+        """None if it has the target's."""
+
+    @property
     def reads_target(self) -> bool:
         """Whether a row takes the target's hidden state and the token behind it; if not, its own
         token alone, and a chain begins with the token that the target has sampled."""
 
+    def of_target(self, rows_TW: Tensor) -> Tensor:
+        """What `forward` takes, of the target's output."""
+
     def forward(
         self, rows: DraftRows, hidden_TH: Tensor, attention: AttentionStep, step: Step
     ) -> Tensor:
-        """The hidden states behind the rows. `hidden_TH`: the target's, or those that the last
+        """The hidden states behind the rows. `hidden_TH`: of `of_target`, or those that the last
         forward pass of the chain gave."""
 
     def logits(self, hidden_RH: Tensor, counts: Sequence[int]) -> Tensor:
-        """As CausalLM.logits."""
+        """As CausalLM.logits, of the tokens that the model may propose."""
+
+    def to_target(self, ids_R: Tensor) -> Tensor:
+        """The target's tokens for those of the logits."""
+
+
+@runtime_checkable
+class TargetReader(Protocol):
+    """A draft model with `reads_target`: steps without drafts put their rows into its cache, as the
+    target's hidden states are gone later. What a model of tokens lacks it computes later."""
+
+    def store(self, rows: DraftRows, hidden_TH: Tensor, attention: AttentionStep) -> None:
+        """What `forward` puts into the cache, without its output: ranks of an attention group call
+        this together, others need not."""
 
 
 class DraftSource(Protocol):

@@ -30,10 +30,6 @@ class Arrivals:
         self._open: dict[int, Request] = {}
         """The requests that `rooms` knows."""
 
-    @property
-    def is_busy(self) -> bool:
-        return bool(self._open)
-
     def state(self) -> list[dict[str, Any]]:
         return self._rooms.state()
 
@@ -45,16 +41,20 @@ class Arrivals:
         prompt = prompt_digest(request.token_ids, request.cache_namespace)
         self._rooms.announce(request.request_no, request.room, prompt)
 
-    def advance(self) -> None:
-        """Takes what has come, gives pages to those that wait, and releases what is over."""
+    def advance(self) -> bool:
+        """Takes what has come, gives pages to those that wait, and releases what is over; returns
+        whether there was any request to do this for. What came for others is taken, too."""
         for event in self._rooms.take():
             self._apply(event)
+        if not self._open:
+            return False
         for request in self._planner.scheduler.reserve(self._room):
             self._offer(request)
         for request in list(self._open.values()):
             if request.arriving is None or request.phase is RequestPhase.FINISHED:
                 del self._open[request.request_no]
                 self._rooms.release(request.request_no)
+        return True
 
     @property
     def _room(self) -> int:

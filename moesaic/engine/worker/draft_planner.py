@@ -10,7 +10,7 @@ from moesaic.config.speculation import speculation_of
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.schedule.acceptance import Acceptance
 from moesaic.engine.schedule.inflight import InflightStep, PlannedItem
-from moesaic.engine.schedule.plan import PlanItem
+from moesaic.engine.schedule.plan import DraftGap, PlanItem
 from moesaic.engine.schedule.scheduler import Scheduler
 from moesaic.engine.speculate.controller import DraftController
 from moesaic.engine.speculate.drafters import Drafter, make_drafter
@@ -32,6 +32,8 @@ class DraftPlanner:
         self.drafter = drafter or make_drafter(args, runner)
         self.steps = 0 if runner.draft is None else runner.draft.num_steps
         """Tokens that the ranks' draft model proposes at the end of a step, at most."""
+        self._fills_gaps = runner.draft is not None and runner.draft.fills_gaps
+        self._most_tokens = runner.limits.tokens
         self.controller = _controller(args)
         """None: requests have all drafts that the drafter proposes."""
         self.agreed: int | None = None
@@ -104,12 +106,35 @@ class DraftPlanner:
         if item.sample is None:
             item.next_id = (*request.token_ids[planned.stop : planned.stop + 1], 0)[0]
             return
+        if not self.steps_planned:
+            return
         most = len(request.prompt_ids) + request.max_new_tokens
         room = min(len(request.pages) * self._scheduler.kv.page_size, most)
         # The step's token and a draft behind it must be allowed, and have pages.
         ahead = self._scheduler.config.drafts_ahead
         if planned.confirmed + 2 < most and (not ahead or planned.stop < room):
             item.draft_until = room - 1
+
+    def fill_gaps(self, step: InflightStep) -> None:
+        """Adds tokens to the plan that the ranks' draft model has not computed, as it did not run
+        then. A request gets no drafts before it has computed all, which may take several steps."""
+        plan = step.plan
+        if not (plan.draft_steps and self._fills_gaps):
+            return
+        room = self._most_tokens - plan.num_tokens
+        for planned, item in zip(step.items, plan.items, strict=True):
+            request, stop = planned.request, planned.stop
+            first = request.draft_computed
+            if first < planned.first:
+                stop = min(planned.first, first + room)
+                if stop > first:
+                    plan.gaps.append(DraftGap(item.row, first, request.token_ids[first:stop]))
+                    room -= stop - first
+                if stop < planned.first:
+                    item.draft_until = 0
+                else:
+                    stop = planned.stop
+            step.draft_stops[request] = stop
 
     def begin(self, step: InflightStep) -> None:
         """The step is planned."""
@@ -139,8 +164,14 @@ class DraftPlanner:
         ms = 1000 * (whole if whole < IDLE_TIMES * seconds else seconds)
         if step.drafting:
             controller.observe_drafts(seen.accepted, requests, step.drafting)
+        if step.plan.prefill:
+            return
+        if step.agreement.fills_gaps:
+            controller.observe_gap(requests, ms)
+        elif step.drafting and self.steps and not seen.verified:
+            pass  # the first step with a draft model only makes drafts
         # The first step without drafts had to wait for the one before it.
-        if not step.plan.prefill and (step.drafting or step.is_overlapped):
+        elif step.drafting or step.is_overlapped:
             controller.observe_step(requests, ms, step.drafting)
 
 

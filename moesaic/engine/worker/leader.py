@@ -55,13 +55,13 @@ class Leader:
 
     def advance(self) -> None:
         """Takes what other instances have sent, and makes room for more."""
-        if self.arrivals is not None and self.arrivals.is_busy:
-            self.arrivals.advance()
+        if self.arrivals is not None and self.arrivals.advance():
             self.report()
 
     def _info(self) -> dict[str, Any]:
         rooms = [] if self.arrivals is None else self.arrivals.state()
-        return self.planner.info() | {"rooms": rooms}
+        transports = {} if self._sender is None else self._sender.transports
+        return self.planner.info() | {"rooms": rooms, "kv_transports": transports}
 
     @property
     def step_cost(self) -> StepCost:

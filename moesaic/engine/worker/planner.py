@@ -17,7 +17,12 @@ from moesaic.core.redact import shown_id
 from moesaic.core.request import ABORTED, FinishReason, Request, failure
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.sampling.token_history import TokenHistory
-from moesaic.engine.schedule.inflight import InflightStep, PlannedDecodes, PlannedItem
+from moesaic.engine.schedule.inflight import (
+    InflightStep,
+    MovedTokens,
+    PlannedDecodes,
+    PlannedItem,
+)
 from moesaic.engine.schedule.kv_manager import KVManager
 from moesaic.engine.schedule.plan import (
     NO_DECODES,
@@ -118,6 +123,8 @@ class Planner:
         """Those that ask for routed experts."""
         self.num_steps = 0
         self._quarantine = Quarantine()
+        self._moves: dict[int, MovedTokens] = {}
+        """Tokens whose cache entries the next step of their request moves, by its number."""
         self._ended: list[int] = []
         """Numbers of requests that ended since the last plan; the next one names them."""
         self.num_finished = 0
@@ -217,8 +224,18 @@ class Planner:
         facts = (ended, is_routed, decodes, self.drafts.steps_planned)
         plan = StepPlan(items, pages, prefill, *facts)
         step = InflightStep(plan, work, decoding)
+        if self._moves:
+            self._move_tokens(step, chosen.requests)
+        self.drafts.fill_gaps(step)
         self.drafts.begin(step)
         return step
+
+    def _move_tokens(self, step: InflightStep, requests: Iterable[Request]) -> None:
+        """Adds what the accepted drafts of these requests need to the plan."""
+        found = (self._moves.pop(request.request_no, None) for request in requests)
+        step.moved = [moved for moved in found if moved is not None and moved.is_current]
+        for moved in step.moved:
+            step.plan.moves += moved.slots(self.kv.page_size)
 
     def _choose(self, parts: int) -> PlannedWork:
         """The work of the next step. Nothing counts as done before all of it is known, so that an
@@ -263,7 +280,7 @@ class Planner:
             return NO_WORK
         history, work = self._histories.get, schedule.items
         items = [plan_item(planned, history(planned.request.request_no)) for planned in work]
-        if self.drafts.steps_planned:
+        if self.drafts.steps:
             for planned, item in zip(work, items, strict=True):
                 self.drafts.complete_item(planned, item)
         return PlannedWork(work, items, *self.scheduler.decode_table.plan(schedule.rows))
@@ -304,6 +321,7 @@ class Planner:
         routed_of = result.routed_of(step.plan.items)
         for item, found, routed in zip(step.items, result.items, routed_of, strict=True):
             try:
+                self._count_drafted(item, found, step.draft_stops.get(item.request))
                 self._apply_item(item, found, routed)
             except Exception as error:
                 self._fail_token(item.request, error)
@@ -348,6 +366,14 @@ class Planner:
         logger.error("request %s failed", shown_id(request.rid), exc_info=error)
         self._fail(request, f"its token could not be applied: {error!r}")
 
+    def _count_drafted(self, item: PlannedItem, found: ItemResult, stop: int | None) -> None:
+        """`stop`: that of InflightStep.draft_stops, if the draft model has run."""
+        request = item.request
+        is_there = request.request_no in self.states and request.retractions == item.retractions
+        if stop is not None and is_there and not found.broken:
+            accepted = item.confirmed + item.accepted(len(found.token_ids))
+            self.kv.draft_until(request, min(stop, accepted - found.unready))
+
     def _apply_item(self, item: PlannedItem, found: ItemResult, routed: bytes) -> None:
         request = item.request
         state = self.states.get(request.request_no)
@@ -360,9 +386,12 @@ class Planner:
             request.input_logprobs += found.input_logprobs
             request.input_top_logprobs += found.input_top_logprobs
         if routed:
-            stop = item.confirmed + item.accepted(len(found.token_ids))
-            first = item.stop - len(routed) // request.routed_row
-            request.add_routed(first, routed[: (stop - first) * request.routed_row])
+            size, rows = request.routed_row, item.accepted_rows(found.token_ids)
+            first = item.stop - len(routed) // size
+            known = (item.confirmed - first) * size
+            places = (known + (row - 1) * size for row in rows)
+            routed = routed[:known] + b"".join(routed[at : at + size] for at in places)
+            request.add_routed(first, routed)
         if request.retractions == item.retractions:
             request.arriving = None  # its prompt is in its pages
             self._share(request, item.confirmed)
@@ -376,6 +405,9 @@ class Planner:
             verified, drafted, accepted = request.draft_counts
             accepted += item.accepted(len(found.token_ids))
             request.draft_counts = verified + 1, drafted + len(item.drafts), accepted
+            moved = MovedTokens.of(item, item.accepted_rows(found.token_ids))
+            if moved is not None:
+                self._moves[request.request_no] = moved
         self.scheduler.decode_table.update(request)
         reason = state.accept_all(found)
         if found.ended:
@@ -385,7 +417,7 @@ class Planner:
         if reason is not None:
             self._finish(state, reason)
         elif request.retractions == item.retractions:
-            request.drafts = [*found.drafts]
+            request.drafts, request.draft_parents = [*found.drafts], [*found.parents]
 
     def _fail(self, request: Request, message: str) -> None:
         if (state := self.states.get(request.request_no)) is not None:
@@ -396,6 +428,7 @@ class Planner:
         self.num_finished += 1
         self._histories.pop(state.request.request_no, None)
         self._routed.discard(state.request.request_no)
+        self._moves.pop(state.request.request_no, None)
         try:
             self.scheduler.finish(state.request)
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -120,6 +121,7 @@ def service_info(
         },
         "memory": {key: sum(rank[key] for rank in ranks) for key in MEMORY},
         "rooms": [room for group in groups for room in group.get("rooms", ())],
+        "kv_transports": dict(ChainMap(*(group.get("kv_transports", {}) for group in groups))),
         "groups": list(groups),
         "ranks": [{k: v for k, v in rank.items() if k not in OF_ALL} for rank in ranks],
     }

@@ -127,6 +127,7 @@ class SingleStage(Stage):
             work=work,
             draft_steps=plan.draft_steps,
             drafting=(plan.num_drafting,),
+            extending=(plan.extending,),
         )
 
 
@@ -180,7 +181,7 @@ class FirstStage(Stage):
         delayer = None if self._planner is None else self._planner.scheduler.delayer
         told = 0 if delayer is None else delayer.told
         half = self._splitter.first_half(plan)
-        drafts = [plan.draft_steps, plan.num_drafting, self._wanted_drafts]
+        drafts = [plan.draft_steps, plan.num_drafting, plan.extending, self._wanted_drafts]
         facts = [plan.num_tokens, logits, int(plan.prefill), len(data), suspects, told, half]
         facts += drafts
         report = self._report()
@@ -191,7 +192,7 @@ class FirstStage(Stage):
         table = rows[:: mesh.attention_tp, len(report) :].tolist()
         columns = zip(*table, strict=True)
         counts, logit_rows, prefills, lengths, suspect_sets, told_by, halves, *more = columns
-        steps, drafting, wanted, *_ = more
+        steps, drafting, extending, wanted, *_ = more
         self._settle_drafts(wanted)
         works = [StepWork(*row[len(facts) :]) for row in table]
         self._settle_prompts(works, told_by)
@@ -202,7 +203,7 @@ class FirstStage(Stage):
         step.agreement = StepAgreement(self.number)
         if any(counts):
             whole = StepAgreement(self.number, counts, logit_rows, any(prefills), heaviest(works))
-            whole.draft_steps, whole.drafting = max(steps), drafting
+            whole.draft_steps, whole.drafting, whole.extending = max(steps), drafting, extending
             step.agreement = self._splitter.settle(whole, halves)
 
     @property

@@ -1,0 +1,178 @@
+"""What a draft model knows behind steps without drafts: as much as if all steps had had some."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from moesaic.core.request import Request
+from moesaic.core.sampling import SamplingParams
+from moesaic.engine.runner.model_runner import ModelRunner
+from moesaic.engine.speculate.controller import DraftController
+from moesaic.engine.worker.local_core import LocalCore
+from moesaic.models.tiny import materialise
+from tests.unit.test_draft_model import (
+    HOUSE,
+    RANDOM,
+    TIGHT,
+    arguments,
+    count_accepted,
+    greedy,
+    make_core,
+    serve,
+)
+
+
+class Turns(DraftController):
+    """Steps without drafts, then steps with some, and so on."""
+
+    def __init__(self, most: int, without: int, having: int) -> None:
+        super().__init__(most, adaptive=False)
+        self._turns, self._step = (without, having), 0
+        self.num_drafts = 0
+
+    def observe_step(self, *given: Any) -> None:
+        pass
+
+    def turn(self) -> None:
+        self._step = (self._step + 1) % sum(self._turns)
+        self.num_drafts = self.most if self._step >= self._turns[0] else 0
+
+
+def take_turns(core: Any, without: int, having: int) -> None:
+    controller, plan = Turns(3, without, having), core.planner.plan
+    core.planner.drafts.controller = controller
+
+    def turned(parts: int = 1) -> Any:
+        controller.turn()
+        return plan(parts)
+
+    core.planner.plan = turned
+
+
+def same_model(asynchronous: bool, **flags: Any) -> LocalCore:
+    """Drafts are made by the target itself."""
+    given = {
+        "speculative_algorithm": "STANDALONE",
+        "speculative_draft_model_path": materialise(RANDOM),
+        "speculative_num_steps": 3,
+    }
+    args = arguments(RANDOM, **flags, **given)
+    return LocalCore(args, ModelRunner(args, asynchronous=asynchronous))
+
+
+def mixed(first: int, count: int, prompt: int) -> list[Request]:
+    """Every second prompt begins with the one before it."""
+    found = []
+    for number in range(count):
+        tokens = [(number // 2 * 37 + place * 11) % 256 for place in range(prompt)]
+        tokens += [number % 2 + 3] * (number % 2)
+        params = SamplingParams(temperature=0.0, ignore_eos=True)
+        found.append(Request(str(number), tokens, params, 0, 24 + number, first + number))
+    return found
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("flags", [{"page_size": 4}, TIGHT], ids=["roomy", "tight"])
+def test_every_draft_of_the_target_itself_is_right(
+    asynchronous: bool, flags: dict[str, Any]
+) -> None:
+    """Also behind steps without drafts, of prompts that were computed in such steps, and of pages
+    that come from ended requests."""
+    core = same_model(asynchronous, **flags)
+    for part in (core.runner.draft.cache.keys, core.runner.draft.cache.values):
+        part[:, 1:] = math.nan
+    counts = count_accepted(core)
+    expected = [request.output_ids for request in serve(core, mixed(0, 6, 30))]
+    assert counts[0] == counts[1] > 30
+    for first, without, having in ((100, 7, 5), (200, 1, 2), (300, 11, 6)):
+        take_turns(core, without, having)
+        counts[:] = 0, 0
+        found = serve(core, mixed(first, 6, 30))
+        assert [request.output_ids for request in found] == expected
+        assert counts[0] == counts[1] > 10, (without, having)
+    assert core.planner.metrics.counts.failed_steps == 0
+    assert core.planner.scheduler.num_cached_tokens > 200
+    assert (core.planner.scheduler.num_retractions > 0) is (flags is TIGHT)
+
+
+def test_a_long_gap_takes_several_steps() -> None:
+    """No more tokens are computed in a step than there are buffers for, and no draft is proposed
+    before all are there."""
+    core, widest = same_model(False, page_size=4), 0
+    take_turns(core, 4, 13)
+    core.planner.drafts._most_tokens = 16
+    counts, run = count_accepted(core), core.runner.draft.run
+
+    def noted(plan: Any, agreement: Any, *given: Any) -> None:
+        nonlocal widest
+        run(plan, agreement, *given)
+        assert agreement.extending == (plan.extending,)
+        widest = max(widest, plan.extending)
+
+    core.runner.draft.run = noted
+    serve(core, mixed(0, 3, 60))
+    assert counts[0] == counts[1] > 10 and widest == 16
+
+
+def test_a_failed_step_with_a_gap_is_repeated() -> None:
+    core = same_model(True, page_size=4)
+    take_turns(core, 6, 8)
+    counts, forward, failures = count_accepted(core), core.runner.draft.model.forward, [0]
+
+    def failing(rows: Any, *given: Any) -> Any:
+        found = forward(rows, *given)
+        if len(rows.positions_T) > 30 and failures[0] < 2:
+            failures[0] += 1
+            raise RuntimeError("it breaks")
+        return found
+
+    core.runner.draft.model.forward = failing
+    found = serve(core, mixed(0, 3, 60))
+    assert not any(request.failed for request in found)
+    assert failures == [2] and core.planner.metrics.counts.failed_steps >= 2
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_the_layer_stores_the_rows_of_steps_without_drafts(asynchronous: bool) -> None:
+    """Its cache is that of a run in which all steps have drafts, up to the last token."""
+    held, answers = list[torch.Tensor](), list[list[int]]()
+    for turns in ((0, 1), (5, 3)):
+        core = make_core(str(HOUSE), 3, asynchronous, tight=False)
+        core.planner.kv.flush()
+        keys = core.runner.draft.cache.keys
+        keys[:, 1:] = math.nan
+        take_turns(core, *turns)
+        request, pages = greedy(2), list[int]()
+
+        def note(_: int, request: Request = request, pages: list[int] = pages) -> None:
+            pages[:] = request.pages or pages
+
+        serve(core, [request], note)
+        answers.append(request.output_ids)
+        count = len(request.token_ids) - 1
+        held.append(keys[0, pages].flatten(0, 1)[: count - 1].clone())
+    assert answers[0] == answers[1]
+    torch.testing.assert_close(held[1], held[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_the_house_models_drafts_are_right_behind_steps_without(asynchronous: bool) -> None:
+    core = make_core(str(HOUSE), 1, asynchronous)
+    take_turns(core, 4, 3)
+    counts = count_accepted(core)
+    for _ in range(2):  # the second time from the prefix cache
+        counts[:] = 0, 0
+        serve(core, [greedy(number) for number in range(8)])
+        assert counts[1] >= 0.95 * counts[0] > 10
+    asked = [greedy(number) for number in range(8)]
+    for request in asked[::2]:  # the host samples these
+        request.return_logprob = True
+    counts[:] = 0, 0
+    serve(core, asked)
+    assert counts[1] >= 0.95 * counts[0] > 10
+    assert core.planner.metrics.counts.failed_steps == 0
