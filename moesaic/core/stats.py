@@ -107,7 +107,7 @@ class MembershipChange(msgspec.Struct):
 
     epoch: int
     kind: str
-    """lost or returned."""
+    """lost, returned or removed."""
     ranks: list[int]
     cause: str
     when: float
