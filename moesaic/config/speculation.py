@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from moesaic.config.args import ServerArgs
 from moesaic.config.flags import show, specs
+from moesaic.core.draft_tree import MOST_ROWS
 from moesaic.core.speculation import ALGORITHMS, SAME, Speculation
 
 COUNTS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
@@ -16,6 +17,8 @@ NEED_ALGORITHM = (
     "speculative_draft_model_path",
     "speculative_token_map",
     "disable_speculative_adaptive",
+    "speculative_ngram_min_bfs_breadth",
+    "speculative_ngram_max_bfs_breadth",
     "speculative_ngram_max_trie_depth",
     "speculative_ngram_capacity",
 )
@@ -28,7 +31,9 @@ def speculation_of(args: ServerArgs) -> Speculation | None:
         return None
     steps, tokens = args.speculative_num_steps, args.speculative_num_draft_tokens
     assert steps is not None and tokens is not None, "the flags are not resolved"
-    return Speculation(args.speculative_algorithm, steps, tokens, args.speculative_draft_model_path)
+    name = args.speculative_algorithm
+    trees = name == "NGRAM" and args.speculative_ngram_max_bfs_breadth > 1
+    return Speculation(name, steps, tokens, args.speculative_draft_model_path, trees)
 
 
 def speculation_defaults(args: ServerArgs) -> Iterator[tuple[str, object, str]]:
@@ -46,6 +51,9 @@ def speculation_defaults(args: ServerArgs) -> Iterator[tuple[str, object, str]]:
         yield "speculative_num_steps", steps, why
         yield "speculative_num_draft_tokens", tokens, why
         yield "speculative_eagle_topk", 1, why
+        if not default.on_ranks and _is_large(args, tokens):
+            breadth = "speculative_ngram_max_bfs_breadth"
+            yield breadth, 1, f"a tree has at most {MOST_ROWS} tokens"
     elif default.on_ranks:
         tokens = args.speculative_num_steps + 1
         yield "speculative_num_draft_tokens", tokens, "a chain: one more than its steps"
@@ -96,6 +104,24 @@ def _without_models(args: ServerArgs, shown: str) -> Iterator[str]:
         yield f"{_shown(args, 'speculative_eagle_topk')}: {shown} proposes a chain: leave it out"
     if args.speculative_num_draft_tokens == 1:
         yield ONE_TOKEN + f"leave {shown} out"
+    least, most = args.speculative_ngram_min_bfs_breadth, args.speculative_ngram_max_bfs_breadth
+    if least > most:
+        yield (
+            f"--speculative-ngram-min-bfs-breadth {least} is more than "
+            f"--speculative-ngram-max-bfs-breadth {most}: give at most {most}"
+        )
+    tokens = args.speculative_num_draft_tokens or 0
+    if tokens > MOST_ROWS and most > 1 and not _is_large(args, tokens):
+        yield (
+            f"--speculative-ngram-max-bfs-breadth {most} with --speculative-num-draft-tokens "
+            f"{tokens}: a tree has at most {MOST_ROWS} tokens: give that, or 1 of the other"
+        )
+
+
+def _is_large(args: ServerArgs, tokens: int) -> bool:
+    """Whether drafts have more tokens than a tree may have, and nothing asks for one."""
+    breadth = specs(ServerArgs)["speculative_ngram_max_bfs_breadth"].default
+    return tokens > MOST_ROWS and args.speculative_ngram_max_bfs_breadth == breadth
 
 
 def _draft_models(args: ServerArgs, shown: str) -> Iterator[str]:

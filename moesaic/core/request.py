@@ -111,6 +111,9 @@ class Request(NewRequest, eq=False):
     pending: int = 0
     drafts: list[int] = []
     """A drafter's proposals for the next tokens, which the next step verifies."""
+    draft_parents: list[int] = []
+    """If they are a tree, of its first nodes (core/draft_tree.py); those that were taken away from
+    the end of `drafts` may still be here."""
     may_draft: bool = True
     """False once a step with drafts of it has failed: if it fails without, drafts did not cause it.
     """

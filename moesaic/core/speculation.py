@@ -58,13 +58,15 @@ UNQUANTISED: Final = "unquant"
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """The resolved flags. A draft is a chain of `num_drafts` tokens."""
+    """The resolved flags. A draft has up to `num_drafts` tokens."""
 
     algorithm: str
     num_steps: int
     num_draft_tokens: int
     """Tokens of a request in the step that verifies them: the newest one, and the drafts."""
     draft_model_path: str | None = None
+    has_trees: bool = False
+    """Several drafts may be behind one token."""
 
     @property
     def num_drafts(self) -> int:

@@ -34,6 +34,7 @@ DECODE = "moesaic.kernels.triton.attention_decode"
 PREFILL = "moesaic.kernels.triton.attention_prefill"
 FP8 = torch.float8_e4m3fn
 MAX_SPLITS = 128
+MASK_BITS = 64
 # Up to this many single tokens, each split of the decode kernel norms and rotates its inputs, which
 # takes less time than another kernel launch.
 MAX_FUSED_ENTRIES = 32
@@ -169,6 +170,8 @@ class DecodeRows:
     counters: Tensor
     """At least B * N zeros; the kernel resets them."""
     extra: ExtraSplits | None = None
+    masks_B: Tensor | None = None
+    """int64: what the query sees of the tokens before it, as in `seen_keys`; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +269,7 @@ def decode_attention(
         store_rows(out, rows_B, mixed_TNV[rows_B].flatten(1))
         return out
     columns = (batch.rows_B, torch.ones_like(batch.rows_B), batch.kv_lens_B, batch.first_B)
-    return _attend_all(q, cache, softmax, columns, batch.pages, out)
+    return _attend_all(q, cache, softmax, columns, batch.pages, out, batch.masks_B)
 
 
 @native(DECODE)
@@ -322,21 +325,47 @@ def _attend_all(
     columns: tuple[Tensor, ...],
     pages: Tensor,
     out_TNV: Tensor,
+    masks_B: Tensor | None = None,
 ) -> Tensor:
-    """`columns`: start, length, kv_len and first page of each sequence."""
-    for start, length, kv_len, first in torch.stack(columns, dim=1).tolist():
+    """`columns`: start, length, kv_len and first page of each sequence. `masks_B`: of their only
+    queries."""
+    for n, (start, length, kv_len, first) in enumerate(torch.stack(columns, dim=1).tolist()):
         rows = slice(start, start + length)
         if kv_len >= 0:
             out_TNV[rows] = 0
         if kv_len > 0:
-            out_TNV[rows] = _attend(q, cache, softmax, rows, kv_len, pages[first:])
+            masks = None if masks_B is None else masks_B[n : n + 1]
+            out_TNV[rows] = _attend(q, cache, softmax, rows, kv_len, pages[first:], masks)
     return out_TNV
 
 
+def seen_keys(masks_Q: Tensor, length: int, window: int | None) -> Tensor:
+    """[Q, L]: whether each of the last queries of `length` tokens sees a key. Bit n of its mask is
+    the token n before it; it sees all those that are further away. Of all that it sees, a window
+    has the newest.
+
+    The masks -1, -1 and -3 with 4 tokens: [1 1 0 0], [1 1 1 0] and [1 1 0 1]; with a window of 2
+    the last is [0 1 0 1].
+    """
+    count, keys_L = len(masks_Q), torch.arange(length, device=masks_Q.device)
+    back_QL = keys_L[length - count :, None] - keys_L
+    bits_QL = masks_Q[:, None] >> back_QL.clamp(0, MASK_BITS - 1) & 1
+    seen_QL = (back_QL >= 0) & ((bits_QL == 1) | (back_QL >= MASK_BITS))
+    if window is not None:
+        seen_QL &= seen_QL.flip(-1).cumsum(-1).flip(-1) <= window
+    return seen_QL
+
+
 def _attend(
-    q: Queries, cache: LayerPages, softmax: Softmax, rows: slice, kv_len: int, pages: Tensor
+    q: Queries,
+    cache: LayerPages,
+    softmax: Softmax,
+    rows: slice,
+    kv_len: int,
+    pages: Tensor,
+    masks_Q: Tensor | None = None,
 ) -> Tensor:
-    """Attends one sequence, in float32."""
+    """Attends one sequence, in float32. `masks_Q`: as in `seen_keys`; None: all."""
     q_QND = q.whole()[rows].float()
     k_LMD = _gather(cache.keys, pages, kv_len) * cache.k_scale
     v_LMV = k_LMD[..., : cache.value_dim]
@@ -345,11 +374,9 @@ def _attend(
     per_kv = q_QND.shape[1] // k_LMD.shape[1]
     k_LND, v_LNV = (x.repeat_interleave(per_kv, dim=1) for x in (k_LMD, v_LMV))
     scores_NQL = torch.einsum("qnd,lnd->nql", q_QND, k_LND) * softmax.scale
-    keys_L = torch.arange(kv_len, device=q_QND.device)
-    last_Q = keys_L[kv_len - len(q_QND) :, None]
-    seen_QL = keys_L <= last_Q
-    if softmax.window is not None:
-        seen_QL &= keys_L > last_Q - softmax.window
+    if masks_Q is None:
+        masks_Q = torch.full((len(q_QND),), -1, device=q_QND.device)
+    seen_QL = seen_keys(masks_Q, kv_len, softmax.window)
     scores_NQL.masked_fill_(~seen_QL, -math.inf)
     if softmax.sinks_N is not None:
         sinks = softmax.sinks_N.float()[:, None, None].expand(-1, len(q_QND), 1)

@@ -27,10 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moesaic.kernels.attention import seen_keys
 from moesaic.kernels.cpu import widened
 from moesaic.layers.context import AttentionSpec, LatentSpec
 from moesaic.layers.invariant import in_pieces, sigmoid
-from moesaic.layers.paged_cache import PagedCache, SequenceSpan
+from moesaic.layers.paged_cache import Longs, PagedCache, SequenceSpan
 from moesaic.layers.torch_attention import CpuAttention, causal_mask, with_sinks
 
 # Key ranges begin and end at multiples of this.
@@ -55,6 +56,9 @@ class Block:
     count: int
     begin: int
     end: int
+    slots: Longs | None = None
+    """Of the keys up to the only query's own, where they do not follow each other in the cache: it
+    is a draft in a tree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,8 @@ class BlockBatch:
     places: Tensor
     units_BU: Tensor
     last_B: Tensor
+    unit: int
+    """Tokens that each of these has."""
     """The newest key that each block's first query sees, relative to the range."""
 
 
@@ -90,19 +96,19 @@ class DeterministicAttention(CpuAttention):
         positions = _positions(q_TND.shape[1] // keys.shape[-2])
         out_TND = torch.empty_like(q_TND)
         for group in self._groups_of(positions, spec.window):
-            k_BMLD = self._gather(keys, group.units_BU)
-            v_BMLD = k_BMLD if values is None else self._gather(values, group.units_BU)
+            k_BMLD = self._gather(keys, group)
+            v_BMLD = k_BMLD if values is None else self._gather(values, group)
             q_BQND = q_TND.new_zeros(len(group.last_B), positions, *q_TND.shape[1:])
             q_BQND.flatten(0, 1)[group.places] = q_TND[group.rows]
             out_BQND = _attend(group, spec, q_BQND, k_BMLD, v_BMLD)
             out_TND[group.rows] = out_BQND.flatten(0, 1)[group.places]
         return out_TND
 
-    def _gather(self, cache: Tensor, units_BU: Tensor) -> Tensor:
+    def _gather(self, cache: Tensor, group: BlockBatch) -> Tensor:
         """[B, M, L, D] from one layer's pages [P, page, M, D]."""
-        units = cache.view(-1, self.unit, *cache.shape[-2:])
-        gathered = units.flatten(1).index_select(0, units_BU.flatten())
-        return gathered.view(len(units_BU), -1, *cache.shape[-2:]).transpose(1, 2)
+        units = cache.view(-1, group.unit, *cache.shape[-2:])
+        gathered = units.flatten(1).index_select(0, group.units_BU.flatten())
+        return gathered.view(len(group.units_BU), -1, *cache.shape[-2:]).transpose(1, 2)
 
     def _groups_of(self, positions: int, window: int | None) -> list[BlockBatch]:
         """Cached for all layers with this window."""
@@ -116,6 +122,9 @@ class DeterministicAttention(CpuAttention):
         the length of their ranges."""
         singles: list[Block] = []
         for span in self.spans:
+            if span.masks is not None:
+                singles += _tree_blocks(span, positions, window, self.cache.page_size)
+                continue
             blocks = _blocks(span, positions, window)
             for _, same in groupby(blocks, key=lambda block: (block.begin, block.end)):
                 shared = list(same)
@@ -124,11 +133,14 @@ class DeterministicAttention(CpuAttention):
                     continue
                 units_1U = self._units(shared[:1])
                 for part in _parts(shared, positions, MAX_SCORES):
-                    yield _group(part, positions, units_1U)
-        singles.sort(key=_length)
-        for _, equal in groupby(singles, key=_length):
+                    yield _group(part, positions, units_1U, self.unit)
+        singles.sort(key=_likeness)
+        for _, equal in groupby(singles, key=_likeness):
             for part in _parts(list(equal), positions, min(MAX_SCORES, MAX_KEYS * ROWS)):
-                yield _group(part, positions, self._units(part))
+                if part[0].slots is None:
+                    yield _group(part, positions, self._units(part), self.unit)
+                else:
+                    yield _group(part, positions, _slots(part), 1)
 
     def _units(self, blocks: Sequence[Block]) -> Tensor:
         """[B, U]: page 0, which is zero, pads the ranges behind the newest keys."""
@@ -145,18 +157,50 @@ def _positions(shared: int) -> int:
     return 1 << (max(1, ROWS // shared).bit_length() - 1)
 
 
+def _slots(blocks: Sequence[Block]) -> Tensor:
+    """As `_units`, of single tokens."""
+    slots = np.zeros((len(blocks), _length(blocks[0])), np.int64)
+    for row, block in zip(slots, blocks, strict=True):
+        assert block.slots is not None
+        found = block.slots[block.begin : block.end]
+        row[: len(found)] = found
+    return torch.from_numpy(slots)
+
+
+def _tree_blocks(
+    span: SequenceSpan, positions: int, window: int | None, page_size: int
+) -> Iterator[Block]:
+    """A block of each query, over the keys that it sees as if these followed each other."""
+    assert span.masks is not None
+    slots = span.slots(range(span.kv_len), page_size)
+    seen_QL = seen_keys(torch.from_numpy(span.masks), span.kv_len, None).numpy()
+    for row, seen_L in enumerate(seen_QL, span.start):
+        own = slots[seen_L]
+        first = (len(own) - 1) // positions * positions
+        offset = len(own) - 1 - first
+        yield Block(span, first, offset, row, 1, *_range(first, positions, window), own)
+
+
+def _range(first: int, positions: int, window: int | None) -> tuple[int, int]:
+    """The keys of the block that begins at this position."""
+    oldest = 0 if window is None else max(0, first // ROWS * ROWS - window + 1)
+    return oldest // RANGE * RANGE, -(-(first + positions) // RANGE) * RANGE
+
+
 def _blocks(span: SequenceSpan, positions: int, window: int | None) -> Iterator[Block]:
     old = span.kv_len - span.length
     for first in range(old // positions * positions, span.kv_len, positions):
-        oldest = 0 if window is None else max(0, first // ROWS * ROWS - window + 1)
-        begin = oldest // RANGE * RANGE
-        end = -(-(first + positions) // RANGE) * RANGE
+        begin, end = _range(first, positions, window)
         low, high = max(first, old), min(first + positions, span.kv_len)
         yield Block(span, first, low - first, span.start + low - old, high - low, begin, end)
 
 
 def _length(block: Block) -> int:
     return block.end - block.begin
+
+
+def _likeness(block: Block) -> tuple[int, bool]:
+    return _length(block), block.slots is not None
 
 
 def _parts(blocks: list[Block], positions: int, scores: int) -> Iterator[list[Block]]:
@@ -166,7 +210,7 @@ def _parts(blocks: list[Block], positions: int, scores: int) -> Iterator[list[Bl
         yield blocks[start : start + size]
 
 
-def _group(blocks: list[Block], positions: int, units_BU: Tensor) -> BlockBatch:
+def _group(blocks: list[Block], positions: int, units_BU: Tensor, unit: int) -> BlockBatch:
     rows = [block.start + i for block in blocks for i in range(block.count)]
     places = [
         number * positions + block.offset + i
@@ -174,7 +218,7 @@ def _group(blocks: list[Block], positions: int, units_BU: Tensor) -> BlockBatch:
         for i in range(block.count)
     ]
     last_B = torch.tensor([block.first - block.begin for block in blocks])
-    return BlockBatch(torch.tensor(rows), torch.tensor(places), units_BU, last_B)
+    return BlockBatch(torch.tensor(rows), torch.tensor(places), units_BU, last_B, unit)
 
 
 def _attend(

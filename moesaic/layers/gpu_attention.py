@@ -15,7 +15,7 @@ latent channels that are not rotated · L tokens of sequences · X tiles.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache as cached
 
 import numpy as np
@@ -132,6 +132,7 @@ class GpuAttention(AttentionStep):
     def of(
         cls, cache: PagedCache, sequences: Sequences, table: PageTable, deterministic: bool = False
     ) -> GpuAttention:
+        sequences = sequences.with_trees_apart()
         number, position = sequences.positions()
         row = sequences.starts_B[number] + position
         row -= (sequences.kv_lens_B - sequences.lengths_B)[number]
@@ -142,18 +143,26 @@ class GpuAttention(AttentionStep):
         longest = int(decoding.kv_lens_B.max(initial=0))
         splits = decode_splits(cache, len(decoding), longest)
         singles = decode_columns(decoding, splits)
-        columns = [slot[order], position[order], *singles, *chunks.arrays()]
+        masks = np.empty(0, np.int32)
+        if sequences.masks_T is not None:
+            masks = sequences.masks_T[decoding.starts_B].view(np.int32)
+        # Masks first, for their alignment.
+        columns = [masks, slot[order], position[order], *singles, *chunks.arrays()]
         parts = to_device(np.concatenate(columns), table.pages.device).split(
             [len(column) for column in columns]
         )
-        slots_T, positions_T, *rest = parts
+        masks_B, slots_T, positions_T, *rest = parts
         decode = None
         if len(decoding):
             # By the longest of any step: what was compiled for one serves all.
             most = table.max_pages * cache.page_size
             decode = decode_rows(rest[: len(singles)], table.pages, splits, most)
+            if len(masks):
+                decode = replace(decode, masks_B=masks_B.view(torch.int64))
         prefill = Prefill(chunks, table.pages, rest[len(singles) :]) if len(chunks) else None
-        return cls(cache, slots_T, positions_T, decode, prefill, deterministic)
+        made = cls(cache, slots_T, positions_T, decode, prefill, deterministic)
+        made.fused = sequences.masks_T is None
+        return made
 
     @classmethod
     def from_spans(
@@ -363,7 +372,7 @@ class DecodeBuffers:
 
     The decode kernel takes each token as its own sequence. `shares`: several tokens may be of one
     sequence, and share its pages. All tokens are stored before any is read then, so that each token
-    sees those before it.
+    sees those before it. `trees`: only those that its mask has.
     """
 
     def __init__(
@@ -373,15 +382,19 @@ class DecodeBuffers:
         table: PageTable,
         deterministic: bool = False,
         shares: bool = False,
+        trees: bool = False,
     ) -> None:
+        assert not (trees and deterministic), "no kernel for trees has the same bits"
         self.cache, self.rows, self.table = cache, rows, table
         device, pages = cache.keys.device, table.pages
         max_kv_len = table.max_pages * cache.page_size
         self._splits = decode_splits(cache, rows, max_kv_len)
-        self._sizes = [*[rows] * 4, ROOM, rows, rows]
-        self._padding = to_device(self._pack([np.empty(0, np.int32)] * 7), device)
+        # Masks first, for their alignment.
+        self._num_masks = 2 * rows if trees else 0
+        self._sizes = [self._num_masks, *[rows] * 4, ROOM, rows, rows]
+        self._padding = to_device(self._pack([np.empty(0, np.int32)] * 8), device)
         self._packed = self._padding.clone()
-        slots_T, positions_T, kv_lens_T, first_T, *extra = self._packed.split(self._sizes)
+        masks_T, slots_T, positions_T, kv_lens_T, first_T, *extra = self._packed.split(self._sizes)
         if deterministic:
             prefill = _single_queries(kv_lens_T, first_T, pages)
             self.attention = GpuAttention(cache, slots_T, positions_T, None, prefill, True)
@@ -389,6 +402,8 @@ class DecodeBuffers:
         rows_T = torch.arange(rows, dtype=torch.int32, device=device)
         columns = [rows_T, kv_lens_T, first_T, *extra]
         decode = decode_rows(columns, pages, self._splits, max_kv_len)
+        if trees:
+            decode = replace(decode, masks_B=masks_T.view(torch.int64))
         self.attention = GpuAttention(cache, slots_T, positions_T, decode)
         self.attention.fused = not shares
 
@@ -405,12 +420,17 @@ class DecodeBuffers:
             )
         first = sequences.first_B[number]
         slots = self.table.slots(self.cache.page_size, first, position)
-        columns = [slots, position, position + 1, first, *extra_splits(position + 1, self._splits)]
+        masks = np.empty(0, np.int32)
+        if sequences.masks_T is not None:
+            assert self._num_masks, "these buffers are for chains"
+            masks = sequences.masks_T.view(np.int32)
+        extra = extra_splits(position + 1, self._splits)
+        columns = [masks, slots, position, position + 1, first, *extra]
         packed = pinned(self._pack(columns), self._packed.device)
         self._packed.copy_(packed, non_blocking=True)
 
     def _pack(self, columns: Sequence[Ints]) -> Ints:
-        return packed_columns(columns, self._sizes, [-1, 0, 0, 0, -1, 0, 0])
+        return packed_columns(columns, self._sizes, [-1, -1, 0, 0, 0, -1, 0, 0])
 
     def fill_singles(self, positions_B: Tensor, first_B: Tensor) -> None:
         """A token of each sequence at positions that only the device may know; `first_B`: the first
@@ -418,7 +438,7 @@ class DecodeBuffers:
         size = self.cache.page_size
         slots_B = self.table.pages[first_B + positions_B // size] * size + positions_B % size
         self._packed.copy_(self._padding)
-        columns_T = self._packed[: 4 * self.rows].view(4, self.rows)
+        columns_T = self._packed[self._num_masks :][: 4 * self.rows].view(4, self.rows)
         columns_B = torch.stack((slots_B, positions_B, positions_B + 1, first_B))
         columns_T[:, : len(positions_B)].copy_(columns_B)
 

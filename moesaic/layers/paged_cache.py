@@ -6,9 +6,10 @@ B sequences of a step · R rows of the page table · P pages of the longest sequ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import NamedTuple
+from math import gcd
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from torch import Tensor
 from moesaic.layers.context import CacheSpec
 
 Ints = npt.NDArray[np.int32]
+Longs = npt.NDArray[np.int64]
 
 
 class SequenceSpan(NamedTuple):
@@ -28,6 +30,8 @@ class SequenceSpan(NamedTuple):
     length: int
     kv_len: int
     pages: Sequence[int] | Ints
+    masks: Longs | None = None
+    """What each new token sees of those before it, as in core/draft_tree.py; None: all."""
 
     @property
     def positions(self) -> range:
@@ -52,6 +56,9 @@ class Sequences:
     lengths_B: Ints
     kv_lens_B: Ints
     first_B: Ints
+    masks_T: Longs | None = field(default=None, kw_only=True)
+    """What each row of the step sees of the tokens before it, as in core/draft_tree.py; None: all.
+    A token's position among its sequence's is where it is stored."""
 
     def __len__(self) -> int:
         return len(self.starts_B)
@@ -60,11 +67,28 @@ class Sequences:
         return [self.starts_B, self.lengths_B, self.kv_lens_B, self.first_B]
 
     def select(self, chosen: npt.NDArray[np.intp]) -> Sequences:
-        return Sequences(*(array[chosen] for array in self.arrays()))
+        columns = (array[chosen] for array in self.arrays())
+        return Sequences(*columns, masks_T=self.masks_T)
+
+    def with_trees_apart(self) -> Sequences:
+        """The same, but each row of a tree is a sequence: its tokens up to its own."""
+        if self.masks_T is None:
+            return self
+        own = np.concatenate([*map(np.arange, self.starts_B, self.starts_B + self.lengths_B)])
+        places = np.cumsum(self.lengths_B) - self.lengths_B
+        is_tree = np.logical_or.reduceat(self.masks_T[own] != -1, places)
+        trees, rest = (self.select(np.flatnonzero(some)) for some in (is_tree, ~is_tree))
+        number, position = trees.positions()
+        rows = np.repeat(trees.starts_B - trees.kv_lens_B + trees.lengths_B, trees.lengths_B)
+        apart = (rows + position, np.ones_like(position), position + 1, trees.first_B[number])
+        both = zip(rest.arrays(), apart, strict=True)
+        columns = (np.concatenate(pair).astype(np.int32) for pair in both)
+        return Sequences(*columns, masks_T=self.masks_T)
 
     def cut(self, rows: int) -> tuple[Sequences, Sequences]:
         """The sequences of the first `rows` rows, and those of the others, numbered from 0. The
         second part of a sequence that is cut follows the first."""
+        assert self.masks_T is None, "drafts are verified in one batch"
         starts, stops = self.starts_B, self.starts_B + self.lengths_B
         first, second = np.flatnonzero(starts < rows), np.flatnonzero(stops > rows)
         behind = np.maximum(stops[first] - rows, 0)
@@ -145,14 +169,28 @@ class PageTable:
         columns = np.array([span[:3] for span in spans], np.int32).reshape(-1, 3)
         starts_B, lengths_B, kv_lens_B = columns.T
         first_B = np.arange(len(spans), dtype=np.int32) * self.max_pages
-        return Sequences(starts_B, lengths_B, kv_lens_B, first_B)
+        masks_T = None
+        if any(span.masks is not None for span in spans):
+            masks_T = np.full(int((starts_B + lengths_B).max()), -1, np.int64)
+            for span in spans:
+                if span.masks is not None:
+                    masks_T[span.start : span.start + span.length] = span.masks
+        return Sequences(starts_B, lengths_B, kv_lens_B, first_B, masks_T=masks_T)
 
     def spans(self, sequences: Sequences) -> list[SequenceSpan]:
         """The sequences with their rows of the table."""
         columns = (array.tolist() for array in sequences.arrays())
-        return [
+        spans = [
             SequenceSpan(start, length, kv_len, self.host[first : first + self.max_pages])
             for start, length, kv_len, first in zip(*columns, strict=True)
+        ]
+        masks_T = sequences.masks_T
+        if masks_T is None:
+            return spans
+        parts = (masks_T[span.start : span.start + span.length] for span in spans)
+        return [
+            span._replace(masks=masks) if (masks != -1).any() else span
+            for span, masks in zip(spans, parts, strict=True)
         ]
 
     def slots(self, page_size: int, first: Ints, position: Ints) -> Ints:
@@ -200,6 +238,26 @@ class PagedCache:
         self.keys.index_fill_(1, index, 0)
         self.values.index_fill_(1, index, 0)
 
+    def move(self, slots: Sequence[tuple[int, int]]) -> None:
+        """Copies the entries of all layers from one slot to another, as if all at once."""
+        if not slots:
+            return
+        sources, targets = to_device(np.array(slots, np.int64).T.copy(), self.keys.device)
+        for part in (self.keys, self.values):
+            if part.numel():
+                entries = part.view(torch.uint8).flatten(1, 2)
+                entries.index_copy_(1, targets, entries.index_select(1, sources))
+
     @property
     def num_bytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
+
+
+LANES: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def lanes(part_LPSMD: Tensor) -> Tensor:
+    """A cache's keys or values as [layers, slots, all heads], in the widest numbers that make up a
+    head: copies then move more at once, and know no float8."""
+    size = gcd(part_LPSMD.shape[-1] * part_LPSMD.element_size(), 8)
+    return part_LPSMD.flatten(1, 2).flatten(2).view(LANES[size])

@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moesaic.kernels.attention import seen_keys
 from moesaic.kernels.cpu import widened
 from moesaic.layers.context import Angles, AttentionSpec, AttentionStep, HeadSpec, LatentSpec
-from moesaic.layers.paged_cache import PagedCache, SequenceSpan
+from moesaic.layers.paged_cache import Longs, PagedCache, SequenceSpan
 
 # Largest share of padding in a batch of gathered sequences.
 MAX_PADDING = 0.25
@@ -195,11 +196,21 @@ def _prefill_group(span: SequenceSpan, window: int | None, dtype: torch.dtype) -
     length, kv_len = span.length, span.kv_len
     table_BP = torch.from_numpy(np.array([span.pages], np.int64))
     rows = slice(span.start, span.start + length)
-    if kv_len == length and (window is None or window >= length):
+    if span.masks is None and kv_len == length and (window is None or window >= length):
         return AttentionBatch(rows, length, kv_len, table_BP, None, causal=True)
     last_1Q = torch.arange(kv_len - length, kv_len).unsqueeze(0)
-    mask = causal_mask(last_1Q, kv_len, window, dtype).unsqueeze(1)
-    return AttentionBatch(rows, length, kv_len, table_BP, mask)
+    if span.masks is None:
+        mask = causal_mask(last_1Q, kv_len, window, dtype)
+    else:
+        mask = tree_mask(span.masks, kv_len, window, dtype)
+    return AttentionBatch(rows, length, kv_len, table_BP, mask.unsqueeze(1))
+
+
+def tree_mask(masks_Q: Longs, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """As `causal_mask` of one sequence, whose last queries see what their masks say."""
+    seen_QL = seen_keys(torch.from_numpy(masks_Q), length, window)
+    hidden_1QL = ~seen_QL.unsqueeze(0)
+    return torch.zeros(hidden_1QL.shape, dtype=dtype).masked_fill_(hidden_1QL, -math.inf)
 
 
 def causal_mask(last_BQ: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:

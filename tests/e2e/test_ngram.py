@@ -46,15 +46,16 @@ def remember(core: LocalCore, served: list[tuple[Request, str]], chance: random.
     drafter = core.planner.drafts.drafter
     assert isinstance(drafter, NgramDrafter)
     for request, _ in served:
-        tokens = [t + (chance.random() < 0.1) for t in request.token_ids]
-        number = 10**6 + request.request_no
-        drafter.index.begin(number, tokens, request.cache_namespace)
-        drafter.index.extend(number, len(tokens))
-        drafter.index.end(number)
+        for turn in range(3):
+            tokens = [t + (chance.random() < 0.1) for t in request.token_ids]
+            number = (1 + turn) * 10**6 + request.request_no
+            drafter.index.begin(number, tokens, request.cache_namespace)
+            drafter.index.extend(number, len(tokens))
+            drafter.index.end(number)
 
 
-def check_mixes(flags: str, poison: bool, overlaps: bool, seeds: range) -> tuple[int, int]:
-    """Drafted and accepted tokens."""
+def check_mixes(flags: str, poison: bool, overlaps: bool, seeds: range) -> tuple[int, int, int]:
+    """Drafted and accepted tokens, and those of them that were not on the first branch."""
 
     def ahead(args: ServerArgs) -> AheadRunner:
         return AheadRunner(args, poison=POISON if poison else ())
@@ -68,25 +69,27 @@ def check_mixes(flags: str, poison: bool, overlaps: bool, seeds: range) -> tuple
     drafting = make_core(FLAGS[flags] | NGRAM, ahead if overlaps else plain)
     if overlaps:
         drafting.planner.drafts.controller = Moody(11)
+    moved, move = [], drafting.runner.move
+    drafting.runner.move = lambda slots: (moved.extend(slots), move(slots))
     for seed in seeds:
         cases = draw_cases(random.Random(seed), poison)
         expected = serve(expecting, cases, 1000 * seed)
         remember(drafting, expected, random.Random(seed))
         compare(cases, expected, serve(drafting, cases, 1000 * seed))
     counts = drafting.planner.metrics.counts
-    return sum(counts.drafted_tokens), sum(counts.accepted_tokens)
+    return sum(counts.drafted_tokens), sum(counts.accepted_tokens), len(moved)
 
 
 @pytest.mark.parametrize(("flags", "overlaps"), [("few pages", True), ("plain", False)])
 def test_drafts_change_no_answer(flags: str, overlaps: bool) -> None:
     """Grammars, penalties, logprobs, stops, aborts and retraction; with overlap drafts come and go
     between steps that run ahead."""
-    drafted, accepted = check_mixes(flags, False, overlaps, range(4))
-    assert drafted > accepted > 80
+    drafted, accepted, moved = check_mixes(flags, False, overlaps, range(4))
+    assert drafted > accepted > 80 and moved > 5
 
 
 def test_a_request_that_breaks_a_verify_step_ends_alone() -> None:
-    drafted, accepted = check_mixes("few at once", True, True, range(3))
+    drafted, accepted, _ = check_mixes("few at once", True, True, range(3))
     assert drafted >= accepted > 20
 
 

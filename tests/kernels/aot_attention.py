@@ -95,6 +95,7 @@ def decode(
     quantised: bool = False,
     entering: bool = False,
     room: int = 0,
+    trees: bool = False,
 ) -> Usage:
     config = attention_decode.choose_config(shape.group, shape.key_bytes, Splits(count, 64, lone))
     entry_rows = attention_decode.entry_rows(shape.group, shape.dim, config) if entering else 0
@@ -109,11 +110,13 @@ def decode(
     }
     if not room:
         constants |= dict.fromkeys(attention_decode.EXTRA)
+    if not trees:
+        constants |= {"masks_p": None}
     if not entering:
         constants |= dict.fromkeys(ENTERING)
     constants |= attention_decode.merging(shape.group, shape.value_dim, config)
     kernel = attention_decode.decode_kernel
-    types = shape.types(kernel) | {"scale_row": "i32", "scale_group": "i32"}
+    types = shape.types(kernel) | {"scale_row": "i32", "scale_group": "i32", "masks_p": "*i64"}
     if quantised:
         types |= {"out": "*fp8e4nv", "scales": "*fp32"}
     else:
@@ -224,6 +227,13 @@ def main(every: bool) -> None:
     check("decode qwen3, no splits", decode(QWEN3, 16, 1), loads, few)
     check("decode qwen3, float8", decode(QWEN3_FP8, 16), loads, few)
     check("decode gpt-oss", decode(GPT_OSS, 16), loads, few)
+    for count in (1, 66):
+        check("decode qwen3, trees", decode(QWEN3, 16, count, trees=True), loads, few)
+    check("decode qwen3, float8, trees", decode(QWEN3_FP8, 16, trees=True), loads, few)
+    check("decode gpt-oss, trees", decode(GPT_OSS, 16, trees=True), loads, few)
+    check("decode latents, 16 heads, trees", decode(LATENT_16, 16, trees=True), loads, few)
+    usage = decode(LATENT_128, 16, trees=True)
+    assert usage.local <= 16, f"decode latents, 128 heads, trees: spills {usage.local} bytes"
     check("decode latents, 16 heads", decode(LATENT_16, 16), loads, few)
     check("decode latents, 128 heads", decode(LATENT_128, 16), loads, many)
     check("prefill qwen3, pages of 16", prefill(QWEN3, 16), loads, many)

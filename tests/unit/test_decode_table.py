@@ -161,7 +161,7 @@ def test_rows_that_no_step_has_sampled_are_refused():
     with pytest.raises(ValueError, match="request 8 decodes, but no earlier step samples it"):
         known.sampled(unknown.decodes)
     same = decodes([7], [1], [4], [3])
-    assert [one.position for _, one in known.sampled(same)] == [5]
+    assert [one.sample.position for one in known.sampled(same)] == [5]
     assert future.slots_for(StepPlan(decodes=same)).numbers.tolist() == [1]
 
 

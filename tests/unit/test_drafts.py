@@ -12,6 +12,7 @@ from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.schedule.inflight import PlannedItem
+from moesaic.engine.schedule.plan import StepHandle, StepPlan
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.worker.local_core import LocalCore
 from moesaic.models.tiny import materialise
@@ -28,8 +29,9 @@ ROW = 8
 
 
 def make_core(asynchronous: bool, **flags: object) -> LocalCore:
-    flags = {"enable_deterministic_inference": True, "page_size": 4, **flags}
-    args = resolve(ServerArgs.from_kwargs(model_path="tiny:qwen3_moe", **flags))
+    own = {"model_path": "tiny:qwen3_moe", "page_size": 4}
+    flags = {"enable_deterministic_inference": True, **own, **flags}
+    args = resolve(ServerArgs.from_kwargs(**flags))
     args = replace(args, model_path=materialise(args.model_path))
     return LocalCore(args, ModelRunner(args, asynchronous=asynchronous))
 
@@ -71,8 +73,29 @@ class Drafter:
             request.drafts = [(t + w) % 256 for t, w in zip(ahead, wrong, strict=True)]
 
 
+class TreeDrafter(Drafter):
+    """Hides the right tokens, as far as they are proposed, among others in a random tree."""
+
+    def propose(self, requests: Sequence[Request]) -> None:
+        chance = self.chance
+        for request in requests:
+            ahead = self.answers[int(request.rid)].output_ids[request.num_output :][:6]
+            drafts, parents, right = list[int](), list[int](), 0
+            for row in range(1, chance.randrange(2, 12)):
+                if ahead and chance.random() > self.wrong:
+                    parent, token = right, ahead.pop(0)
+                    right = row
+                else:
+                    parent = chance.randrange(row)
+                    behind = {d for d, p in zip(drafts, parents, strict=True) if p == parent}
+                    token = chance.choice([t for t in range(256) if t not in {*behind, *ahead[:1]}])
+                parents.append(parent)
+                drafts.append(token)
+            request.drafts, request.draft_parents = drafts, parents
+
+
 @cache
-def without_drafts(asynchronous: bool, **flags: int) -> tuple[list[Request], int]:
+def without_drafts(asynchronous: bool, **flags: object) -> tuple[list[Request], int]:
     """The answers, and the number of steps they took."""
     core = make_core(asynchronous, **flags)
     return serve(core), core.planner.num_steps
@@ -102,6 +125,59 @@ def test_drafts_change_no_token(asynchronous: bool, wrong: float, flags: dict[st
     again = serve(core)  # the prefix cache holds no rejected token
     assert [one.output_ids for one in again] == [one.output_ids for one in expected]
     assert [one.routed for one in again] == [one.routed for one in expected]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize(
+    "flags", [{}, {"max_total_tokens": 96, "chunked_prefill_size": 16}], ids=str
+)
+def test_trees_change_no_token(asynchronous: bool, family: str, flags: dict[str, int]) -> None:
+    """Accepted tokens are wherever their rows were, and moved before they are read: also those
+    of a request that is retracted, or whose pages the prefix cache gets."""
+    given = {**flags, "model_path": f"tiny:{family}"}
+    expected, num_steps = without_drafts(asynchronous, **given)
+    core = make_core(asynchronous, **given)
+    core.planner.drafts.drafter = TreeDrafter(expected, 0.5)
+    moved, move = [], core.runner.move
+    core.runner.move = lambda slots: (moved.extend(slots), move(slots))
+    found = serve(core)
+    for one, other in zip(expected, found, strict=True):
+        assert other.output_ids == one.output_ids and other.finish_reason == one.finish_reason
+        assert other.output_logprobs == pytest.approx(one.output_logprobs, abs=1e-5)
+        assert other.routed == one.routed
+    assert core.planner.num_steps < num_steps and len(moved) > 10
+    core.planner.drafts.drafter = None
+    again = serve(core)  # the prefix cache holds no rejected token
+    assert [one.output_ids for one in again] == [one.output_ids for one in expected]
+    assert [one.routed for one in again] == [one.routed for one in expected]
+
+
+def test_accepted_tokens_of_a_step_that_is_undone_are_computed_anew() -> None:
+    """A step that moves them fails once it has run, when it may have written over the rows from
+    which they moved."""
+    expected, _ = without_drafts(False)
+    core = make_core(False)
+    core.planner.drafts.drafter = TreeDrafter(expected, 0.3)
+    broken, begin = list[int](), core.runner.begin
+
+    def fail_some(plan: StepPlan, *given: object) -> StepHandle:
+        handle = begin(plan, *given)
+        if plan.moves and not broken:
+            broken.append(len(plan.moves))
+            core.runner.cache.move([(1, target) for _, target in plan.moves])
+            raise ZeroDivisionError
+        return handle
+
+    core.runner.begin = fail_some
+    served = requests()
+    for request in served:
+        core.add(RequestState(request, None, lambda progress: None))
+    while core.has_work:
+        core.step()
+    assert core.planner.metrics.counts.failed_steps == len(broken) == 1 and broken[0] > 1
+    assert [one.output_ids for one in served] == [one.output_ids for one in expected]
+    assert [one.routed for one in served] == [one.routed for one in expected]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])

@@ -326,7 +326,7 @@ def test_matchers_follow_the_data_and_forget(tokenizer: Tokenizer) -> None:
         assert {keys[n]: allowed_tokens(one.bits) for (n, _), one in found.items()} == expected
     assert len(matchers._matchers) == 2 and len(made) == 1
     matchers.begin(plan_of({4: [b]}, none, "a[bc]d"))
-    assert "grammar failed" in matchers.wait()[0, 9].broken and len(matchers._matchers) == 2
+    assert "grammar failed" in matchers.wait()[0, 0].broken and len(matchers._matchers) == 2
     matchers.begin(plan_of(dict.fromkeys(range(10, 18), none), none, "a"))
     assert len(matchers.wait()) == 8 and len(matchers._matchers) == 3
 
@@ -357,6 +357,34 @@ def test_masks_of_drafted_tokens(tokenizer: Tokenizer) -> None:
         assert list(matchers._matchers) == [1], "it needs no new matcher"
 
 
+def test_masks_of_drafts_that_are_trees(tokenizer: Tokenizer) -> None:
+    """Each draft has the mask behind its own path, whichever were tried before; none that the
+    grammar forbids, nor what follows it."""
+    matchers = Matchers(lambda: Compiler(tokenizer, VOCAB, [EOS]), 3, PATIENT)
+    a, b, c, d, e = tokenizer.encode("abcde")
+    plan = plan_of({1: [a]}, [], "a(b[cd]|c(d|ea?))")
+    # a - (b - (c - EOS, e), c - (e - a, d), d - d)
+    drafts, parents = [b, c, d, c, e, e, d, d, EOS, a], [0, 0, 0, 1, 1, 2, 2, 3, 4, 6]
+    plan.items[0].token_ids += drafts
+    plan.items[0].num_drafts, plan.items[0].parents = len(drafts), parents
+    expected = {
+        0: [b, c],
+        1: [c, d],
+        2: [d, e],
+        4: [EOS],
+        6: [a, EOS],
+        7: [EOS],
+        10: [EOS],
+    }
+    for _ in range(2):
+        matchers.begin(plan)
+        masks = matchers.wait()
+        assert masks.pop((0, 9)).unready, "a matcher cannot go back behind its end"
+        found = {row: allowed_tokens(one.bits) for (_, row), one in masks.items()}
+        assert found == {row: sorted(tokens) for row, tokens in expected.items()}
+        assert list(matchers._matchers) == [1], "it needs no new matcher"
+
+
 def test_without_an_end_token_the_request_just_ends(tokenizer: Tokenizer) -> None:
     matchers = Matchers(lambda: Compiler(tokenizer, VOCAB, []), 3, PATIENT)
     a, b = tokenizer.encode("ab")
@@ -370,7 +398,7 @@ def test_several_end_tokens_all_work(tokenizer: Tokenizer) -> None:
     matchers = Matchers(lambda: Compiler(tokenizer, VOCAB + 50, [EOS, EOS + 1, 5000]), 3, PATIENT)
     a, b = tokenizer.encode("ab")
     matchers.begin(plan_of({1: [a, b]}, [], "ab"))
-    assert allowed_tokens(matchers.wait()[0, 9].bits) == [EOS, EOS + 1]
+    assert allowed_tokens(matchers.wait()[0, 0].bits) == [EOS, EOS + 1]
 
 
 def test_masks_of_others_do_not_wait_for_a_compilation(tokenizer: Tokenizer) -> None:
@@ -392,19 +420,19 @@ def test_masks_of_others_do_not_wait_for_a_compilation(tokenizer: Tokenizer) -> 
     first = matchers._unready[1].matcher
     assert matchers._unready[2].matcher is first  # one compilation serves both
     matchers.begin(plan_of({1: []}, [2], "a"))
-    assert matchers.wait()[0, 9].unready and list(matchers._unready) == [1]
+    assert matchers.wait()[0, 0].unready and list(matchers._unready) == [1]
     begin.set()
     assert isinstance(first.exception(), RuntimeError)
     matchers.begin(plan_of({1: []}, [], "a"))
-    assert matchers.wait()[0, 9].broken == "its grammar failed: no memory for tables"
+    assert matchers.wait()[0, 0].broken == "its grammar failed: no memory for tables"
     assert not matchers._unready
     begin.clear()
     matchers.begin(plan_of({3: []}, [], "a"))  # another request tries again
-    assert matchers.wait()[0, 9].unready
+    assert matchers.wait()[0, 0].unready
     begin.set()
     matchers._unready[3].matcher.result()
     matchers.begin(plan_of({3: []}, [], "a"))
-    assert allowed_tokens(matchers.wait()[0, 9].bits) == [a]
+    assert allowed_tokens(matchers.wait()[0, 0].bits) == [a]
 
 
 def test_grammars_of_waiting_requests_are_not_displaced(

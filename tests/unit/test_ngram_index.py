@@ -30,7 +30,7 @@ def test_the_longest_match_is_found(seed: int) -> None:
     """Of texts with so few repetitions that a search looks at all of them."""
     chance = random.Random(seed)
     index, depth = NgramIndex(10**6, depth=chance.choice((3, 5, 18))), 0
-    depth = index._depth
+    depth = index.depth
     texts = [[chance.randrange(6) for _ in range(chance.randrange(40))] for _ in range(4)]
     for number, text in enumerate(texts):
         index.begin(number, text)

@@ -18,8 +18,12 @@ StaticAttention = PaddedAttention | DecodeBuffers
 
 
 class TorchBackend:
-    def __init__(self, cache: PagedCache, table: PageTable, deterministic: bool) -> None:
+    def __init__(
+        self, cache: PagedCache, table: PageTable, deterministic: bool, trees: bool = False
+    ) -> None:
+        """`trees`: drafts may be some."""
         self._cache, self._table, self._deterministic = cache, table, deterministic
+        self._trees = trees
 
     def attend(self, sequences: Sequences, shares: bool = False) -> AttentionStep:
         """`shares`: a row may read what another sequence's row stores."""
@@ -43,12 +47,13 @@ class TorchBackend:
 class GpuBackend(TorchBackend):
     def attend(self, sequences: Sequences, shares: bool = False) -> AttentionStep:
         made = GpuAttention.of(self._cache, sequences, self._table, self._deterministic)
-        made.fused = not shares
+        made.fused = made.fused and not shares
         return made
 
     def static(self, key: GraphKey) -> StaticAttention:
         given = (self._cache, key.rows, self._table, self._deterministic)
-        return DecodeBuffers(*given, shares=key.verifies)
+        trees = self._trees and key.verifies
+        return DecodeBuffers(*given, shares=key.verifies, trees=trees)
 
     def mixed(self, tokens: int, max_running: int) -> MixedBuffers | None:
         """Latents have none: how many of them are expanded differs from step to step."""

@@ -41,7 +41,8 @@ def sequences_of(plan: StepPlan, table: PageTable) -> Sequences:
     lengths = plan.lengths.astype(np.int32)
     starts = np.cumsum(lengths, dtype=np.int32) - lengths
     kv_lens, first = plan.first.astype(np.int32) + lengths, plan.rows * table.max_pages
-    return Sequences(starts, lengths, kv_lens, first.astype(np.int32))
+    columns = (starts, lengths, kv_lens, first.astype(np.int32))
+    return Sequences(*columns, masks_T=plan.row_masks())
 
 
 class StepInputs(NamedTuple):
@@ -158,7 +159,7 @@ class GraphBatch:
         self._runner, self._uploads, self._future_tokens = runner, uploads, future_tokens
         device, ranks = runner.device, runner.ranks
         given = (graphs.plain, self._compute, device, graphs.verify, runner.schedules)
-        self.graphs = GraphCache(*given)
+        self.graphs = GraphCache(*given, trees=runner.verifies_trees)
         keys = self.graphs.keys
         self.attention: dict[GraphKey, list[StaticAttention]] = {}
         """Of the whole batch, or of both halves, of the graphs that have been used."""

@@ -168,16 +168,15 @@ class DevicePenalties:
         logits from `first` on."""
         numbers, places, enough = list[int](), list[int](), list[bool]()
         drafts, draft_columns = list[int](), list[tuple[int, int]]()
-        for n, (number, row) in enumerate(rows, first):
-            item = plan.items[number]
+        for n, row in enumerate(rows, first):
+            item = plan.items[row.item]
             if (known := self._known.get(item.request_no)) is None:
                 continue
             first_draft = behind = 0
-            if item.num_drafts and item.sample is not None:
-                behind = row.position - item.sample.position
-                if behind == 1:
-                    drafts += item.token_ids[-item.num_drafts :]
-                first_draft = max(0, len(drafts) - item.num_drafts)
+            if row.number:
+                before = item.drafts_before(row.number)
+                behind, first_draft = len(before), len(drafts)
+                drafts += before
             numbers.append(n)
             places.append(known.place)
             enough.append(known.num_output + behind >= known.min_output)

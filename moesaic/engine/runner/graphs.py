@@ -266,8 +266,10 @@ class GraphCache(CapturedGraphs[GraphKey]):
         device: torch.device,
         verify_sizes: tuple[int, ...] = (),
         schedules: Sequence[Overlap] = (Overlap.OFF,),
+        trees: bool = False,
     ) -> None:
-        self._schedules = tuple(schedules)
+        """`trees`: drafts may be some."""
+        self._schedules, self._trees = tuple(schedules), trees
         self.sizes = tuple(sorted({*sizes, *verify_sizes}))
         self._plain, self._verify = tuple(sorted(sizes)), frozenset(verify_sizes)
         apart = [size for size in verify_sizes if self._is_apart(size)]
@@ -279,7 +281,7 @@ class GraphCache(CapturedGraphs[GraphKey]):
         super().__init__(keys, body, device)
 
     def _is_apart(self, size: int) -> bool:
-        return size <= MAX_FUSED_ENTRIES or size not in self._plain
+        return self._trees or size <= MAX_FUSED_ENTRIES or size not in self._plain
 
     def bucket(
         self, rows: int, verifies: bool = False, overlap: Overlap = Overlap.OFF

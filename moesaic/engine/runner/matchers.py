@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from moesaic.core.draft_tree import Parents, depths, preorder
 from moesaic.core.sampling import Grammar
 from moesaic.engine.sampling.sampler import SampleRow
 from moesaic.engine.schedule.plan import StepPlan
@@ -34,7 +35,7 @@ PATIENCE: Final = 0.02
 
 
 MaskKey = tuple[int, int]
-"""The number of a plan's item, and the position of the sampled token."""
+"""The number of a plan's item, and of one of its sampled rows: 0, or that of the draft before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class MaskedItem(NamedTuple):
     row: SampleRow
     """How its first token is sampled."""
     drafts: Sequence[int]
+    parents: Parents = ()
 
 
 @dataclass(slots=True)
@@ -74,21 +76,47 @@ class RequestMatcher:
     num_drafts: int = 0
     """Drafts that the matcher has consumed beyond that."""
 
-    def forget_drafts(self) -> bool:
-        """Whether the matcher is as it was before them."""
-        count, self.num_drafts = self.num_drafts, 0
+    def forget_drafts(self, kept: int = 0) -> bool:
+        """Whether the matcher is as it was behind the first `kept` of them."""
+        count, self.num_drafts = self.num_drafts - kept, kept
         return count == 0 or bool(self.matcher.rollback(count))
-
-    def next_draft(self, item: MaskedItem, mask: GrammarMask) -> int | None:
-        """The next draft, if the grammar allows it."""
-        if self.num_drafts == len(item.drafts) or mask.bits is None:
-            return None
-        draft = item.drafts[self.num_drafts]
-        return draft if int(mask.bits[draft // 8]) >> draft % 8 & 1 else None
 
     def consume(self, draft: int) -> bool:
         self.num_drafts += 1
         return bool(self.matcher.consume_token(draft))
+
+
+class DraftWalk:
+    """Takes a matcher along the drafts of an item, branch by branch."""
+
+    def __init__(self, item: MaskedItem, state: RequestMatcher, ends: Collection[int]) -> None:
+        self.item, self.state, self._ends = item, state, ends
+        self.number = 0
+        """The row whose mask is next; 0: that before all drafts."""
+        self.masks: dict[int, GrammarMask] = {}
+        """Of the rows so far."""
+        self._parents = item.parents or range(len(item.drafts))
+        self._depths = depths(self._parents)
+        self._rows = iter(preorder(self._parents, len(item.drafts)))
+
+    def advance(self, mask: GrammarMask) -> bool:
+        """Takes the mask of this row, and goes to the next one that the grammar allows, if any."""
+        self.masks[self.number] = mask
+        for row in self._rows:
+            draft, parent = self.item.drafts[row - 1], self._parents[row - 1]
+            before = self.masks.get(parent)
+            if before is None or before.bits is None:
+                continue
+            if not int(before.bits[draft // 8]) >> draft % 8 & 1:
+                continue
+            if draft in self._ends:  # a matcher cannot go back behind its end
+                self.masks[row] = GrammarMask(unready=True)
+                continue
+            if not self.state.forget_drafts(self._depths[parent]) or not self.state.consume(draft):
+                return False
+            self.number = row
+            return True
+        return False
 
 
 class Matchers:
@@ -136,7 +164,7 @@ class Matchers:
         for key in plan.ended:
             self._forget(key)
         rows = {
-            number: MaskedItem(item.request_no, item.sample, item.drafts)
+            number: MaskedItem(item.request_no, item.sample, item.drafts, item.parents)
             for number, item in enumerate(plan.items)
             if item.sample is not None and item.sample.params.grammar is not None
         }
@@ -157,35 +185,29 @@ class Matchers:
         found: dict[MaskKey, GrammarMask] = {}
         ready: dict[int, RequestMatcher] = {}
         self._begin_compilations(rows)
-        for number, (key, row, _) in rows.items():
+        for number, (key, row, *_) in rows.items():
             try:
                 state = self._advance(key, row)
                 if state is None:
-                    found[number, row.position] = GrammarMask(unready=True)
+                    found[number, 0] = GrammarMask(unready=True)
                 else:
                     ready[number] = state
             except Exception as error:
                 self._forget(key)
                 if not isinstance(error, ValueError):
                     logger.exception("the grammar of a request failed")
-                found[number, row.position] = GrammarMask(broken=f"its grammar failed: {error}")
-        depth, states = 0, dict(ready)
-        while states:
-            masks_MB = self._fill_masks(list(states.values()))
-            for (number, matcher), mask_B in zip([*states.items()], masks_MB, strict=True):
-                position = rows[number].row.position + depth
-                mask = found[number, position] = self._checked_mask(matcher, mask_B)
-                draft = matcher.next_draft(rows[number], mask)
-                if draft in self._compiler.eos_ids:  # a matcher cannot go back behind its end
-                    found[number, position + 1] = GrammarMask(unready=True)
-                    draft = None
-                if draft is None or not matcher.consume(draft):
-                    del states[number]
-            depth += 1
-        for number, state in ready.items():
-            item = rows[number]
-            if found[number, item.row.position].broken or not state.forget_drafts():
-                self._forget(item.request_no)
+                found[number, 0] = GrammarMask(broken=f"its grammar failed: {error}")
+        ends = self._compiler.eos_ids if ready else ()
+        walks = {number: DraftWalk(rows[number], state, ends) for number, state in ready.items()}
+        walking = [*walks.values()]
+        while walking:
+            masks_MB = self._fill_masks([walk.state for walk in walking])
+            masked = zip(walking, masks_MB, strict=True)
+            walking = [walk for walk, bits in masked if walk.advance(self._checked(walk, bits))]
+        for number, walk in walks.items():
+            found |= {(number, row): mask for row, mask in walk.masks.items()}
+            if walk.masks[0].broken or not walk.state.forget_drafts():
+                self._forget(walk.item.request_no)
         while len(self._matchers) > self._limit:
             self._matchers.popitem(last=False)
         return found
@@ -193,7 +215,7 @@ class Matchers:
     def _begin_compilations(self, rows: Mapping[int, MaskedItem]) -> None:
         """Begins all new grammars of a step before it waits for one, so that it waits for all of
         them together no longer than for one."""
-        for key, row, _ in rows.values():
+        for key, row, *_ in rows.values():
             grammar = row.params.grammar
             if key not in self._matchers and key not in self._unready and grammar is not None:
                 self._unready[key] = self._compilation(grammar)
@@ -254,7 +276,8 @@ class Matchers:
         self._masker.unsafe_compute_mask_ptr(work, masks_MB.data_ptr(), size, len(states))
         return masks_MB
 
-    def _checked_mask(self, state: RequestMatcher, mask_B: Tensor) -> GrammarMask:
+    def _checked(self, walk: DraftWalk, mask_B: Tensor) -> GrammarMask:
+        state = walk.state
         if state.matcher.is_error():
             why = shown(state.matcher.get_error(), state.grammar)
             return GrammarMask(broken=f"its grammar failed: {why}")

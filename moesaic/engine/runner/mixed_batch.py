@@ -86,9 +86,10 @@ class MixedBatch:
 
     def can_run(self, plan: StepPlan) -> bool:
         """Whether the step's results may be in static buffers: scores and routed experts are read
-        when the next step may have overwritten them."""
+        when the next step may have overwritten them. Each row of a tree takes the room of a
+        sequence."""
         scores = any(item.score is not None for item in plan.items)
-        return not scores and not plan.is_routed
+        return not scores and not plan.is_routed and not plan.has_trees
 
     def key(
         self, plan: StepPlan, agreed: int, split: SplitStep | None, overlap: Overlap

@@ -19,6 +19,7 @@ from moesaic.core.overlap import EXPLAINED, Overlap, schedules_of
 from moesaic.core.process import keep_freed_memory
 from moesaic.core.rank_state import RankState
 from moesaic.core.step import Step
+from moesaic.disagg.send_buffer import SendBuffer
 from moesaic.engine.rebalance.rebalancer import Rebalancer
 from moesaic.engine.runner.attention import BACKENDS
 from moesaic.engine.runner.expert_recorder import ExpertRecorder
@@ -84,7 +85,7 @@ class ModelRunner:
         self.ranks = ranks
         started = time.monotonic()
         resolved = ResolvedModel.of(args, ranks)
-        self.moe, self.limits = resolved.moe, resolved.limits
+        self.moe, self.limits, self.scheme = resolved.moe, resolved.limits, resolved.scheme
         self.spans = self.moe.comm.spans
         """The recorder of what was computed when."""
         self.context_length, self.max_running = resolved.context_length, self.limits.running
@@ -101,10 +102,16 @@ class ModelRunner:
         self.schedules = self._schedules(args)
         """Those that a step may have."""
         self.overlap_policy = policy_of(args.overlap, self.schedules)
+        self.verifies_trees = self._verifies_trees(args)
+        """Whether drafts may be trees."""
         self.draft = self._load_draft(args, resolved)
         """Makes drafts at the end of each step, if a model on the ranks does."""
         self._check_placements()
         self.rebalancer = self._make_rebalancer(args, resolved)
+        self.send_buffer = (
+            SendBuffer(share.outlet_bytes, self.device) if share.outlet_bytes else None
+        )
+        """Where KV caches wait for other instances."""
         self.watchdog = PeerWatchdog.of(self.moe, ranks)
         # Before the KV cache takes the memory that is left.
         self.recorder = ExpertRecorder.of(args, self)
@@ -193,6 +200,15 @@ class ModelRunner:
             sync_input_scales(self.model, folder)
         return share
 
+    def _verifies_trees(self, args: ServerArgs) -> bool:
+        speculation = speculation_of(args)
+        if speculation is None or not speculation.has_trees:
+            return False
+        if self.kind == "cuda" and self.moe.deterministic:
+            logger.info("drafts are chains: --enable-deterministic-inference on a GPU")
+            return False
+        return True
+
     def _load_draft(self, args: ServerArgs, resolved: ResolvedModel) -> DraftPhase | None:
         source, speculation = resolved.draft, speculation_of(args)
         if source is None or speculation is None:
@@ -265,9 +281,16 @@ class ModelRunner:
 
     def use_cache(self, cache: PagedCache, table: PageTable) -> None:
         self.cache, self.page_table = cache, table
-        self.attention = BACKENDS[self.kind](cache, table, self.moe.deterministic)
+        given = (cache, table, self.moe.deterministic)
+        self.attention = BACKENDS[self.kind](*given, trees=self.verifies_trees)
         if self.draft is not None:
             self.draft.use_cache(cache, table)
+
+    def move(self, slots: Sequence[tuple[int, int]]) -> None:
+        """Moves entries of the cache, and of a draft model's: from which slot to which."""
+        self.cache.move(slots)
+        if self.draft is not None:
+            self.draft.cache.move(slots)
 
     def clear(self, pages: Sequence[int]) -> None:
         """Of pages that have a new owner."""
@@ -289,6 +312,7 @@ class ModelRunner:
         self.step_bytes, windows = share.step, self.watchdog.nbytes
         if self.rebalancer is not None:
             windows += self.rebalancer.window_bytes
+        windows += share.outlet_bytes
         room = self._memory.left(windows)
         if isinstance(room, DeviceRoom):
             logger.info("memory: %s", room)

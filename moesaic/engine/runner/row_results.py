@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Final
+from typing import Final, NamedTuple
 
 from msgspec import structs
 from torch import Tensor
@@ -29,9 +29,20 @@ NONE_LEFT: Final = "no token is left that its grammar, logit_bias and other para
 # The vocabulary is wide: logits are computed for at most this many rows at once.
 LOGIT_ROWS: Final = 128
 
-SampledRow = tuple[int, SampleRow]
-"""The number of a plan's item, and how one of its rows is sampled."""
 NO_ITEM: Final = -1
+
+
+class SampledRow(NamedTuple):
+    """One of the rows that an item of a plan samples, and how."""
+
+    item: int
+    sample: SampleRow
+    number: int = 0
+    """0: the newest token's; n: that of draft n."""
+
+    @property
+    def mask_key(self) -> MaskKey:
+        return self.item, self.number
 
 
 def sampled_rows(plan: StepPlan) -> list[SampledRow]:
@@ -39,9 +50,10 @@ def sampled_rows(plan: StepPlan) -> list[SampledRow]:
     rows: list[SampledRow] = []
     for number, item in enumerate(plan.items):
         if item.sample is not None:
-            rows.append((number, item.sample))
+            rows.append(SampledRow(number, item.sample))
             if item.num_drafts:
-                rows += [(number, row) for row in _rows_after_drafts(item, item.sample)]
+                behind = enumerate(_rows_after_drafts(item, item.sample), 1)
+                rows += [SampledRow(number, row, draft) for draft, row in behind]
     return rows
 
 
@@ -59,7 +71,7 @@ class KnownRows:
     def sampled(self, decodes: DecodeRows) -> list[SampledRow]:
         """Rows that are no item's."""
         columns = decodes.request_nos.tolist(), decodes.rows.tolist(), decodes.first.tolist()
-        return [(NO_ITEM, self._row(*column)) for column in zip(*columns, strict=True)]
+        return [SampledRow(NO_ITEM, self._row(*column)) for column in zip(*columns, strict=True)]
 
     def _row(self, request_no: int, row: int, first: int) -> SampleRow:
         known = self._known[row]
@@ -75,10 +87,10 @@ def decoded_tokens(found: Sequence[ItemResult]) -> tuple[list[int], list[int]]:
 
 
 def _rows_after_drafts(item: PlanItem, row: SampleRow) -> Iterator[SampleRow]:
-    drafts = item.drafts
-    for count in range(1, len(drafts) + 1):
-        output_ids = tokens_of(row).then(drafts[:count]) if row.params.adjusts else ()
-        yield structs.replace(row, position=row.position + count, output_ids=output_ids)
+    for number in range(1, item.num_drafts + 1):
+        drafts = item.drafts_before(number)
+        output_ids = tokens_of(row).then(drafts) if row.params.adjusts else ()
+        yield structs.replace(row, position=row.position + len(drafts), output_ids=output_ids)
 
 
 def item_results(plan: StepPlan, found: Sequence[ItemResult]) -> list[ItemResult]:
@@ -107,10 +119,14 @@ def accept_drafts(plan: StepPlan, found: Sequence[ItemResult]) -> None:
 
 def _accept(item: PlanItem, rows: Sequence[ItemResult]) -> None:
     """A row that could not be sampled ends the item like a rejected draft: the next step fails."""
-    result = rows[0]
-    for draft, row in zip(item.drafts, rows[1:], strict=True):
-        if not result.token_ids or result.token_ids[-1] != draft or not row.token_ids:
+    result, last = rows[0], 0
+    drafts = zip(item.parents or range(item.num_drafts), item.drafts, rows[1:], strict=True)
+    for number, (parent, draft, row) in enumerate(drafts, 1):
+        if parent != last or not result.token_ids or result.token_ids[-1] != draft:
+            continue
+        if not row.token_ids:
             return
+        last = number
         result.token_ids = [*result.token_ids, *row.token_ids]
         result.logprobs = [*result.logprobs, *row.logprobs]
         result.top_logprobs = [*result.top_logprobs, *row.top_logprobs]
@@ -123,7 +139,7 @@ def sample_rows(
     masks: Mapping[MaskKey, GrammarMask],
 ) -> None:
     """Samples each row into its entry of `found`. `masks`: of those with a grammar."""
-    keys = [(item, row.position) for item, row in rows] if masks else []
+    keys = [row.mask_key for row in rows] if masks else []
     for key, result in zip(keys, found, strict=True) if masks else ():
         if (mask := masks.get(key)) is not None:
             result.broken, result.ended, result.unready = mask.broken, mask.ended, mask.unready
@@ -134,7 +150,7 @@ def sample_rows(
         row_masks = [masks.get(keys[n]) for n in open_rows] if masks else ()
         row_bits = [None if mask is None else mask.bits for mask in row_masks]
         try:
-            sampled = sample(some_RV, [row for _, row in chosen], row_bits)
+            sampled = sample(some_RV, [row.sample for row in chosen], row_bits)
         except NonFiniteLogits as error:
             for n in error.rows:
                 masked = bool(row_masks) and row_masks[n] is not None

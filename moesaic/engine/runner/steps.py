@@ -121,7 +121,7 @@ class DeviceStep:
         return self.rows[n - len(self.plan.decodes)]
 
     def host_item(self, n: int) -> PlanItem:
-        return self.plan.items[self.host_row(n)[0]]
+        return self.plan.items[self.host_row(n).item]
 
 
 CapturedStep = tuple[CapturedGraphs[Any], Any]
@@ -208,10 +208,12 @@ class AsynchronousSteps:
         if runner.device.type == "cuda":
             torch.cuda.set_device(runner.device)  # the current device is per thread
         self._number += 1
+        runner.move(plan.moves)
         runner.clear(plan.clear)
         for number in plan.ended:
             self._host_sampled.pop(number, None)
         self._sample_missing_tokens(plan.items)
+        runner.transfers.receive(plan, runner.cache, runner.page_table)
         slots = self._future_tokens.slots_for(plan)
         if self._penalties is not None:
             self._penalties.free(plan.ended)
@@ -234,6 +236,7 @@ class AsynchronousSteps:
         if needs_host:
             step.masks = runner.matchers.pending()
         step.event.record()
+        runner.transfers.send(plan, runner.cache, runner.page_table)
         for item in map(step.host_item, step.host_sampled):
             self._host_sampled[item.request_no] = step
         return step

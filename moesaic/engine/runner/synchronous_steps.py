@@ -57,6 +57,7 @@ class SynchronousSteps:
         if runner.samples:
             runner.matchers.begin(plan)
         self._known_rows.learn(plan.items)
+        runner.move(plan.moves)
         runner.clear(plan.clear)
         runner.transfers.receive(plan, runner.cache, runner.page_table)
         slots: list[Tensor] | None = [] if plan.is_routed or runner.records_tokens else None

@@ -20,7 +20,7 @@ COLLAPSE: Final = 0.3
 @dataclass(frozen=True, slots=True)
 class Acceptance:
     """Of one step: how many drafts it verified, and how many of them had a token, and an accepted
-    one, at each position."""
+    one, at each position; of a tree the positions are its rows."""
 
     verified: int = 0
     drafted: list[int] = field(default_factory=list)
@@ -34,8 +34,8 @@ class Acceptance:
                 verified += 1
                 for position in range(len(item.drafts)):
                     drafted[position] += 1
-                for position in range(item.accepted(len(found.token_ids))):
-                    accepted[position] += 1
+                for row in item.accepted_rows(found.token_ids):
+                    accepted[row - 1] += 1
         return cls(verified, drafted, accepted)
 
 

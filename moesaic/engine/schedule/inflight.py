@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from moesaic.core.draft_tree import Parents, is_chain, path_of
 from moesaic.core.request import Request
 from moesaic.engine.schedule.plan import NO_DECODES, Ints, StepAgreement, StepHandle, StepPlan
 from moesaic.engine.schedule.step_budget import StepWork
@@ -26,6 +27,8 @@ class PlannedItem(msgspec.Struct, frozen=True, gc=False, eq=False):
     drafts: Sequence[int]
     num_scored: int
     retractions: int
+    parents: Parents = ()
+    """Of the drafts, if they are a tree."""
 
     @classmethod
     def of(cls, request: Request, length: int) -> PlannedItem:
@@ -40,8 +43,10 @@ class PlannedItem(msgspec.Struct, frozen=True, gc=False, eq=False):
     def decoding(cls, request: Request, first: int, num_drafts: int) -> PlannedItem:
         """The newest token of a request, which is at `first`, and `num_drafts` proposals."""
         drafts = request.drafts[:num_drafts] if num_drafts else ()
+        parents: Parents = request.draft_parents[:num_drafts] if drafts else ()
+        parents = () if is_chain(parents) else parents
         stop, scored, retractions = first + 1 + num_drafts, request.num_scored, request.retractions
-        return cls(request, first, stop, True, True, drafts, scored, retractions)
+        return cls(request, first, stop, True, True, drafts, scored, retractions, parents)
 
     @property
     def length(self) -> int:
@@ -55,6 +60,10 @@ class PlannedItem(msgspec.Struct, frozen=True, gc=False, eq=False):
     def accepted(self, num_tokens: int) -> int:
         """How many drafts a step accepts that yields `num_tokens` tokens."""
         return max(0, num_tokens - 1) if self.drafts else 0
+
+    def accepted_rows(self, token_ids: Sequence[int]) -> list[int]:
+        """The accepted drafts of a step that yields these tokens, numbered from 1."""
+        return path_of(self.drafts, self.parents, token_ids) if self.drafts and token_ids else []
 
     def begin(self) -> None:
         """Counts the step's work as done: steps run in the order in which they are planned."""
@@ -108,6 +117,45 @@ def work_of(items: Collection[PlannedItem], first: Ints = NO_DECODES.first) -> S
     return work
 
 
+class MovedTokens(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """Accepted drafts of a tree, whose cache entries are not at their positions: from `first` on,
+    at the positions `sources`."""
+
+    request: Request
+    first: int
+    sources: Sequence[int]
+    retractions: int
+
+    @classmethod
+    def of(cls, item: PlannedItem, rows: Sequence[int]) -> MovedTokens | None:
+        """`rows`: the accepted drafts of an item; None if all are where they belong."""
+        kept = next((n for n, row in enumerate(rows) if row != n + 1), len(rows))
+        if kept == len(rows):
+            return None
+        sources = [item.confirmed - 1 + row for row in rows[kept:]]
+        return cls(item.request, item.confirmed + kept, sources, item.retractions)
+
+    def slots(self, page_size: int) -> list[tuple[int, int]]:
+        """Of each token: where its entries are, and where they belong."""
+
+        def slot(position: int) -> int:
+            page, offset = divmod(position, page_size)
+            return self.request.pages[page] * page_size + offset
+
+        return [(slot(n), slot(to)) for to, n in enumerate(self.sources, self.first)]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the request has the pages still."""
+        return self.request.retractions == self.retractions
+
+    def lose(self) -> None:
+        """The step that moves them was undone, when some ranks may have written behind them:
+        they are computed anew."""
+        if self.is_current:
+            self.request.num_computed = min(self.request.num_computed, self.first)
+
+
 @dataclass(slots=True)
 class PlannedDecodes:
     """The requests of a plan's `decodes`, and their retractions when it was made."""
@@ -126,6 +174,8 @@ class InflightStep:
     leader."""
     decoding: PlannedDecodes = field(default_factory=PlannedDecodes)
     """And of its decodes."""
+    moved: list[MovedTokens] = field(default_factory=list)
+    """Tokens whose cache entries the plan moves."""
     drafting: int = 0
     """The drafts that each request may have; if any, it was planned when all tokens were known."""
     draft_stops: dict[Request, int] = field(default_factory=dict)
@@ -167,6 +217,8 @@ class InflightStep:
             if request.retractions == retractions:
                 request.num_computed = computed
             yield request
+        for moved in self.moved:
+            moved.lose()
 
     @property
     def num_decoding(self) -> int:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from moesaic.core.disagg import KVSend, Ticket
+from moesaic.core.draft_tree import Parents, depths, path_to, row_masks
 from moesaic.core.overlap import Overlap
 from moesaic.core.request import TopLogprobs
 from moesaic.engine.sampling.sampler import SampleRow
@@ -65,6 +66,9 @@ class PlanItem(msgspec.Struct, array_like=True, gc=False):
     """The transfer whose tokens the ranks move to the request's pages before the step."""
     kv_send: KVSend | None = None
     """The tokens that the ranks send to another instance behind the step."""
+    parents: Parents = ()
+    """Of the drafts, if they are a tree (core/draft_tree.py): its rows have the positions of their
+    depths, and are in the pages in their order."""
 
     @property
     def drafts(self) -> Sequence[int]:
@@ -74,6 +78,11 @@ class PlanItem(msgspec.Struct, array_like=True, gc=False):
     def num_sampled(self) -> int:
         """Rows whose logits are sampled: the last ones of the item."""
         return 0 if self.sample is None else 1 + self.num_drafts
+
+    def drafts_before(self, row: int) -> Sequence[int]:
+        """Those that sampled row `row` is behind."""
+        drafts = self.drafts
+        return [drafts[n - 1] for n in path_to(self.parents, row)] if self.parents else drafts[:row]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,6 +137,8 @@ class StepPlan(msgspec.Struct, dict=True):
     draft_steps: int = 0
     """Tokens that the ranks' draft model proposes behind each item with a `draft_until`; 0: it does
     not run."""
+    moves: list[tuple[int, int]] = []
+    """Slots of the cache from which entries are moved, and where to, before anything else."""
     gaps: list[DraftGap] = []
     """What it computes beside the step's tokens."""
 
@@ -153,6 +164,10 @@ class StepPlan(msgspec.Struct, dict=True):
     def verifies(self) -> bool:
         """Whether some item has drafts."""
         return self.num_tokens > self.num_sequences
+
+    @cached_property
+    def has_trees(self) -> bool:
+        return any(item.parents for item in self.items)
 
     @cached_property
     def lengths(self) -> Ints:
@@ -197,7 +212,29 @@ class StepPlan(msgspec.Struct, dict=True):
         """Of all tokens in their sequences."""
         lengths = self.lengths
         shifts = self.first - (lengths.cumsum() - lengths)
-        return np.arange(self.num_tokens) + np.repeat(shifts, lengths)
+        return np.arange(self.num_tokens) + np.repeat(shifts, lengths) - self._skipped(lengths)
+
+    def _skipped(self, counts: Ints) -> Ints | int:
+        """How many of the rows before it each row of trees is not behind; `counts`: rows of each
+        sequence, of which drafts are the last."""
+        if not self.has_trees:
+            return 0
+        skipped, stops = np.zeros(counts.sum(), np.int64), np.cumsum(counts)
+        for item, stop in zip(self.items, stops[len(self.decodes) :].tolist(), strict=True):
+            if item.parents:
+                rows = 1 + item.num_drafts
+                skipped[stop - rows : stop] = np.arange(rows) - depths(item.parents)
+        return skipped
+
+    def row_masks(self) -> Ints | None:
+        """What each token sees of those before it, as in core/draft_tree.py; None without trees."""
+        if not self.has_trees:
+            return None
+        masks, stops = np.full(self.num_tokens, -1, np.int64), np.cumsum(self.lengths)
+        for item, stop in zip(self.items, stops[len(self.decodes) :].tolist(), strict=True):
+            if item.parents:
+                masks[stop - item.num_drafts - 1 : stop] = row_masks(item.parents)
+        return masks
 
     def page_updates(self) -> list[PageUpdate]:
         """New pages of all sequences."""
@@ -229,7 +266,7 @@ class StepPlan(msgspec.Struct, dict=True):
         """The position of the token that each sampled row gives."""
         counts = self.sampled
         last = self.first + self.lengths + 1 - np.cumsum(counts)
-        return np.repeat(last, counts) + np.arange(self.num_sampled)
+        return np.repeat(last, counts) + np.arange(self.num_sampled) - self._skipped(counts)
 
 
 def _joined(decodes: Ints, items: list[int]) -> Ints:
@@ -257,6 +294,8 @@ class ItemResult(msgspec.Struct, array_like=True, gc=False):
     """Its grammar is still being compiled: the next step samples its token."""
     drafts: Sequence[int] = ()
     """What the ranks' draft model proposes behind the sampled tokens."""
+    parents: Parents = ()
+    """Of the drafts, if they are a tree."""
 
 
 class StepResult(msgspec.Struct, array_like=True):

@@ -39,6 +39,7 @@ class WirePlan(msgspec.Struct, array_like=True):
     """The columns of DecodeRows."""
     pages: list[PageUpdate] = []
     draft_steps: int = 0
+    moves: list[tuple[int, int]] = []
     gaps: list[DraftGap] = []
 
 
@@ -69,7 +70,8 @@ class PlanSender:
         items = [self._item(item) for item in plan.items]
         columns, pages = plan.decodes.to_bytes(), plan.decodes.pages
         facts = (plan.clear, plan.prefill, ended, plan.is_routed)
-        wire = WirePlan(items, *facts, columns, pages, plan.draft_steps, plan.gaps)
+        more = (plan.draft_steps, plan.moves, plan.gaps)
+        wire = WirePlan(items, *facts, columns, pages, *more)
         return _encoder.encode(wire)
 
     def _item(self, item: PlanItem) -> WireItem:
@@ -102,7 +104,8 @@ class PlanReceiver:
         items = [self._item(item) for item in wire.items]
         decodes = DecodeRows.from_bytes(wire.decodes, wire.pages)
         facts = (wire.clear, wire.prefill, wire.ended, wire.is_routed)
-        return StepPlan(items, *facts, decodes, wire.draft_steps, wire.gaps)
+        more = (wire.draft_steps, wire.moves, wire.gaps)
+        return StepPlan(items, *facts, decodes, *more)
 
     def _item(self, wire: WireItem) -> PlanItem:
         item = wire.item

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from moesaic.config import ServerArgs
 from moesaic.core.request import Request, RequestPhase
 from moesaic.core.speculation import Speculation
 from moesaic.engine.speculate.drafters import register_drafter
-from moesaic.engine.speculate.ngram_index import CONTEXT, NgramIndex
+from moesaic.engine.speculate.ngram_index import CONTEXT, Match, NgramIndex
 
 if TYPE_CHECKING:
     from moesaic.engine.runner.model_runner import ModelRunner
@@ -20,14 +21,55 @@ INDEXED_A_STEP: Final = 8192
 END_EVERY: Final = 16
 # A match of the shortest length proposes this many tokens; each further token of it adds as many.
 DRAFTS_A_TOKEN: Final = 2
+# Of a tree: how much less likely each token is than the one before, the weight of a match beside
+# one that is a token longer, and the least likely token that is proposed.
+FADES: Final = 0.85
+SHORTER: Final = 0.5
+LEAST_LIKELY: Final = 0.1
+
+
+class Breadth(NamedTuple):
+    """The most drafts behind one token: behind the longest match that is looked for, and behind the
+    shortest one. If both are 1, drafts are chains."""
+
+    least: int = 1
+    most: int = 1
+
+
+CHAINS: Final = Breadth()
+
+
+class Continuation(NamedTuple):
+    """Up to `most` tokens behind a match; those of the request itself go on with what they
+    propose."""
+
+    match: Match
+    most: int
+    weight: float
+    period: int
+    """Tokens from the match to the request's end; 0: the match is elsewhere."""
+
+    def token(self, number: int) -> int | None:
+        if number >= self.most:
+            return None
+        tokens, position, _ = self.match
+        place = position + (number % self.period if self.period else number)
+        return tokens[place] if place < len(tokens) else None
 
 
 class NgramDrafter:
     """Proposes what followed the longest earlier occurrence of a request's last tokens, in itself
     or in another request of its cache namespace. A longer match proposes more."""
 
-    def __init__(self, index: NgramIndex, num_drafts: int, frequent: bool = False) -> None:
+    def __init__(
+        self,
+        index: NgramIndex,
+        num_drafts: int,
+        frequent: bool = False,
+        breadth: Breadth = CHAINS,
+    ) -> None:
         self.index, self.num_drafts, self._frequent = index, num_drafts, frequent
+        self._breadth = breadth
         self._open: dict[int, Request] = {}
         self._num_steps = 0
 
@@ -42,7 +84,42 @@ class NgramDrafter:
                 index.begin(number, request.token_ids, request.cache_namespace)
                 self._open[number] = request
             room -= index.extend(number, room)
-            request.drafts = self._drafts(request)
+            if self._breadth.most == 1:
+                request.drafts, request.draft_parents = self._drafts(request), []
+            else:
+                request.drafts, request.draft_parents = self._tree(request)
+
+    def _tree(self, request: Request) -> tuple[list[int], list[int]]:
+        """The most likely continuations, each token behind its parent."""
+        group = self._continuations(request)
+        drafts, parents = list[int](), list[int]()
+        if not group:
+            return drafts, parents
+        longest, depth = max(one.match.length for one in group), self.index.depth
+        most, least = self._breadth.most, self._breadth.least
+        share = (longest - CONTEXT) / max(1, depth - CONTEXT)
+        breadth = round(most - (most - least) * share)
+        # Less likely, its parent, its depth, and what goes on with it.
+        heap: list[tuple[float, int, int, int, list[Continuation]]] = []
+        _push(heap, 1.0, 0, 0, group, breadth)
+        while heap and len(drafts) < self.num_drafts:
+            likely, parent, place, token, group = heappop(heap)
+            drafts.append(token)
+            parents.append(parent)
+            _push(heap, -likely, len(drafts), place + 1, group, breadth)
+        return drafts, parents
+
+    def _continuations(self, request: Request) -> list[Continuation]:
+        tokens = request.token_ids
+        matches = [*self.index.matches(tokens, request.cache_namespace)]
+        longest = max((match.length for match in matches), default=0)
+        found = []
+        for age, match in enumerate(matches, 1):
+            weight = SHORTER ** (longest - match.length) / (1 if self._frequent else age)
+            count = min(self.num_drafts, DRAFTS_A_TOKEN * (match.length - CONTEXT + 1))
+            period = len(tokens) - match.position if match.tokens is tokens else 0
+            found.append(Continuation(match, count, weight, period))
+        return found
 
     def _drafts(self, request: Request) -> list[int]:
         tokens = request.token_ids
@@ -65,10 +142,36 @@ class NgramDrafter:
             self.index.end(number)
 
 
+def _push(
+    heap: list[tuple[float, int, int, int, list[Continuation]]],
+    likely: float,
+    parent: int,
+    place: int,
+    group: Sequence[Continuation],
+    breadth: int,
+) -> None:
+    """Adds what may follow `parent`, which the continuations of `group` share."""
+    groups: dict[int, list[Continuation]] = {}
+    for one in group:
+        token = one.token(place)
+        if token is not None:
+            groups.setdefault(token, []).append(one)
+    weights = {token: sum(one.weight for one in some) for token, some in groups.items()}
+    total = sum(weights.values())
+    for token in sorted(weights, key=weights.__getitem__, reverse=True)[:breadth]:
+        then = FADES * likely * weights[token] / total
+        if then >= LEAST_LIKELY:
+            heappush(heap, (-then, parent, place, token, groups[token]))
+
+
 def _make(args: ServerArgs, speculation: Speculation, runner: ModelRunner) -> NgramDrafter:
     index = NgramIndex(args.speculative_ngram_capacity, args.speculative_ngram_max_trie_depth)
     frequent = args.speculative_ngram_match_type == "PROB"
-    return NgramDrafter(index, speculation.num_drafts, frequent)
+    breadth = CHAINS
+    if runner.verifies_trees:
+        least, most = args.speculative_ngram_min_bfs_breadth, args.speculative_ngram_max_bfs_breadth
+        breadth = Breadth(least, most)
+    return NgramDrafter(index, speculation.num_drafts, frequent, breadth)
 
 
 register_drafter("NGRAM", _make)

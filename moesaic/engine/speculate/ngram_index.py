@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -52,7 +52,7 @@ class NgramIndex:
     `depth`: the longest match that is looked for."""
 
     def __init__(self, capacity: int, depth: int) -> None:
-        self._capacity, self._depth = capacity, max(depth, CONTEXT)
+        self._capacity, self.depth = capacity, max(depth, CONTEXT)
         self._chains: dict[str, dict[int, int]] = {}
         """The newest place of each context, by namespace."""
         self._sequences: dict[int, IndexedTokens] = {}
@@ -98,33 +98,37 @@ class NgramIndex:
     def find(self, tokens: Sequence[int], namespace: str, frequent: bool) -> Match | None:
         """The longest match of the last tokens, of several the newest one; `frequent`: the newest
         one of those with the most frequent next token."""
-        chains = self._chains.get(namespace)
-        if chains is None or len(tokens) < CONTEXT:
-            return None
-        first, second, third = tokens[-CONTEXT:]
-        place = chains.get((first * BASE + second) * BASE + third, NOWHERE)
         longest = CONTEXT
         found: list[Match] = []
-        for _ in range(MOST_PLACES):
-            sequence = self._sequences.get(place >> SHIFT) if place >= 0 else None
-            if sequence is None:  # what comes before an evicted sequence is old, too
-                break
-            position = place & (1 << SHIFT) - 1
-            length = self._match(tokens, sequence.tokens, position)
-            if length > longest:
-                longest, found = length, []
-            if length == longest:
-                found.append(Match(sequence.tokens, position, length))
-                if longest == self._depth and not frequent:
+        for match in self.matches(tokens, namespace):
+            if match.length > longest:
+                longest, found = match.length, []
+            if match.length == longest:
+                found.append(match)
+                if longest == self.depth and not frequent:
                     break
-            place = sequence.before[position - CONTEXT]
         if not found:
             return None
         return _most_frequent(found) if frequent else found[0]
 
+    def matches(self, tokens: Sequence[int], namespace: str) -> Iterator[Match]:
+        """Those of the last tokens, the newest first."""
+        chains = self._chains.get(namespace)
+        if chains is None or len(tokens) < CONTEXT:
+            return
+        first, second, third = tokens[-CONTEXT:]
+        place = chains.get((first * BASE + second) * BASE + third, NOWHERE)
+        for _ in range(MOST_PLACES):
+            sequence = self._sequences.get(place >> SHIFT) if place >= 0 else None
+            if sequence is None:  # what comes before an evicted sequence is old, too
+                return
+            position = place & (1 << SHIFT) - 1
+            yield Match(sequence.tokens, position, self._match(tokens, sequence.tokens, position))
+            place = sequence.before[position - CONTEXT]
+
     def _match(self, tokens: Sequence[int], others: Sequence[int], position: int) -> int:
         """How many tokens before `position` equal the last ones, of which a context is known to."""
-        length, most = CONTEXT, min(self._depth, len(tokens), position)
+        length, most = CONTEXT, min(self.depth, len(tokens), position)
         while length < most and tokens[-length - 1] == others[position - length - 1]:
             length += 1
         return length

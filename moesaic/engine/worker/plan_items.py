@@ -42,6 +42,7 @@ def plan_item(planned: PlannedItem, history: TokenHistory | None) -> PlanItem:
         num_routed,
         kv_from=None if request.arriving is None else request.arriving.ticket,
         kv_send=_kv_send(request, first, stop),
+        parents=planned.parents,
     )
 
 

@@ -17,7 +17,12 @@ from moesaic.core.redact import shown_id
 from moesaic.core.request import ABORTED, FinishReason, Request, failure
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.sampling.token_history import TokenHistory
-from moesaic.engine.schedule.inflight import InflightStep, PlannedDecodes, PlannedItem
+from moesaic.engine.schedule.inflight import (
+    InflightStep,
+    MovedTokens,
+    PlannedDecodes,
+    PlannedItem,
+)
 from moesaic.engine.schedule.kv_manager import KVManager
 from moesaic.engine.schedule.plan import (
     NO_DECODES,
@@ -118,6 +123,8 @@ class Planner:
         """Those that ask for routed experts."""
         self.num_steps = 0
         self._quarantine = Quarantine()
+        self._moves: dict[int, MovedTokens] = {}
+        """Tokens whose cache entries the next step of their request moves, by its number."""
         self._ended: list[int] = []
         """Numbers of requests that ended since the last plan; the next one names them."""
         self.num_finished = 0
@@ -167,6 +174,18 @@ class Planner:
         if (state := self.states.get(request_no)) is not None:
             self._finish(state, FinishReason("abort", message=ABORTED))
 
+    def drop_all(self) -> None:
+        """Forgets all requests, which another group or this one gets anew, and all that is cached:
+        a rank of the group has lost its part. No step is in flight."""
+        self._quarantine.clear()
+        for number, state in self.states.items():
+            self.scheduler.finish(state.request)
+            self._ended.append(number)
+        self.states.clear()
+        self._histories.clear()
+        self._routed.clear()
+        self.kv.flush()
+
     def fail_all(self, message: str) -> None:
         """Ends every request; results of in-flight steps are ignored."""
         self._quarantine.clear()
@@ -205,9 +224,18 @@ class Planner:
         facts = (ended, is_routed, decodes, self.drafts.steps_planned)
         plan = StepPlan(items, pages, prefill, *facts)
         step = InflightStep(plan, work, decoding)
+        if self._moves:
+            self._move_tokens(step, chosen.requests)
         self.drafts.fill_gaps(step)
         self.drafts.begin(step)
         return step
+
+    def _move_tokens(self, step: InflightStep, requests: Iterable[Request]) -> None:
+        """Adds what the accepted drafts of these requests need to the plan."""
+        found = (self._moves.pop(request.request_no, None) for request in requests)
+        step.moved = [moved for moved in found if moved is not None and moved.is_current]
+        for moved in step.moved:
+            step.plan.moves += moved.slots(self.kv.page_size)
 
     def _choose(self, parts: int) -> PlannedWork:
         """The work of the next step. Nothing counts as done before all of it is known, so that an
@@ -358,9 +386,12 @@ class Planner:
             request.input_logprobs += found.input_logprobs
             request.input_top_logprobs += found.input_top_logprobs
         if routed:
-            stop = item.confirmed + item.accepted(len(found.token_ids))
-            first = item.stop - len(routed) // request.routed_row
-            request.add_routed(first, routed[: (stop - first) * request.routed_row])
+            size, rows = request.routed_row, item.accepted_rows(found.token_ids)
+            first = item.stop - len(routed) // size
+            known = (item.confirmed - first) * size
+            places = (known + (row - 1) * size for row in rows)
+            routed = routed[:known] + b"".join(routed[at : at + size] for at in places)
+            request.add_routed(first, routed)
         if request.retractions == item.retractions:
             request.arriving = None  # its prompt is in its pages
             self._share(request, item.confirmed)
@@ -374,6 +405,9 @@ class Planner:
             verified, drafted, accepted = request.draft_counts
             accepted += item.accepted(len(found.token_ids))
             request.draft_counts = verified + 1, drafted + len(item.drafts), accepted
+            moved = MovedTokens.of(item, item.accepted_rows(found.token_ids))
+            if moved is not None:
+                self._moves[request.request_no] = moved
         self.scheduler.decode_table.update(request)
         reason = state.accept_all(found)
         if found.ended:
@@ -383,7 +417,7 @@ class Planner:
         if reason is not None:
             self._finish(state, reason)
         elif request.retractions == item.retractions:
-            request.drafts = [*found.drafts]
+            request.drafts, request.draft_parents = [*found.drafts], [*found.parents]
 
     def _fail(self, request: Request, message: str) -> None:
         if (state := self.states.get(request.request_no)) is not None:
@@ -394,6 +428,7 @@ class Planner:
         self.num_finished += 1
         self._histories.pop(state.request.request_no, None)
         self._routed.discard(state.request.request_no)
+        self._moves.pop(state.request.request_no, None)
         try:
             self.scheduler.finish(state.request)
         finally:

@@ -182,7 +182,7 @@ def _decode(
     pdl = dependent_launch(out_TNV)
     decode_kernel[(tiles, splits.count, -(-room // splits.count) + num_seqs)](
         q.values, rest, cache.keys, values, out_TNV, scales_TG, softmax.sinks_N, partial, sums,
-        batch.counters, batch.rows_B, batch.kv_lens_B, batch.first_B, batch.pages,
+        batch.counters, batch.rows_B, batch.kv_lens_B, batch.first_B, batch.pages, batch.masks_B,
         *strides(q.values), *strides(rest), *strides(cache.keys), *strides(values),
         *strides(out_TNV), *((0, 0) if scales_TG is None else scales_TG.stride()),
         softmax.scale * cache.k_scale * LOG2_E,
@@ -223,11 +223,11 @@ def _partials(size: tuple[int, int], q: Queries, value_dim: int) -> tuple[Tensor
 
 @triton.jit(
     do_not_specialize=["scale_row", "scale_group", "num_splits", "least_chunk"],
-    do_not_specialize_on_alignment=[*PACKED, "counters", *EXTRA],
+    do_not_specialize_on_alignment=[*PACKED, "counters", "masks_p", *EXTRA],
 )
 def decode_kernel(
     q1_p, q2_p, keys, values, out, scales, sinks, partial, sums, counters,
-    rows_p, kv_lens, first_p, pages_p,
+    rows_p, kv_lens, first_p, pages_p, masks_p,
     q1_row, q1_head, q2_row, q2_head, k_slot, k_head, v_slot, v_head, out_row, out_head,
     scale_row, scale_group, scale, v_scale, num_splits, least_chunk,
     slots_p, cos, sin, q_norm, k_norm, cos_row, eps, k_factor, v_factor,
@@ -259,6 +259,11 @@ def decode_kernel(
     row = tl.load(rows_p + seq).to(tl.int64)
     pages = pages_p + tl.load(first_p + seq)
     oldest = tl.maximum(kv_len - WINDOW, 0) if WINDOW > 0 else 0
+    mask = -1
+    if masks_p is not None:
+        mask = tl.load(masks_p + seq)
+        if WINDOW > 0:
+            oldest = tl.maximum(kv_len - WINDOW - count_bits(~mask), 0)
     begin = oldest // BLOCK_N * BLOCK_N
     chunk = tl.cdiv(tl.cdiv(kv_len - begin, of_seq), BLOCK_N) * BLOCK_N
     chunk = tl.maximum(chunk, least_chunk)
@@ -314,6 +319,8 @@ def decode_kernel(
         seen = kept
         if WINDOW > 0:
             seen = kept & (start + offs_n >= oldest)
+        if masks_p is not None:
+            seen &= seen_behind(mask, kv_len - 1 - start - offs_n, WINDOW)
         acc, total, top = attend_block(
             (acc, total, top), (q1, q2), (keys, values, k_slot, v_slot), slots, kept,
             seen[None, :], scale, D1, D2, V, SHARED, True,
@@ -345,6 +352,34 @@ def decode_kernel(
                 sinks, kv_head * GROUP + real, real < GROUP, v_scale, q1.dtype, HEADS, V, WIDTH,
                 MERGED,
             )  # fmt: skip
+
+
+@triton.jit
+def seen_behind(mask, back, WINDOW: tl.constexpr):
+    """Whether the query sees the tokens that are so far behind its own, as in `seen_keys`; a window
+    of 64 or more has all that the mask may hide, and ends where the caller says."""
+    # In halves, as vectors of 64 bits take too many registers.
+    half = tl.where(back < 32, mask.to(tl.int32), (mask >> 32).to(tl.int32))
+    seen = (((half >> (back & 31)) & 1) == 1) | (back > 63)
+    if WINDOW > 0 and WINDOW < 64:
+        bit = tl.minimum(tl.maximum(back, 0), 63).to(tl.int64)
+        one = tl.full(back.shape, 1, tl.int64)
+        newer = tl.where(back > 63, -one, (one << bit) - 1)
+        seen &= back - count_bits(~mask & newer) < WINDOW
+    return seen
+
+
+@triton.jit
+def count_bits(x):
+    """How many bits of 64 are set: 3 of 11."""
+    x = x.to(tl.uint64, bitcast=True)
+    x = (x & 0x5555555555555555) + ((x >> 1) & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+    x = (x & 0x0F0F0F0F0F0F0F0F) + ((x >> 4) & 0x0F0F0F0F0F0F0F0F)
+    x += x >> 8
+    x += x >> 16
+    x += x >> 32
+    return (x & 0x7F).to(tl.int32)
 
 
 @triton.jit
