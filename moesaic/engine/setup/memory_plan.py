@@ -321,7 +321,8 @@ class ResolvedModel:
         stages = args.disaggregation_mode == "decode"
         sends = args.disaggregation_mode == "prefill" and gpu is None
         moves = args.enable_eplb and experts
-        moving = buffer_sizes(args, experts, ranks.stage_peers) if moves else None
+        own = [] if draft is None else [one for one in draft.experts if one.context.max_replicas]
+        moving = buffer_sizes(args, experts + own, ranks.stage_peers) if moves else None
         return RankShare(
             place=ranks.place,
             node=ranks.mesh.node_of(ranks.place.rank),
