@@ -159,6 +159,7 @@ class Reference:
         if hot is not None:
             self.words = self.words[hot]
         self.to_target = torch.tensor(hot) if hot is not None else head.token_map
+        self._seen: tuple[list[int], Tensor] | None = None
 
     @staticmethod
     def _target(module: Any, own: Tensor | None) -> Tensor:
@@ -235,9 +236,12 @@ class Reference:
         return scaled * self.weights[f"{name}.weight"]
 
     @torch.no_grad()
-    def drafts(self, ids: list[int], steps: int) -> list[int]:
-        """The chain behind these tokens, of which the target has seen all but the last."""
-        next_ids, hidden = ids[1:], self.joined(self.rows(ids[:-1]))
+    def drafts(self, ids: list[int], length: int, steps: int) -> list[int]:
+        """The chain behind the first tokens of a text, of which the target has seen all but the
+        last."""
+        if self._seen is None or self._seen[0] != ids:
+            self._seen = ids, self.joined(self.rows(ids))
+        next_ids, hidden = ids[1:length], self._seen[1][: length - 1]
         found: list[int] = []
         for _ in range(steps):
             logits, behind = self.outputs(torch.tensor(next_ids), hidden)

@@ -11,11 +11,11 @@ from moesaic.config.args_engine import (
 )
 from moesaic.config.args_parallel import (
     A2A_BACKENDS,
+    OTHER_TRANSFER_BACKENDS,
     REFUSED_A2A_BACKENDS,
     REFUSED_RUNNER_BACKENDS,
     RUNNER_BACKENDS,
     TRANSFER_BACKENDS,
-    TRANSFER_BACKENDS_BY_TCP,
 )
 from moesaic.config.flags import flag, not_built
 from moesaic.core.speculation import ALGORITHMS, MOST_DRAFTS, UNQUANTISED
@@ -161,12 +161,13 @@ class DisaggregationArgs:
         choices=("null", "prefill", "decode"),
     )
     disaggregation_transfer_backend: str = flag(
-        "mooncake",
-        "How the KV cache is transferred: by TCP, whichever is named.",
+        "auto",
+        "How KV caches are transferred. auto: on one machine by shared memory or CUDA IPC, else by "
+        "TCP; so do all others where a rank of the other instance cannot use what is named.",
         choices=TRANSFER_BACKENDS,
-        idle=TRANSFER_BACKENDS_BY_TCP,
-        built=("mooncake",),
-        why="KV caches travel by TCP",
+        same=OTHER_TRANSFER_BACKENDS,
+        built=tuple(name for name in TRANSFER_BACKENDS if name != "fake"),
+        why="it transfers nothing",
     )
     disaggregation_bootstrap_port: int = flag(
         8998,
@@ -175,7 +176,7 @@ class DisaggregationArgs:
         at_most=65535,
     )
     disaggregation_ib_device: str | None = not_built(
-        None, "InfiniBand devices, comma-separated.", why="KV caches travel by TCP"
+        None, "InfiniBand devices, comma-separated.", why="UCX_NET_DEVICES tells nixl which to use"
     )
     disaggregation_decode_enable_radix_cache: bool = flag(
         False,

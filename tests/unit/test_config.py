@@ -320,7 +320,22 @@ def test_missing_file_is_named(tmp_path: Path):
             "recorder-buffer-size -1 needs --expert-distribution-recorder-mode stat, per_pass or",
         ),
         ("--max-ep-size 8", "--max-ep-size 8 needs --elastic-ep-backend mooncake"),
-        ("--elastic-ep-backend mooncake --pp 2", "--pp-size is 2, give 1"),
+        (
+            "--elastic-ep-backend mooncake --overlap auto --enable-dp-attention --dp 2 --tp 2",
+            "give --overlap tbo, sbo or off",
+        ),
+        (
+            "--elastic-ep-backend mooncake --nnodes 2 --tp 2 --dist-init-addr 10.0.0.1:29500",
+            "ranks of one node are restarted so far; give 1",
+        ),
+        (
+            "--elastic-ep-backend mooncake --disaggregation-mode prefill",
+            "--elastic-ep-backend mooncake with --disaggregation-mode prefill: KV caches",
+        ),
+        (
+            "--elastic-ep-backend mooncake --speculative-algorithm NEXTN",
+            "the experts of a draft model are not taken over yet; give NGRAM",
+        ),
         (
             "--elastic-ep-backend mooncake --tp 4 --ep 4 --max-ep-size 2",
             "give at least --ep-size 4",
@@ -497,8 +512,8 @@ def test_every_flag_that_is_not_built_is_refused_by_name():
         ),
         (
             "--disaggregation-mode prefill --disaggregation-transfer-backend fake",
-            "not built yet: --disaggregation-transfer-backend fake (KV caches travel by TCP: give "
-            "mooncake)",
+            "not built yet: --disaggregation-transfer-backend fake (it transfers nothing: give "
+            "auto, shm, cuda_ipc, tcp, nixl)",
         ),
         (
             "--tp 2 --moe-dp-size 2",

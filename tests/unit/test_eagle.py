@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,16 @@ import torch
 
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
+from moesaic.engine.runner import model_runner
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.setup.memory_plan import plan_memory
 from moesaic.engine.worker.local_core import LocalCore
+from moesaic.models.config import RawConfig
+from moesaic.models.eagle_config import read_head
 from moesaic.models.tiny import materialise
+from tests.e2e.test_ngram import Moody
 from tests.eagle_heads import Head, Reference
+from tests.kernels.triton_cases import GPU
 from tests.unit.test_draft_model import (
     TIGHT,
     arguments,
@@ -108,8 +114,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+MODES = [
+    *((name, number % 2 == 0) for number, name in enumerate(CASES)),
+    ("qwen", False),
+    ("gpt-oss", True),
+    ("deepseek", False),
+]
+
+
+@pytest.mark.parametrize(("name", "asynchronous"), MODES)
 def test_drafts_are_those_of_the_reference(name: str, asynchronous: bool, tmp_path: Path) -> None:
     model, options = CASES[name]
     folder, config = target(model)
@@ -123,8 +136,53 @@ def test_drafts_are_those_of_the_reference(name: str, asynchronous: bool, tmp_pa
         found = drafts_of(core, request)
         assert len(found) >= 3
         for length, drafts in found.items():
-            assert drafts == reference.drafts(request.token_ids[:length], STEPS), length
+            assert drafts == reference.drafts(request.token_ids, length, STEPS), length
     assert core.planner.scheduler.num_cached_tokens >= 32
+
+
+@pytest.mark.parametrize("third", [True, False], ids=["eagle3", "eagle"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_drafts_behind_steps_without_any(third: bool, asynchronous: bool, tmp_path: Path) -> None:
+    """Those of the reference, too: the head's cache has what it needs of all rows."""
+    folder, config = target(QWEN)
+    head = Head(config, third=third)
+    head.write(tmp_path)
+    core = make_core(QWEN, asynchronous, page_size=4, **flags_of(tmp_path, third))
+    core.planner.drafts.controller = Moody(STEPS)
+    reference, total = Reference(head, folder), 0
+    for request in (prompted(n, 21 + n, 60) for n in range(2)):
+        found = drafts_of(core, request)
+        total += len(found)
+        for length, drafts in found.items():
+            assert drafts == reference.drafts(request.token_ids, length, len(drafts))
+    assert 20 < total < core.planner.num_steps - 20
+
+
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="")])],
+)
+@pytest.mark.parametrize("name", ["qwen", "gpt-oss", "deepseek", "eagle"])
+def test_drafts_by_the_code_of_a_gpu(
+    name: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU by its kernels' twins."""
+    model, options = CASES[name]
+    folder, config = target(model)
+    head, reference = Head(config, **options), Reference(Head(config, **options), folder)
+    head.write(tmp_path)
+    if device == "cpu":
+        monkeypatch.setattr(model_runner, "compute_device", lambda *_: torch.device("cpu"))
+    given = {"max_total_tokens": 256, "max_running_requests": 4, "cuda_graph_bs": (2, 4)}
+    args = arguments(model, **given, **flags_of(tmp_path, head.third))
+    core = LocalCore(args, ModelRunner(replace(args, device="cuda")))
+    wrong = total = 0
+    for request in (prompted(1, 1, 10), prompted(2, 37)):
+        for length, drafts in drafts_of(core, request).items():
+            total += 1
+            wrong += drafts != reference.drafts(request.token_ids, length, STEPS)
+    # Matrix units of a GPU round float32 to fewer bits.
+    assert total > 15 and wrong <= (0 if device == "cpu" else 0.1 * total)
 
 
 @cache
@@ -195,7 +253,7 @@ def test_only_tokens_of_the_map_are_proposed(kind: str, tmp_path: Path) -> None:
     found = drafts_of(core, request)
     assert len(found) > 15
     for length, drafts in found.items():
-        assert drafts == reference.drafts(request.token_ids[:length], STEPS)
+        assert drafts == reference.drafts(request.token_ids, length, STEPS)
 
 
 def test_the_layer_of_the_checkpoint_proposes_tokens_of_the_map(tmp_path: Path) -> None:
@@ -214,6 +272,30 @@ def test_the_layer_of_the_checkpoint_proposes_tokens_of_the_map(tmp_path: Path) 
     assert {token for drafts in mapped.values() for token in drafts} <= set(HOT)
     hits = [(best, token) for best, token in firsts.values() if best in HOT]
     assert len(hits) > 3 and all(best == token for best, token in hits)
+
+
+def test_nested_configs(tmp_path: Path) -> None:
+    """As speculators writes them: with the layer's sizes apart, and with the layers whose input is
+    read."""
+    config = target(QWEN)[1]
+    head = Head(config, changes={"norm_before_residual": True})
+    head.write(tmp_path)
+    target_config = RawConfig(config, "target")
+    flat = read_head(tmp_path, target_config, is_third=True)
+    own = {key: head.config[key] for key in ("draft_vocab_size", "norm_before_residual")}
+    layer = {key: value for key, value in head.config.items() if key not in own}
+    del layer["eagle_config"]
+    nested = own | {
+        "transformer_layer_config": layer,
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(nested))
+    found = read_head(tmp_path, target_config, is_third=True)
+    assert found.taps == flat.taps == (1, 2, 3)
+    assert found.variants == flat.variants == {"norm_before_residual"}
+    assert found.token_map == flat.token_map is not None
+    for key in ("hidden_size", "intermediate_size", "num_attention_heads", "rope_theta"):
+        assert found.raw.data[key] == head.config[key]
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -299,3 +381,18 @@ def test_the_memory_plan_counts_the_head(third: bool, tmp_path: Path) -> None:
     # Three hidden states of a token, twice; and the rotations of a head of 16 channels.
     assert third == (drafting.step.dense - plain.step.dense > 6 * 64 * 4 * 2048)
     assert drafting.table_bytes - plain.table_bytes == 2048 * 2 * 8 * 4
+
+
+@pytest.mark.parametrize("third", [True, False], ids=["eagle3", "eagle"])
+def test_a_head_of_random_weights_needs_no_files(third: bool, tmp_path: Path) -> None:
+    config = Head(target(QWEN)[1], third=third).config
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    served = []
+    for flags in ({}, flags_of(tmp_path, third)):
+        core = make_core(QWEN, True, load_format="dummy", **flags)
+        counts = count_accepted(core)
+        served.append([one.output_ids for one in serve(core, [prompted(n, 9) for n in range(3)])])
+        assert (counts[0] > 40) == bool(flags)
+    assert served[0] == served[1]
+    with pytest.raises(ValueError, match=r"holds no \*.safetensors file: convert the checkpoint"):
+        make_core(QWEN, True, **flags_of(tmp_path, third))

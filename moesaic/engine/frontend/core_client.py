@@ -25,11 +25,16 @@ from moesaic.core.disagg import KVShare
 from moesaic.core.request import ABORTED, FinishReason, failure
 from moesaic.disagg.likeness import model_digest, prompt_digest
 from moesaic.disagg.lobby import Lobby
-from moesaic.engine.frontend.queries import GROUP_QUERIES, PendingQuery, QueryTimeout
+from moesaic.engine.frontend.queries import (
+    GROUP_QUERIES,
+    SUPERVISOR_QUERIES,
+    PendingQuery,
+    QueryTimeout,
+)
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.setup.memory_plan import check_plan
 from moesaic.engine.worker.planner import ModelFacts
-from moesaic.engine.worker.rank_info import log_ranks, service_info
+from moesaic.engine.worker.rank_info import log_rank, log_ranks, service_info
 from moesaic.models.locate import model_folder, with_local_folders
 from moesaic.observe.spans import SpanKind, Spans
 
@@ -138,6 +143,8 @@ class CoreClient:
         self._num_queries += 1
         mesh, every = self.service.spec.mesh, what not in GROUP_QUERIES
         expected = mesh.world if every else mesh.num_groups
+        if what in SUPERVISOR_QUERIES:
+            every, expected = False, 0
         self._queries[self._num_queries] = PendingQuery(what, answer, every, expected)
         self.service.send(messages.Query(self._num_queries, what, every, dict(options or {})))
 
@@ -156,6 +163,9 @@ class CoreClient:
             self.front.add(SpanKind.DETOKENISE, begin, tokens=num_tokens)
         elif isinstance(message, messages.QueryReply):
             self._reply(message)
+        elif isinstance(message, messages.Ready):  # of a rank that was restarted
+            self.rank_facts[message.rank] = message.facts
+            log_rank(message.rank, message.facts, self.service.spec.mesh)
         elif isinstance(message, messages.Fault):
             self.fault = message.message
             if self.lobby is not None:  # decode instances need not wait for it
@@ -216,10 +226,14 @@ class CoreClient:
             query.answer.set_result(query.by_rank())
             return
         values = [query.replies[group].value for group in sorted(query.replies)]
+        if query.what in SUPERVISOR_QUERIES:
+            query.answer.set_result(query.overview)
+            return
         if query.what == "flush_cache":
             query.answer.set_result(sum(values))
             return
         info = service_info(asdict(self.args), values, query.overview, self.facts.num_experts)
+        info["membership"] = msgspec.to_builtins(query.membership)
         info["rooms"] += [] if self.lobby is None else self.lobby.state()
         query.answer.set_result(info)
 
@@ -316,4 +330,6 @@ def service_spec(args: ServerArgs, mesh: Mesh) -> ServiceSpec:
         preload=("moesaic.engine.worker.worker",),
         log_level=args.log_level,
         gpu_sharers=max_ranks_per_gpu(gpus_of(args)) if args.device == "cuda" else 0,
+        elastic=args.elastic_ep_backend is not None,
+        restart_limit=args.restart_limit,
     )

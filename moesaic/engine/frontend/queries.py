@@ -11,11 +11,13 @@ from typing import Any, Final
 import msgspec
 
 from moesaic.core.messages import QueryReply
-from moesaic.core.stats import EngineStats, RankStats
+from moesaic.core.stats import EngineStats, MembershipStats, RankStats
 from moesaic.engine.worker.rank_stats import RankStatsReply
 
 # Queries to the leaders of serving groups; all others go to every rank.
 GROUP_QUERIES: Final = ("info", "flush_cache")
+# Those to the supervisor alone.
+SUPERVISOR_QUERIES: Final = ("scaling",)
 # Ranks reply between two steps; later replies are left out of the statistics.
 STATS_SECONDS: Final = 3.0
 # Other queries wait longer, since a prompt of a large model may take long.
@@ -42,6 +44,7 @@ class RankAnswers:
     """By rank."""
     overview: Sequence[Mapping[str, Any]] = ()
     """The supervisor's view of every rank."""
+    membership: MembershipStats | None = None
 
 
 @dataclass(slots=True)
@@ -55,6 +58,7 @@ class PendingQuery:
     replies: dict[int, RankReply] = field(default_factory=dict)
     """By rank, or by group."""
     overview: Any = None
+    membership: MembershipStats | None = None
 
     @property
     def deadline(self) -> float:
@@ -63,18 +67,21 @@ class PendingQuery:
 
     def record(self, reply: QueryReply) -> None:
         if reply.group < 0:
-            self.overview = reply.value
+            self.overview, self.membership = reply.value, reply.membership
+            return
+        if reply.lost:
+            self.expected -= 1
             return
         key = reply.rank if self.every else reply.group
         self.replies[key] = RankReply(reply.value, self.sent, time.monotonic_ns())
 
     @property
     def is_answered(self) -> bool:
-        needs_overview = self.what in ("info", "stats")
+        needs_overview = self.what in ("info", "stats", *SUPERVISOR_QUERIES)
         return len(self.replies) == self.expected and not (needs_overview and self.overview is None)
 
     def by_rank(self) -> RankAnswers:
-        return RankAnswers(self.replies, self.overview or ())
+        return RankAnswers(self.replies, self.overview or (), self.membership)
 
 
 def engine_stats(answers: RankAnswers, num_experts: int) -> EngineStats:
@@ -92,6 +99,7 @@ def engine_stats(answers: RankAnswers, num_experts: int) -> EngineStats:
         groups=sorted(groups, key=lambda group: group.group),
         ranks=[ranks[rank] for rank in sorted(ranks)],
         num_experts=num_experts,
+        membership=answers.membership,
     )
 
 

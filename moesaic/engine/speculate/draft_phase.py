@@ -203,8 +203,8 @@ class DraftPhase:
         ids_T = next_T
         if not self.model.reads_target:
             ids_T = np.concatenate((plan.token_ids, rows.gaps_G)) if plan.gaps else plan.token_ids
-        given_TH = self.model.of_target(hidden_TH)
-        return self._forward(which, ids_T, rows.positions_T, rows.sequences, given_TH)
+        hidden_TH = self.model.of_target(hidden_TH)
+        return self._forward(which, ids_T, rows.positions_T, rows.sequences, hidden_TH)
 
     def begin_store(
         self, plan: StepPlan, hidden_TH: Tensor, found_2R: Tensor, on_host: Sequence[int]
@@ -215,11 +215,11 @@ class DraftPhase:
             return None
         if self._runner.ranks.attention.size > 1:  # steps do not overlap
             return partial(self.store, plan, hidden_TH)
+        hidden_TH = self.model.of_target(hidden_TH)
         empty = StepResult([ItemResult() for _ in plan.items])
         rows_R = plan.logit_rows()[: plan.num_sampled]
         next_T, places_R = self._uploads.upload(tokens_behind(plan, empty), rows_R)
         next_T.index_copy_(0, places_R, found_2R[0])
-        hidden_TH = self.model.of_target(hidden_TH)
         self._store(next_T, plan.positions(), sequences_of(plan, self._table), hidden_TH)
         return self._rest(plan, hidden_TH, rows_R[on_host]) if len(on_host) else None
 
@@ -249,8 +249,8 @@ class DraftPhase:
             own = torch.from_numpy(next_T)[:, None]
             own = own if group.rank == 0 else own[:0]
             next_T = group.gather_rows(own, counts, "tokens for drafts").numpy()[:, 0]
-        given = plan.positions(), sequences_of(plan, self._table)
-        self._store(next_T, *given, self.model.of_target(hidden_TH))
+        hidden_TH = self.model.of_target(hidden_TH)
+        self._store(next_T, plan.positions(), sequences_of(plan, self._table), hidden_TH)
 
     def _store(
         self, ids_T: Ints | Tensor, positions_T: Ints, sequences: Sequences, hidden_TH: Tensor
