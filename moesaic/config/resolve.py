@@ -425,7 +425,7 @@ def _elastic(args: ServerArgs) -> Iterator[str]:
             f"{shown} with --overlap auto: a rank that is restarted cannot measure with the "
             "others; give --overlap tbo, sbo or off"
         )
-    algorithm = ALGORITHMS.get(SAME.get(name := args.speculative_algorithm or "", name))
+    algorithm = ALGORITHMS.get(name := args.speculative_algorithm or "")
     if algorithm is not None and algorithm.on_ranks:
         yield (
             f"{shown} with --speculative-algorithm {name}: the experts of a draft model are not "
