@@ -118,7 +118,7 @@ def read_head(
     """The head in the folder; ValueError if it is none, or not of this target. `is_third`: whether
     one of EAGLE-3 is asked for. `hot_tokens`: the only ones that one of EAGLE may propose.
     `random`: its weights are not read."""
-    raw = _flat(RawConfig.read(folder))
+    raw = _flat(RawConfig.read(folder, "--speculative-draft-model-path"))
     files = HeadFiles.of(folder, USUAL[is_third] if random else ())
     _check_kind(raw, files, is_third)
     raw.one_of("partial_rotary_factor", [1, None])

@@ -112,5 +112,5 @@ def _source(args: ServerArgs, resolved: ResolvedModel, mesh: Mesh) -> DraftSourc
     return EagleSource(made, scheme)
 
 
-for algorithm in ("EAGLE", "EAGLE3"):
+for algorithm in ("EAGLE", "NEXTN", "EAGLE3"):
     register_draft_model(algorithm, _source)
