@@ -555,6 +555,8 @@ def test_resolve_fills_in_what_was_left_open():
     args = resolve(make())
     assert (args.tokenizer_path, args.device) == ("m", "cpu")
     assert (args.attention_backend, args.sampling_backend) == ("torch_native", "pytorch")
+    draft = resolve(make(device="cpu", speculative_draft_attention_backend="fa3"))
+    assert draft.speculative_draft_attention_backend == "torch_native"
     assert (args.dtype, args.chunked_prefill_size) == ("auto", 2048)
     assert (args.load_balance_method, args.dist_timeout) == ("auto", 300.0)
     assert args.max_step_ms == 0
