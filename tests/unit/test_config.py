@@ -116,7 +116,7 @@ def test_command_line(line: str, field: str, value: object):
             "--page-size is 0: give at least 1; not supported: --enable-lora (LoRA adapters are "
             "not served: merge the adapter into the checkpoint (peft's merge_and_unload) and "
             "serve that); not built yet: --speculative-algorithm UNO (nothing makes such drafts "
-            "yet: give EAGLE, EAGLE3, STANDALONE, NGRAM)",
+            "yet: give EAGLE, NEXTN, EAGLE3, STANDALONE, NGRAM)",
         ),
         (
             "--magic 3 --max-loras-per-batch 4 --wand --enforce-shared-experts-fusion",
@@ -965,7 +965,7 @@ def test_graph_sizes_mean_nothing_on_cpu(caplog: pytest.LogCaptureFixture):
 def test_unset_speculative_flags_follow_from_the_others(line: str, steps: int, tokens: int):
     args = resolve(parse(f"--model-path m --device cpu --speculative-algorithm {line}"))
     found = speculation_of(args)
-    assert found == Speculation("EAGLE", steps, tokens)
+    assert found == Speculation(line.split()[0], steps, tokens)
     assert found.num_drafts == steps and resolve(args) == args
     assert args.speculative_eagle_topk == 1
 

@@ -386,6 +386,11 @@ class ModelRunner:
     def moe_layers(self) -> list[FusedMoE]:
         return [module for module in self.model.modules() if isinstance(module, FusedMoE)]
 
+    @property
+    def draft_layers(self) -> list[FusedMoE]:
+        """Those of the model that makes drafts, if it is one on this rank."""
+        return [] if self.draft is None else list(self.draft.model.experts)
+
     def record_pass(
         self, plan: StepPlan, agreement: StepAgreement, tokens: StepTokens | None
     ) -> None:
@@ -487,7 +492,7 @@ class ModelRunner:
 
     def reset_statistics(self) -> None:
         """Steps of the warm-up do not count."""
-        for layer in self.moe_layers:
+        for layer in self.moe_layers + self.draft_layers:
             layer.load.clear()
         for traffic in self.moe.comm.traffic.values():
             traffic.clear()

@@ -21,6 +21,9 @@ from moesaic.moe.registry import A2A_REGISTRY, MoeProblem
 
 logger = logging.getLogger(__name__)
 
+OWN_FLAGS = ("moe-runner-backend", "moe-a2a-backend")
+"""Those that draft models have behind `--speculative-`, too."""
+
 
 def draft_moe(
     args: ServerArgs,
@@ -99,8 +102,11 @@ def _make(target: MoeContext, problem: MoeProblem, limits: StepLimits, mesh: Mes
             combine_programs=target.combine_programs,
         )
     except ValueError as error:
+        message = str(error)
+        for flag in OWN_FLAGS:  # the target's is right
+            message = message.replace(f"--{flag}", f"--speculative-{flag}")
         raise ValueError(
             f"the draft model's experts have {problem.weights.name} weights "
             "(--speculative-moe-runner-backend and --speculative-moe-a2a-backend are the target's "
-            f"unless given): {error}"
+            f"unless given): {message}"
         ) from None
