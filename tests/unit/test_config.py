@@ -347,6 +347,10 @@ def test_missing_file_is_named(tmp_path: Path):
         ("--cuda-graph-bs 1 --disable-cuda-graph", "--cuda-graph-bs and --disable-cuda-graph"),
         ("--cuda-graph-bs 1 64 --cuda-graph-max-bs 32", "has 64, more than --cuda-graph-max-bs 32"),
         (
+            "--disaggregation-mode decode --disaggregation-transfer-backend cuda_ipc --device cpu",
+            "cuda_ipc with --device cpu: it moves caches of cuda ranks: give auto, which takes",
+        ),
+        (
             "--disaggregation-decode-enable-radix-cache",
             "needs --disaggregation-mode decode, not null",
         ),
@@ -966,3 +970,33 @@ def test_unset_speculative_flags_follow_from_the_others(line: str, steps: int, t
     assert found == Speculation(line.split()[0], steps, tokens)
     assert found.num_drafts == steps and resolve(args) == args
     assert args.speculative_eagle_topk == 1
+
+
+def decode_by(transport: str) -> ServerArgs:
+    return ServerArgs(
+        model_path="m",
+        device="cpu",
+        disaggregation_mode="decode",
+        disaggregation_transfer_backend=transport,
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"), [("mooncake", "auto"), ("mori", "auto"), ("mooncake_tcp", "tcp")]
+)
+def test_transfer_backends_by_other_names(
+    asked: str, meant: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    args = decode_by(asked)
+    assert resolve(args).disaggregation_transfer_backend == meant
+    assert f"it does what {asked} asks for" in caplog.text
+
+
+def test_nixl_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    args, module = decode_by("nixl"), import_module("moesaic.config.resolve")
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"not installed: pip install 'moesaic\[nixl\]'"):
+        resolve(args)
+    monkeypatch.setattr(module, "find_spec", lambda name: object())
+    assert resolve(args).disaggregation_transfer_backend == "nixl"
