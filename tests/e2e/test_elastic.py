@@ -118,6 +118,8 @@ def test_answers_survive_the_loss_of_ranks() -> None:
             found = info(engine)
             told = found["membership"]
             assert (told["lost"], told["returned"], told["live"]) == (4, 4, [0, 1, 2, 3])
+            stats = engine.get_stats()
+            assert stats.membership is not None and stats.membership.live == [0, 1, 2, 3]
             assert told["moved_requests"] >= 2 and all(one["seconds"] for one in told["changes"])
             assert all(one["pid"] != pids[one["rank"]] for one in found["ranks"])
             assert (found["running"], found["waiting"], found["pages_used"]) == (0, 0, 0)
