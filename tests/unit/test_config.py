@@ -347,7 +347,33 @@ def test_missing_file_is_named(tmp_path: Path):
         ("--speculative-num-draft-tokens 4", "needs --speculative-algorithm"),
         ("--speculative-ngram-capacity 9", "--speculative-ngram-capacity 9 needs --speculative-a"),
         ("--disable-speculative-adaptive", "needs --speculative-algorithm"),
-        ("--speculative-algorithm NEXTN --speculative-eagle-topk 4", "not a tree: give 1"),
+        ("--speculative-algorithm NEXTN --speculative-eagle-topk 4", "4 needs --speculative-num-s"),
+        (
+            "--speculative-algorithm NEXTN --speculative-eagle-topk 2 --speculative-num-steps 2 "
+            "--speculative-num-draft-tokens 8",
+            "only 6 drafts are found, and the newest token makes them 7: give at most that",
+        ),
+        (
+            "--speculative-algorithm NEXTN --speculative-eagle-topk 4 --speculative-num-steps 2 "
+            "--speculative-num-draft-tokens 4",
+            "more branches than drafts: give a topk of at most 3",
+        ),
+        (
+            "--speculative-algorithm NEXTN --speculative-eagle-topk 8 --speculative-num-steps 5 "
+            "--speculative-num-draft-tokens 60",
+            "behind them, are 93, and at most 64 may be in a tree",
+        ),
+        (
+            "--speculative-algorithm NGRAM --speculative-ngram-min-bfs-breadth 4 "
+            "--speculative-ngram-max-bfs-breadth 2",
+            "give at most 2",
+        ),
+        (
+            "--speculative-algorithm NGRAM --speculative-ngram-max-bfs-breadth 2 "
+            "--speculative-num-draft-tokens 70",
+            "a tree has at most 64 tokens: give that, or 1 of the other",
+        ),
+        ("--speculative-ngram-max-bfs-breadth 2", "2 needs --speculative-algorithm"),
         ("--speculative-algorithm NEXTN --speculative-draft-model D", "takes none: leave it out"),
         ("--speculative-algorithm NEXTN --speculative-num-draft-tokens 1", "give at least 2"),
         (
@@ -940,3 +966,25 @@ def test_unset_speculative_flags_follow_from_the_others(line: str, steps: int, t
     assert found == Speculation("EAGLE", steps, tokens)
     assert found.num_drafts == steps and resolve(args) == args
     assert args.speculative_eagle_topk == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "topk", "trees"),
+    [
+        ("NGRAM", 1, True),
+        ("NGRAM --speculative-ngram-max-bfs-breadth 1", 1, False),
+        ("NGRAM --speculative-num-draft-tokens 64", 1, True),
+        ("NGRAM --speculative-num-draft-tokens 65", 1, False),
+        (
+            "NEXTN --speculative-eagle-topk 8 --speculative-num-steps 3 "
+            "--speculative-num-draft-tokens 32",
+            8,
+            True,
+        ),
+    ],
+)
+def test_which_drafts_are_trees(line: str, topk: int, trees: bool):
+    args = resolve(parse(f"--model-path m --device cpu --speculative-algorithm {line}"))
+    found = speculation_of(args)
+    assert found is not None and (found.topk, found.has_trees) == (topk, trees)
+    assert found.num_draft_tokens == args.speculative_num_draft_tokens and resolve(args) == args
