@@ -32,7 +32,7 @@ class Drafter(Protocol):
     """Proposes tokens. Steps verify the proposals, so that they change no answer."""
 
     def propose(self, requests: Sequence[Request]) -> None:
-        """Sets `drafts` of requests that decode, to follow the tokens that the host knows. Of those
+        """Sets `drafts` (and `draft_parents`, if these are trees) of requests that decode, to follow the tokens that the host knows. Of those
         with tokens in flight it only counts whether there are any: then the next step waits."""
 
 
