@@ -42,9 +42,13 @@ REFUSED_A2A_BACKENDS = dict.fromkeys(
 REFUSED_RUNNER_BACKENDS = dict.fromkeys(
     OTHER_RUNNER_BACKENDS, "it is not built: leave it out, and the weights decide, " + REGISTER
 ) | dict.fromkeys(LORA_RUNNER_BACKENDS, "LoRA adapters are not served: leave it out")
-TRANSFER_BACKENDS = ("mooncake", "nixl", "ascend", "fake", "mori", "mooncake_tcp")
-# Those that transfer something have one provider so far.
-TRANSFER_BACKENDS_BY_TCP = ("nixl", "ascend", "mori", "mooncake_tcp")
+TRANSFER_BACKENDS = ("auto", "shm", "cuda_ipc", "tcp", "nixl", "fake")
+# SGLang's others, by what does the same here.
+OTHER_TRANSFER_BACKENDS = dict.fromkeys(("mooncake", "ascend", "mori"), "auto") | {
+    "mooncake_tcp": "tcp"
+}
+# The only device of some.
+TRANSFER_DEVICES = {"shm": "cpu", "cuda_ipc": "cuda", "nixl": "cpu"}
 
 
 @dataclass(frozen=True)
@@ -324,8 +328,17 @@ class ElasticArgs:
     GROUP: ClassVar[str] = "Elastic expert parallelism"
     WHY: ClassVar[str] = "the number of ranks is fixed"
 
-    elastic_ep_backend: str | None = not_built(
-        None, "Continue when ranks fail or join.", choices=("mooncake", "nixl"), unset=("none",)
+    elastic_ep_backend: str | None = flag(
+        None,
+        "Go on without ranks that are lost, and restart them; the name does not choose how.",
+        choices=("mooncake", "nixl"),
+        unset=("none",),
+    )
+    restart_limit: int = flag(
+        10,
+        "With --elastic-ep-backend: how often in a row a rank may be lost within a second of its "
+        "return, or before it, until the service ends; 0: no limit.",
+        at_least=0,
     )
     mooncake_ib_device: str | None = not_built(
         None, "InfiniBand devices, comma-separated; unset: detected."

@@ -11,11 +11,11 @@ from moesaic.config.args_engine import (
 )
 from moesaic.config.args_parallel import (
     A2A_BACKENDS,
+    OTHER_TRANSFER_BACKENDS,
     REFUSED_A2A_BACKENDS,
     REFUSED_RUNNER_BACKENDS,
     RUNNER_BACKENDS,
     TRANSFER_BACKENDS,
-    TRANSFER_BACKENDS_BY_TCP,
 )
 from moesaic.config.flags import flag, not_built
 from moesaic.core.speculation import ALGORITHMS, MOST_DRAFTS, SAME, UNQUANTISED
@@ -28,7 +28,8 @@ class SpeculativeArgs:
     speculative_algorithm: str | None = flag(
         None,
         "How draft tokens are made, which steps verify; unset: a step decodes one token of a "
-        "request. EAGLE and NEXTN: by the checkpoint's own layer for multi-token prediction.",
+        "request. EAGLE, EAGLE3: by the head in --speculative-draft-model-path; EAGLE without one, "
+        "and NEXTN: by the checkpoint's own layer for multi-token prediction.",
         choices=("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", "DFLASH", "DSPARK", "UNO"),
         same=SAME,
         built=tuple(ALGORITHMS),
@@ -36,7 +37,8 @@ class SpeculativeArgs:
     )
     speculative_draft_model_path: str | None = flag(
         None,
-        "Folder of the draft model of STANDALONE: a smaller model with the target's vocabulary.",
+        "Folder of the head of EAGLE or EAGLE3, or of STANDALONE's draft model: a smaller one with "
+        "the target's vocabulary.",
         aliases=("--speculative-draft-model",),
         metavar="DIR",
     )
@@ -80,11 +82,11 @@ class SpeculativeArgs:
         at_most=1,
         why="drafts never change an answer",
     )
-    speculative_token_map: str | None = not_built(
+    speculative_token_map: str | None = flag(
         None,
-        "File with the drafter's vocabulary.",
+        "File with the token ids that EAGLE and NEXTN may propose: a list, of torch.save or JSON; "
+        "fewer make drafts cheaper.",
         metavar="FILE",
-        why="drafts are made of the whole vocabulary",
     )
     speculative_attention_mode: str = flag(
         "prefill",
@@ -96,7 +98,8 @@ class SpeculativeArgs:
     )
     speculative_draft_attention_backend: str | None = flag(
         None,
-        "Attention kernels of the drafter: those of the device, whichever is named.",
+        "Attention kernels of the draft model: torch_native on CPU, triton on CUDA, whichever is "
+        "named.",
         choices=ATTENTION_BACKENDS,
         idle=ATTENTION_KERNELS,
         built=("auto",),
@@ -161,12 +164,13 @@ class DisaggregationArgs:
         choices=("null", "prefill", "decode"),
     )
     disaggregation_transfer_backend: str = flag(
-        "mooncake",
-        "How the KV cache is transferred: by TCP, whichever is named.",
+        "auto",
+        "How KV caches are transferred. auto: on one machine by shared memory or CUDA IPC, else by "
+        "TCP; so do all others where a rank of the other instance cannot use what is named.",
         choices=TRANSFER_BACKENDS,
-        idle=TRANSFER_BACKENDS_BY_TCP,
-        built=("mooncake",),
-        why="KV caches travel by TCP",
+        same=OTHER_TRANSFER_BACKENDS,
+        built=tuple(name for name in TRANSFER_BACKENDS if name != "fake"),
+        why="it transfers nothing",
     )
     disaggregation_bootstrap_port: int = flag(
         8998,
@@ -175,7 +179,7 @@ class DisaggregationArgs:
         at_most=65535,
     )
     disaggregation_ib_device: str | None = not_built(
-        None, "InfiniBand devices, comma-separated.", why="KV caches travel by TCP"
+        None, "InfiniBand devices, comma-separated.", why="UCX_NET_DEVICES tells nixl which to use"
     )
     disaggregation_decode_enable_radix_cache: bool = flag(
         False,

@@ -9,9 +9,11 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import Any
 
 from moesaic.config.args import ServerArgs
+from moesaic.config.args_parallel import TRANSFER_DEVICES
 from moesaic.config.balance_rules import balance_contradictions
 from moesaic.config.deepep import read_deepep_config
 from moesaic.config.devices import (
@@ -149,8 +151,18 @@ def _logged(args: ServerArgs) -> Iterator[FlagChange]:
         yield FlagChange(
             "skip_tokenizer_init", True, "a shape has no tokenizer: requests are token ids"
         )
+    if _may_lose_groups(args):
+        why = "with --elastic-ep-backend each attention group computes without the others"
+        if args.moe_dense_tp_size is None:
+            yield FlagChange("moe_dense_tp_size", 1, why)
+        yield FlagChange("enable_dp_lm_head", True, why)
     if args.nnodes > 1 and args.dist_init_addr is None:
         yield FlagChange("dist_init_addr", master_address(), "MASTER_ADDR and MASTER_PORT say so")
+
+
+def _may_lose_groups(args: ServerArgs) -> bool:
+    groups = args.enable_dp_attention and args.dp_size > 1
+    return args.elastic_ep_backend is not None and groups
 
 
 def _defaults(args: ServerArgs) -> Iterator[FlagChange]:
@@ -166,6 +178,9 @@ def _defaults(args: ServerArgs) -> Iterator[FlagChange]:
     if DEVICE_VARIABLE in os.environ:  # else it is logged
         yield FlagChange("device", device, device_reason(args))
     yield FlagChange("attention_backend", ATTENTION[device], f"the only one on {device}")
+    if args.speculative_draft_attention_backend is not None:
+        field = "speculative_draft_attention_backend"
+        yield FlagChange(field, ATTENTION[device], f"the only one on {device}")
     yield FlagChange("sampling_backend", SAMPLING[device], f"the only one on {device}")
     if args.schedule_policy in specs(ServerArgs)["schedule_policy"].flag.idle:
         yield FlagChange("schedule_policy", "fcfs", "the only order")
@@ -395,8 +410,27 @@ def _elastic(args: ServerArgs) -> Iterator[str]:
         for typed in given(args, "elastic_ep_join_mode", "elastic_ep_initial_size", "max_ep_size"):
             yield f"{typed} needs --elastic-ep-backend mooncake"
         return
-    if args.pp_size > 1:
-        yield f"--elastic-ep-backend works without a pipeline: --pp-size is {args.pp_size}, give 1"
+    shown = f"--elastic-ep-backend {args.elastic_ep_backend}"
+    if (device := device_of(args)) != "cpu":
+        yield f"{shown} with --device {device}: only CPU ranks are restarted so far; leave it out"
+    if args.nnodes > 1:
+        yield f"{shown} with --nnodes {args.nnodes}: ranks of one node are restarted so far; give 1"
+    if args.disaggregation_mode != "null":
+        yield (
+            f"{shown} with --disaggregation-mode {args.disaggregation_mode}: KV caches on their "
+            "way do not outlive a rank yet; leave one of them out"
+        )
+    if args.overlap == "auto":
+        yield (
+            f"{shown} with --overlap auto: a rank that is restarted cannot measure with the "
+            "others; give --overlap tbo, sbo or off"
+        )
+    algorithm = ALGORITHMS.get(SAME.get(name := args.speculative_algorithm or "", name))
+    if algorithm is not None and algorithm.on_ranks:
+        yield (
+            f"{shown} with --speculative-algorithm {name}: the experts of a draft model are not "
+            "taken over yet; give NGRAM, or leave one of them out"
+        )
     if args.max_ep_size is not None and args.max_ep_size < args.ep_size:
         yield f"--max-ep-size is {args.max_ep_size}: give at least --ep-size {args.ep_size}"
     if args.elastic_ep_join_mode == "scale" and args.elastic_ep_join_rank_offset == 0:
@@ -436,8 +470,17 @@ def _roles(args: ServerArgs) -> Iterator[str]:
 def _halves(args: ServerArgs) -> Iterator[str]:
     """What an instance that does one half of its requests cannot have."""
     shown = f"--disaggregation-mode {args.disaggregation_mode}"
-    if (device := device_of(args)) != "cpu":
-        yield f"{shown} with --device {device}: KV caches travel between CPU ranks only so far"
+    device, asked = device_of(args), args.disaggregation_transfer_backend
+    if (needed := TRANSFER_DEVICES.get(asked, device)) != device:
+        yield (
+            f"--disaggregation-transfer-backend {asked} with --device {device}: it moves caches of "
+            f"{needed} ranks: give auto, which takes the best one there is"
+        )
+    if asked == "nixl" and find_spec("nixl") is None:
+        yield (
+            "--disaggregation-transfer-backend nixl: the package nixl is not installed: pip "
+            "install 'moesaic[nixl]', or give auto"
+        )
     algorithm = ALGORITHMS.get(SAME.get(name := args.speculative_algorithm or "", name))
     if algorithm is not None and algorithm.on_ranks:
         yield (

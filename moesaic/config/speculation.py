@@ -15,6 +15,7 @@ ONE_TOKEN = "--speculative-num-draft-tokens is 1, the newest token alone: give a
 NEED_ALGORITHM = (
     *COUNTS,
     "speculative_draft_model_path",
+    "speculative_token_map",
     "disable_speculative_adaptive",
     "speculative_ngram_min_bfs_breadth",
     "speculative_ngram_max_bfs_breadth",
@@ -44,8 +45,6 @@ def speculation_defaults(args: ServerArgs) -> Iterator[tuple[str, object, str]]:
         return
     if args.speculative_attention_mode != "prefill":
         yield "speculative_attention_mode", "prefill", "one kernel serves both"
-    if args.speculative_draft_attention_backend is not None:
-        yield "speculative_draft_attention_backend", None, "those of the device"
     name = SAME.get(name, name)
     default, why = ALGORITHMS[name], f"the default of {name}"
     if args.speculative_num_steps is None:
@@ -73,10 +72,14 @@ def speculation_problems(args: ServerArgs) -> Iterator[str]:
         if known.needs_model and args.speculative_draft_model_path is None:
             yield f"{shown} needs --speculative-draft-model-path DIR: the model that makes drafts"
         if not known.takes_model and args.speculative_draft_model_path is not None:
-            how = "drafts with a layer of the target's checkpoint" if known.on_ranks else "has none"
             yield (
-                f"{_shown(args, 'speculative_draft_model_path')}: {shown} {how} and takes none: "
+                f"{_shown(args, 'speculative_draft_model_path')}: {shown} has no draft model: "
                 "leave it out"
+            )
+        if known.no_token_map and args.speculative_token_map is not None:
+            yield (
+                f"{_shown(args, 'speculative_token_map')}: {shown} {known.no_token_map}: leave it "
+                "out"
             )
         if not known.on_ranks:
             yield from _without_models(args, shown)

@@ -11,6 +11,7 @@ import msgspec
 
 from moesaic.core.rank_state import RankSnapshot
 from moesaic.core.request import FinishReason, NewRequest, TopLogprobs
+from moesaic.core.stats import MembershipStats
 
 
 class Message(msgspec.Struct, tag=True, tag_field="_", array_like=True):
@@ -56,6 +57,10 @@ class QueryReply(Message):
     group: int
     value: Any
     rank: int = -1
+    lost: bool = False
+    """From the supervisor: this rank or group is lost, and has no value."""
+    membership: MembershipStats | None = None
+    """From the supervisor, with its own view."""
 
 
 class RequestDelta(msgspec.Struct, array_like=True, gc=False):
@@ -136,11 +141,27 @@ class StepAbandoned(Message):
 
 class ResumeSteps(Message):
     """To all ranks of a replica once all have abandoned their step: continue from this round.
-    `suspects`: those of each serving group; while there are any, one group steps at a time."""
+    `suspects`: those of each serving group; while there are any, one group steps at a time.
+    `active`: the live ranks of the replica. `epoch` grows when these change. `reset`: serving
+    groups whose requests are submitted anew, as one of their ranks is or was lost."""
 
     generation: int
     round: int
     suspects: list[int]
+    active: list[int] = []
+    epoch: int = 1
+    reset: list[int] = []
+
+
+class MembersAdopted(Message):
+    """From a rank that has adopted the live ranks of an epoch. `experts`: how many it has read into
+    slots of replicas, as no other rank had them, of `nbytes` in all."""
+
+    rank: int
+    epoch: int
+    experts: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
 
 
 class SlowStep(Message):
@@ -210,6 +231,7 @@ AnyMessage = (
     | RollbackStep
     | StepAbandoned
     | ResumeSteps
+    | MembersAdopted
     | SlowStep
     | Failed
     | Fault

@@ -18,16 +18,33 @@ class Algorithm:
     takes_model: bool = False
     """--speculative-draft-model-path may name a model."""
     needs_model: bool = False
+    no_token_map: str = ""
+    """Why --speculative-token-map may not name the tokens that are proposed; empty if it may."""
     on_ranks: bool = True
     """A model makes the drafts, on the same ranks as the target; if not, the planner's host."""
 
 
 ALGORITHMS: Final = {
-    "EAGLE": Algorithm("moesaic.engine.speculate.nextn"),
-    "STANDALONE": Algorithm(
-        "moesaic.engine.speculate.standalone", takes_model=True, needs_model=True
+    "EAGLE": Algorithm("moesaic.engine.speculate.eagle", takes_model=True),
+    "EAGLE3": Algorithm(
+        "moesaic.engine.speculate.eagle",
+        takes_model=True,
+        needs_model=True,
+        no_token_map="has a map of its own, in the head's d2t",
     ),
-    "NGRAM": Algorithm("moesaic.engine.speculate.ngram", 11, 12, on_ranks=False),
+    "STANDALONE": Algorithm(
+        "moesaic.engine.speculate.standalone",
+        takes_model=True,
+        needs_model=True,
+        no_token_map="proposes tokens of a whole model",
+    ),
+    "NGRAM": Algorithm(
+        "moesaic.engine.speculate.ngram",
+        num_steps=11,
+        num_draft_tokens=12,
+        on_ranks=False,
+        no_token_map="has no draft model",
+    ),
 }
 """By the value of --speculative-algorithm."""
 SAME: Final = {"NEXTN": "EAGLE"}

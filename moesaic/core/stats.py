@@ -102,6 +102,44 @@ class GroupStats(msgspec.Struct, array_like=True):
     """Those that did not arrive, and are computed here."""
 
 
+class MembershipChange(msgspec.Struct):
+    """A loss or a return of ranks. Seconds count from when it was noticed."""
+
+    epoch: int
+    kind: str
+    """lost or returned."""
+    ranks: list[int]
+    cause: str
+    when: float
+    """Seconds since the epoch of the clock."""
+    live: list[int]
+    """The ranks of the replica that live from then on."""
+    moved_requests: int = 0
+    experts: int = 0
+    """Those that live ranks read again, as no other rank had them."""
+    nbytes: int = 0
+    abandoned_seconds: float | None = None
+    """Until all live ranks had abandoned their step."""
+    seconds: float | None = None
+    """Until all of them had adopted the epoch; None: they have not."""
+
+
+class MembershipStats(msgspec.Struct):
+    """Of a service that goes on without ranks that are lost."""
+
+    live: list[int]
+    lost: int = 0
+    """How often a rank was lost since the start."""
+    returned: int = 0
+    moved_requests: int = 0
+    experts: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    """Of all changes together."""
+    changes: list[MembershipChange] = []
+    """The last ones, and those in progress."""
+
+
 class EngineStats(msgspec.Struct):
     when: float
     """Seconds since the epoch."""
@@ -110,3 +148,5 @@ class EngineStats(msgspec.Struct):
     ranks: list[RankStats]
     num_experts: int = 0
     """Logical experts of a layer."""
+    membership: MembershipStats | None = None
+    """Where ranks may be lost."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -19,6 +19,7 @@ MARK: Final = b"MOEk"
 MOST_HEAD: Final = 1 << 26  # logprobs of a long prompt, and a target with many ranks
 MOST_BODY: Final = 1 << 30
 
+NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 Buffer = bytes | bytearray | memoryview
 
 
@@ -95,9 +96,37 @@ class Broken(TransferMessage):
     why: str
 
 
+class Place(msgspec.Struct, array_like=True, frozen=True):
+    """A region of a send buffer, with these bytes as long as its entry has this epoch."""
+
+    offset: NotNegative
+    nbytes: NotNegative
+    entry: NotNegative
+    epoch: int
+
+
+class Exported(TransferMessage):
+    """From a rank to a rank of the other instance: how its send buffer may be read."""
+
+    transport: str
+    handle: bytes
+
+
+class Opened(TransferMessage):
+    """The answer: it can be read, or `why` not."""
+
+    why: str
+
+
+class Taken(TransferMessage):
+    """From a rank to one that has put something into its send buffer: nobody reads it any more."""
+
+    entry: NotNegative
+
+
 class Chunk(TransferMessage):
-    """From a rank to a rank of the other instance, with keys and then values behind it, each
-    [layers, tokens, heads, channels]: of the tokens from `first` up to `stop`."""
+    """From a rank to a rank of the other instance: keys and then values, each [layers, tokens,
+    heads, channels], of the tokens from `first` up to `stop`. They follow, or are at a `place`."""
 
     ticket: Ticket
     first: int
@@ -105,6 +134,7 @@ class Chunk(TransferMessage):
     layers: tuple[int, int]
     heads: tuple[int, int]
     dtype: str
+    place: Place | None = None
 
 
 class PromptResult(TransferMessage):
@@ -133,6 +163,9 @@ AnyTransferMessage = (
     | Close
     | Arrived
     | Broken
+    | Exported
+    | Opened
+    | Taken
     | Chunk
     | PromptResult
 )

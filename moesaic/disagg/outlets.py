@@ -1,12 +1,14 @@
 """Connections to the ranks of other instances, to send KV caches on.
 
-Each has a thread, so that a step waits for the network only once much is on its way; and then not
-for a peer that takes nothing.
+Each has a thread, so that a step waits for others only once much is on its way; and then not for a
+peer that takes nothing. What is sent lies in the send buffer: a rank of the same machine reads it
+there, for others it is sent by TCP.
 """
 
 from __future__ import annotations
 
 import logging
+import select
 import socket
 import threading
 import time
@@ -14,11 +16,28 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Final
+from typing import Any, Final
+
+import torch
+from msgspec.structs import replace
 
 from moesaic.comm.network.connect import connect
 from moesaic.comm.network.handshake import Identity, Role
-from moesaic.disagg.messages import Buffer
+from moesaic.disagg.host_buffer import HostBuffer, bytes_of
+from moesaic.disagg.messages import (
+    Buffer,
+    Chunk,
+    Exported,
+    Malformed,
+    Opened,
+    Place,
+    Taken,
+    TransferMessage,
+    frame,
+    receive,
+)
+from moesaic.disagg.send_buffer import SendBuffer
+from moesaic.disagg.transports.registry import TCP, TRANSPORTS
 
 logger = logging.getLogger(__name__)
 
@@ -30,30 +49,38 @@ STALL_SECONDS: Final = 5.0
 HOLD_SECONDS: Final = 1.0
 # A peer that could not be reached is not tried again for so long.
 REST_SECONDS: Final = 2.0
-# What may be on its way to all ranks together. The memory plan counts it.
-MOST_QUEUED: Final = 256 << 20
 
 
 class KVOutlet:
-    """To one rank. A frame that cannot be sent is dropped: the other instance then misses it.
-    `changed`: of all outlets, whose lock is held where a method says so."""
+    """To one rank. What cannot be sent is dropped: the other instance then misses it. The lock is
+    that of the send buffer, and held where a method says so."""
 
     def __init__(
         self,
         address: tuple[str, int],
         own: Identity,
         secret: bytes,
-        changed: threading.Condition,
+        buffer: SendBuffer,
+        transport: str = TCP,
     ) -> None:
         self._address, self._own, self._secret = address, own, secret
-        self._changed = changed
-        self._queue: deque[list[Buffer]] = deque()
-        self._connection: socket.socket | None = None
-        self._rests_until = 0.0
+        self._buffer, self._offered = buffer, transport
+        self._changed = buffer.changed
+        self._queue: deque[tuple[TransferMessage, Any]] = deque()
+        """Each with what it waits for on the device."""
+        self._held: dict[int, Place] = {}
+        """The regions that are not given back yet, by entry."""
+        self._read: set[int] = set()
+        """Those of which the peer knows."""
         self._moved = time.monotonic()
-        """When something was sent, or there was nothing to send."""
-        self.queued = 0
-        """Bytes, those included that are being sent."""
+        """When something was sent or taken, or there was nothing to send."""
+        self._connection: socket.socket | None = None
+        self._body = HostBuffer(buffer.device)
+        self._rests_until = 0.0
+        self._lost = ""
+        """Why the connection has ended, if its reader found out."""
+        self.transport = ""
+        """What the peer reads by, once it is connected."""
         self.bytes_sent = 0
         threading.Thread(target=self._run, name="kv-outlet", daemon=True).start()
 
@@ -61,105 +88,214 @@ class KVOutlet:
     def rests(self) -> bool:
         return time.monotonic() < self._rests_until
 
-    @property
-    def is_stuck(self) -> bool:
-        """With the lock."""
-        return self.queued > 0 and time.monotonic() - self._moved > HOLD_SECONDS
+    def is_stuck(self, seconds: float) -> bool:
+        """With the lock: it has taken nothing for so long."""
+        return bool(self._held) and time.monotonic() - self._moved > seconds
 
-    def append(self, buffers: list[Buffer]) -> None:
+    @property
+    def held_bytes(self) -> int:
         """With the lock."""
-        if not self.queued:
+        return sum(place.nbytes for place in self._held.values())
+
+    def hold(self, place: Place) -> None:
+        """With the lock: a region that is filled and put next."""
+        if not self._held:
             self._moved = time.monotonic()
-        self._queue.append(buffers)
-        self.queued += _size(buffers)
-        self._changed.notify_all()
+        self._held[place.entry] = place
+
+    def put(self, message: TransferMessage) -> None:
+        event = None
+        if isinstance(message, Chunk) and self._buffer.device.type == "cuda":
+            event = torch.cuda.Event(blocking=True)
+            event.record(torch.cuda.current_stream(self._buffer.device))
+        with self._changed:
+            if self.rests:
+                self._drop_message(message)
+            else:
+                self._queue.append((message, event))
+            self._changed.notify_all()
 
     def drop(self, why: str) -> None:
         """With the lock: gives up what waits. The peer sees the end of the connection."""
-        host, port = self._address
-        logger.warning("no KV cache can be sent to %s:%d: %s", host, port, why)
+        logger.warning("no KV cache can be sent to %s: %s", self, why)
         self._rests_until = time.monotonic() + REST_SECONDS
-        self.queued -= sum(map(_size, self._queue))
+        self._disconnect()
+        for message, _ in self._queue:
+            self._drop_message(message)
         self._queue.clear()
-        self._moved = time.monotonic()
-        if self._connection is not None:  # its thread may be sending
-            with suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RDWR)
         self._changed.notify_all()
 
     def _run(self) -> None:
         while True:
+            message: TransferMessage | None = None
             with self._changed:
-                self._changed.wait_for(lambda: self._queue)
-                buffers = self._queue.popleft()
+                self._changed.wait_for(lambda: self._queue or self._lost, STALL_SECONDS / 10)
+                self._look_after_peer()
+                message, event = self._queue.popleft() if self._queue else (None, None)
             try:
-                self._send(buffers)
+                if message is not None:
+                    self._send(message, event)
             except (OSError, ValueError) as error:  # ValueError: no host has such a name
-                self._give_up(error)
-            with self._changed:
-                self.queued -= _size(buffers)
-                self._changed.notify_all()
+                with self._changed:
+                    self._drop_message(message)
+                    if not self.rests:
+                        self.drop(str(error))
 
-    def _send(self, buffers: Sequence[Buffer]) -> None:
-        if self._connection is None:
-            dial = partial(socket.create_connection, self._address, CONNECT_SECONDS)
-            made, _ = connect(dial, Role.KV, self._own, self._secret, CONNECT_SECONDS, waits=False)
-            assert isinstance(made, socket.socket), "a data link is not encrypted"
-            made.settimeout(STALL_SECONDS)
-            self._connection = made
-            if self.rests:
-                raise ConnectionError("it was given up while it was connected to")
-        for buffer in buffers:
-            left = memoryview(buffer)
+    def _look_after_peer(self) -> None:
+        """With the lock. A connection that has ended is made again when it is needed."""
+        if self._lost:
+            if self._read:
+                logger.warning("%s has not read all of its KV caches: %s", self, self._lost)
+            self._disconnect()
+        elif self._read and self.is_stuck(STALL_SECONDS):
+            self.drop(f"it took nothing for {STALL_SECONDS:g} s")
+
+    def _send(self, message: TransferMessage, event: Any) -> None:
+        connection = self._connection or self._connect()
+        if event is not None:
+            event.synchronize()
+            self._moved = time.monotonic()
+        if not isinstance(message, Chunk) or message.place is None:
+            self._send_frame(connection, message)
+        elif self.transport == TCP:
+            body = self._body.copy_of(self._buffer.at(message.place))
+            self._send_frame(connection, replace(message, place=None), [bytes_of(body)])
+            self._give_back(message.place.entry)
+        else:
+            with self._changed:
+                self._read.add(message.place.entry)
+            self._send_frame(connection, message)
+            self.bytes_sent += message.place.nbytes
+
+    def _send_frame(
+        self, connection: socket.socket, message: TransferMessage, body: Sequence[Buffer] = ()
+    ) -> None:
+        for part in frame(message, body):
+            left = memoryview(part)
             while left:
-                sent = self._connection.send(left)
+                sent = connection.send(left)
                 left, self._moved = left[sent:], time.monotonic()
                 self.bytes_sent += sent
 
-    def _give_up(self, error: Exception) -> None:
+    def _connect(self) -> socket.socket:
+        dial = partial(socket.create_connection, self._address, CONNECT_SECONDS)
+        made, _ = connect(dial, Role.KV, self._own, self._secret, CONNECT_SECONDS, waits=False)
+        assert isinstance(made, socket.socket), "a data link is not encrypted"
+        made.settimeout(STALL_SECONDS)
+        self.transport = self._agree(made)
         with self._changed:
-            if not self.rests:
-                self.drop(str(error))
-            connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+            if self.rests:
+                made.close()
+                raise ConnectionError("it was given up while it was connected to")
+            self._connection, self._lost = made, ""
+        threading.Thread(target=self._read_answers, args=(made,), daemon=True).start()
+        return made
+
+    def _agree(self, connection: socket.socket) -> str:
+        """The transport that the peer can read by."""
+        if self._offered == TCP:
+            return TCP
+        handle = TRANSPORTS[self._offered].export(self._buffer)
+        self._send_frame(connection, Exported(self._offered, handle))
+        answer, _ = receive(connection)
+        if not isinstance(answer, Opened):
+            raise Malformed(f"a {type(answer).__name__} in answer to a send buffer")
+        if not answer.why:
+            return self._offered
+        logger.info("KV caches go to %s by TCP, not %s: %s", self, self._offered, answer.why)
+        return TCP
+
+    def _read_answers(self, connection: socket.socket) -> None:
+        why, poll = "its answers cannot be read", select.poll()
+        poll.register(connection, select.POLLIN)
+        try:
+            while poll.poll():  # without the connection's limit, which is that of sending
+                message, size = receive(connection)
+                if size or not isinstance(message, Taken):
+                    raise Malformed(f"a {type(message).__name__}, which no outlet gets")
+                self._give_back(message.entry)
+        except (OSError, ValueError) as error:
+            why = str(error)
+        finally:
+            with self._changed:
+                if self._connection is connection:
+                    self._lost = why
+                    self._changed.notify_all()
+
+    def _give_back(self, entry: int) -> None:
+        with self._changed:
+            place = self._held.pop(entry, None)
+            if place is None:
+                raise Malformed(f"entry {entry} of the send buffer is not this peer's")
+            self._read.discard(entry)
+            self._moved = time.monotonic()
+            self._buffer.give_back(place)
+
+    def _drop_message(self, message: TransferMessage | None) -> None:
+        """With the lock."""
+        place = message.place if isinstance(message, Chunk) else None
+        if place is not None and place.entry in self._held:
+            self._give_back(place.entry)
+
+    def _disconnect(self) -> None:
+        """With the lock. What the peer knows of is given back."""
+        if self._connection is not None:
+            with suppress(OSError):  # its reader waits on it, and a thread may be sending
+                self._connection.shutdown(socket.SHUT_RDWR)
+            self._connection.close()
+        self._connection, self._lost = None, ""
+        for entry in list(self._read):
+            self._give_back(entry)
+
+    def __str__(self) -> str:
+        host, port = self._address
+        return f"{host}:{port}"
 
 
 class KVOutlets:
-    """By address, made at first use."""
+    """By address, made at first use. `transport`: what is offered to peers."""
 
-    def __init__(self, own: Identity, secret: bytes) -> None:
+    def __init__(
+        self, own: Identity, secret: bytes, buffer: SendBuffer, transport: str = TCP
+    ) -> None:
         self._own, self._secret = own, secret
+        self.buffer, self._transport = buffer, transport
         self._outlets: dict[tuple[str, int], KVOutlet] = {}
-        self._changed = threading.Condition()
 
-    def put(self, host: str, port: int, buffers: list[Buffer]) -> None:
-        """Waits while too much is on its way, but not for a peer that takes nothing."""
-        with self._changed:
+    def take(self, host: str, port: int, nbytes: int) -> Place | None:
+        """A region of the send buffer for a chunk that is then put; None: the peer is not reached.
+        Waits while too much is on its way, but not for a peer that takes nothing."""
+        outlet, half = self._outlet(host, port), max(self.buffer.nbytes // 2, nbytes)
+        with self.buffer.changed:
+            while not outlet.rests:
+                # Half of it stays for other peers.
+                fits = outlet.held_bytes + nbytes <= half
+                if fits and (place := self.buffer.take(nbytes)) is not None:
+                    outlet.hold(place)
+                    return place
+                for other in self._outlets.values():
+                    if other.is_stuck(HOLD_SECONDS):
+                        other.drop(f"it took nothing for {HOLD_SECONDS:g} s, and others wait")
+                self.buffer.changed.wait(HOLD_SECONDS / 4)
+        return None
+
+    def put(self, host: str, port: int, message: TransferMessage) -> None:
+        self._outlet(host, port).put(message)
+
+    def _outlet(self, host: str, port: int) -> KVOutlet:
+        with self.buffer.changed:
             outlet = self._outlets.get((host, port))
             if outlet is None:
-                made = KVOutlet((host, port), self._own, self._secret, self._changed)
-                outlet = self._outlets[host, port] = made
-            self._make_room(_size(buffers))
-            if not outlet.rests:
-                outlet.append(buffers)
-
-    def _make_room(self, size: int) -> None:
-        """A frame that is larger than the room goes alone."""
-        while self.queued > 0 and self.queued + size > MOST_QUEUED:
-            for outlet in self._outlets.values():
-                if outlet.is_stuck:
-                    outlet.drop(f"it took nothing for {HOLD_SECONDS:g} s, and others wait")
-            self._changed.wait(HOLD_SECONDS / 4)
-
-    @property
-    def queued(self) -> int:
-        return sum(outlet.queued for outlet in self._outlets.values())
+                given = (host, port), self._own, self._secret, self.buffer, self._transport
+                outlet = self._outlets[host, port] = KVOutlet(*given)
+        return outlet
 
     @property
     def bytes_sent(self) -> int:
         return sum(outlet.bytes_sent for outlet in self._outlets.values())
 
-
-def _size(buffers: Sequence[Buffer]) -> int:
-    return sum(memoryview(buffer).nbytes for buffer in buffers)
+    @property
+    def transports(self) -> dict[str, str]:
+        """What each peer that is connected reads by."""
+        found = {f"{host}:{port}": one.transport for (host, port), one in self._outlets.items()}
+        return {address: name for address, name in found.items() if name}

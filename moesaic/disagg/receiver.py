@@ -6,26 +6,34 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from moesaic.comm.network.handshake import Identity, Role, Session
 from moesaic.comm.network.listener import Listener
 from moesaic.core.disagg import KVShare, Ticket
+from moesaic.disagg.host_buffer import HostBuffer, bytes_of
 from moesaic.disagg.messages import (
     Arrived,
     Broken,
     Chunk,
     Close,
+    Exported,
     Malformed,
     Open,
+    Opened,
     PromptResult,
+    Taken,
     TransferMessage,
     receive,
     send,
 )
+from moesaic.disagg.send_buffer import ENTRIES
 from moesaic.disagg.staging import StagedCache
+from moesaic.disagg.transports.registry import AUTO, Source, open_source
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +44,49 @@ READ_AT_ONCE: Final = 1 << 20
 MOST_CLOSED: Final = 4096
 
 
+class Feed:
+    """What the thread of a connection knows."""
+
+    def __init__(self, connection: Any, device: torch.device) -> None:
+        self.connection = connection
+        self.tickets: set[Ticket] = set()
+        """The transfers of which a part has come here and a part has not."""
+        self.source: Source | None = None
+        """The send buffer of the rank that is connected."""
+        self.body = HostBuffer(device)
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def data(self, chunk: Chunk, size: int) -> Tensor:
+        """The bytes of a chunk."""
+        if chunk.place is None:
+            data = self.body.of(size)
+            _read_into(self.connection, bytes_of(data))
+            return data
+        if self.source is None:
+            raise Malformed("a place in a send buffer that was not told")
+        data = self.source.read(chunk.place)
+        if data.nbytes != chunk.place.nbytes or chunk.place.entry >= ENTRIES:
+            raise Malformed(f"{chunk.place}, which is not in the send buffer")
+        return data
+
+    def write(self, staged: StagedCache, chunk: Chunk, data: Tensor) -> None:
+        """Returns when all is written."""
+        if self.stream is None:
+            staged.write(chunk, data)
+            return
+        with torch.cuda.stream(self.stream):
+            staged.write(chunk, data)
+        self.stream.synchronize()
+
+    def close(self) -> None:
+        if self.source is not None:
+            self.source.close()
+
+
 class KVReceiver:
     """`on_result`: what a leader does with a PromptResult. Connections have threads; the thread of
-    the steps calls `staged`. A chunk for a ticket that is not open is read and dropped."""
+    the steps calls `staged`. A chunk for a ticket that is not open is read and dropped.
+    `transport`: what this rank reads by, of what it is offered."""
 
     def __init__(
         self,
@@ -47,8 +95,11 @@ class KVReceiver:
         listening: socket.socket,
         identity: Identity,
         secret: bytes,
+        device: torch.device | str = "cpu",
+        transport: str = AUTO,
     ) -> None:
         self._share, self._dtype = share, dtype
+        self._device, self._transport = torch.device(device), transport
         self._changed = threading.Condition()
         self._staged: dict[Ticket, StagedCache] = {}
         self._leaders: dict[Ticket, Any] = {}
@@ -76,41 +127,58 @@ class KVReceiver:
         self._listener.close()
 
     def _serve(self, connection: Any, session: Session, name: str) -> None:
-        feeds: set[Ticket] = set()
-        why = "closed its connection"
+        feed, why = Feed(connection, self._device), "closed its connection"
         try:
             while True:
                 message, size = receive(connection)
-                self._handle(connection, message, size, feeds)
+                self._handle(feed, message, size)
         except Malformed as error:
             why = f"sent {error}"
             logger.error("%s %s", name, why)
         except OSError as error:
             why = f"broke its connection: {error}"
+        except Exception as error:
+            why = f"sent what cannot be kept: {error!r}"
+            logger.exception("%s %s", name, why)
         finally:
-            for ticket in feeds:
+            for ticket in feed.tickets:
                 self._tell_broken(ticket, f"{name} {why}")
             self._forget_leader(connection)
+            with suppress(OSError):  # a source whose process is gone
+                feed.close()
 
-    def _handle(
-        self, connection: Any, message: TransferMessage, size: int, feeds: set[Ticket]
-    ) -> None:
+    def _handle(self, feed: Feed, message: TransferMessage, size: int) -> None:
         if isinstance(message, Chunk):
-            self._receive_chunk(connection, message, size, feeds)
+            self._receive_chunk(feed, message, size)
         elif size:
             raise Malformed(f"{size} bytes behind a {type(message).__name__}")
+        elif isinstance(message, Exported):
+            self._open_source(feed, message)
         elif isinstance(message, PromptResult):
             if self.on_result is not None:
                 self.on_result(message)
         elif isinstance(message, Open):
-            self._open(message, connection)
+            self._open(message, feed.connection)
         elif isinstance(message, Close):
             self._close(message.ticket)
         else:
             raise Malformed(f"a {type(message).__name__}, which no rank gets")
 
+    def _open_source(self, feed: Feed, message: Exported) -> None:
+        given, why = (message.transport, message.handle, self._transport, self._device), ""
+        try:
+            feed.source = open_source(*given)
+        except Exception as error:  # for whatever reason: it is sent by TCP then
+            why = str(error) or repr(error)
+        send(feed.connection, Opened(why))
+
     def _open(self, order: Open, leader: Any) -> None:
-        made = StagedCache(self._share, order.first, order.stop, self._dtype)
+        try:
+            made = StagedCache(self._share, order.first, order.stop, self._dtype, self._device)
+        except torch.OutOfMemoryError as error:
+            self._close(order.ticket)
+            send(leader, Broken(order.ticket, f"there is no memory for it: {error}"))
+            return
         with self._changed:
             self._staged[order.ticket], self._leaders[order.ticket] = made, leader
             self._changed.notify_all()
@@ -126,29 +194,46 @@ class KVReceiver:
                 del self._closed[next(iter(self._closed))]
             self._changed.notify_all()
 
-    def _receive_chunk(self, connection: Any, chunk: Chunk, size: int, feeds: set[Ticket]) -> None:
+    def _receive_chunk(self, feed: Feed, chunk: Chunk, size: int) -> None:
         with self._changed:
             self._changed.wait_for(
                 lambda: chunk.ticket in self._staged or chunk.ticket in self._closed, OPEN_SECONDS
             )
             staged = self._staged.get(chunk.ticket)
         if staged is None:
-            _skip(connection, size)
-            return
-        staged.check(chunk, size)
-        feeds.add(chunk.ticket)
-        body = bytearray(size)
-        _read_into(connection, memoryview(body))
-        with self._changed:
-            self.bytes_received += size
-            if staged.is_complete or self._staged.get(chunk.ticket) is not staged:
-                feeds.discard(chunk.ticket)
-                return  # a step may be reading it, or nobody will
-            staged.write(chunk, body)
+            _skip(feed.connection, size)
+        else:
+            if size and chunk.place is not None:
+                raise Malformed(f"{size} bytes behind a chunk at a place")
+            nbytes = size if chunk.place is None else chunk.place.nbytes
+            staged.check(chunk, nbytes)
+            feed.tickets.add(chunk.ticket)
+            self._keep(feed, staged, chunk, feed.data(chunk, size))
+        if chunk.place is not None:
+            send(feed.connection, Taken(chunk.place.entry))
+
+    def _keep(self, feed: Feed, staged: StagedCache, chunk: Chunk, data: Tensor) -> None:
+        """Unless it has come before: a step may be reading it."""
+        with staged.lock:
+            was_complete = staged.is_complete
+            if staged.misses(chunk):
+                feed.write(staged, chunk, data)
+                self._check_source(feed, staged, chunk)
+                staged.add(chunk)
             is_complete = staged.is_complete
+        with self._changed:
+            self.bytes_received += data.nbytes
         if is_complete:
-            feeds.discard(chunk.ticket)
-            self._tell(chunk.ticket, Arrived(chunk.ticket))
+            feed.tickets.discard(chunk.ticket)
+            if not was_complete:
+                self._tell(chunk.ticket, Arrived(chunk.ticket))
+
+    def _check_source(self, feed: Feed, staged: StagedCache, chunk: Chunk) -> None:
+        """OSError if the region was given to something else while it was read."""
+        place = chunk.place
+        if place is not None and feed.source is not None and not feed.source.is_current(place):
+            staged.remove(chunk)
+            raise ConnectionError("what it had sent was read too late")
 
     def _tell_broken(self, ticket: Ticket, why: str) -> None:
         with self._changed:

@@ -1,27 +1,20 @@
 """A prefill instance's ranks send what their steps have computed.
 
-L layers · T tokens · M heads · D channels.
+L layers · S slots · T tokens · M heads · D channels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moesaic.core.disagg import KVSend, KVShare, KVTarget
+from moesaic.core.disagg import KVRank, KVSend, KVShare, KVTarget
 from moesaic.disagg.layout import Piece, piece
-from moesaic.disagg.messages import Buffer, Chunk, PromptResult, frame
+from moesaic.disagg.messages import Chunk, PromptResult
 from moesaic.disagg.outlets import KVOutlets
-from moesaic.layers.paged_cache import PagedCache
-
-# The bytes that a rank copies at once, and so those of a frame: one that is on its way does not
-# hold up others for long.
-FRAME_BYTES: Final = 32 << 20
+from moesaic.layers.paged_cache import PagedCache, lanes
 
 
 class KVSender:
@@ -34,46 +27,57 @@ class KVSender:
         """The order's tokens, which are in these slots, to each rank that needs a part of them. The
         pages may be given away at once: what is sent is a copy."""
         targets = [rank.share for rank in order.target.ranks]
-        parts = [piece(self._shares, self._own, targets, n) for n in range(len(targets))]
-        wanted = [
-            (rank, part)
-            for rank, part in zip(order.target.ranks, parts, strict=True)
-            if part.layers and part.heads
-        ]
-        step = tokens_at_once(self._shares[self._own], cache.keys.element_size())
-        for start in range(order.first, order.stop if wanted else order.first, step):
-            stop = min(start + step, order.stop)
-            some_T = slots_T[start - order.first : stop - order.first]
-            keys_LTMD = cache.keys.flatten(1, 2)[:, some_T]
-            values_LTMD = cache.values.flatten(1, 2)[:, some_T]
-            for rank, part in wanted:
-                extent = (part.layers.start, part.layers.stop), (part.heads.start, part.heads.stop)
-                dtype = str(keys_LTMD.dtype).removeprefix("torch.")
-                chunk = Chunk(order.target.ticket, start, stop, *extent, dtype)
-                body = [self._part(one, part) for one in (keys_LTMD, values_LTMD)]
-                self._outlets.put(rank.host, rank.port, frame(chunk, body))
+        for number, rank in enumerate(order.target.ranks):
+            part = piece(self._shares, self._own, targets, number)
+            if part.layers and part.heads:
+                self._send_piece(order, rank, part, cache, slots_T)
 
-    def _part(self, whole_LTMD: Tensor, part: Piece) -> Buffer:
-        share = self._shares[self._own]
+    def _send_piece(
+        self, order: KVSend, rank: KVRank, part: Piece, cache: PagedCache, slots_T: Tensor
+    ) -> None:
+        share, buffer = self._shares[self._own], self._outlets.buffer
         layers, heads = _within(part.layers, share.layers), _within(part.heads, share.heads)
-        return bytes_of(whole_LTMD[layers, :, heads])
+        per_channel = cache.keys.element_size() * len(part.layers) * len(part.heads)
+        key_bytes, per_token = (
+            per_channel * dims for dims in (share.key_dim, share.key_dim + share.value_dim)
+        )
+        step = max(1, buffer.largest // per_token)
+        dtype = str(cache.keys.dtype).removeprefix("torch.")
+        for start in range(0, order.stop - order.first, step):
+            slots = slots_T[start : start + step]
+            first, stop = order.first + start, order.first + start + len(slots)
+            extent = (part.layers.start, part.layers.stop), (part.heads.start, part.heads.stop)
+            place = self._outlets.take(rank.host, rank.port, per_token * len(slots))
+            if place is None:
+                return  # the other instance misses it
+            data = buffer.at(place)
+            gather(cache.keys, layers, heads, slots, data[: key_bytes * len(slots)])
+            if share.value_dim:
+                gather(cache.values, layers, heads, slots, data[key_bytes * len(slots) :])
+            chunk = Chunk(order.target.ticket, first, stop, *extent, dtype, place)
+            self._outlets.put(rank.host, rank.port, chunk)
+
+    @property
+    def transports(self) -> dict[str, str]:
+        """What each rank that is connected reads by, by its address."""
+        return self._outlets.transports
 
     def finish(self, target: KVTarget, result: PromptResult) -> None:
         leader = target.ranks[0]
-        self._outlets.put(leader.host, leader.port, frame(result))
+        self._outlets.put(leader.host, leader.port, result)
 
 
-def tokens_at_once(share: KVShare, itemsize: int) -> int:
-    layers, heads = len(range(*share.layers)), len(range(*share.heads))
-    return max(1, FRAME_BYTES // (layers * heads * (share.key_dim + share.value_dim) * itemsize))
-
-
-def bytes_of(tensor: Tensor) -> Buffer:
-    """Of a copy, unless the tensor is contiguous."""
-    if not tensor.numel():
-        return b""
-    raw: npt.NDArray[np.uint8] = tensor.contiguous().view(torch.uint8).flatten().numpy()
-    return raw.data
+def gather(part: Tensor, layers: slice, heads: slice, slots_T: Tensor, out: Tensor) -> None:
+    """Copies [layers, tokens, heads, channels] of a cache's keys or values to `out`, bytes."""
+    wide_LSX = lanes(part)[layers]
+    per_head = wide_LSX.shape[-1] // part.shape[-2]
+    wide_LSX = wide_LSX[..., heads.start * per_head : heads.stop * per_head]
+    out_LTX = out.view(wide_LSX.dtype).view(len(wide_LSX), len(slots_T), wide_LSX.shape[-1])
+    if part.is_cuda:
+        torch.index_select(wide_LSX, 1, slots_T, out=out_LTX)
+        return
+    for source_SX, target_TX in zip(wide_LSX, out_LTX, strict=True):  # faster than all at once
+        torch.index_select(source_SX, 0, slots_T, out=target_TX)
 
 
 def _within(part: range, whole: tuple[int, int]) -> slice:

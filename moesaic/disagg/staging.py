@@ -5,25 +5,42 @@ L layers and M heads of this rank · T tokens of the transfer · D channels.
 
 from __future__ import annotations
 
+import threading
+from math import gcd
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from moesaic.core.disagg import KVShare
 from moesaic.disagg.messages import Chunk, Malformed
-from moesaic.layers.paged_cache import PagedCache
+from moesaic.layers.paged_cache import LANES, PagedCache, lanes
 
 
 class StagedCache:
     """A page may be given away and come back while a transfer is under way: what comes is kept here
-    until a step moves it to the pages that the request has then."""
+    until a step moves it to the pages that the request has then. Whoever writes holds `lock`."""
 
-    def __init__(self, share: KVShare, first: int, stop: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        share: KVShare,
+        first: int,
+        stop: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.share, self.first, self.stop = share, first, stop
+        self.lock = threading.Lock()
         layers, heads = len(range(*share.layers)), len(range(*share.heads))
         shape = (layers, stop - first, heads)
-        self.keys_LTMD = torch.empty(*shape, share.key_dim, dtype=dtype)
-        self.values_LTMD = torch.empty(*shape, share.value_dim, dtype=dtype)
+        self.keys_LTMD = torch.empty(*shape, share.key_dim, dtype=dtype, device=device)
+        self.values_LTMD = torch.empty(*shape, share.value_dim, dtype=dtype, device=device)
+        self.allocated: Any = None
+        """The event after which a GPU has no other use of this memory."""
+        if self.keys_LTMD.is_cuda:
+            self.allocated = torch.cuda.Event()
+            self.allocated.record(torch.cuda.current_stream(self.keys_LTMD.device))
         self._missing_LTM = np.ones(shape, bool)
         self.num_missing = self._missing_LTM.size
 
@@ -46,31 +63,63 @@ class StagedCache:
         if size != (wanted := int(np.prod(shape)) * channels * dtype.itemsize):
             raise Malformed(f"{chunk} with {size} bytes: {wanted} are expected")
 
-    def write(self, chunk: Chunk, body: bytearray) -> None:
-        """A chunk that was checked; it may come again."""
-        layers, tokens, heads = (
-            slice(start - base, stop - base)
-            for (start, stop), base in zip(
-                _extent(chunk), (self.share.layers[0], self.first, self.share.heads[0]), strict=True
-            )
-        )
-        dtype = getattr(torch, chunk.dtype)
-        keys, values = (
-            self.keys_LTMD[layers, tokens, heads],
-            self.values_LTMD[layers, tokens, heads],
-        )
-        flat = torch.frombuffer(body, dtype=dtype)
-        keys.copy_(flat[: keys.numel()].view(keys.shape))
-        values.copy_(flat[keys.numel() :].view(values.shape))
-        missing = self._missing_LTM[layers, tokens, heads]
+    def misses(self, chunk: Chunk) -> bool:
+        """Whether any of a chunk that was checked has not come before."""
+        return bool(self._missing_LTM[self._within(chunk)].any())
+
+    def write(self, chunk: Chunk, body: Tensor) -> None:
+        """Copies the bytes of a chunk that was checked, in the order of the current stream."""
+        where, flat = self._within(chunk), body.view(getattr(torch, chunk.dtype))
+        if self.allocated is not None:
+            self.allocated.wait()
+        begin = 0
+        for whole_LTMD in (self.keys_LTMD, self.values_LTMD)[: 1 + (self.share.value_dim > 0)]:
+            part_LTMD = whole_LTMD[where]
+            found = flat[begin : begin + part_LTMD.numel()].view(part_LTMD.shape)
+            if found.dtype is part_LTMD.dtype:  # wide numbers move faster
+                size = gcd(part_LTMD.shape[-1] * found.element_size(), 8)
+                part_LTMD.view(LANES[size]).copy_(found.view(LANES[size]))
+            else:
+                part_LTMD.copy_(_within_bounds(found, part_LTMD.dtype))
+            begin += part_LTMD.numel()
+
+    def add(self, chunk: Chunk) -> None:
+        """What was written is what was sent."""
+        missing = self._missing_LTM[self._within(chunk)]
         self.num_missing -= int(np.count_nonzero(missing))
         missing[:] = False
 
+    def remove(self, chunk: Chunk) -> None:
+        """What was written is something else."""
+        missing = self._missing_LTM[self._within(chunk)]
+        self.num_missing += int(np.count_nonzero(~missing))
+        missing[:] = True
+
+    def _within(self, chunk: Chunk) -> tuple[slice, slice, slice]:
+        bases = self.share.layers[0], self.first, self.share.heads[0]
+        layers, tokens, heads = (
+            slice(start - base, stop - base)
+            for (start, stop), base in zip(_extent(chunk), bases, strict=True)
+        )
+        return layers, tokens, heads
+
     def move_to(self, cache: PagedCache, slots_T: Tensor) -> None:
         """`slots_T`: the slots of these tokens."""
-        cache.keys.flatten(1, 2).index_copy_(1, slots_T, self.keys_LTMD)
-        if self.share.value_dim:
-            cache.values.flatten(1, 2).index_copy_(1, slots_T, self.values_LTMD)
+        for kept, part in ((cache.keys, self.keys_LTMD), (cache.values, self.values_LTMD)):
+            if not part.numel():
+                continue
+            if part.is_cuda:  # its memory is used again behind this step
+                part.record_stream(torch.cuda.current_stream(part.device))
+            target_LSX, source_LTX = lanes(kept), lanes(part[:, :, None])
+            target_LSX.index_copy_(1, slots_T, source_LTX)
+
+
+def _within_bounds(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """float8_e4m3fn has no infinity: what is larger becomes the largest number."""
+    if dtype is not torch.float8_e4m3fn:
+        return data
+    most = torch.finfo(dtype).max
+    return data.clamp(-most, most)
 
 
 def _extent(chunk: Chunk) -> tuple[tuple[int, int], ...]:

@@ -44,6 +44,8 @@ class AttentionConfig:
     qk_norm_eps: float | None = None
     sinks: bool = False
     window: int | None = None
+    input_size: int | None = None
+    """Of the rows that are projected to queries, keys and values; None: the hidden size."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -112,7 +114,9 @@ class Attention(Module):
         self.num_heads = len(heads.queries)
         held, held_kv = parts[group.rank], _channels(heads.kv, dim)
         self.qkv_proj = MergedLinear(
-            LinearConfig(hidden, queries + 2 * kv, dtype, config.qkv_bias, same),
+            LinearConfig(
+                config.input_size or hidden, queries + 2 * kv, dtype, config.qkv_bias, same
+            ),
             {"q_proj": OutputPart(queries, held), "k_proj": OutputPart(kv, held_kv)}
             | {"v_proj": OutputPart(kv, held_kv)},
         )

@@ -7,7 +7,7 @@ size · L tokens of a sequence.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -122,3 +122,5 @@ class ForwardContext:
     angles: Angles
     attention: AttentionStep
     step: Step = PREFILL
+    tapped: list[Tensor] = field(default_factory=list)
+    """The hidden states that `CausalLM.tap` asks for, layer by layer."""

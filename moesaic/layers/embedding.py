@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -53,9 +54,9 @@ class LMHead(Module):
     ) -> None:
         super().__init__()
         self.parallel = parallel
-        self.group, rank, size = parallel.shard_group(parallel.vocab_tp)
+        self.group, self.shard, size = parallel.shard_group(parallel.vocab_tp)
         self.widths = [len(share(vocab_size, part, size)) for part in range(size)]
-        held = share(vocab_size, rank, size)
+        held = share(vocab_size, self.shard, size)
         self.is_tied = embedding is not None and embedding.held == held
         if embedding is not None and self.is_tied:
             self.weight = embedding.weight
@@ -90,3 +91,25 @@ class LMHead(Module):
         counts = [brought for count in rows for brought in (count, *others)]
         mine_RH = x_RH if group.rank == 0 else x_RH[:0]
         return self.parallel.stage.gather_rows(mine_RH, counts, "rows of logits")
+
+
+class CutHead(LMHead):
+    """Some tokens' rows of another head, each on the rank that has it there. Logits are those of
+    the tokens in ascending order. Copy the rows once the other head is loaded."""
+
+    def __init__(self, whole: LMHead, tokens: Sequence[int]) -> None:
+        Module.__init__(self)
+        self.parallel, self.group = whole.parallel, whole.group
+        self.product, self.float32, self.is_tied = whole.product, whole.float32, True
+        starts = list(accumulate(whole.widths, initial=0))
+        ranges = [range(*ends) for ends in pairwise(starts)]
+        self.widths = [sum(token in held for token in tokens) for held in ranges]
+        own = ranges[whole.shard]
+        self._rows = [token - own.start for token in sorted(tokens) if token in own]
+        self.shard = whole.shard
+        self.weight = parameter(len(self._rows), whole.weight.shape[1], dtype=whole.weight.dtype)
+        # In a tuple, torch does not take it for a module of this one.
+        self._whole = (whole,)
+
+    def copy_rows(self) -> None:
+        self.weight.copy_(self._whole[0].weight[self._rows])

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import NamedTuple
+from math import gcd
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -250,3 +251,13 @@ class PagedCache:
     @property
     def num_bytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
+
+
+LANES: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def lanes(part_LPSMD: Tensor) -> Tensor:
+    """A cache's keys or values as [layers, slots, all heads], in the widest numbers that make up a
+    head: copies then move more at once, and know no float8."""
+    size = gcd(part_LPSMD.shape[-1] * part_LPSMD.element_size(), 8)
+    return part_LPSMD.flatten(1, 2).flatten(2).view(LANES[size])

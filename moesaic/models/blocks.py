@@ -1,8 +1,9 @@
-"""The parts of all families. T tokens · H hidden · R rows with logits."""
+"""The parts of all families. T tokens · H hidden · R rows with logits · W numbers in an
+output row."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
@@ -317,6 +318,8 @@ class DecoderLayer(Module):
         self.renamed = {"mlp": mlp_name}
         self.announce: Callable[[], None] | None = None
         """Called whenever a batch enters the layer."""
+        self.is_tapped = False
+        """Whether the hidden states before the layer are kept."""
 
     def ops(self) -> tuple[Operation, ...]:
         """The layer as operations on a `LayerState`. A schedule may switch between two states with
@@ -363,6 +366,8 @@ class DecoderLayer(Module):
         hidden_TH, norm = state.hidden_TH, self.input_layernorm
         rows_TX, residual_TH = attention.norm_and_project(norm, hidden_TH, state.residual_TH)
         del state.hidden_TH, state.residual_TH
+        if self.is_tapped:
+            state.ctx.tapped.append(residual_TH)
         state.residual_TH, state.mixed_TH = residual_TH, attention(rows_TX, state.ctx)
         if begin:
             self._spans.add(SpanKind.ATTENTION, begin, attention.layer, len(hidden_TH))
@@ -392,6 +397,8 @@ class Backbone(Module):
         self.layers = ModuleList(map(make_layer, config.layers))
         self.layers.renamed = {str(i): str(layer) for i, layer in enumerate(config.layers)}
         self.norm = config.norm() if config.parallel.is_last else None
+        self.is_end_tapped = False
+        """Whether the hidden states behind the last layer are kept, before the norm."""
 
     def forward(self, ids_T: Tensor, ctx: ForwardContext, x_TH: Tensor | None) -> Tensor:
         batch = MicroBatch(ctx, self.embed(ids_T, x_TH))
@@ -414,7 +421,9 @@ class Backbone(Module):
         x_TH, residual_TH = batch.x_TH, batch.residual_TH
         assert x_TH is not None, "all layers have ended"
         if self.norm is not None:
-            return self.norm.add(x_TH, residual_TH)[0]
+            normed_TH, sum_TH = self.norm.add(x_TH, residual_TH)
+            tapped = [*batch.ctx.tapped, *([sum_TH] if self.is_end_tapped else [])]
+            return torch.cat((normed_TH, *tapped), dim=-1) if tapped else normed_TH
         return summed(x_TH) if residual_TH is None else residual_TH + summed(x_TH)
 
 
@@ -431,6 +440,8 @@ class CausalLM(Module):
         super().__init__()
         self.config, self.cache, self.rope = config, cache, rope
         self.model = Backbone(config, make_layer)
+        self.output_size = config.hidden_size
+        """Numbers in a row of `forward`."""
         self.lm_head = None
         if config.parallel.is_last:
             self.lm_head = config.head(
@@ -447,15 +458,25 @@ class CausalLM(Module):
         step: Step = PREFILL,
         x_TH: Tensor | None = None,
     ) -> Tensor:
-        """`x_TH`: the hidden states of the previous stage, if any. The last stage norms its own."""
+        """`x_TH`: the hidden states of the previous stage, if any. The last stage norms its own;
+        behind each of them are those of the tapped layers."""
         return self.model(ids_T, ForwardContext(self.rope.at(positions_T), attention, step), x_TH)
 
-    def logits(self, x_RH: Tensor, rows: Sequence[int] = ()) -> Tensor:
+    def tap(self, layers: Collection[int]) -> None:
+        """From now on rows of `forward` end with the hidden states before these layers, in their
+        order; the number of layers stands for those behind the last one. Only whole models."""
+        assert self.config.parallel.is_first and self.config.parallel.is_last
+        for number, layer in enumerate(self.model.decoder_layers):
+            layer.is_tapped = number in layers
+        self.model.is_end_tapped = self.config.num_layers in layers
+        self.output_size = (1 + len(layers)) * self.config.hidden_size
+
+    def logits(self, x_RW: Tensor, rows: Sequence[int] = ()) -> Tensor:
         """`rows`: the number of rows of each attention group, if there are several; then all ranks
         of the last stage call this together, also with zero rows. Only the first rank of an
         attention group gets logits."""
         assert self.lm_head is not None, "only the last stage has logits"
-        return self.lm_head(x_RH, rows)
+        return self.lm_head(x_RW[:, : self.config.hidden_size].contiguous(), rows)
 
     @property
     def nbytes(self) -> int:

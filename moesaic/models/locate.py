@@ -46,14 +46,14 @@ def tokenizer_folder(args: ServerArgs, model: str) -> str | None:
 
 def with_local_folders(args: ServerArgs, folder: str) -> ServerArgs:
     """The same with folders in the place of names. `folder`: the model's."""
-    draft = args.speculative_draft_model_path
-    if draft is not None:
-        draft = _Hub(_hub_root(args), None).folder(draft)
+    hub = _Hub(_hub_root(args), None)
+    draft, tokens = args.speculative_draft_model_path, args.speculative_token_map
     return replace(
         args,
         model_path=folder,
         tokenizer_path=tokenizer_folder(args, folder),
-        speculative_draft_model_path=draft,
+        speculative_draft_model_path=None if draft is None else hub.folder(draft),
+        speculative_token_map=None if tokens is None else hub.file(tokens),
     )
 
 
@@ -79,6 +79,13 @@ class _Hub:
                 )
             return materialise(name)
         return str(self._snapshot(name))
+
+    def file(self, name: str) -> str:
+        """A file that exists, or ORG/NAME/FILE of the cache."""
+        model = os.path.dirname(name)
+        if Path(name).exists() or not HUB_ID.fullmatch(model):
+            return name
+        return str(self._snapshot(model) / os.path.basename(name))
 
     def _snapshot(self, name: str) -> Path:
         revision = self.revision or "main"

@@ -138,7 +138,10 @@ class NextN(Module):
         return normed_TH
 
     def head(self, normed_RH: Tensor, rows: Sequence[int] = (), depth: int = 0) -> Tensor:
-        return (self._layer(depth).shared_head.head or self._main[1])(normed_RH, rows)
+        return self.own_or_main_head(depth)(normed_RH, rows)
+
+    def own_or_main_head(self, depth: int = 0) -> LMHead:
+        return self._layer(depth).shared_head.head or self._main[1]
 
     def _layer(self, depth: int) -> NextNLayer:
         layer = self.layers[depth]

@@ -119,6 +119,35 @@ def load_weights(
                 loader.fill(slot, reader)
 
 
+def load_some_weights(
+    model: Loadable, folder: Path, scheme: Scheme, tensors: Sequence[Tensor]
+) -> None:
+    """Reads only those weights of a loaded model that are in `tensors`, parts of its own."""
+    with Checkpoint(folder, None) as checkpoint:
+        loader = Loader(checkpoint, scheme)
+        for slot, reader in loader.find_all(slots_within(model, tensors)):
+            loader.fill(slot, reader)
+
+
+def fill_some_randomly(model: Loadable, seed: int, tensors: Sequence[Tensor]) -> None:
+    """As `load_some_weights`, with what `fill_randomly` gives these tensors."""
+    _fill_slots(slots_within(model, tensors), seed, direct=False)
+
+
+def slots_within(model: Loadable, tensors: Sequence[Tensor]) -> list[Slot]:
+    """The slots of a model on the host that fill a part of one of these tensors."""
+    spans = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors]
+    return [
+        slot
+        for slot in model.checkpoint_slots()
+        if any(low <= _place(slot) < high for low, high in spans)
+    ]
+
+
+def _place(slot: Slot) -> int:
+    return (slot.into if isinstance(slot, TensorSlot) else slot.into["values"]).data_ptr()
+
+
 @contextmanager
 def _paused_collector() -> Iterator[None]:
     """Each tensor leaves several objects until all are loaded; looking through them again and again
@@ -253,6 +282,10 @@ def fill_randomly(model: Loadable, seed: int, *, direct: bool | None = None) -> 
     slots = list(model.checkpoint_slots())
     if direct is None:
         direct = any(_device(slot).type == "cuda" for slot in slots)
+    _fill_slots(slots, seed, direct)
+
+
+def _fill_slots(slots: Sequence[Slot], seed: int, direct: bool) -> None:
     for slot in tqdm(slots, desc="Making weights", unit="tensor", disable=None, leave=False):
         if isinstance(slot, TensorSlot) and slot.into.dim() == 1:
             slot.into.fill_(0.0 if "bias" in slot.name else 1.0)

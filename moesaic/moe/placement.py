@@ -8,11 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from moesaic.kernels.routing import SlotTable, replica_of_row
+
+# What a slot holds whose rank is lost.
+EMPTY: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +79,14 @@ def redundant_slots(experts: int, asked: int, ep_size: int) -> int:
 
 @dataclass(frozen=True)
 class Placement:
-    """Which logical expert each slot holds. An expert may have several slots (replicas)."""
+    """Which logical expert each slot holds, or EMPTY. An expert may have several (replicas)."""
 
     num_experts: int
     slots: tuple[int, ...]
 
     def __post_init__(self) -> None:
         missing = sorted(set(range(self.num_experts)) - set(self.slots))
-        unknown = sorted(set(self.slots) - set(range(self.num_experts)))
+        unknown = sorted(set(self.slots) - set(range(EMPTY, self.num_experts)))
         if missing or unknown:
             raise ValueError(
                 f"a placement of {self.num_experts} experts must hold each of them: "
@@ -116,7 +120,8 @@ class Placement:
         """The slots of each expert."""
         found: list[list[int]] = [[] for _ in range(self.num_experts)]
         for slot, expert in enumerate(self.slots):
-            found[expert].append(slot)
+            if expert != EMPTY:
+                found[expert].append(slot)
         return tuple(map(tuple, found))
 
     @property

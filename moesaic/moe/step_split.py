@@ -16,7 +16,7 @@ from moesaic.comm.collectives.collective import Collective, SingleRank, WindowCo
 from moesaic.comm.collectives.device_collective import DeviceCollective, rail_collective
 from moesaic.kernels.split import ReplicaTable, count_pairs, fill_replicas, take_replicas
 from moesaic.moe.dispatch.base import CommContext
-from moesaic.moe.placement import EpLayout, Placement, overwrite
+from moesaic.moe.placement import EMPTY, EpLayout, Placement, overwrite
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,8 @@ def replica_rows(placement: Placement, layout: EpLayout) -> Rows:
     slot, so the sizes do not depend on the placement."""
     slots_ED = [[-1] * layout.ep_size for _ in range(placement.num_experts)]
     for slot, expert in reversed(list(enumerate(placement.slots))):
-        slots_ED[expert][slot // layout.slots_per_rank] = slot
+        if expert != EMPTY:
+            slots_ED[expert][slot // layout.slots_per_rank] = slot
     there = [[slot for slot in slots if slot >= 0] for slots in slots_ED]
     single_E = [slots[0] if len(slots) == 1 else -1 for slots in there]
     several = [expert for expert, slots in enumerate(there) if len(slots) > 1]

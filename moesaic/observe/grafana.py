@@ -73,6 +73,13 @@ ROWS: Final = {
         Panel("State of ranks", "short", "rank_state", 12, kind="table"),
         Panel("Time in state", "s", "rank_state_seconds", 6),
         Panel("Experts' share of computing", "percentunit", "rank_runner_seconds_total", 6),
+        Panel("Live ranks", "short", "ranks_live", 6),
+        Panel("Losses and returns", "ops", "rank_losses_total rank_returns_total"),
+        Panel(
+            "Time to adopt losses and returns", "percentunit", "membership_change_seconds_total", 6
+        ),
+        Panel("Requests moved", "ops", "requests_moved_total", 6),
+        Panel("Experts read again", "Bps", "experts_reread_bytes_total", 6),
     ),
     "Experts": (
         Panel("All-to-all bytes", "Bps", "a2a_bytes_total"),

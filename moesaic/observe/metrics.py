@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final
 
-from moesaic.core.stats import GroupStats, RankStats
+from moesaic.core.stats import GroupStats, MembershipStats, RankStats
 from moesaic.observe.metric_types import (
     GROUP,
     LAG_BOUNDS,
@@ -86,6 +86,16 @@ def _traffic(quantity: str) -> Series:
                     yield (str(rank.rank), backend, direction), amount
 
     return Series(MetricSource.RANKS, read, ("rank", "backend", "direction"), hidden=("rank",))
+
+
+def _membership(value: Callable[[MembershipStats], float]) -> Series:
+    """Of services that go on without ranks that are lost."""
+
+    def read(snapshot: Snapshot) -> Iterator[Sample]:
+        if snapshot.engine.membership is not None:
+            yield (), value(snapshot.engine.membership)
+
+    return Series(MetricSource.RANKS, read)
 
 
 def _server(value: Callable[[Snapshot], float]) -> Series:
@@ -366,6 +376,36 @@ METRICS: Final[tuple[Metric, ...]] = (
         "rank_state_seconds",
         "Seconds that a rank has been in its current state.",
         _ranks(lambda r: r.state_age),
+    ),
+    _gauge(
+        "ranks_live",
+        "Ranks that take part in steps (--elastic-ep-backend).",
+        _membership(lambda m: len(m.live)),
+    ),
+    _counter(
+        "rank_losses_total",
+        "Ranks that were lost while they served; each is started again.",
+        _membership(lambda m: m.lost),
+    ),
+    _counter(
+        "rank_returns_total",
+        "Ranks that were started again and have joined the others.",
+        _membership(lambda m: m.returned),
+    ),
+    _counter(
+        "membership_change_seconds_total",
+        "Seconds from losses and returns until all live ranks had adopted them.",
+        _membership(lambda m: m.seconds),
+    ),
+    _counter(
+        "requests_moved_total",
+        "Requests that another serving group continued, as theirs had lost a rank.",
+        _membership(lambda m: m.moved_requests),
+    ),
+    _counter(
+        "experts_reread_bytes_total",
+        "Bytes of experts that live ranks read again, as no live rank had them.",
+        _membership(lambda m: m.nbytes),
     ),
     _counter(
         "a2a_bytes_total",

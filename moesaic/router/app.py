@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from moesaic.router.args import RouterArgs, contradiction
+from moesaic.router.discovery import ClusterApi, discoveries_of
 from moesaic.router.event_ids import NOTHING, StreamMark
 from moesaic.router.halves import Call
 from moesaic.router.proxy import HOP, READ_BUFFER, Proxy, Resumption, unavailable
@@ -48,11 +49,13 @@ METHODS: Final = ["GET", "POST", "DELETE"]
 
 
 class Router:
-    def __init__(self, args: RouterArgs) -> None:
+    def __init__(self, args: RouterArgs, cluster: ClusterApi | None = None) -> None:
+        """`cluster`: None for that of this pod, if the flags ask for one."""
         if problem := contradiction(args):
             raise ValueError(problem)
         self.args, self.workers = args, workers_of(args)
         self._is_local = is_loopback(args.host)
+        self._discoveries = discoveries_of(args, self.workers, cluster)
         self.proxy: Proxy | None = None
 
     @asynccontextmanager
@@ -63,11 +66,13 @@ class Router:
         ) as session:
             self.proxy = Proxy(self.args, self.workers, session)
             checks = HealthChecks(self.args, self.workers, session)
-            task = asyncio.create_task(checks.run())
+            runs = [checks.run, *self._discoveries]
+            tasks = [asyncio.create_task(run()) for run in runs]
             try:
                 yield
             finally:
-                task.cancel()
+                for task in tasks:
+                    task.cancel()
 
     async def handle(self, request: Request) -> Response:
         assert self.proxy is not None, "the server runs"

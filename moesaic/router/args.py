@@ -31,6 +31,34 @@ class RouterArgs:
     decode: tuple[str, ...] = flag(
         (), "A decode instance. May be repeated.", metavar="URL", repeat=True
     )
+    service_discovery_file: str | None = flag(
+        None,
+        "A JSON file with the instances, which may change while the router runs: "
+        '{"prefill": ["http://HOST:30000 8998"], "decode": ["http://HOST:30000"]}, or {"workers": '
+        "[…]}.",
+        metavar="PATH",
+    )
+    service_discovery: bool = flag(
+        False, "Use the pods of this Kubernetes cluster that have the labels of the selectors."
+    )
+    selector: tuple[str, ...] = flag(
+        (), "Labels of the pods of servers that are alike.", metavar="KEY=VALUE"
+    )
+    prefill_selector: tuple[str, ...] = flag(
+        (),
+        "Labels of the pods of prefill instances. Their annotation sglang.ai/bootstrap-port is the "
+        "bootstrap port if that is not 8998.",
+        metavar="KEY=VALUE",
+    )
+    decode_selector: tuple[str, ...] = flag(
+        (), "Labels of the pods of decode instances.", metavar="KEY=VALUE"
+    )
+    service_discovery_port: int = flag(
+        80, "The port of the servers in the pods.", at_least=1, at_most=65535
+    )
+    service_discovery_namespace: str | None = flag(
+        None, "The namespace of the pods; unset: all, which the account must be allowed to see."
+    )
     policy: str = flag(
         "cache_aware",
         "How an instance is chosen: at random, in turn, the one that probably has the beginning of "
@@ -63,13 +91,45 @@ class RouterArgs:
 
 def contradiction(args: RouterArgs) -> str:
     """What is wrong with the flags; empty if nothing is."""
+    if problem := _discovery_problem(args):
+        return problem
+    finds = args.service_discovery or args.service_discovery_file is not None
     if args.pd_disaggregation:
         if args.worker_urls:
             return "--worker-urls and --pd-disaggregation exclude each other: keep one"
-        if not (args.prefill and args.decode):
+        if not finds and not (args.prefill and args.decode):
             return "--pd-disaggregation needs --prefill URL [PORT] and --decode URL"
     elif args.prefill or args.decode:
         return "--prefill and --decode need --pd-disaggregation"
-    elif not args.worker_urls:
-        return "there is nothing to route to: give --worker-urls URL …, or --pd-disaggregation"
+    elif not finds and not args.worker_urls:
+        return (
+            "there is nothing to route to: give --worker-urls URL …, --pd-disaggregation, "
+            "--service-discovery or --service-discovery-file"
+        )
+    return ""
+
+
+def _discovery_problem(args: RouterArgs) -> str:
+    selectors = {
+        "--selector": args.selector,
+        "--prefill-selector": args.prefill_selector,
+        "--decode-selector": args.decode_selector,
+    }
+    for name, labels in selectors.items():
+        if labels and not args.service_discovery:
+            return f"{name} needs --service-discovery"
+        for label in labels:
+            key, is_there, _ = label.partition("=")
+            if not key or not is_there or "," in label:
+                return f"{name} {label}: give KEY=VALUE"
+    if not args.service_discovery:
+        return ""
+    if args.service_discovery_file is not None:
+        return "--service-discovery and --service-discovery-file exclude each other: keep one"
+    pair = ("--prefill-selector", "--decode-selector")
+    wanted = pair if args.pd_disaggregation else ("--selector",)
+    if not all(selectors[name] for name in wanted):
+        return f"--service-discovery needs {' and '.join(wanted)}"
+    if unused := [name for name, labels in selectors.items() if labels and name not in wanted]:
+        return f"{unused[0]} is not used with these flags: give {' and '.join(wanted)}"
     return ""

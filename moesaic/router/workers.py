@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -18,6 +18,10 @@ from moesaic.router.args import DEFAULT_BOOTSTRAP_PORT, RouterArgs
 from moesaic.server.context import DRAINING
 
 logger = logging.getLogger(__name__)
+
+
+# So many checks in a row that are not answered, and what is open goes to other instances.
+MOST_SILENCES: Final = 2
 
 
 @dataclass(eq=False, slots=True)
@@ -37,6 +41,8 @@ class Worker:
     total: int = 0
     """All requests that it got."""
     failures: int = 0
+    silences: int = 0
+    """Checks in a row that were not answered."""
     since: float = field(default_factory=time.monotonic)
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
     """It is drained, or is not to be used any more: its open requests go to others."""
@@ -89,13 +95,19 @@ class Worker:
 def workers_of(args: RouterArgs) -> list[Worker]:
     """ValueError for an address that is none."""
     if not args.pd_disaggregation:
-        return [Worker(_url("--worker-urls", url), "both") for url in args.worker_urls]
-    prefill = []
-    for text in args.prefill:
-        url, _, port = text.partition(" ")
-        number = DEFAULT_BOOTSTRAP_PORT if port in ("", "none") else int(port)
-        prefill.append(Worker(_url("--prefill", url), "prefill", number))
-    return [*prefill, *(Worker(_url("--decode", url), "decode") for url in args.decode)]
+        return [worker_of("--worker-urls", url, "both") for url in args.worker_urls]
+    prefill = [worker_of("--prefill", text, "prefill") for text in args.prefill]
+    return [*prefill, *(worker_of("--decode", url, "decode") for url in args.decode)]
+
+
+def worker_of(name: str, text: str, role: str) -> Worker:
+    """`text`: an address, and for a prefill instance perhaps its bootstrap port. ValueError with
+    the `name` of the flag if it is wrong."""
+    url, _, port = text.strip().partition(" ")
+    if port not in ("", "none") and not (role == "prefill" and port.isdigit()):
+        raise ValueError(f"{name} {text}: give http://HOST:PORT")
+    number = DEFAULT_BOOTSTRAP_PORT if port in ("", "none") else int(port)
+    return Worker(_url(name, url), role, number)
 
 
 def _url(name: str, url: str) -> str:
@@ -116,22 +128,33 @@ class HealthChecks:
         self._workers, self._session = workers, session
 
     async def run(self) -> None:
+        """One that does not answer delays no other."""
+        open_checks: dict[Worker, asyncio.Task[None]] = {}
         while True:
-            await asyncio.gather(*map(self.check, list(self._workers)))
+            open_checks = {one: task for one, task in open_checks.items() if not task.done()}
+            for worker in self._workers:
+                if worker not in open_checks:
+                    open_checks[worker] = asyncio.create_task(self.check(worker))
             await asyncio.sleep(self._interval)
 
     async def check(self, worker: Worker) -> None:
         try:
             url = f"{worker.url}/health"
             async with self._session.get(url, timeout=self._timeout) as answer:
+                worker.silences = 0
                 if answer.status == 200:
                     worker.find()
                 elif _is_draining(await answer.read()):
                     worker.leave("it takes no requests any more")
                 else:
                     worker.lose(f"/health answers {answer.status}")
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            worker.lose(f"/health fails: {error or type(error).__name__}")
+        except TimeoutError:
+            worker.lose(f"/health does not answer within {self._timeout.total:g} s")
+            worker.silences += 1
+            if worker.silences == MOST_SILENCES:  # it is stopped: its connections stay open
+                worker.leave("it does not answer")
+        except (aiohttp.ClientError, OSError) as error:
+            worker.lose(f"/health fails: {str(error) or type(error).__name__}")
 
 
 def _is_draining(answer: bytes) -> bool:

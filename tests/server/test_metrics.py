@@ -31,7 +31,15 @@ from tests.server.serving import served, wait_until
 
 ROOT = Path(__file__).parents[2]
 # What --overlap auto measures; the server of these tests has one rank.
-OF_SEVERAL_RANKS = ("overlap_hidden_ratio",)
+OF_SEVERAL_RANKS = (
+    "overlap_hidden_ratio",
+    "ranks_live",
+    "rank_losses_total",
+    "rank_returns_total",
+    "membership_change_seconds_total",
+    "requests_moved_total",
+    "experts_reread_bytes_total",
+)
 
 
 @contextmanager

@@ -304,8 +304,9 @@ def test_a_drained_server_is_left_at_once(servers: Servers) -> None:
     wait_until(lambda: first.is_healthy and not first.state()["is_drained"])
 
 
-def test_a_stream_of_a_drained_server_goes_on() -> None:
-    """A stream that has begun."""
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_stream_of_a_drained_server_goes_on(is_silent: bool) -> None:
+    """A stream that has begun; also of a server that is stopped, and answers nothing any more."""
     parts = [json.dumps({"choices": [{"index": 0, "text": text}]}) for text in ("one", " two")]
     drained = threading.Event()
 
@@ -322,6 +323,7 @@ def test_a_stream_of_a_drained_server_goes_on() -> None:
 
     async def health(request: Request) -> Response:
         if drained.is_set() and request.url.port == port:
+            await asyncio.sleep(60 if is_silent else 0)
             return Refusal(503, "no", code=DRAINING).response()
         return Response()
 
@@ -341,7 +343,10 @@ def test_a_stream_of_a_drained_server_goes_on() -> None:
         ]
         port = int(urls[0].rpartition(":")[2])
         args = RouterArgs(
-            worker_urls=tuple(urls), policy="round_robin", health_check_interval_secs=0.1
+            worker_urls=tuple(urls),
+            policy="round_robin",
+            health_check_interval_secs=0.1,
+            health_check_timeout_secs=0.3,
         )
         router, client = stack.enter_context(routed(args))
         answer = client.post("/v1/completions", json={"prompt": "x", "stream": True}, timeout=20)

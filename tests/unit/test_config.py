@@ -116,7 +116,7 @@ def test_command_line(line: str, field: str, value: object):
             "--page-size is 0: give at least 1; not supported: --enable-lora (LoRA adapters are "
             "not served: merge the adapter into the checkpoint (peft's merge_and_unload) and "
             "serve that); not built yet: --speculative-algorithm UNO (nothing makes such drafts "
-            "yet: give EAGLE, STANDALONE, NGRAM)",
+            "yet: give EAGLE, EAGLE3, STANDALONE, NGRAM)",
         ),
         (
             "--magic 3 --max-loras-per-batch 4 --wand --enforce-shared-experts-fusion",
@@ -320,7 +320,22 @@ def test_missing_file_is_named(tmp_path: Path):
             "recorder-buffer-size -1 needs --expert-distribution-recorder-mode stat, per_pass or",
         ),
         ("--max-ep-size 8", "--max-ep-size 8 needs --elastic-ep-backend mooncake"),
-        ("--elastic-ep-backend mooncake --pp 2", "--pp-size is 2, give 1"),
+        (
+            "--elastic-ep-backend mooncake --overlap auto --enable-dp-attention --dp 2 --tp 2",
+            "give --overlap tbo, sbo or off",
+        ),
+        (
+            "--elastic-ep-backend mooncake --nnodes 2 --tp 2 --dist-init-addr 10.0.0.1:29500",
+            "ranks of one node are restarted so far; give 1",
+        ),
+        (
+            "--elastic-ep-backend mooncake --disaggregation-mode prefill",
+            "--elastic-ep-backend mooncake with --disaggregation-mode prefill: KV caches",
+        ),
+        (
+            "--elastic-ep-backend mooncake --speculative-algorithm NEXTN",
+            "the experts of a draft model are not taken over yet; give NGRAM",
+        ),
         (
             "--elastic-ep-backend mooncake --tp 4 --ep 4 --max-ep-size 2",
             "give at least --ep-size 4",
@@ -374,7 +389,16 @@ def test_missing_file_is_named(tmp_path: Path):
             "a tree has at most 64 tokens: give that, or 1 of the other",
         ),
         ("--speculative-ngram-max-bfs-breadth 2", "2 needs --speculative-algorithm"),
-        ("--speculative-algorithm NEXTN --speculative-draft-model D", "takes none: leave it out"),
+        (
+            "--speculative-algorithm NGRAM --speculative-draft-model D",
+            "has no draft model: leave it",
+        ),
+        ("--speculative-algorithm EAGLE3", "needs --speculative-draft-model-path DIR"),
+        ("--speculative-token-map F", "needs --speculative-algorithm"),
+        (
+            "--speculative-algorithm EAGLE3 --speculative-draft-model D --speculative-token-map F",
+            "has a map of its own, in the head's d2t: leave it out",
+        ),
         ("--speculative-algorithm NEXTN --speculative-num-draft-tokens 1", "give at least 2"),
         (
             "--speculative-algorithm EAGLE --speculative-num-steps 3 "
@@ -514,8 +538,8 @@ def test_every_flag_that_is_not_built_is_refused_by_name():
         ),
         (
             "--disaggregation-mode prefill --disaggregation-transfer-backend fake",
-            "not built yet: --disaggregation-transfer-backend fake (KV caches travel by TCP: give "
-            "mooncake)",
+            "not built yet: --disaggregation-transfer-backend fake (it transfers nothing: give "
+            "auto, shm, cuda_ipc, tcp, nixl)",
         ),
         (
             "--tp 2 --moe-dp-size 2",

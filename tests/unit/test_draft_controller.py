@@ -3,17 +3,23 @@ a wrong draft off, and takes neither back without a reason."""
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from moesaic.engine.schedule.acceptance import LOOK, Acceptance, AcceptanceAlarm
 from moesaic.engine.speculate.controller import DraftController
 
 MOST = 4
+MEASURED = Path(__file__).parents[2] / "bench" / "results" / "h200_speculation.json"
 
 
 @dataclass
@@ -75,7 +81,7 @@ def test_a_wrong_draft_is_turned_off(requests: int) -> None:
     """After it has been tried, and then tried less and less: 2% are lost in 3,000 steps."""
     machine = Machine(0.0, memory_bound, row=0.1)
     speed, chosen = run(machine, DraftController(MOST, adaptive=True), requests, 3000)
-    assert chosen[0] == MOST and not any(chosen[60:100])
+    assert chosen[0] == MOST and sum(map(bool, chosen[60:100])) <= 4
     assert speed > 0.985 / machine.ms(requests, requests, drafting=False)
     assert sum(map(bool, chosen)) < 200
 
@@ -88,6 +94,66 @@ def test_the_best_number_of_drafts_is_found(requests: int, rate: float, row: flo
     run(machine, controller, requests, 200)
     speed, _ = run(machine, controller, requests, 2000, seed=1)
     assert speed > 0.97 * machine.best(requests)
+
+
+@cache
+def measured_ms(drafter: str, requests: int) -> tuple[float, ...]:
+    """Milliseconds of an H200's steps by their drafts; in between for other numbers of requests."""
+    rows = json.loads(MEASURED.read_text())
+    found = {(r["batch"], r["drafts"]): r for r in rows if r["drafter"] == drafter}
+    batches = sorted({batch for batch, _ in found})
+
+    def at(drafts: int) -> float:
+        taken = [found[batch, drafts or 1] for batch in batches]
+        ms = [row["fixed_ms"] if drafts else row["plain_ms"] for row in taken]
+        return float(np.interp(math.log2(requests), np.log2(batches), ms))
+
+    return tuple(map(at, range(MOST + 1)))
+
+
+def replay(
+    drafter: str, rate: float, requests: int, seed: int, steps: range
+) -> tuple[float, list[int]]:
+    """The expected tokens of a request a millisecond in these steps, each of which carries out the
+    choice of the step before last, and the drafts of all steps. Some steps take much longer."""
+    ms, chance = measured_ms(drafter, requests), np.random.default_rng(seed)
+    controller, tokens, spent, chosen = DraftController(MOST, adaptive=True), 0.0, 0.0, [MOST]
+    for step in range(steps.stop):
+        drafts, left, counts = chosen[-1], requests, [0] * MOST
+        chosen.append(controller.num_drafts)
+        for place in range(drafts):
+            left = counts[place] = int(chance.binomial(left, rate))
+        if drafts:
+            controller.observe_drafts(counts, requests, drafts)
+        seen = ms[drafts] * (1 + 0.02 * chance.normal()) * (3 if chance.random() < 0.01 else 1)
+        controller.observe_step(requests, seen, drafts)
+        if step in steps:
+            tokens += sum(rate**n for n in range(drafts + 1))
+            spent += ms[drafts]
+    return tokens / spent, chosen
+
+
+@pytest.mark.parametrize("drafter", ["simulated", "layer"])
+@pytest.mark.parametrize("rate", [0.0, 0.5, 0.7, 0.9])
+def test_measured_steps(drafter: str, rate: float) -> None:
+    """Once 1,000 steps have passed, at most 2% are lost against the best fixed number, trials
+    included, and against none at any time behind the first steps."""
+    for requests in (1, 8, 32, 256):
+        ms = measured_ms(drafter, requests)
+        best = max(sum(rate**n for n in range(k + 1)) / took for k, took in enumerate(ms))
+        runs = [replay(drafter, rate, requests, seed, range(1000, 1800)) for seed in range(2)]
+        speeds = [speed for speed, _ in runs]
+        assert sum(speeds) / len(speeds) > 0.98 * best, requests
+        assert min(speeds) > 0.98 / ms[0], requests
+
+
+@pytest.mark.parametrize("drafter", ["simulated", "layer"])
+def test_a_wrong_draft_costs_little_from_the_first_step_on(drafter: str) -> None:
+    for requests in (1, 8, 128):
+        plain = 1 / measured_ms(drafter, requests)[0]
+        speed, chosen = replay(drafter, 0.0, requests, 0, range(1000))
+        assert speed > 0.98 * plain, requests
+        assert sum(map(bool, chosen[60:100])) <= 8, requests
 
 
 def test_a_draft_that_gets_good_is_turned_on_again() -> None:
@@ -130,3 +196,32 @@ def test_an_alarm_tells_once_that_acceptance_has_collapsed(
     assert caplog.text.count("25% of the tokens were accepted, at best 100%") == 1 and alarm.is_on
     see(3)
     assert not alarm.is_on
+
+
+def test_a_good_draft_that_gets_wrong_is_turned_off() -> None:
+    controller, machine = DraftController(MOST, adaptive=True), Machine(0.95, memory_bound, 0.3)
+    _, chosen = run(machine, controller, 1, 1500)
+    assert sum(chosen[-50:]) > 150
+    machine.rate = 0.0
+    _, chosen = run(machine, controller, 1, 200)
+    assert sum(map(bool, chosen[100:])) < 30
+
+
+def test_steps_of_about_as_many_requests_tell_what_drafts_cost() -> None:
+    """With half as many requests only steps without drafts, and with the most, are timed anew."""
+    machine, controller = Machine(0.5, memory_bound, 0.4), DraftController(MOST, adaptive=True)
+    run(machine, controller, 16, 500)
+    _, chosen = run(machine, controller, 12, 12, seed=2)
+    assert sum(drafts == MOST for drafts in chosen) <= 3
+
+
+def test_drafts_of_trees_have_shares_of_their_own() -> None:
+    """Of three branches one is accepted: the last one most often."""
+    controller = DraftController(3, adaptive=False, trees=True)
+    chance = random.Random(1)
+    shares = (0.1, 0.0, 0.6)
+    for _ in range(2000):
+        place = chance.choices((0, 1, 2, 3), weights=(*shares, 0.3))[0]
+        controller.observe_drafts([int(place == n) for n in range(3)], 1, 3)
+    gains = controller._gains()
+    assert gains == pytest.approx([1.0, 1.1, 1.1, 1.7], abs=0.06)

@@ -24,6 +24,7 @@ LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
 # Modules of the package's root that belong to a command, and so have its level.
 ROOT_MODULES = {"__main__": "cli", "launch_server": "cli", "launch_router": "cli"}
 ENGINE_MAY_IMPORT = {
+    "nixl",  # where it is installed
     "torch",
     "triton",
     "numpy",

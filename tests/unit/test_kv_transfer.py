@@ -39,6 +39,7 @@ from moesaic.disagg.messages import Announce, Chunk, Close, Open, PromptResult, 
 from moesaic.disagg.outlets import KVOutlets
 from moesaic.disagg.receiver import KVReceiver
 from moesaic.disagg.rooms import DecodeRooms, RoomEvent
+from moesaic.disagg.send_buffer import SendBuffer
 from moesaic.disagg.sender import KVSender
 from moesaic.engine.frontend.request_options import meeting_room
 from moesaic.engine.worker.arrivals import Arrivals
@@ -145,12 +146,14 @@ class Group:
 
 
 @contextmanager
-def receivers(group: list[KVShare], dtype: torch.dtype = torch.float32) -> Iterator[Any]:
+def receivers(
+    group: list[KVShare], dtype: torch.dtype = torch.float32, transport: str = "auto"
+) -> Iterator[Any]:
     """A receiver for each rank, and the rooms of their leader."""
-    made = [
-        KVReceiver(one, dtype, socket.create_server(("127.0.0.1", 0)), Identity(n, 0), SECRET)
-        for n, one in enumerate(group)
-    ]
+    made = []
+    for n, one in enumerate(group):
+        listening, own = socket.create_server(("127.0.0.1", 0)), Identity(n, 0)
+        made.append(KVReceiver(one, dtype, listening, own, SECRET, "cpu", transport))
     ranks = [
         KVRank(n, 0, 0, one, "127.0.0.1", receiver.port)
         for n, (one, receiver) in enumerate(zip(group, made, strict=True))
@@ -191,6 +194,13 @@ def meet(lobby: Lobby, rooms: DecodeRooms, room: Room, first: int, stop: int) ->
     return event.target
 
 
+TRANSPORTS = ("shm", "tcp")
+
+
+def outlets_of(rank: int, transport: str, nbytes: int = 1 << 20) -> KVOutlets:
+    return KVOutlets(Identity(rank, 1), SECRET, SendBuffer(nbytes), transport)
+
+
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -212,7 +222,7 @@ def test_what_is_sent_is_received(number: int) -> None:
     whole = [torch.randn(LAYERS, tokens, heads, dim).to(there) for dim in dims]
     source.fill(whole)
     first = chooser.randint(0, tokens - 1)
-    outlets = [KVOutlets(Identity(n, 1), SECRET) for n in range(len(source.shares))]
+    outlets = [outlets_of(n, TRANSPORTS[number % 2]) for n in range(len(source.shares))]
     with receivers(target.shares, here) as (made, rooms):
         rooms.announce(1, Room(3, "127.0.0.1", 1), PROMPT)
         ticket = rooms.offer(1, first, tokens)
@@ -230,6 +240,9 @@ def test_what_is_sent_is_received(number: int) -> None:
         target.check(whole, first)
         rooms.release(1)
         wait_until(lambda: sum(receiver.staged_bytes for receiver in made) == 0, 20)
+    for one_rank in outlets:
+        assert set(one_rank.transports.values()) <= {TRANSPORTS[number % 2]}
+        wait_until(lambda buffer=one_rank.buffer: buffer.free_bytes == buffer.nbytes)
 
 
 def chunk_of(ticket: Ticket, **more: Any) -> Chunk:
@@ -417,11 +430,12 @@ def test_ports_out_of_range_end_the_connection(port: int) -> None:
 
 
 def test_an_outlet_outlives_a_host_that_no_lookup_takes(caplog: pytest.LogCaptureFixture) -> None:
-    outlets = KVOutlets(OWN, SECRET)
-    outlets.put("a..b", 9, [b"first"])
+    outlets = outlets_of(0, "shm")
+    outlets.put("a..b", 9, Close(Ticket(1, 1)))
     wait_until(lambda: "no KV cache can be sent to a..b:9" in caplog.text)
+    assert outlets.take("a..b", 9, 8) is None
     outlets._outlets["a..b", 9]._rests_until = 0.0
-    outlets.put("a..b", 9, [b"second"])
+    outlets.put("a..b", 9, Close(Ticket(1, 1)))
     wait_until(lambda: caplog.text.count("no KV cache can be sent to a..b:9") == 2)
 
 
@@ -597,7 +611,6 @@ def test_a_peer_that_takes_nothing_does_not_hold_up_steps(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nor take the memory of others. What it gets later begins on a new connection."""
-    monkeypatch.setattr(outlets_module, "MOST_QUEUED", 4 << 20)
     monkeypatch.setattr(outlets_module, "HOLD_SECONDS", 0.2)
     monkeypatch.setattr(outlets_module, "REST_SECONDS", 0.1)
     taken = Queue[bytes]()
@@ -615,24 +628,28 @@ def test_a_peer_that_takes_nothing_does_not_hold_up_steps(
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
     stopped = Listener(listening, OWN, SECRET, {Role.KV: stop})
     [one] = shares(1, 1, False)
-    outlets = KVOutlets(Identity(1, 1), SECRET)
+    outlets = outlets_of(1, "tcp", 4 << 20)
     with receivers([one]) as ((receiver,), rooms):
         rooms.announce(1, Room(3, "127.0.0.1", 1), PROMPT)
         ticket = rooms.offer(1, 0, 2)
         begun = time.monotonic()
         port = listening.getsockname()[1]
         for _ in range(48):
-            outlets.put("127.0.0.1", port, [bytes(1 << 20)])
-            assert outlets.queued <= 4 << 20
-        outlets.put("127.0.0.1", receiver.port, frame(chunk_of(ticket), [BODY]))
+            if (place := outlets.take("127.0.0.1", port, 1 << 20)) is not None:
+                outlets.put("127.0.0.1", port, chunk_of(ticket, place=place))
+            assert outlets.buffer.free_bytes >= 2 << 20
+        place = outlets.take("127.0.0.1", receiver.port, len(BODY))
+        assert place is not None
+        outlets.buffer.at(place)[:] = torch.frombuffer(bytearray(BODY), dtype=torch.uint8)
+        outlets.put("127.0.0.1", receiver.port, chunk_of(ticket, place=place))
         assert time.monotonic() - begun < 20
         wait_until(lambda: receiver.staged(ticket).is_complete)
     assert "it took nothing for 0.2 s, and others wait" in caplog.text
     begin.set()
-    wait_until(lambda: outlets.queued == 0)
+    wait_until(lambda: outlets.buffer.free_bytes == outlets.buffer.nbytes)
 
     def is_reached() -> bool:
-        outlets.put("127.0.0.1", port, frame(Close(Ticket(77, 1))))
+        outlets.put("127.0.0.1", port, Close(Ticket(77, 1)))
         return not taken.empty() and taken.get() == bytes([77])
 
     wait_until(is_reached)

@@ -7,7 +7,7 @@ import pytest
 
 from moesaic.config.args import ServerArgs
 from moesaic.engine.engine import Engine
-from moesaic.models.locate import model_folder, tokenizer_folder
+from moesaic.models.locate import model_folder, tokenizer_folder, with_local_folders
 
 COMMITS = {"main": "a" * 40, "v1": "b" * 40}
 
@@ -66,6 +66,22 @@ def test_where_the_cache_is(hub: Path, monkeypatch: pytest.MonkeyPatch, variable
     assert tokenizer_folder(same, "changed") == "changed"
     other = ServerArgs(model_path="m", tokenizer_path=args.model_path)
     assert tokenizer_folder(other, "m") == folder
+
+
+@pytest.mark.parametrize(
+    ("given", "file"),
+    [
+        ("Qwen/Qwen3-30B-A3B/hot.pt", f"models--Qwen--Qwen3-30B-A3B/snapshots/{'a' * 40}/hot.pt"),
+        ("hot.pt", "hot.pt"),
+        ("here/too/hot.pt", "here/too/hot.pt"),
+    ],
+)
+def test_a_token_map_may_be_in_the_cache(hub: Path, given: str, file: str):
+    (hub / "here" / "too").mkdir(parents=True)
+    (hub / "here" / "too" / "hot.pt").touch()
+    args = ServerArgs(model_path="m", speculative_token_map=given, download_dir=str(hub))
+    located = with_local_folders(args, "m").speculative_token_map
+    assert located is not None and (hub / located) == hub / file
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3,num_nextn_predict_layers=1"])

@@ -57,7 +57,8 @@ def test_every_slot_is_local_to_exactly_one_group(ep: int, each: int, width: int
             r"a placement of 4 experts must hold each of them: missing \[2\], unknown \[\]",
         ),
         (lambda: Placement(2, (0, 1, 2)), r"missing \[\], unknown \[2\]"),
-        (lambda: Placement(2, (0, 1, -1)), r"missing \[\], unknown \[-1\]"),
+        (lambda: Placement(2, (0, 1, -2)), r"missing \[\], unknown \[-2\]"),
+        (lambda: Placement(2, (0, -1, 0)), r"missing \[1\], unknown \[\]"),
     ],
 )
 def test_what_cannot_be_laid_out_is_refused(make, message: str) -> None:

@@ -33,7 +33,7 @@ def look_at_silence(monkeypatch: pytest.MonkeyPatch, waited: float) -> list[str]
         age = second + 1.0
         monkeypatch.setattr(page, "snapshot", lambda rank, age=age: seen_computing(age))
         for part in range(10):  # rare looks would count as the watch's own delay
-            found = watch.look({0: 1}, clock + part / 10, starting=False)
+            found = watch.look({0: 1}, clock + part / 10, starting=lambda rank: False)
         told.append("" if found is None else found[1])
     return told
 
@@ -66,7 +66,7 @@ def test_a_silence_is_examined_before_it_is_judged(monkeypatch: pytest.MonkeyPat
     for tenth in range(60):
         age = 8.0 + tenth / 10
         monkeypatch.setattr(page, "snapshot", lambda rank, age=age: seen_computing(age))
-        verdicts.append(watch.look({0: 1}, 100.0 + age, starting=False))
+        verdicts.append(watch.look({0: 1}, 100.0 + age, starting=lambda rank: False))
     # Late at first, fair a second later, and then three seconds of silence are examined.
     assert verdicts[:40] == [None] * 40
     assert verdicts[42] == (0, "hangs: it has given no heartbeat for 12.2 s")

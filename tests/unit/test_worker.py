@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,10 @@ class ScriptedLink:
         self.sent: list[Any] = []
         self.generations: list[int] = []
         self._messages = messages
-        self.send, self.restart = self.sent.append, self.generations.append
+        self.send = self.sent.append
+
+    def restart(self, generation: int, active: Sequence[int]) -> None:
+        self.generations.append(generation)
 
     def poll(self, seconds: float) -> bool:
         return bool(self._messages)
@@ -47,6 +51,7 @@ def make_worker(messages: list[AnyMessage]) -> tuple[Any, ScriptedLink]:
     link = worker.link = ScriptedLink(messages)
     worker.leader = worker.planner = worker._rollback = None
     worker._wakes = deque()
+    worker.members = SimpleNamespace(epoch=1)
     worker.stage = Round(number=7)
     worker.runner = SimpleNamespace(abandon=lambda reason: None)
     worker.loop = SimpleNamespace(slack=0.0, inflight=[])

@@ -99,7 +99,8 @@ class WindowCollective(Collective):
     nothing. A tensor whose parts exceed a half is exchanged in pieces.
 
     Results do not alias the window. After an error all ranks have to restart the collective: rounds
-    of a generation are higher than those of the one before.
+    of a generation are higher than those of the one before. Ranks that are not active then are not
+    awaited, and their parts are zeros.
     """
 
     def __init__(self, group: Peers, nbytes: int, timeout: float) -> None:
@@ -109,6 +110,8 @@ class WindowCollective(Collective):
         self.rank, self.size = group.rank, group.size
         self._capacity = round_up(nbytes, HEAD_BYTES)
         self._round = 0
+        self._active: list[int] | None = None
+        """Some of the ranks; None: all of them."""
         self._window = create_window(group, _planes(nbytes), timeout, channels=1)
         # Tensors created in inference mode cannot be written outside it.
         with torch.inference_mode(False):
@@ -183,6 +186,11 @@ class WindowCollective(Collective):
     def restart(self, membership: Membership) -> None:
         self._window.forget()
         self._round = first_epoch(membership.generation)
+        inactive = sorted(set(range(self.size)) - set(membership.active))
+        self._active = sorted(membership.active) if inactive else None
+        for half in range(HALVES) if inactive else ():
+            self._bodies[half][torch.uint8][inactive] = 0
+            self._heads[half][inactive] = 0
 
     def _sum(self, x_N: Tensor, asked: range, out: Tensor, operation: str) -> None:
         """Writes elements `asked` of the sum to `out`."""
@@ -225,14 +233,17 @@ class WindowCollective(Collective):
         else:
             self._window.touch(self._own[half][: HEAD_BYTES + part.nbytes])
         self._window.signal(0, self._round, operation)
-        self._window.wait(0, self._round, operation)
-        if self._heads[half][:, WORD:].tobytes() != head * self.size:
+        self._window.wait(0, self._round, operation, self._active)
+        heads = self._heads[half][:, WORD:]
+        heads = heads if self._active is None else heads[self._active]
+        if heads.tobytes() != head * len(heads):
             raise PartsDiffer(f"{operation}: {self._difference(half, head)}")
         return body
 
     def _difference(self, half: int, head: bytes) -> str:
         heads = [line.tobytes() for line in self._heads[half][:, WORD:]]
-        first = next(rank for rank, other in enumerate(heads) if other != head)
+        ranks = range(self.size) if self._active is None else self._active
+        first = next(rank for rank in ranks if heads[rank] != head)
         theirs, ours = (text.rstrip(b"\0").decode() for text in (heads[first], head))
         return f"rank {first} is in {theirs}, this rank ({self.rank}) in {ours}"
 

@@ -93,6 +93,11 @@ class Peers(ABC):
         """The store of the group, for torch; its keys are the group's own."""
         raise NotImplementedError(f"group {self.name} has no store")
 
+    def lasting_memory(self, name: str, length: int) -> str | None:
+        """The path of memory that outlives the ranks, so that one that is restarted can map it
+        again; None: ranks create it themselves. One rank calls it."""
+        return None
+
     def collectives(self) -> RankGroup:
         """The same ranks with collectives over gloo; all ranks call it."""
         raise NotImplementedError(f"group {self.name} has no collectives")

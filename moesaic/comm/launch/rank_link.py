@@ -108,13 +108,15 @@ class RankLink:
         )
         group.status, group.collective_timeout = self.status, self.timeout
         group.members, group.lifecycle = tuple(ranks), self.lifecycle
+        group.lasts = self._spec.service.elastic
         if across:
             group.links, group.host = self.links, self._spec.host
         return group
 
-    def restart(self, generation: int) -> None:
-        """Enters a generation that all ranks of the replica have agreed on."""
-        self.lifecycle.restart(self._membership(generation))
+    def restart(self, generation: int, active: Sequence[int] = ()) -> None:
+        """Enters a generation that all ranks of the replica have agreed on. `active`: the live
+        ranks, if not all ranks are."""
+        self.lifecycle.restart(self._membership(generation, tuple(active)))
 
     def ready(self, facts: dict[str, Any]) -> None:
         self.is_ready = True
@@ -165,9 +167,9 @@ class RankLink:
         """Whether the supervisor has ended the membership of all ranks."""
         return self._page.live == 0
 
-    def _membership(self, generation: int = 0) -> Membership:
-        """All ranks are active in every epoch, since a death ends the service."""
-        return Membership(generation, tuple(range(self.mesh.world)), self.status.epoch)
+    def _membership(self, generation: int = 0, active: tuple[int, ...] = ()) -> Membership:
+        ranks = active or tuple(range(self.mesh.world))
+        return Membership(generation, ranks, self.status.epoch)
 
     def _beat(self) -> None:
         while True:

@@ -15,7 +15,10 @@ from moesaic.comm.network.torch_store import TorchStore
 class StoreGroup(Peers):
     """Ranks that run the same exchanges in the same order. Use a name once per store; a group of
     one needs none. Like a wait on a window, a wait here raises EpochChanged when the supervisor
-    declares a new epoch. `timeout` covers ranks that load for different times."""
+    declares a new epoch. `timeout` covers ranks that load for different times.
+
+    With `lasts` the store keeps all exchanges and the memory of windows: a rank that is restarted
+    gets what its predecessor got, so that it starts without the others."""
 
     def __init__(
         self,
@@ -38,6 +41,7 @@ class StoreGroup(Peers):
         self._sequence = 0
         self._last_complete = ""
         self.collective_timeout = timeout
+        self.lasts = False
 
     @cached_property
     def store(self) -> TorchStore:
@@ -64,12 +68,16 @@ class StoreGroup(Peers):
         started = time.monotonic()
         keys = [self._key(self._sequence, rank) for rank in range(self.size)]
         try:
+            if self.lasts:
+                kept = [part for part in self._store.get_now(keys) if part is not None]
+                if len(kept) == self.size:
+                    return kept
             self._store.set(keys[self.rank], data)
             check = None if self.status is None else self.status.check
             missing = self._store.wait(keys, self.timeout, check)
             parts = [] if missing else self._store.get_now(keys)
             # All ranks are here, so all have read the previous values.
-            if self._sequence > 1 and not missing:
+            if self._sequence > 1 and not missing and not self.lasts:
                 self._store.delete(self._key(self._sequence - 1, self.rank))
         except OSError as error:
             # The store ended with its host, so that the missing ranks are unknown.
@@ -80,6 +88,11 @@ class StoreGroup(Peers):
             raise PeerTimeout(late, operation, self.timeout, seen).among(self.members)
         self._last_complete = operation
         return [part for part in parts if part is not None]
+
+    def lasting_memory(self, name: str, length: int) -> str | None:
+        if self._store is None or not self.lasts:
+            return None
+        return self._store.memory(f"{self.name}/memory {self._sequence}", name, length)
 
     def barrier(self, operation: str) -> None:
         self.all_gather_bytes(b"", operation)

@@ -8,6 +8,7 @@ service (handshake.py); between nodes the connection is encrypted (tls.py).
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import socket
 import threading
@@ -25,6 +26,7 @@ from moesaic.comm.network.handshake import Identity, Role, Session
 from moesaic.comm.network.listener import Listener
 from moesaic.comm.network.message_stream import MessageStream
 from moesaic.comm.network.tls import Connection, Tampered
+from moesaic.comm.windows.shared_memory import create_memory
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +40,7 @@ LONGEST_PAUSE: Final = 0.25
 PAUSE_SHARE: Final = 0.05
 
 # Methods of StoreTable that a client may call.
-OPERATIONS: Final = ("set", "get", "has", "add", "delete", "count")
+OPERATIONS: Final = ("set", "get", "has", "add", "delete", "count", "memory")
 
 Answer = bool | int | list[bytes | None] | None
 
@@ -103,6 +105,8 @@ class StoreTable:
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._bytes = 0
+        self._memory: dict[str, int] = {}
+        """The descriptors of memory that outlives the ranks that map it."""
         self._lock = threading.Lock()
 
     def serve(self, connection: Connection, session: Session, name: str) -> None:
@@ -151,6 +155,17 @@ class StoreTable:
     def count(self, request: StoreRequest) -> int:
         return len(self._values)
 
+    def memory(self, request: StoreRequest) -> list[bytes | None]:
+        """The path of shared memory, which the first request for it creates; its name is `value`,
+        its length `number`."""
+        (key,) = request.keys
+        if key not in self._memory:
+            try:
+                self._memory[key] = create_memory(request.value.decode(), request.number)
+            except OSError as error:
+                raise ValueError(f"{request.number} bytes of shared memory: {error}") from error
+        return [f"/proc/{os.getpid()}/fd/{self._memory[key]}".encode()]
+
     def _put(self, key: str, value: bytes) -> None:
         old = self._values.get(key)
         grown = self._bytes + len(key) + len(value) - (0 if old is None else len(key) + len(old))
@@ -185,6 +200,11 @@ class StoreClient:
 
     def count(self) -> int:
         return int(self._ask(StoreRequest("count", [])))
+
+    def memory(self, key: str, name: str, length: int) -> str:
+        """The path of memory that lives as long as the service."""
+        (path,) = self._ask(StoreRequest("memory", [key], name.encode(), length))
+        return str(path, "utf-8")
 
     def wait(
         self, keys: Sequence[str], seconds: float, look: Callable[[], object] | None = None

@@ -102,6 +102,15 @@ class ControlPage:
         self._words[EPOCH] += 1
         return self._words[EPOCH]
 
+    def note_live(self, live: int) -> None:
+        """Changes the mask, without an epoch that ends all waits. Supervisor only."""
+        self._words[LIVE] = live
+
+    def clear(self, rank: int) -> None:
+        """Forgets a rank whose process is gone. Supervisor only."""
+        base = self._base(rank - self.first_rank)
+        self._bytes[base : base + STATUS_BYTES] = bytes(STATUS_BYTES)
+
     def roll_back(self, rank: int, generation: int) -> None:
         """Pending waits of this rank raise StepRolledBack until it adopts it. Supervisor only."""
         self._words[self._base(rank - self.first_rank) // WORD + GENERATION] = generation

@@ -140,7 +140,7 @@ class FollowerSupervisor(NodeSupervisor):
                 case messages.Relay(rank, data):
                     self.send_local(rank, data)
                 case messages.RollbackStep():
-                    self.roll_back(event)
+                    self.roll_back(event, self.mesh.ranks_of_replica(event.replica))
                 case messages.Ready():
                     self.is_serving = True
                     self.send_client(event)

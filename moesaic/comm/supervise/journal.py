@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,10 +11,12 @@ import msgspec
 
 from moesaic.comm.supervise.load_balance import LoadBalancer
 from moesaic.core.messages import RequestDelta, StepOutput
-from moesaic.core.request import FinishReason, NewRequest
+from moesaic.core.request import ABORTED, FinishReason, NewRequest
 
 # Requests that one message ends.
 ENDED_AT_ONCE: Final = 256
+# The group of a request that waits until there is one.
+HELD: Final = -1
 
 
 @dataclass(slots=True)
@@ -35,8 +37,11 @@ class Journal:
         """The group of each request that waits for another instance."""
 
     def assign(self, requests: Sequence[NewRequest]) -> list[int]:
-        """Returns the group that serves each request."""
-        groups = self.balancer.assign(requests)
+        """Returns the group that serves each request, HELD if there is none now."""
+        if self.balancer.has_groups:
+            groups = self.balancer.assign(requests)
+        else:
+            groups = [HELD] * len(requests)
         for request, group in zip(requests, groups, strict=True):
             self.open[request.request_no] = OpenRequest(request, group, list(request.emitted))
             if request.room is not None and request.kv_target is None:
@@ -66,6 +71,22 @@ class Journal:
             if delta.finish is not None:
                 self._drop(delta.request_no)
 
+    def move(self, groups: Collection[int]) -> dict[int, list[NewRequest]]:
+        """Assigns the requests of these groups anew, and those that are held. Returns what to
+        submit to each group."""
+        moved = [n for n, one in self.open.items() if one.group in groups or one.group == HELD]
+        for number in moved:
+            if self.open[number].group != HELD:
+                self.balancer.withdraw(number)
+                self.open[number].group = HELD
+        if not self.balancer.has_groups:
+            return {}
+        replays, found = [self.replay(number) for number in moved], dict[int, list[NewRequest]]()
+        for replay, group in zip(replays, self.balancer.assign(replays), strict=True):
+            self.open[replay.request_no].group = group
+            found.setdefault(group, []).append(replay)
+        return found
+
     def replay(self, request_no: int) -> NewRequest:
         """The request that, submitted to any group, continues an open one."""
         entry = self.open[request_no]
@@ -80,6 +101,19 @@ class Journal:
         starts = range(0, len(deltas), ENDED_AT_ONCE)
         return [StepOutput(deltas[start : start + ENDED_AT_ONCE]) for start in starts]
 
+    def is_served(self, request_no: int) -> bool:
+        """Whether a group has the request, and does not lose it at this moment."""
+        group = self.open[request_no].group
+        return group != HELD and not self.balancer.is_away(group)
+
+    def abort(self, request_no: int) -> StepOutput:
+        """Drops a request that no group serves, and returns its last output."""
+        self._drop(request_no)
+        finish = FinishReason("abort", message=ABORTED)
+        return StepOutput([RequestDelta(request_no, [], finish=finish)])
+
     def _drop(self, request_no: int) -> None:
         self._arriving.pop(request_no, None)
-        self.balancer.finish(request_no, self.open.pop(request_no).emitted)
+        entry = self.open.pop(request_no)
+        if entry.group != HELD:
+            self.balancer.finish(request_no, entry.emitted)

@@ -17,7 +17,8 @@ import zmq
 from moesaic.comm.network.store import LocalStore
 from moesaic.comm.supervise.address import family_of, numeric
 from moesaic.comm.supervise.config_check import differences, facts_of
-from moesaic.comm.supervise.journal import Journal
+from moesaic.comm.supervise.elastic import ElasticMembership
+from moesaic.comm.supervise.journal import HELD, Journal
 from moesaic.comm.supervise.load_balance import LoadBalancer
 from moesaic.comm.supervise.node_supervisor import NodeSupervisor
 from moesaic.comm.supervise.service_spec import ServiceSpec, split_address
@@ -68,6 +69,13 @@ class LeadSupervisor(NodeSupervisor):
         self._remote: dict[int, tuple[float, RankSnapshot]] = {}
         """The last snapshot of each rank on other nodes, and when it was received."""
         self._last_beat = 0.0
+        self._open_queries: dict[int, messages.Query] = {}
+        """Where ranks may be lost: questions, and below who has not replied."""
+        self._awaited: dict[int, set[int]] = {}
+        self.elastic: ElasticMembership | None = None
+        if spec.elastic:
+            rollbacks = [replica.rollbacks for replica in self._replicas]
+            self.policy = self.elastic = ElasticMembership(self, rollbacks)
 
     def _replica(self, number: int) -> Replica:
         mesh = self.mesh
@@ -99,10 +107,12 @@ class LeadSupervisor(NodeSupervisor):
         if not self.is_serving:
             self._check_start(now)
             return
+        if self.elastic is not None:
+            self.elastic.tick(now)
         if not self.watch.is_fair:
             self._watchdog.pause()
             return
-        hang = self._watchdog.look(self.snapshots(now), now)
+        hang = self._watchdog.look(self._watched(self.snapshots(now)), now)
         if hang is not None:
             self.lose_ranks(hang.ranks, hang.text)
 
@@ -110,6 +120,16 @@ class LeadSupervisor(NodeSupervisor):
         """What each rank of the service was last seen doing."""
         here = {rank: self.page.snapshot(rank) for rank in self.spec.ranks}
         return here | {rank: one.later(now - then) for rank, (then, one) in self._remote.items()}
+
+    def _watched(self, seen: dict[int, RankSnapshot]) -> dict[int, RankSnapshot]:
+        if self.elastic is None:
+            return seen
+        return {rank: one for rank, one in seen.items() if self.elastic.is_watched(rank)}
+
+    def is_starting(self, rank: int) -> bool:
+        if self.elastic is not None and self.is_serving:
+            return self.elastic.is_starting(rank)
+        return super().is_starting(rank)
 
     def tell_nodes(self, message: Message) -> None:
         if self._followers is not None:
@@ -128,8 +148,10 @@ class LeadSupervisor(NodeSupervisor):
                 self._submit(requests)
             case messages.Abort(request_no):
                 entry = self.journal.open.get(request_no)
-                if entry is not None:
+                if entry is not None and entry.group != HELD:
                     self.send_rank(self.mesh.leader(entry.group), encode(message))
+                if entry is not None and not self.journal.is_served(request_no):
+                    self.send_client(self.journal.abort(request_no))
             case messages.Query():
                 self._ask(message)
             case _:
@@ -143,6 +165,7 @@ class LeadSupervisor(NodeSupervisor):
                 self.send_client(data)
                 self._replica_of(rank).rollbacks.note_progress()
             case messages.QueryReply():
+                self._note_reply(message, rank)
                 self.send_client(data)
             case messages.Asleep(replica, round_):
                 self._on_asleep(self._replicas[replica], round_)
@@ -154,7 +177,14 @@ class LeadSupervisor(NodeSupervisor):
                 logger.warning("%s", self._watchdog.explain_slow(message, seen))
             case messages.Ready(facts=facts):
                 self._facts[rank] = facts
-                self._check_ready()
+                if self.elastic is not None and self.is_serving:
+                    self.send_client(data)
+                    self.elastic.on_ready(rank)
+                else:
+                    self._check_ready()
+            case messages.MembersAdopted():
+                if self.elastic is not None:
+                    self.elastic.on_adopted(message)
             case messages.StepFailed():
                 self._on_step_failed(message)
             case messages.StepAbandoned():
@@ -250,6 +280,7 @@ class LeadSupervisor(NodeSupervisor):
         by_group: dict[int, list[NewRequest]] = {}
         for request, group in zip(accepted.values(), groups, strict=True):
             by_group.setdefault(group, []).append(request)
+        by_group.pop(HELD, None)
         for group, chosen in by_group.items():
             self.send_rank(self.mesh.leader(group), encode(messages.Submit(chosen)))
         for replica in self._replicas:
@@ -264,17 +295,47 @@ class LeadSupervisor(NodeSupervisor):
 
     def _ask(self, question: messages.Query) -> None:
         if question.what in ("info", "stats"):
-            self.send_client(messages.QueryReply(question.number, -1, self._overview()))
+            membership = None if self.elastic is None else self.elastic.stats
+            overview = self._overview()
+            view = messages.QueryReply(question.number, -1, overview, membership=membership)
+            self.send_client(view)
         if question.what == "flush_cache":
             self._balancer.flush_cache()
         for replica in self._replicas:
             replica.poked = replica.poked or question.what == "rebalance"
         leaders = map(self.mesh.leader, range(self.mesh.num_groups))
         # Ranks that are asleep answer, too.
-        for rank in range(self.mesh.world) if question.every else leaders:
+        asked = [*range(self.mesh.world)] if question.every else [*leaders]
+        live = asked if self.elastic is None else [r for r in asked if r in self.elastic.live]
+        for rank in live:
             self.send_rank(rank, encode(question))
+        if self.elastic is not None:
+            self._open_queries[question.number] = question
+            self._awaited[question.number] = set(asked)
+            for rank in set(asked).difference(live):
+                self.answer_for(rank)
         for replica in self._replicas:
             self._wake_if_due(replica)
+
+    def _note_reply(self, reply: messages.QueryReply, rank: int) -> None:
+        awaited = self._awaited.get(reply.number)
+        if awaited is None:
+            return
+        awaited.discard(rank)
+        if not awaited:
+            del self._awaited[reply.number], self._open_queries[reply.number]
+
+    def answer_for(self, rank: int) -> None:
+        """Answers open queries for a rank that is lost."""
+        group = self.mesh.group_of(self.mesh.place(rank))
+        for number in [n for n, awaited in self._awaited.items() if rank in awaited]:
+            every = self._open_queries[number].every
+            reply = messages.QueryReply(number, group, None, rank if every else -1, lost=True)
+            self.send_client(reply)
+            self._note_reply(reply, rank)
+
+    def note_awake(self, replica: int) -> None:
+        self._replicas[replica].awake = True
 
     def _overview(self) -> list[dict[str, Any]]:
         """Where each rank is in the mesh, what it holds, and what it does now."""
@@ -303,18 +364,20 @@ class LeadSupervisor(NodeSupervisor):
         if replica.rollbacks.is_hopeless:
             steps = f"the last {replica.rollbacks.failures} steps have failed, with nothing done"
             message = f"{self.mesh.describe(failed.rank)} failed: {failed.error}; {steps}"
-            self.fail(message, [failed.rank])
+            self.lose_ranks([failed.rank], message)
             return
         rollback.error = f"{self.mesh.describe(failed.rank)}: {failed.error}"
         logger.warning("a step is abandoned: %s", rollback.error)
         replica.awake = True
         self.tell_nodes(rollback)
-        self.roll_back(rollback)
+        self.roll_back(rollback, replica.rollbacks.ranks)
 
     def _on_abandoned(self, abandoned: messages.StepAbandoned) -> None:
         replica = self._replica_of(abandoned.rank)
         resume = replica.rollbacks.note_abandoned(abandoned)
-        if resume is not None:
+        if resume is not None and self.elastic is not None:
+            self.elastic.settle(replica.rollbacks.replica, resume)
+        elif resume is not None:
             for rank in replica.ranks:
                 self.send_rank(rank, encode(resume))
 
@@ -322,13 +385,15 @@ class LeadSupervisor(NodeSupervisor):
         if replica.awake or not (replica.poked or self.journal.has_work(replica.groups)):
             return
         replica.awake, replica.poked = True, False
-        for rank in replica.ranks:
+        for rank in replica.rollbacks.ranks:
             self.send_rank(rank, encode(messages.Wake(replica.round)))
 
     def _check_ready(self) -> None:
         if len(self._facts) == self.mesh.world and not self.is_serving:
             self.is_serving = True
             ranks = [self._facts[rank] for rank in range(self.mesh.world)]
+            if self.elastic is not None:
+                self.elastic.note_ready(ranks[0])
             if "cache_tokens" in ranks[0]:
                 self._balancer.limit_cache(ranks[0]["cache_tokens"])
             ready = messages.Ready(0, {**ranks[0], "ranks": ranks})

@@ -61,6 +61,9 @@ class PrefixIndex:
         for pages in self._pages:
             pages.clear()
 
+    def clear_group(self, group: int) -> None:
+        self._pages[group].clear()
+
 
 @dataclass(slots=True)
 class AssignedRequest:
@@ -86,6 +89,8 @@ class LoadBalancer:
         self.uncomputed = [0] * num_groups
         """Those of them that are computed before a request's next token."""
         self._method = method
+        self._away: set[int] = set()
+        """Groups that serve nothing now."""
         self._next_group = 0
         self._open: dict[int, AssignedRequest] = {}
         indexed = method == "auto" and page_size > 0 and num_groups > 1
@@ -101,6 +106,26 @@ class LoadBalancer:
             self._assign(request)
         return [self._open[request.request_no].group for request in requests]
 
+    @property
+    def has_groups(self) -> bool:
+        return len(self._away) < len(self.requests)
+
+    def set_away(self, group: int, is_away: bool) -> None:
+        """A group that is away gets no requests. What it had cached is lost."""
+        if is_away and group not in self._away and self._index is not None:
+            self._index.clear_group(group)
+        (self._away.add if is_away else self._away.discard)(group)
+
+    def is_away(self, group: int) -> bool:
+        return group in self._away
+
+    def withdraw(self, request_no: int) -> None:
+        """The request leaves its group, and is to be assigned anew."""
+        entry = self._open.pop(request_no)
+        self.requests[entry.group] -= 1
+        self.tokens[entry.group] -= entry.tokens
+        self.uncomputed[entry.group] -= entry.uncomputed
+
     def note_tokens(self, request_no: int, number: int) -> None:
         """The request emitted `number` tokens."""
         entry = self._open[request_no]
@@ -113,10 +138,8 @@ class LoadBalancer:
     def finish(self, request_no: int, emitted: Sequence[int]) -> None:
         """`emitted`: all tokens of the request behind its prompt; the next turn of a chat repeats
         them."""
-        entry = self._open.pop(request_no)
-        self.requests[entry.group] -= 1
-        self.tokens[entry.group] -= entry.tokens
-        self.uncomputed[entry.group] -= entry.uncomputed
+        entry = self._open[request_no]
+        self.withdraw(request_no)
         if self._index is not None:
             request = entry.request
             sequence = [*request.prompt_ids, *emitted]
@@ -137,7 +160,8 @@ class LoadBalancer:
         assert request.request_no not in self._open, request.request_no
         tokens = _length(request)
         keys, cached = self._cached(request)
-        group = self._choose(cached) if request.group is None else request.group
+        named = None if request.group in self._away else request.group
+        group = self._choose(cached) if named is None else named
         entry = AssignedRequest(request, group, tokens, tokens - cached[group], keys)
         self._open[request.request_no] = entry
         self.requests[group] += 1
@@ -160,7 +184,8 @@ class LoadBalancer:
     def _choose(self, cached: Sequence[int]) -> int:
         """The least loaded group; equals take turns, or group 0 would get all single requests."""
         size = len(self.requests)
-        order = [(self._next_group + offset) % size for offset in range(size)]
+        turns = [(self._next_group + offset) % size for offset in range(size)]
+        order = [group for group in turns if group not in self._away]
         group = min(order, key=lambda group: self._load(group, cached[group]))
         self._next_group = (group + 1) % size
         return group

@@ -42,6 +42,8 @@ TICK: Final = 0.1
 # How long the last messages of a rank that ended with an error may take to arrive.
 DRAIN_SECONDS: Final = 0.3
 LINGER_MS: Final = 2000
+# How long the kernel may take to end a process that was killed.
+FENCE_SECONDS: Final = 5.0
 
 
 class NodeSupervisor(ABC):
@@ -61,6 +63,10 @@ class NodeSupervisor(ABC):
         self._dropped_log = QuietLog(logger)
         self._routes = {rank: new_route() for rank in spec.ranks}
         self._senders = {route: rank for rank, route in self._routes.items()}
+        self._former: set[bytes] = set()
+        """Of processes that are gone."""
+        self._store: StoreAddress | None = None
+        self._host = ""
         target = spec.target.partition(":")[0]
         self._spawner = Spawner(["moesaic.comm.launch.rank_link", *spec.preload, target])
         self.loop.add(self._spawner.started.wakeup_fd, self._on_spawned)
@@ -126,10 +132,13 @@ class NodeSupervisor(ABC):
     def tick(self, now: float) -> None:
         """Checks the processes of this node, at least ten times a second."""
         pids = {rank: process.pid or 0 for rank, process in self._processes.items()}
-        found = self.watch.look(pids, now, starting=not self.is_serving)
+        found = self.watch.look(pids, now, starting=self.is_starting)
         if found is not None:
             rank, why = found
             self.lose_ranks([rank], self.describe_loss(rank, why))
+
+    def is_starting(self, rank: int) -> bool:
+        return not self.is_serving
 
     def lose_ranks(self, ranks: Sequence[int], cause: str) -> None:
         """Every death, hang and lost connection ends up here."""
@@ -145,9 +154,9 @@ class NodeSupervisor(ABC):
     def send_local(self, rank: int, data: bytes) -> None:
         self._ranks.send_multipart([self._routes[rank], data])
 
-    def roll_back(self, rollback: RollbackStep) -> None:
-        """Rolls back the replica's ranks here: by the control page in a wait, else by message."""
-        for rank in self.mesh.ranks_of_replica(rollback.replica):
+    def roll_back(self, rollback: RollbackStep, ranks: Sequence[int]) -> None:
+        """Rolls back the `ranks` that are here: by the control page in a wait, else by message."""
+        for rank in ranks:
             if rank in self.spec.ranks:
                 self.page.roll_back(rank, rollback.generation)
                 self.send_local(rank, encode(rollback))
@@ -171,12 +180,38 @@ class NodeSupervisor(ABC):
         return f"{self.mesh.describe(rank)} {what}; {self.page.snapshot(rank)}"
 
     def start_ranks(self, store: StoreAddress, host: str = "") -> None:
-        secret = own_secret() or NO_SECRET
+        self._store, self._host = store, host
         for rank in self.spec.ranks:
-            sockets = self._endpoint, self._routes[rank]
-            spec = RankSpec(rank, self.spec, self._control, *sockets, store, host, secret)
-            data = msgspec.msgpack.encode(spec)
-            self._spawner.start(f"rank{rank}", "moesaic.comm.launch.rank_link:main", data)
+            self.start_rank(rank)
+
+    def start_rank(self, rank: int) -> None:
+        assert self._store is not None, "start_ranks has been called"
+        secret, sockets = own_secret() or NO_SECRET, (self._endpoint, self._routes[rank])
+        store, host = self._store, self._host
+        spec = RankSpec(rank, self.spec, self._control, *sockets, store, host, secret)
+        data = msgspec.msgpack.encode(spec)
+        self._spawner.start(f"rank{rank}", "moesaic.comm.launch.rank_link:main", data)
+
+    def kill_rank(self, rank: int) -> bool:
+        """Ends a rank's process and drops what it still sends. Returns whether it is gone."""
+        process = self._processes.pop(rank, None)
+        if process is not None:
+            process.kill()
+            self.loop.remove(process.sentinel)
+            process.join(FENCE_SECONDS)
+            if process.is_alive():
+                return False
+        route, self._routes[rank] = self._routes[rank], new_route()
+        del self._senders[route]
+        self._former.add(route)
+        self._senders[self._routes[rank]] = rank
+        self.page.clear(rank)
+        return True
+
+    def note_members(self, live: Sequence[int]) -> None:
+        """Writes the ranks of this node that live to its control page."""
+        here = [rank - self.page.first_rank for rank in live if rank in self.spec.ranks]
+        self.page.note_live(sum(1 << number for number in here))
 
     def fence(self, ranks: Sequence[int], reason: str) -> None:
         """Declares an epoch without these ranks, and kills all ranks of this node."""
@@ -225,8 +260,8 @@ class NodeSupervisor(ABC):
     def _on_rank_end(self) -> None:
         """A rank that raised has sent the reason, which may still be in flight."""
         dead = [rank for rank, process in self._processes.items() if not process.is_alive()]
-        if any(self._processes[rank].exitcode == 1 for rank in dead):
-            self._drain_messages()
+        self._drain_messages([r for r in dead if self._processes[r].exitcode == 1])
+        dead = [rank for rank in dead if rank in self._processes]
         for rank in self.reported.intersection(dead):
             self.loop.remove(self._processes[rank].sentinel)
             dead.remove(rank)
@@ -234,9 +269,12 @@ class NodeSupervisor(ABC):
             exits = {rank: describe_exit(self._processes[rank].exitcode) for rank in dead}
             self.lose_ranks(dead, "; ".join(self.describe_loss(*item) for item in exits.items()))
 
-    def _drain_messages(self) -> None:
+    def _drain_messages(self, ranks: Sequence[int]) -> None:
+        """Receives until these ranks' reports have ended the service, or the ranks."""
         deadline = time.monotonic() + DRAIN_SECONDS
         while self.exit_code is None and time.monotonic() < deadline:
+            if not self._processes.keys() & set(ranks):
+                return
             if self._ranks.poll(int(DRAIN_SECONDS * 1000)):
                 self._on_ranks()
 
@@ -256,6 +294,8 @@ class NodeSupervisor(ABC):
         user writes to the socket; messages of unknown senders are dropped."""
         for frames in receive_some(socket):
             sender = senders.get(frames[0])
+            if sender is None and frames[0] in self._former:
+                continue
             try:
                 message = decode(frames[1], passing=True)
             except (IndexError, NoMessage) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -54,9 +54,9 @@ class ProcessWatch:
         """Whether that was long enough ago to judge a silence."""
 
     def look(
-        self, pids: Mapping[int, int], now: float, *, starting: bool
+        self, pids: Mapping[int, int], now: float, *, starting: Callable[[int], bool]
     ) -> tuple[int, str] | None:
-        """The first rank that hangs, and the evidence."""
+        """The first rank that hangs, and the evidence. `starting`: whether a rank still starts."""
         self.was_late = now - self._looked > LATE
         if self.was_late:
             self._stopped.clear()
@@ -67,7 +67,8 @@ class ProcessWatch:
         if not self.is_fair:
             return None
         for rank, pid in pids.items():
-            why = self._stopped_for(rank, pid, now) or self._silent_for(rank, pid, now, starting)
+            why = self._stopped_for(rank, pid, now)
+            why = why or self._silent_for(rank, pid, now, starting(rank))
             if why:
                 return rank, why
         return None

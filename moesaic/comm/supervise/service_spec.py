@@ -63,6 +63,10 @@ class ServiceSpec:
     log_level: str = "info"
     gpu_sharers: int = 0
     """The most ranks on one GPU; several need CUDA's MPS."""
+    elastic: bool = False
+    """Whether the service goes on without a rank that is lost, and restarts it."""
+    restart_limit: int = 0
+    """How often in a row a rank may be lost at once after its start; 0: no limit."""
 
     def __post_init__(self) -> None:
         mesh = self.mesh

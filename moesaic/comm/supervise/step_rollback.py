@@ -15,7 +15,8 @@ MAX_FAILURES: Final = 64
 @dataclass(slots=True)
 class StepRollbacks:
     replica: int
-    ranks: range
+    ranks: Sequence[int]
+    """Those that live."""
     leaders: Sequence[int]
     """The leaders of its serving groups, in order."""
     generation: int = 0
@@ -44,6 +45,15 @@ class StepRollbacks:
         self._suspects.clear()
         return RollbackStep(self.replica, self.generation, failed.step, failed.error)
 
+    def change(self, ranks: Sequence[int]) -> RollbackStep:
+        """The message for all ranks, which are others from now on. A rollback that is in progress
+        ends with it."""
+        self.ranks, self.failures = ranks, 0
+        self.generation += 1
+        self.missing = set(ranks)
+        self._suspects.clear()
+        return RollbackStep(self.replica, self.generation, 0, "")
+
     def note_abandoned(self, abandoned: StepAbandoned) -> ResumeSteps | None:
         """The message for all ranks once the last of them has abandoned its step."""
         if abandoned.generation != self.generation or abandoned.rank not in self.missing:
@@ -53,7 +63,7 @@ class StepRollbacks:
         self._suspects[abandoned.rank] = abandoned.suspects
         if self.missing:
             return None
-        suspects = [self._suspects[leader] for leader in self.leaders]
+        suspects = [self._suspects.get(leader, 0) for leader in self.leaders]
         return ResumeSteps(self.generation, self._round, suspects)
 
     def note_progress(self) -> None:

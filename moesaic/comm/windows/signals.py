@@ -29,7 +29,7 @@ MAX_RANKS: Final = 63
 # A yield lets a peer run where ranks outnumber cores, and costs a microsecond elsewhere.
 SPINS: Final = 12
 # The longest sleep without a check: the cost of a lost wake, and the delay of a new epoch.
-SLICE: Final = 0.05
+SLICE: Final = 0.02
 
 # The line of a sleeper. The ticket is 0 while it is awake, and is written last.
 TICKET, CHANNEL, EPOCH, MASK = range(4)
@@ -85,8 +85,11 @@ class Signals:
         self._text = [(base + LINE) * WORD for base in self._wake_line]
         self._peers = [peer for peer in range(size) if peer != rank]
         self._operation = ""
-        self._ticket = 0
-        self._wakes = 0
+        # A rank that is restarted goes on behind its predecessor, which may have slept.
+        words, line = self._words, self._sleeper[rank]
+        self._ticket = max(words[line + TICKET], words[self._wake_line[rank] + WOKEN])
+        words[line + TICKET] = 0
+        self._wakes = int.from_bytes(os.urandom(3), "little")
 
     def post(self, channel: int, epoch: int, operation: str) -> None:
         """Publishes `epoch` after all earlier writes, and wakes ranks whose wait is complete."""

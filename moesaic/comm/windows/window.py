@@ -117,6 +117,10 @@ class SharedWindow:
             self.link.book(channel)
         self._signals.post(channel, epoch, operation)
 
+    def posted(self, channel: int) -> int:
+        """The last epoch that this rank, or its predecessor, has signalled."""
+        return self._signals.posted(channel)
+
     def wait(
         self,
         channel: int,
@@ -218,9 +222,8 @@ def share_memory(
     `join` gets the mapping and the notes of all ranks before it is used, and returns an error."""
     nodes = group.nodes or (0,) * group.size
     first = nodes.index(nodes[group.rank])
-    own, error = _new_file(length) if group.rank == first else (-1, "")
+    own, path, error = _new_memory(group, length) if group.rank == first else (-1, "", "")
     try:
-        path = f"/proc/{os.getpid()}/fd/{own}"
         offer = {"path": path, "layout": layout, "note": note, "error": error}
         offers = _exchange(group, offer)
         _refuse_if("; ".join(other["error"] for other in offers if other["error"]))
@@ -248,14 +251,19 @@ def _refuse_if(error: str) -> None:
         raise RuntimeError(f"no shared window: {error}")
 
 
-def _new_file(length: int) -> tuple[int, str]:
-    """(descriptor, "") of unnamed memory, or (-1, error)."""
+def _new_memory(group: Peers, length: int) -> tuple[int, str, str]:
+    """(descriptor, path, "") of unnamed memory, or (-1, "", error). The descriptor is -1 if another
+    process holds the memory."""
     if not hasattr(os, "memfd_create"):
-        return -1, "memory shared between processes needs Linux (memfd_create)"
+        return -1, "", "memory shared between processes needs Linux (memfd_create)"
     try:
-        return create_memory(MEMORY, length), ""
-    except OSError as error:
-        return -1, f"{length} bytes of shared memory: {error}"
+        lasting = group.lasting_memory(MEMORY, length)
+        if lasting is not None:
+            return -1, lasting, ""
+        own = create_memory(MEMORY, length)
+        return own, f"/proc/{os.getpid()}/fd/{own}", ""
+    except (OSError, RuntimeError) as error:
+        return -1, "", f"{length} bytes of shared memory: {error}"
 
 
 def _map(path: str, length: int) -> tuple[mmap.mmap | None, str]:

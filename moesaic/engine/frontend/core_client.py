@@ -29,7 +29,7 @@ from moesaic.engine.frontend.queries import GROUP_QUERIES, PendingQuery, QueryTi
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.setup.memory_plan import check_plan
 from moesaic.engine.worker.planner import ModelFacts
-from moesaic.engine.worker.rank_info import log_ranks, service_info
+from moesaic.engine.worker.rank_info import log_rank, log_ranks, service_info
 from moesaic.models.locate import model_folder, with_local_folders
 from moesaic.observe.spans import SpanKind, Spans
 
@@ -156,6 +156,9 @@ class CoreClient:
             self.front.add(SpanKind.DETOKENISE, begin, tokens=num_tokens)
         elif isinstance(message, messages.QueryReply):
             self._reply(message)
+        elif isinstance(message, messages.Ready):  # of a rank that was restarted
+            self.rank_facts[message.rank] = message.facts
+            log_rank(message.rank, message.facts, self.service.spec.mesh)
         elif isinstance(message, messages.Fault):
             self.fault = message.message
             if self.lobby is not None:  # decode instances need not wait for it
@@ -220,6 +223,7 @@ class CoreClient:
             query.answer.set_result(sum(values))
             return
         info = service_info(asdict(self.args), values, query.overview, self.facts.num_experts)
+        info["membership"] = msgspec.to_builtins(query.membership)
         info["rooms"] += [] if self.lobby is None else self.lobby.state()
         query.answer.set_result(info)
 
@@ -316,4 +320,6 @@ def service_spec(args: ServerArgs, mesh: Mesh) -> ServiceSpec:
         preload=("moesaic.engine.worker.worker",),
         log_level=args.log_level,
         gpu_sharers=max_ranks_per_gpu(gpus_of(args)) if args.device == "cuda" else 0,
+        elastic=args.elastic_ep_backend is not None,
+        restart_limit=args.restart_limit,
     )

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from moesaic.core.messages import QueryReply
-from moesaic.core.stats import EngineStats, RankStats
+from moesaic.core.stats import EngineStats, MembershipStats, RankStats
 from moesaic.engine.worker.rank_stats import RankStatsReply
 
 # Queries to the leaders of serving groups; all others go to every rank.
@@ -42,6 +42,7 @@ class RankAnswers:
     """By rank."""
     overview: Sequence[Mapping[str, Any]] = ()
     """The supervisor's view of every rank."""
+    membership: MembershipStats | None = None
 
 
 @dataclass(slots=True)
@@ -55,6 +56,7 @@ class PendingQuery:
     replies: dict[int, RankReply] = field(default_factory=dict)
     """By rank, or by group."""
     overview: Any = None
+    membership: MembershipStats | None = None
 
     @property
     def deadline(self) -> float:
@@ -63,7 +65,10 @@ class PendingQuery:
 
     def record(self, reply: QueryReply) -> None:
         if reply.group < 0:
-            self.overview = reply.value
+            self.overview, self.membership = reply.value, reply.membership
+            return
+        if reply.lost:
+            self.expected -= 1
             return
         key = reply.rank if self.every else reply.group
         self.replies[key] = RankReply(reply.value, self.sent, time.monotonic_ns())
@@ -74,7 +79,7 @@ class PendingQuery:
         return len(self.replies) == self.expected and not (needs_overview and self.overview is None)
 
     def by_rank(self) -> RankAnswers:
-        return RankAnswers(self.replies, self.overview or ())
+        return RankAnswers(self.replies, self.overview or (), self.membership)
 
 
 def engine_stats(answers: RankAnswers, num_experts: int) -> EngineStats:
@@ -92,6 +97,7 @@ def engine_stats(answers: RankAnswers, num_experts: int) -> EngineStats:
         groups=sorted(groups, key=lambda group: group.group),
         ranks=[ranks[rank] for rank in sorted(ranks)],
         num_experts=num_experts,
+        membership=answers.membership,
     )
 
 

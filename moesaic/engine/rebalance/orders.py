@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import NamedTuple
+
+# Of the rebalancer, whose log ranks show.
+logger = logging.getLogger("moesaic.engine.rebalance.rebalancer")
 
 
 class RankReport(NamedTuple):
@@ -87,3 +91,26 @@ class Trigger:
             return self.steps
         steps = self.earlier_steps + self.num_steps
         return max(1, steps * self.requests // max(finished, 1))
+
+
+def log_end(result: RebalanceResult) -> None:
+    if result.balancedness is None or result.predicted is None:
+        logger.info("eplb: rebalance %d: %s", result.number, result.outcome)
+        return
+    logger.info(
+        "eplb: rebalance %d by %s (%s): %s; balancedness %.3f, predicted %.3f; %d expert%s of %d "
+        "layer%s %s (%.1f MiB) in %.2f s",
+        result.number,
+        result.algorithm,
+        result.reason,
+        result.outcome,
+        result.balancedness,
+        result.predicted,
+        result.fetched,
+        "s" * (result.fetched != 1),
+        result.layers,
+        "s" * (result.layers != 1),
+        "to fetch" if result.dry_run else "fetched",
+        result.fetched_bytes / 2**20,
+        result.seconds,
+    )

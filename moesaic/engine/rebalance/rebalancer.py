@@ -32,7 +32,7 @@ from moesaic.balance.problem import Floats, Ints, fetched_slots
 from moesaic.comm.errors import PeerTimeout, WindowAborted
 from moesaic.comm.supervise.control_page import EpochChanged, StepRolledBack
 from moesaic.comm.windows.factory import create_window
-from moesaic.comm.windows.window import PlaneSpec
+from moesaic.comm.windows.window import PlaneSpec, SharedWindow
 from moesaic.config import ServerArgs
 from moesaic.core.background import in_background
 from moesaic.core.stats import MoveStats
@@ -45,7 +45,7 @@ from moesaic.engine.rebalance.copy_phases import (
 )
 from moesaic.engine.rebalance.expert_copies import ChunkCopy, CopyBuffers, WrongExpert
 from moesaic.engine.rebalance.load_windows import MAX_WINDOWS, LoadWindows, planned_windows
-from moesaic.engine.rebalance.orders import Order, RankReport, RebalanceResult, Trigger
+from moesaic.engine.rebalance.orders import Order, RankReport, RebalanceResult, Trigger, log_end
 from moesaic.engine.rebalance.planner_child import PlannerProcess, PlanReply, PlanRequest
 from moesaic.engine.setup.expert_buffers import ExpertImage, buffer_sizes
 from moesaic.engine.setup.rank_context import RankContext
@@ -130,6 +130,8 @@ class Rebalancer:
         self._windows = LoadWindows(*shape)
         self.is_held = False
         """Until `forget_load` experts move only when an operator asks."""
+        self._is_partial = False
+        """Some ranks are lost."""
         self._asked: Order | None = None
         """What an operator wants next."""
         self._begun = Order()
@@ -180,9 +182,33 @@ class Rebalancer:
         """Whether a rebalance runs. All ranks agree once they have advanced to the same step."""
         return bool(self._phases)
 
+    @property
+    def counters(self) -> tuple[int, int, int]:
+        """What `follow` needs of each rank: ended phases, aborts and the last order. Phases of a
+        rank's predecessor count, too, as their numbers are in the windows."""
+        windows = [self._control, self._copies.window]
+        shared = [window for window in windows if isinstance(window, SharedWindow)]
+        phases = max(self._num_ended, *(window.posted(0) for window in shared))
+        return phases, self._num_aborts, self._begun.encode()
+
+    def follow(self, counters: Sequence[Sequence[int]], is_partial: bool) -> None:
+        """Drops the rebalance in progress, and counts on where the rank that is furthest does:
+        other ranks are live from now on, which tell these `counters`. Experts do not move while
+        some ranks are lost (`is_partial`)."""
+        self._phases.clear()
+        self._chunks.clear()
+        self._copies.forget()
+        self._failed, self._error, self._is_partial = 0, "", is_partial
+        phases, aborts, begun = (max(column) for column in zip(*counters, strict=True))
+        self._num_ended, self._num_aborts = phases + 1, aborts
+        self.totals.aborted += self._running is not None
+        self._begun = Order.decode(begun)
+        self._end("aborted: other ranks are live now")
+
     def report(self, finished: int) -> RankReport:
         """`finished`: requests that have ended in this rank's group."""
-        wanted = self._next_order() if self.is_leader and not self._phases else None
+        may_begin = self.is_leader and not self._phases and not self._is_partial
+        wanted = self._next_order() if may_begin else None
         return RankReport(
             self._num_ended,
             self._num_aborts,
@@ -219,6 +245,8 @@ class Rebalancer:
     def advance(self, reports: Sequence[RankReport]) -> None:
         """Works on the next phase if all ranks have ended the last, before the step is computed.
         `reports`: those of all ranks, which all ranks have."""
+        if self._is_partial:  # the reports of lost ranks are zeros
+            return
         begin = time.monotonic_ns()
         self._all_finished = sum(report.finished for report in reports)
         if self._drops(reports):
@@ -301,7 +329,7 @@ class Rebalancer:
         self.last = running.result
         self._results.append(running.result)
         if self.is_leader:
-            _log_end(running.result)
+            log_end(running.result)
 
     def _collect(self, number: int) -> bool:
         """Writes the loads since the last rebalance for the first rank."""
@@ -461,26 +489,3 @@ class Rebalancer:
             "results": [asdict(result) for result in self._results],
             **msgspec.structs.asdict(self.totals),
         }
-
-
-def _log_end(result: RebalanceResult) -> None:
-    if result.balancedness is None or result.predicted is None:
-        logger.info("eplb: rebalance %d: %s", result.number, result.outcome)
-        return
-    logger.info(
-        "eplb: rebalance %d by %s (%s): %s; balancedness %.3f, predicted %.3f; %d expert%s of %d "
-        "layer%s %s (%.1f MiB) in %.2f s",
-        result.number,
-        result.algorithm,
-        result.reason,
-        result.outcome,
-        result.balancedness,
-        result.predicted,
-        result.fetched,
-        "s" * (result.fetched != 1),
-        result.layers,
-        "s" * (result.layers != 1),
-        "to fetch" if result.dry_run else "fetched",
-        result.fetched_bytes / 2**20,
-        result.seconds,
-    )

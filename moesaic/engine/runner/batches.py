@@ -178,7 +178,8 @@ class GraphBatch:
         """The token ids that each graph computes, held like the slots."""
         self._x_BH = None if ranks.is_first else runner.hidden_buffer(most)
         keeps_rows = not ranks.is_last or runner.draft is not None
-        self._hidden_BH = runner.hidden_buffer(most) if keeps_rows else None
+        size = runner.model.output_size
+        self._hidden_BH = runner.hidden_buffer(most, size) if keeps_rows else None
         self._split = SplitRows(runner, most)
 
     def run(

@@ -70,7 +70,7 @@ class MixedBatch:
         self._count_1 = self._packed[COUNT].view(torch.int32)[:1]
         self._own_1 = self._packed[OWN].view(torch.int32)[:1]
         self._x_TH = None if ranks.is_first else runner.hidden_buffer(most)
-        self._hidden_TH = runner.hidden_buffer(most)
+        self._hidden_TH = runner.hidden_buffer(most, runner.model.output_size)
 
     def _attention_of(self, key: MixedKey) -> list[GpuAttention]:
         """Of the whole batch, or of both halves; allocated in the first run of the body, before it

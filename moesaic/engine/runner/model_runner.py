@@ -19,6 +19,7 @@ from moesaic.core.overlap import EXPLAINED, Overlap, schedules_of
 from moesaic.core.process import keep_freed_memory
 from moesaic.core.rank_state import RankState
 from moesaic.core.step import Step
+from moesaic.disagg.send_buffer import SendBuffer
 from moesaic.engine.rebalance.rebalancer import Rebalancer
 from moesaic.engine.runner.attention import BACKENDS
 from moesaic.engine.runner.expert_recorder import ExpertRecorder
@@ -84,7 +85,7 @@ class ModelRunner:
         self.ranks = ranks
         started = time.monotonic()
         resolved = ResolvedModel.of(args, ranks)
-        self.moe, self.limits = resolved.moe, resolved.limits
+        self.moe, self.limits, self.scheme = resolved.moe, resolved.limits, resolved.scheme
         self.spans = self.moe.comm.spans
         """The recorder of what was computed when."""
         self.context_length, self.max_running = resolved.context_length, self.limits.running
@@ -107,6 +108,10 @@ class ModelRunner:
         """Makes drafts at the end of each step, if a model on the ranks does."""
         self._check_placements()
         self.rebalancer = self._make_rebalancer(args, resolved)
+        self.send_buffer = (
+            SendBuffer(share.outlet_bytes, self.device) if share.outlet_bytes else None
+        )
+        """Where KV caches wait for other instances."""
         self.watchdog = PeerWatchdog.of(self.moe, ranks)
         # Before the KV cache takes the memory that is left.
         self.recorder = ExpertRecorder.of(args, self)
@@ -313,6 +318,7 @@ class ModelRunner:
         self.step_bytes, windows = share.step, self.watchdog.nbytes
         if self.rebalancer is not None:
             windows += self.rebalancer.window_bytes
+        windows += share.outlet_bytes
         room = self._memory.left(windows)
         if isinstance(room, DeviceRoom):
             logger.info("memory: %s", room)
@@ -453,8 +459,9 @@ class ModelRunner:
         """Tokens of each attention group, if there are several."""
         return counts if self.ranks.mesh.dp > 1 else ()
 
-    def hidden_buffer(self, rows: int) -> Tensor:
-        shape = (rows, self.model.config.hidden_size)
+    def hidden_buffer(self, rows: int, size: int | None = None) -> Tensor:
+        """`size`: of a row, unset: the hidden size."""
+        shape = (rows, size or self.model.config.hidden_size)
         return torch.zeros(shape, dtype=self.model.config.dtype, device=self.device)
 
     def dummy_logits(

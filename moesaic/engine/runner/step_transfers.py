@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from moesaic.disagg.receiver import KVReceiver
 from moesaic.disagg.sender import KVSender
 from moesaic.engine.schedule.plan import PlanItem, StepPlan
-from moesaic.layers.paged_cache import PagedCache, PageTable
+from moesaic.layers.paged_cache import PagedCache, PageTable, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,4 +40,5 @@ class StepTransfers:
 def _slots(item: PlanItem, first: int, stop: int, cache: PagedCache, table: PageTable) -> Tensor:
     positions = np.arange(first, stop, dtype=np.int32)
     rows = np.full(len(positions), item.row * table.max_pages, np.int32)
-    return torch.from_numpy(table.slots(cache.page_size, rows, positions)).long()
+    slots = table.slots(cache.page_size, rows, positions).astype(np.int64)
+    return to_device(slots, cache.keys.device)

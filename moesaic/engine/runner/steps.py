@@ -213,6 +213,7 @@ class AsynchronousSteps:
         for number in plan.ended:
             self._host_sampled.pop(number, None)
         self._sample_missing_tokens(plan.items)
+        runner.transfers.receive(plan, runner.cache, runner.page_table)
         slots = self._future_tokens.slots_for(plan)
         if self._penalties is not None:
             self._penalties.free(plan.ended)
@@ -235,6 +236,7 @@ class AsynchronousSteps:
         if needs_host:
             step.masks = runner.matchers.pending()
         step.event.record()
+        runner.transfers.send(plan, runner.cache, runner.page_table)
         for item in map(step.host_item, step.host_sampled):
             self._host_sampled[item.request_no] = step
         return step

@@ -195,11 +195,14 @@ class StepBytes:
             elif isinstance(module, GatedMLP):
                 gathered.append(_gathered_bytes(module, tokens, size))
         widest += [matrix.shape[0] for matrix in _dense(model)]
+        tapped = model.output_size - config.hidden_size
         return cls(
             logits=limits.decode_tokens * config.vocab_size * LOGIT_BYTES,
             experts=max(experts),
-            # The residual, its norm, the widest product and its result.
-            dense=tokens * size * (4 * config.hidden_size + 2 * max(widest)) + max(gathered),
+            # The residual, its norm, the widest product and its result; what the draft model reads
+            # of other layers, and a copy.
+            dense=tokens * size * (4 * config.hidden_size + 2 * max(widest) + 2 * tapped)
+            + max(gathered),
             attention=max(attention),
             routed=routed,
             counters=limits.running * config.vocab_size * COUNTER_BYTES,

@@ -18,8 +18,7 @@ from moesaic.comm.mesh import Mesh, RankPlace, mesh_of
 from moesaic.config import ServerArgs
 from moesaic.config.resolve import CHUNKS
 from moesaic.core.speculation import MOST_DRAFTS
-from moesaic.disagg.outlets import MOST_QUEUED
-from moesaic.disagg.sender import FRAME_BYTES
+from moesaic.disagg.send_buffer import send_buffer_bytes
 from moesaic.engine.setup.dense_setup import dense_weights
 from moesaic.engine.setup.device_memory import (
     GIB,
@@ -318,8 +317,8 @@ class ResolvedModel:
             draft = None if self.draft is None else self.draft.build(model)
         size = self.cache_dtype.itemsize
         draft_cache = 0 if draft is None else draft.cache.bytes_per_token(size)
-        stages = args.disaggregation_mode == "decode"
-        sends = args.disaggregation_mode == "prefill" and gpu is None
+        role, token_bytes = args.disaggregation_mode, model.cache.bytes_per_token(size)
+        sent = send_buffer_bytes(token_bytes, self.context_length, kind_of(args))
         moves = args.enable_eplb and experts
         moving = buffer_sizes(args, experts, ranks.stage_peers) if moves else None
         return RankShare(
@@ -333,7 +332,7 @@ class ResolvedModel:
             kv_heads=model.cache.num_heads,
             dense_bytes=model.nbytes - in_experts,
             expert_bytes=in_experts,
-            cache_bytes_per_token=model.cache.bytes_per_token(size) + draft_cache,
+            cache_bytes_per_token=token_bytes + draft_cache,
             a2a_bytes=moe.buffers(layer.dispatcher.config for layer in experts).total
             + _other_buffers(moe, draft),
             collective_bytes=collective_bytes(
@@ -342,12 +341,17 @@ class ResolvedModel:
             step=StepBytes.of(model, self.limits, self.context_length),
             moving_bytes=moving.nbytes(ranks.mesh.tp, gpu or torch.device("cpu")) if moving else 0,
             host_bytes=moving.host_bytes if moving else 0,
-            table_bytes=model.rope.nbytes * self.context_length,  # the part has one position
+            table_bytes=_table_bytes(model, draft) * self.context_length,  # of one position
             draft_bytes=0 if draft is None else draft.nbytes,
             draft_cache_bytes=draft_cache,
-            staging_bytes_per_token=model.cache.bytes_per_token(size) if stages else 0,
-            outlet_bytes=MOST_QUEUED + 2 * FRAME_BYTES if sends else 0,
+            staging_bytes_per_token=token_bytes if role == "decode" else 0,
+            outlet_bytes=sent if role == "prefill" else 0,
         )
+
+
+def _table_bytes(model: CausalLM, draft: DraftModel | None) -> int:
+    own = None if draft is None else draft.own_rope
+    return model.rope.nbytes + (0 if own is None else own.nbytes)
 
 
 def _other_buffers(moe: MoeContext, draft: DraftModel | None) -> int:

@@ -172,7 +172,7 @@ def moe_context(
         dispatch_algorithm=algorithm,
         waterfill=args.enable_waterfill,
         # All redundant slots may go to one expert.
-        max_replicas=problem.redundant + 1 if args.enable_eplb else 0,
+        max_replicas=problem.redundant + 1 if _moves_experts(args, mesh) else 0,
         copies=copies,
         deterministic=deterministic,
         replicated=replicated,
@@ -181,6 +181,11 @@ def moe_context(
     )
     _log_choice(context)
     return replace(context, placements=_placements(args, model, context))
+
+
+def _moves_experts(args: ServerArgs, mesh: Mesh) -> bool:
+    """Whether a layer's placement may change. Ranks that share experts wait for each other."""
+    return args.enable_eplb or (args.elastic_ep_backend is not None and mesh.moe_tp == 1)
 
 
 def _placements(args: ServerArgs, model: CausalLM, context: MoeContext) -> dict[int, Placement]:

@@ -54,8 +54,8 @@ class DraftGraphs(GraphCache):
         # The lower halves of the two numbers, which hold all of them.
         self._count_1 = self._packed[COUNT].view(torch.int32)[:1]
         self._own_1 = self._packed[OWN].view(torch.int32)[:1]
-        self._hidden_BH = runner.hidden_buffer(most)
-        self._found_BH = self._hidden_BH.new_zeros(most, model.hidden_size)
+        self._hidden_BH = runner.hidden_buffer(most, model.hidden_size)
+        self._found_BH = torch.zeros_like(self._hidden_BH)
 
     def forward(
         self,

@@ -131,6 +131,7 @@ class DraftPhase:
 
     def warm_up(self, hidden_TH: Tensor, sequences: Sequences, step: Step) -> None:
         """Runs a step of arbitrary tokens, as ModelRunner.dummy_logits does."""
+        hidden_TH = self.model.of_target(hidden_TH)
         rows = torch.arange(len(hidden_TH), device=hidden_TH.device)
         given = DraftRows(rows % self._runner.vocab_size, rows % self._runner.context_length)
         found_TH = self.model.forward(given, hidden_TH, self._attention.attend(sequences), step)
@@ -211,6 +212,7 @@ class DraftPhase:
         ids_T = next_T
         if not self.model.reads_target:
             ids_T = np.concatenate((plan.token_ids, rows.gaps_G)) if plan.gaps else plan.token_ids
+        hidden_TH = self.model.of_target(hidden_TH)
         return self._forward(which, ids_T, rows.positions_T, rows.sequences, hidden_TH)
 
     def begin_store(
@@ -222,6 +224,7 @@ class DraftPhase:
             return None
         if self._runner.ranks.attention.size > 1:  # steps do not overlap
             return partial(self.store, plan, hidden_TH)
+        hidden_TH = self.model.of_target(hidden_TH)
         empty = StepResult([ItemResult() for _ in plan.items])
         rows_R = plan.logit_rows()[: plan.num_sampled]
         next_T, places_R = self._uploads.upload(tokens_behind(plan, empty), rows_R)
@@ -255,6 +258,7 @@ class DraftPhase:
             own = torch.from_numpy(next_T)[:, None]
             own = own if group.rank == 0 else own[:0]
             next_T = group.gather_rows(own, counts, "tokens for drafts").numpy()[:, 0]
+        hidden_TH = self.model.of_target(hidden_TH)
         self._store(next_T, plan.positions(), sequences_of(plan, self._table), hidden_TH)
 
     def _store(
@@ -385,6 +389,7 @@ class DraftPhase:
             logits_RV = self.model.logits(piece, rows if groups else ())
             if self._runner.samples and len(piece):
                 likely, ids = logits_RV.float().log_softmax(-1).topk(topk)
+                ids = self.model.to_target(ids)
                 found.append(torch.stack((ids.double(), likely.double()), 1))
         bits = self._on_host(torch.cat(found).view(torch.int64))
         both = bits.view(torch.float64).numpy().copy()
@@ -455,7 +460,10 @@ class DraftPhase:
         nothing_1 = torch.zeros(1, dtype=torch.int64, device=runner.device)
         none_1 = nothing_1.int()
         step = replace(step, num_tokens_1=none_1, own_tokens_1=none_1)
-        rows, x_1H = DraftRows(nothing_1, nothing_1), runner.hidden_buffer(1)
+        rows, x_1H = (
+            DraftRows(nothing_1, nothing_1),
+            runner.hidden_buffer(1, self.model.hidden_size),
+        )
         return self.model.forward(rows, x_1H, self._idle.attention, step)[:0]
 
     def _most_likely(self, hidden_DH: Tensor, counts: Sequence[int]) -> Tensor:
@@ -465,7 +473,7 @@ class DraftPhase:
         for piece, rows in self._pieces(hidden_DH, counts):
             logits_RV = self.model.logits(piece, rows if groups else ())
             if self._runner.samples and len(piece):
-                found.append(greedy_rows(logits_RV)[0])
+                found.append(self.model.to_target(greedy_rows(logits_RV)[0]))
         return torch.cat(found)
 
     def _pieces(

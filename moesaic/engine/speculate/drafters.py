@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from moesaic.engine.runner.model_runner import ModelRunner
     from moesaic.engine.setup.memory_plan import ResolvedModel
     from moesaic.layers.context import AttentionStep, CacheSpec
+    from moesaic.layers.rotary import RotaryTable
     from moesaic.models.blocks import CausalLM
     from moesaic.moe.layer import FusedMoE
 
@@ -32,8 +33,9 @@ class Drafter(Protocol):
     """Proposes tokens. Steps verify the proposals, so that they change no answer."""
 
     def propose(self, requests: Sequence[Request]) -> None:
-        """Sets `drafts` (and `draft_parents`, if these are trees) of requests that decode, to follow the tokens that the host knows. Of those
-        with tokens in flight it only counts whether there are any: then the next step waits."""
+        """Sets `drafts` of requests that decode, and `draft_parents` of those that are trees, to follow
+        the tokens that the host knows. Of requests with tokens in flight it only counts whether there
+        are any: then the next step waits."""
 
 
 MakeDrafter = Callable[[ServerArgs, Speculation, "ModelRunner"], Drafter]
@@ -77,18 +79,28 @@ class DraftModel(Protocol):
     def hidden_size(self) -> int: ...
 
     @property
+    def own_rope(self) -> RotaryTable | None:
+        """None if it has the target's."""
+
+    @property
     def reads_target(self) -> bool:
         """Whether a row takes the target's hidden state and the token behind it; if not, its own
         token alone, and a chain begins with the token that the target has sampled."""
 
+    def of_target(self, rows_TW: Tensor) -> Tensor:
+        """What `forward` takes, of the target's output."""
+
     def forward(
         self, rows: DraftRows, hidden_TH: Tensor, attention: AttentionStep, step: Step
     ) -> Tensor:
-        """The hidden states behind the rows. `hidden_TH`: the target's, or those that the last
+        """The hidden states behind the rows. `hidden_TH`: of `of_target`, or those that the last
         forward pass of the chain gave."""
 
     def logits(self, hidden_RH: Tensor, counts: Sequence[int]) -> Tensor:
-        """As CausalLM.logits."""
+        """As CausalLM.logits, of the tokens that the model may propose."""
+
+    def to_target(self, ids_R: Tensor) -> Tensor:
+        """The target's tokens for those of the logits."""
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""Drafts by the layer for multi-token prediction in the target's own checkpoint (NEXTN, EAGLE)."""
+"""Drafts by the layer for multi-token prediction in the target's own checkpoint (NEXTN)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from moesaic.comm.mesh import Mesh
@@ -15,8 +16,10 @@ from moesaic.core.speculation import UNQUANTISED
 from moesaic.core.step import Step
 from moesaic.engine.setup.moe_setup import weight_format
 from moesaic.engine.speculate.draft_moe import draft_moe
-from moesaic.engine.speculate.drafters import DraftRows, register_draft_model
+from moesaic.engine.speculate.drafters import DraftRows
+from moesaic.engine.speculate.token_map import hot_tokens
 from moesaic.layers.context import AttentionStep
+from moesaic.layers.embedding import CutHead
 from moesaic.models.blocks import CausalLM
 from moesaic.models.checkpoint import FLOATS, Checkpoint
 from moesaic.models.nextn import NextN, OwnWeights, build_nextn, fill_nextn, nextn_layers
@@ -34,11 +37,21 @@ class NextNDraft:
     target comes after its final norm."""
 
     reads_target = True
+    own_rope = None
 
-    def __init__(self, net: NextN) -> None:
+    def __init__(self, net: NextN, tokens: Sequence[int] | None = None) -> None:
+        """`tokens`: the only ones that it may propose."""
         self.net, self.cache, self.nbytes = net, net.cache, net.nbytes
         self.hidden_size = net.config.hidden_size
+        self.cut_head = self.token_map_V = None
+        if tokens is not None:
+            self.cut_head = CutHead(net.own_or_main_head(), tokens)
+            self.token_map_V = torch.tensor(tokens)
+            self.nbytes += self.cut_head.weight.nbytes + self.token_map_V.nbytes
         self.experts = [module for module in net.modules() if isinstance(module, FusedMoE)]
+
+    def of_target(self, rows_TW: Tensor) -> Tensor:
+        return rows_TW
 
     def forward(
         self, rows: DraftRows, hidden_TH: Tensor, attention: AttentionStep, step: Step
@@ -50,7 +63,13 @@ class NextNDraft:
         self.net.store(rows.next_ids_T, rows.positions_T, hidden_TH, attention)
 
     def logits(self, hidden_RH: Tensor, counts: Sequence[int]) -> Tensor:
-        return self.net.head(hidden_RH, counts)
+        if self.cut_head is None:
+            return self.net.head(hidden_RH, counts)
+        found_RV: Tensor = self.cut_head(hidden_RH, counts)
+        return found_RV
+
+    def to_target(self, ids_R: Tensor) -> Tensor:
+        return ids_R if self.token_map_V is None else self.token_map_V[ids_R]
 
 
 @dataclass(frozen=True)
@@ -61,20 +80,24 @@ class NextNSource:
     folder: Path
     own: OwnWeights
     moe: MoeContext
+    tokens: Sequence[int] | None = None
 
     def build(self, main: CausalLM) -> NextNDraft:
         """On `main`'s ranks; on the meta device if `main` is a shape."""
         moe = replace(self.moe, comm=main.config.moe.comm)
-        return NextNDraft(build_nextn(self.resolved.raw, main, self.own, moe, count=1))
+        net = build_nextn(self.resolved.raw, main, self.own, moe, count=1)
+        return NextNDraft(net, self.tokens)
 
     def load(self, draft: NextNDraft, args: ServerArgs) -> None:
         if args.load_format == "dummy":
             fill_randomly(draft.net, args.random_seed or 0)
         else:
             fill_nextn(draft.net, self.folder, self.own, self.resolved.scheme)
+        if draft.cut_head is not None:
+            draft.cut_head.copy_rows()
 
 
-def _source(args: ServerArgs, resolved: ResolvedModel, mesh: Mesh) -> NextNSource:
+def nextn_source(args: ServerArgs, resolved: ResolvedModel, mesh: Mesh) -> NextNSource:
     folder = Path(args.model_path)
     try:
         layers = nextn_layers(resolved.raw)[:1]
@@ -88,7 +111,8 @@ def _source(args: ServerArgs, resolved: ResolvedModel, mesh: Mesh) -> NextNSourc
                 stored = "none"
     format = _format(args, resolved, stored)
     moe = draft_moe(args, resolved.moe, format, resolved.limits, mesh)
-    return NextNSource(resolved, folder, own, moe)
+    tokens = hot_tokens(args, resolved.raw.integer("vocab_size"))
+    return NextNSource(resolved, folder, own, moe, tokens)
 
 
 def _format(args: ServerArgs, resolved: ResolvedModel, stored: str) -> WeightFormat:
@@ -110,6 +134,3 @@ def _has_floats(checkpoint: Checkpoint, layer: int) -> bool:
     stem = f"model.layers.{layer}.mlp.experts."
     dtypes = {checkpoint.dtype(name) for name in checkpoint.location if name.startswith(stem)}
     return bool(dtypes) and dtypes <= set(FLOATS)
-
-
-register_draft_model("EAGLE", _source)

@@ -39,8 +39,11 @@ class StandaloneDraft:
 
     def __init__(self, net: CausalLM) -> None:
         self.net, self.cache, self.nbytes = net, net.cache, net.nbytes
-        self.hidden_size = net.config.hidden_size
+        self.hidden_size, self.own_rope = net.config.hidden_size, net.rope
         self.experts = [module for module in net.modules() if isinstance(module, FusedMoE)]
+
+    def of_target(self, rows_TW: Tensor) -> Tensor:
+        return rows_TW
 
     def forward(
         self, rows: DraftRows, hidden_TH: Tensor, attention: AttentionStep, step: Step
@@ -50,6 +53,9 @@ class StandaloneDraft:
 
     def logits(self, hidden_RH: Tensor, counts: Sequence[int]) -> Tensor:
         return self.net.logits(hidden_RH, counts)
+
+    def to_target(self, ids_R: Tensor) -> Tensor:
+        return ids_R
 
 
 @dataclass(frozen=True)

@@ -175,9 +175,14 @@ class DraftPlanner:
         ms = 1000 * (whole if whole < IDLE_TIMES * seconds else seconds)
         if step.drafting:
             controller.observe_drafts(seen.accepted, requests, step.drafting)
+        if step.plan.prefill:
+            return
+        if step.agreement.fills_gaps:
+            controller.observe_gap(requests, ms)
+        elif step.drafting and self.steps and not seen.verified:
+            pass  # the first step with a draft model only makes drafts
         # The first step without drafts had to wait for the one before it.
-        is_usual = not step.plan.prefill and not step.agreement.fills_gaps
-        if is_usual and (step.drafting or step.is_overlapped):
+        elif step.drafting or step.is_overlapped:
             controller.observe_step(requests, ms, step.drafting)
 
 
@@ -185,4 +190,5 @@ def _controller(args: ServerArgs) -> DraftController | None:
     speculation = speculation_of(args)
     if speculation is None:
         return None
-    return DraftController(speculation.num_drafts, not args.disable_speculative_adaptive)
+    adaptive = not args.disable_speculative_adaptive
+    return DraftController(speculation.num_drafts, adaptive, speculation.has_trees)

@@ -60,7 +60,8 @@ class Leader:
 
     def _info(self) -> dict[str, Any]:
         rooms = [] if self.arrivals is None else self.arrivals.state()
-        return self.planner.info() | {"rooms": rooms}
+        transports = {} if self._sender is None else self._sender.transports
+        return self.planner.info() | {"rooms": rooms, "kv_transports": transports}
 
     @property
     def step_cost(self) -> StepCost:

@@ -174,6 +174,18 @@ class Planner:
         if (state := self.states.get(request_no)) is not None:
             self._finish(state, FinishReason("abort", message=ABORTED))
 
+    def drop_all(self) -> None:
+        """Forgets all requests, which another group or this one gets anew, and all that is cached:
+        a rank of the group has lost its part. No step is in flight."""
+        self._quarantine.clear()
+        for number, state in self.states.items():
+            self.scheduler.finish(state.request)
+            self._ended.append(number)
+        self.states.clear()
+        self._histories.clear()
+        self._routed.clear()
+        self.kv.flush()
+
     def fail_all(self, message: str) -> None:
         """Ends every request; results of in-flight steps are ignored."""
         self._quarantine.clear()

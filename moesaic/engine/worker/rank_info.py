@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -62,23 +63,27 @@ def rank_info(runner: ModelRunner) -> dict[str, Any]:
 def log_ranks(ranks: Sequence[Mapping[str, Any]], mesh: Mesh) -> None:
     """Logs the experts and the memory of every rank, at the end of a start."""
     for number, rank in enumerate(ranks[:LOGGED_RANKS]):
-        weights, experts, cache, buffers = (rank[key] / MIB for key in MEMORY)
-        layers = len(rank["moe_layers"])
-        logger.info(
-            "%s: %s of %d MoE layer%s; weights %.1f MiB (experts %.1f MiB), KV cache %.1f MiB, "
-            "buffers %.1f MiB; process %d",
-            mesh.describe(number),
-            describe_experts(rank["experts"]),
-            layers,
-            "" if layers == 1 else "s",
-            weights,
-            experts,
-            cache,
-            buffers,
-            rank["pid"],
-        )
+        log_rank(number, rank, mesh)
     if len(ranks) > LOGGED_RANKS:
         logger.info("and %d ranks more: see /server_info", len(ranks) - LOGGED_RANKS)
+
+
+def log_rank(number: int, rank: Mapping[str, Any], mesh: Mesh) -> None:
+    weights, experts, cache, buffers = (rank[key] / MIB for key in MEMORY)
+    layers = len(rank["moe_layers"])
+    logger.info(
+        "%s: %s of %d MoE layer%s; weights %.1f MiB (experts %.1f MiB), KV cache %.1f MiB, "
+        "buffers %.1f MiB; process %d",
+        mesh.describe(number),
+        describe_experts(rank["experts"]),
+        layers,
+        "" if layers == 1 else "s",
+        weights,
+        experts,
+        cache,
+        buffers,
+        rank["pid"],
+    )
 
 
 def describe_experts(experts: Sequence[int]) -> str:
@@ -116,6 +121,7 @@ def service_info(
         },
         "memory": {key: sum(rank[key] for rank in ranks) for key in MEMORY},
         "rooms": [room for group in groups for room in group.get("rooms", ())],
+        "kv_transports": dict(ChainMap(*(group.get("kv_transports", {}) for group in groups))),
         "groups": list(groups),
         "ranks": [{k: v for k, v in rank.items() if k not in OF_ALL} for rank in ranks],
     }

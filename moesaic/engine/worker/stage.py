@@ -63,6 +63,8 @@ class Stage:
     """A group has held prompts back from the last step, so that there is more to do."""
     reports: Sequence[RankReport] = ()
     """What the ranks of the stage have told of moving experts, if these move."""
+    is_whole = True
+    """No rank of this rank's attention group is lost."""
 
     @property
     def is_trial(self) -> bool:
@@ -166,7 +168,7 @@ class FirstStage(Stage):
     def may_plan(self) -> bool:
         """Only the first group with suspects computes, so that its requests break the step."""
         first = next((group for group, sets in enumerate(self._suspects) if sets), None)
-        return first in (None, self._place.dp_rank)
+        return self.is_whole and first in (None, self._place.dp_rank)
 
     def agree(self, step: InflightStep) -> None:
         self.number += 1

@@ -18,6 +18,7 @@ from moesaic.disagg.outlets import KVOutlets
 from moesaic.disagg.receiver import KVReceiver
 from moesaic.disagg.rooms import DecodeRooms
 from moesaic.disagg.sender import KVSender
+from moesaic.disagg.transports.registry import transport_of
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.runner.step_transfers import StepTransfers
 from moesaic.engine.worker.kv_share import kv_share
@@ -38,8 +39,9 @@ def make_transfers(args: ServerArgs, runner: ModelRunner, link: RankLink) -> Ran
     share, receiver, host = kv_share(runner), None, link.host
     if role == "decode":
         listening = _listen(host or numeric(args.host), is_only_node=not host)
-        dtype = runner.cache.keys.dtype
-        receiver = KVReceiver(share, dtype, listening, own, link.secret)
+        dtype, asked = runner.cache.keys.dtype, args.disaggregation_transfer_backend
+        given = share, dtype, listening, own, link.secret, runner.device, asked
+        receiver = KVReceiver(*given)
         here = listening.getsockname()[0]
         host = host or (here if ipaddress.ip_address(here).is_loopback else "")
     group, port = link.mesh.group_of(link.place), 0 if receiver is None else receiver.port
@@ -49,7 +51,7 @@ def make_transfers(args: ServerArgs, runner: ModelRunner, link: RankLink) -> Ran
     known = [msgspec.msgpack.decode(data, type=KVRank) for data in found]
     ranks = [one for one in known if one.group == group]
     if receiver is None:
-        outlets, numbers = KVOutlets(own, link.secret), [one.rank for one in ranks]
+        outlets, numbers = _outlets(args, runner, link), [one.rank for one in ranks]
         sender = KVSender([one.share for one in ranks], numbers.index(link.rank), outlets)
         return RankTransfers(sender=sender)
     if not link.place.is_leader:
@@ -58,6 +60,12 @@ def make_transfers(args: ServerArgs, runner: ModelRunner, link: RankLink) -> Ran
     rooms = DecodeRooms(ranks, own, link.secret, model_digest(args))
     receiver.on_result = rooms.on_result
     return RankTransfers(receiver=receiver, rooms=rooms)
+
+
+def _outlets(args: ServerArgs, runner: ModelRunner, link: RankLink) -> KVOutlets:
+    assert runner.send_buffer is not None, "a prefill instance's ranks have one"
+    transport = transport_of(args.disaggregation_transfer_backend, runner.device.type)
+    return KVOutlets(Identity(link.rank, link.node), link.secret, runner.send_buffer, transport)
 
 
 def _listen(host: str, is_only_node: bool) -> socket.socket:

@@ -22,6 +22,7 @@ from moesaic.comm.launch.rank_link import RankLink, last_lines
 from moesaic.comm.supervise.control_page import EpochChanged, StepRolledBack
 from moesaic.config import ServerArgs
 from moesaic.core import messages
+from moesaic.engine.elastic.members import RankMembers
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.schedule.inflight import InflightStep
 from moesaic.engine.setup.memory_plan import COLLECTIVE_BYTES, pipe_spec
@@ -81,8 +82,7 @@ class Worker:
         """Those that came before it slept: a later stage may be several of them behind."""
         self._rollback: messages.RollbackStep | None = None
         self._last_error = ""
-        facts = {} if self.planner is None else asdict(self.planner.facts)
-        link.ready(facts | rank_info(self.runner))
+        self.members = RankMembers(self.args, self.runner)
 
     def _make_leader(self) -> Leader | None:
         if not self.place.is_leader:
@@ -120,6 +120,8 @@ class Worker:
         return LaterStage(self.ranks, status, self.pipe, rebalancer)
 
     def serve(self) -> None:
+        facts = {} if self.planner is None else asdict(self.planner.facts)
+        self.link.ready(facts | rank_info(self.runner))
         awake = False
         while True:
             try:
@@ -128,7 +130,7 @@ class Worker:
                 awake = False
                 self._run_steps()
             except StepRolledBack as error:
-                self._restart(error.generation)
+                self._recover(error.generation)
                 awake = True
 
     def _sleep(self) -> None:
@@ -191,7 +193,9 @@ class Worker:
 
     def _stop(self) -> None:
         self.stage.stop()
-        if self.ranks.is_first and self.place.tp_rank == 0:
+        first = self.mesh.stage_ranks(self.place)[0]
+        active = [rank for rank in self.link.lifecycle.membership.active if rank >= first]
+        if self.ranks.is_first and active[0] == self.link.rank:
             self.link.send(messages.Asleep(self.place.replica, self.stage.number))
 
     def _report_slow(self, step: InflightStep, seconds: float, usual: float) -> None:
@@ -208,6 +212,16 @@ class Worker:
         while True:
             self._handle(self.link.receive(None, f"be called back from step {number}"))
 
+    def _recover(self, generation: int) -> None:
+        """Returns in a generation that all live ranks have entered: others may be lost meanwhile,
+        with which another one begins."""
+        while True:
+            try:
+                self._restart(generation)
+                return
+            except StepRolledBack as error:
+                generation = error.generation
+
     def _restart(self, generation: int) -> None:
         """Abandons the step and resumes with all ranks in the next generation; errors are final."""
         self.link.status.generation = generation
@@ -216,16 +230,25 @@ class Worker:
         self._wakes.clear()  # of the generation that ends: all ranks are awake from here on
         self.runner.abandon(f"step {self.stage.number} is abandoned")
         suspects = 0 if self.leader is None else self._undo_steps(self.leader, self._rollback)
+        self.loop.inflight.clear()
         self.link.send(
             messages.StepAbandoned(self.link.rank, generation, self.stage.number, suspects)
         )
         resume = self._receive_order()
-        while not isinstance(resume, messages.ResumeSteps):
+        while not (isinstance(resume, messages.ResumeSteps) and resume.generation == generation):
             self._handle(resume)
             resume = self._receive_order()
-        self.loop.inflight.clear()
         self.stage.restart(resume.round, resume.suspects)
-        self.link.restart(generation)
+        self.link.restart(generation, resume.active)
+        if resume.epoch != self.members.epoch:
+            self._adopt_members(resume)
+
+    def _adopt_members(self, resume: messages.ResumeSteps) -> None:
+        if self.leader is not None and self.leader.group in resume.reset:
+            self.leader.planner.drop_all()
+        live = set(resume.active)
+        self.stage.is_whole = live.issuperset(self.mesh.attention_ranks(self.place))
+        self.link.send(self.members.adopt(resume.epoch, resume.active))
 
     def _receive_order(self) -> messages.AnyMessage | None:
         return self.link.receive(None, f"abandon step {self.stage.number}")

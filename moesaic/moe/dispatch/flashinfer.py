@@ -123,7 +123,9 @@ class FlashInferDispatcher(WindowDispatcher):
         """Copies only the filled rows: buffers hold many more than a decode step has."""
         lane = pending.lane
         self.wait(ExchangeSignal.TOKENS_READY, lane)
-        counts: list[int] = self.window.plane("counts")[lane].tolist()
+        told: list[int] = self.window.plane("counts")[lane].tolist()
+        active = set(self.lanes.active)
+        counts = [count if rank in active else 0 for rank, count in enumerate(told)]
 
         def filled(name: str) -> Tensor:
             plane, first = self.window.plane(name), self._first(lane, 0)

@@ -8,7 +8,6 @@ on a new list, the remaining ranks call `resume` with the same new number and re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor
 from moesaic.comm.lifecycle import Membership
 from moesaic.core.step import Step
 from moesaic.kernels.a2a import LocalTokens
-from moesaic.kernels.cpu.rows import Terms
 from moesaic.moe.dispatch.host.low_latency import DeviceLowLatency, LowLatencyDispatcher
 from moesaic.moe.dispatch.local import device_provider
 from moesaic.moe.formats import TopKOutput
@@ -39,15 +37,6 @@ class Resumable:
 
 class MooncakeDispatcher(LowLatencyDispatcher, Resumable):
     name = "mooncake"
-
-    def reachable(self, terms: Terms) -> Terms:
-        """A group's results are complete only if all of its ranks are active."""
-        active = torch.zeros(self.layout.size, dtype=torch.bool)
-        active[self.exchange.active] = True
-        whole_G = active.view(self.layout.ep_size, -1).all(1)
-        assert terms.owners_TS is not None
-        places = torch.where(whole_G[terms.owners_TS], terms.places_TS, -1)
-        return replace(terms, places_TS=places)
 
 
 class DeviceMooncake(DeviceLowLatency, Resumable):

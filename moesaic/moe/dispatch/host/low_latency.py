@@ -98,14 +98,10 @@ class LowLatencyDispatcher(ExchangeDispatcher):
 
     def _combine_b(self, route: LowLatencyRoute) -> Tensor:
         self.wait(ExchangeSignal.RESULTS_READY, route.lane)
-        y_TH = self.sum_results(route.lane, self.reachable(route.terms))
+        y_TH = self.sum_results(route.lane, route.terms)
         self.verify(ExchangeSignal.RESULTS_READY, route.lane)
         self.lanes.release(route.lane)
         return y_TH
-
-    def reachable(self, terms: Terms) -> Terms:
-        """The results that can be read."""
-        return terms
 
 
 class DeviceLowLatency(DeviceRowsDispatcher):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from moesaic.kernels.cpu.rows import Terms
@@ -83,6 +84,16 @@ class ExchangeDispatcher(WindowDispatcher):
                 link.carry(rank, count * self.row_bytes)
 
     def sum_results(self, lane: int, terms: Terms) -> Tensor:
+        if len(self.lanes.active) < self.layout.size:
+            terms = self._reachable(terms)
         y_TH, foreign = self.exchange.collect(lane, terms, self.layout.moe_tp_size)
         self.note_combine(foreign)
         return y_TH
+
+    def _reachable(self, terms: Terms) -> Terms:
+        """A group's results are complete only if all of its ranks are active."""
+        active = torch.zeros(self.layout.size, dtype=torch.bool)
+        active[self.lanes.active] = True
+        whole_G = active.view(self.layout.ep_size, -1).all(1)
+        places_TS = torch.where(whole_G[terms.owners_TS], terms.places_TS, -1)
+        return replace(terms, places_TS=places_TS)

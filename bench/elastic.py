@@ -1,0 +1,506 @@
+"""Ranks of a server are killed, stopped and made to raise while clients stream: is an answer lost,
+and is each the one of a run without faults?
+
+    python -m bench.elastic                               # all layouts, a minute of faults each
+    python -m bench.elastic --only deepep --faults 20
+    python -m bench.elastic --markdown                    # no run: the table from the JSON
+
+Every question is first answered without faults. Under faults its answer must be the same, token by
+token and for some questions logprob by logprob, each event a continuation of the one before. The
+server computes deterministically, so that "the same" needs no tolerance. Victims, kinds and moments
+are drawn from a seed; a victim may be starting again, or be in the middle of a recovery.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+from tqdm import tqdm
+
+from bench.common import RESULTS, machine, print_table, write_json
+from bench.fault_run import Run, wait_for
+from moesaic.comm.supervise.control_page import HEAD_BYTES, STATUS_BYTES, ControlPage
+from moesaic.core.rank_state import RankState
+
+ROOT: Final = Path(__file__).parents[1]
+MODEL: Final = "tiny:qwen3_moe"
+GROUPS: Final = "--tp 4 --ep 4 --dp 4 --enable-dp-attention --ep-num-redundant-experts 4"
+FLAGS: Final = (
+    "--elastic-ep-backend mooncake --restart-limit 0 --enable-deterministic-inference "
+    "--max-total-tokens 4096 --num-threads 1 --skip-server-warmup"
+)
+LAYOUTS: Final = {
+    "none": f"{GROUPS} --moe-a2a-backend none",
+    "deepep": f"{GROUPS} --moe-a2a-backend deepep",
+    "mooncake": f"{GROUPS} --moe-a2a-backend mooncake",
+    "mori": f"{GROUPS} --moe-a2a-backend mori",
+    "flashinfer": f"{GROUPS} --moe-a2a-backend flashinfer",
+    "ascend_fuseep": f"{GROUPS} --moe-a2a-backend ascend_fuseep",
+    "deepep, experts move": (
+        f"{GROUPS} --moe-a2a-backend deepep --enable-eplb --eplb-rebalance-num-iterations 10"
+    ),
+    "deepep, groups of 2": (
+        "--tp 4 --ep 4 --dp 2 --enable-dp-attention --ep-num-redundant-experts 4 "
+        "--moe-a2a-backend deepep"
+    ),
+    "deepep, no redundancy": (
+        "--tp 4 --ep 4 --dp 4 --enable-dp-attention --moe-a2a-backend deepep"
+    ),
+    "TP 2, PP 2": "--tp 2 --pp 2 --ep 2 --moe-a2a-backend deepep",
+}
+SIGNALS: Final = {
+    "kill -9": signal.SIGKILL,
+    "SIGSTOP": signal.SIGSTOP,
+    "exception": signal.SIGUSR1,
+}
+WEIGHTS: Final = {"kill -9": 6, "SIGSTOP": 2, "exception": 2}
+QUESTIONS, CLIENTS = 24, 8
+REQUEST_SECONDS: Final = 120.0
+START_SECONDS: Final = 300.0
+SETTLE_SECONDS: Final = 60.0
+# A stall that began this much after a fault is not the fault's.
+BLAMED_SECONDS: Final = 0.8
+SHOWN: Final = 5
+# How often it waits until ranks have recovered.
+CALM_SHARE: Final = 0.75
+ALONE_SECONDS: Final = 1.0
+
+
+@dataclass(frozen=True)
+class Question:
+    number: int
+    length: int
+    tokens: int
+    temperature: float
+    logprobs: bool
+    text: bool
+    """Over /v1/completions, else /generate."""
+
+    @classmethod
+    def draw(cls, number: int) -> Question:
+        rng = random.Random(number)
+        seeded, text = number % 2 == 1, number % 4 == 3
+        length, tokens = rng.randint(3, 220), rng.randint(20, 90)
+        logprobs = number % 6 == 0
+        return cls(number, length, tokens, 0.8 if seeded else 0.0, logprobs, text)
+
+    @property
+    def path(self) -> str:
+        return "/v1/completions" if self.text else "/generate"
+
+    def body(self) -> dict[str, Any]:
+        rng = random.Random(self.number)
+        prompt = [rng.randrange(3, 250) for _ in range(self.length)]
+        shared = {"temperature": self.temperature, "ignore_eos": True}
+        if self.text:
+            more = {"model": "default", "prompt": prompt, "max_tokens": self.tokens, "stream": True}
+            return shared | more | {"seed": self.number}
+        sampling = shared | {"max_new_tokens": self.tokens, "sampling_seed": self.number}
+        body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
+        return body | ({"return_logprob": True} if self.logprobs else {})
+
+
+@dataclass
+class Answer:
+    """What a stream has brought, and when each of its events came."""
+
+    parts: list[Any] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    broken: str = ""
+    done: bool = False
+    error: str = ""
+
+    def take(self, line: bytes, text: bool) -> None:
+        data = line.removeprefix(b"data: ")
+        if data == b"[DONE]":
+            self.done = True
+            return
+        told = json.loads(data)
+        if "error" in told:
+            self.error = str(told["error"])
+            return
+        self.times.append(time.monotonic())
+        if text:
+            self.parts += [choice["text"] for choice in told["choices"]]
+            return
+        ids, before = told["output_ids"], len(self.parts)
+        scores = told["meta_info"].get("output_token_logprobs") or [None] * len(ids)
+        found = [[token, score and score[0]] for token, score in zip(ids, scores, strict=True)]
+        if found[:before] != self.parts:
+            self.broken = f"event {len(self.times)} does not continue the one before"
+        self.parts = found
+        reason = told["meta_info"]["finish_reason"]
+        if reason is not None and reason["type"] == "abort":
+            self.error = str(reason)
+
+    @property
+    def value(self) -> Any:
+        return "".join(self.parts) if self.parts and isinstance(self.parts[0], str) else self.parts
+
+
+@dataclass
+class Tally:
+    right: int = 0
+    wrong: int = 0
+    lost: int = 0
+    shown: list[str] = field(default_factory=list)
+    gaps: list[tuple[float, float]] = field(default_factory=list)
+    """Begin and end of the time between two events of a stream."""
+
+    def count(self, answer: Answer, expected: Any, what: str) -> None:
+        self.gaps += list(zip(answer.times, answer.times[1:], strict=False))
+        if answer.error or not answer.done:
+            self.lost += 1
+            self._show(f"{what}: {answer.error or 'no end'}")
+        elif answer.broken or (expected is not None and answer.value != expected):
+            self.wrong += 1
+            self._show(f"{what}: {answer.broken or 'another answer'}")
+        else:
+            self.right += 1
+
+    def _show(self, text: str) -> None:
+        if len(self.shown) < SHOWN:
+            self.shown.append(text[:400])
+
+
+@dataclass(frozen=True)
+class Fault:
+    kind: str
+    rank: int
+    doing: str
+    when: float
+    calm: bool
+    """All ranks were live before it."""
+
+
+class Victims:
+    """The ranks of a server, found by the names of their processes."""
+
+    def __init__(self, run: Run, world: int) -> None:
+        self._server, self._world = run.pid("fork server"), world
+        supervisor = run.pid("supervisor")
+        link = next(
+            link
+            for link in Path(f"/proc/{supervisor}/fd").iterdir()
+            if "moesaic-control" in os.readlink(link)
+        )
+        seats = (link.stat().st_size - HEAD_BYTES) // STATUS_BYTES
+        self._page = ControlPage.open(str(link), seats)
+        self.supervisor = supervisor
+
+    def pids(self) -> dict[int, int]:
+        found = {}
+        for path in Path(f"/proc/{self._server}/task").glob("*/children"):
+            for pid in path.read_text().split():
+                with suppress(OSError, ValueError):
+                    name = Path(f"/proc/{pid}/comm").read_text().strip()
+                    found[int(name.removeprefix("rank"))] = int(pid)
+        return found
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether all ranks are live, and no step is abandoned."""
+        ranks = range(self._world)
+        return self._page.live == (1 << self._world) - 1 and not any(
+            self._doing(rank) in ("start", "recovery") for rank in ranks
+        )
+
+    def strike(self, rng: random.Random) -> Fault | None:
+        pids = self.pids()
+        if not pids:
+            return None
+        rank = rng.choice(sorted(pids))
+        (kind,) = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))
+        doing, calm = self._doing(rank), self.is_calm
+        try:
+            os.kill(pids[rank], SIGNALS[kind])
+        except ProcessLookupError:
+            return None
+        return Fault(kind, rank, doing, time.monotonic(), calm)
+
+    def _doing(self, rank: int) -> str:
+        seen = self._page.snapshot(rank)
+        if seen.state in (RankState.ABSENT, RankState.STARTING):
+            return "start"
+        if "abandon" in seen.operation or "tell experts" in seen.operation:
+            return "recovery"
+        if seen.state == RankState.IDLE:
+            return "idle"
+        return "prefill" if "normal" in seen.operation else "step"
+
+
+@dataclass(frozen=True)
+class Served:
+    url: str
+    run: Run
+    process: subprocess.Popen[bytes]
+
+
+@contextmanager
+def serving(flags: str) -> Iterator[Served]:
+    """The server of these flags; its processes are gone afterwards."""
+    run = Run()
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    words = ["serve", MODEL, "--port", str(port), *FLAGS.split(), *flags.split()]
+    with run.log.open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "bench.faulty_rank", *words],
+            env=run.environment,
+            stdout=log,
+            stderr=log,
+            cwd=ROOT,
+        )
+    try:
+        wait_for(lambda: "ready: http" in run.log.read_text(), "server", run)
+        yield Served(f"http://127.0.0.1:{port}", run, process)
+    finally:
+        run.close()
+        process.wait()
+
+
+@dataclass
+class Outcome:
+    layout: str
+    flags: str
+    seconds: float
+    requests: int
+    wrong: int
+    lost: int
+    faults: dict[str, int]
+    """By kind, and by what the rank was doing."""
+    doing: dict[str, int]
+    epochs: int
+    stalls: dict[str, list[float]]
+    """The longest gap that each fault lies in, by kind, sorted; of faults that found all ranks
+    live and were not followed by another one at once."""
+    gaps_before: list[float]
+    """Median, P99 and longest of all gaps without faults, then with them."""
+    gaps: list[float]
+    left: list[str]
+    shown: list[str]
+
+    @property
+    def is_good(self) -> bool:
+        return not (self.wrong or self.lost or self.left)
+
+
+async def ask(session: aiohttp.ClientSession, url: str, question: Question) -> Answer:
+    answer = Answer()
+    try:
+        async with (
+            asyncio.timeout(REQUEST_SECONDS),
+            session.post(url + question.path, json=question.body()) as response,
+        ):
+            if response.status != 200:
+                answer.error = f"HTTP {response.status}: {(await response.text())[:200]}"
+                return answer
+            async for line in _lines(response):
+                answer.take(line, question.text)
+    except TimeoutError:
+        answer.error = f"no end within {REQUEST_SECONDS:g} s"
+    except aiohttp.ClientError as error:
+        answer.error = repr(error)
+    return answer
+
+
+async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    async for line in response.content:
+        if line.strip():
+            yield line.strip()
+
+
+async def _client(
+    served: Served, number: int, expected: dict[Question, Any], tally: Tally, until: asyncio.Event
+) -> None:
+    rng = random.Random(number)
+    async with aiohttp.ClientSession() as session:
+        while not until.is_set():
+            question = rng.choice(list(expected))
+            answer = await ask(session, served.url, question)
+            tally.count(answer, expected[question], str(question))
+
+
+async def chaos(
+    served: Served, world: int, faults: int, seconds: float, seed: int, pace: float
+) -> tuple[Tally, Tally, list[Fault]]:
+    """Strikes `faults` times, or for `seconds`: mostly when all ranks are back, after `pace`
+    seconds on average, else while they recover."""
+    before, tally, struck = Tally(), Tally(), list[Fault]()
+    questions = [Question.draw(number) for number in range(QUESTIONS)]
+    expected: dict[Question, Any] = {}
+    async with aiohttp.ClientSession() as session:
+        answers = await asyncio.gather(*(ask(session, served.url, one) for one in questions))
+        for question, answer in zip(questions, answers, strict=True):
+            before.count(answer, None, str(question))
+            expected[question] = answer.value
+    victims, rng, until = Victims(served.run, world), random.Random(seed), asyncio.Event()
+    clients = [
+        asyncio.create_task(_client(served, number, expected, tally, until))
+        for number in range(CLIENTS)
+    ]
+    end = time.monotonic() + seconds
+    while len(struck) < faults and time.monotonic() < end and served.process.poll() is None:
+        waits = rng.random() < CALM_SHARE
+        while waits and not victims.is_calm and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(rng.uniform(0.05, 2 * pace))
+        fault = victims.strike(rng)
+        struck += [fault] if fault else []
+    until.set()
+    await asyncio.gather(*clients)
+    return before, tally, struck
+
+
+def run_layout(name: str, faults: int, seconds: float, seed: int = 0, pace: float = 1.0) -> Outcome:
+    flags = LAYOUTS[name]
+    with serving(flags) as served:
+        began = time.monotonic()
+        found = asyncio.run(chaos(served, 4, faults, seconds, seed, pace))
+        before, tally, struck = found
+        took = time.monotonic() - began
+        left = _settle(served)
+        served.run.learn()
+        served.process.send_signal(signal.SIGTERM)
+        served.process.wait(SETTLE_SECONDS)
+        served.run.await_gone()
+        log = served.run.log.read_text()
+        left += served.run.left()
+    return Outcome(
+        layout=name,
+        flags=flags,
+        seconds=round(took, 1),
+        requests=tally.right + tally.wrong + tally.lost,
+        wrong=tally.wrong + before.wrong,
+        lost=tally.lost + before.lost,
+        faults=dict(Counter(fault.kind for fault in struck)),
+        doing=dict(Counter(fault.doing for fault in struck)),
+        epochs=log.count(": adopted by "),
+        stalls=_stalls(tally, struck),
+        gaps_before=_figures(before),
+        gaps=_figures(tally),
+        left=left,
+        shown=before.shown + tally.shown,
+    )
+
+
+def _settle(served: Served) -> list[str]:
+    """What is not as it was before the load, once there was time."""
+    end, left = time.monotonic() + SETTLE_SECONDS, ["no answer of the server"]
+    while left and time.monotonic() < end:
+        time.sleep(0.2)
+        with suppress(OSError, ValueError):
+            left = asyncio.run(_unsettled(served.url))
+    return left
+
+
+async def _unsettled(url: str) -> list[str]:
+    async with aiohttp.ClientSession() as session, session.get(url + "/server_info") as response:
+        info = await response.json()
+    facts = {name: info[name] for name in ("running", "waiting", "pages_used")}
+    left = [f"{name}: {count}" for name, count in facts.items() if count]
+    away = [rank["rank"] for rank in info["ranks"] if rank["state"] in ("absent", "starting")]
+    return left + ([f"ranks that are away: {away}"] if away else [])
+
+
+def _stalls(tally: Tally, struck: Sequence[Fault]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for fault in struck:
+        hit = [
+            end - begin
+            for begin, end in tally.gaps
+            if begin < fault.when + BLAMED_SECONDS and end > fault.when
+        ]
+        alone = not any(0 < other.when - fault.when < ALONE_SECONDS for other in struck)
+        if hit and fault.calm and alone:
+            found.setdefault(fault.kind, []).append(round(max(hit), 4))
+    return {kind: sorted(values) for kind, values in sorted(found.items())}
+
+
+def _figures(tally: Tally) -> list[float]:
+    gaps = sorted(end - begin for begin, end in tally.gaps)
+    return [round(_share(gaps, part), 4) for part in (0.5, 0.99, 1.0)]
+
+
+def _share(values: Sequence[float], part: float) -> float:
+    """The smallest value that at least this part of the sorted values does not exceed."""
+    if not values:
+        return 0.0
+    return values[min(len(values) - 1, max(0, round(part * len(values)) - 1))]
+
+
+HEADER: Final = (
+    *("layout", "faults", "of them while starting or recovering", "requests", "lost", "wrong"),
+    *("kill: P50", "P99", "SIGSTOP: P50", "P99", "without faults: P50", "P99", "left"),
+)
+
+
+def row(outcome: dict[str, Any]) -> list[str]:
+    stalls, doing = outcome["stalls"], outcome["doing"]
+    figures = [
+        f"{_share(stalls.get(kind, []), part):.2f}"
+        for kind in ("kill -9", "SIGSTOP")
+        for part in (0.5, 0.99)
+    ]
+    quiet = [f"{value:.2f}" for value in outcome["gaps_before"][:2]]
+    hard = sum(doing.get(state, 0) for state in ("start", "recovery"))
+    counts = sum(outcome["faults"].values()), hard, outcome["requests"]
+    ends = outcome["lost"], outcome["wrong"]
+    left = ", ".join(outcome["left"]) or "nothing"
+    return [outcome["layout"], *map(str, (*counts, *ends)), *figures, *quiet, left]
+
+
+def markdown(results: dict[str, Any]) -> str:
+    rows = [row(outcome) for outcome in results["outcomes"]]
+    total = [sum(int(one[column]) for one in rows) for column in range(1, 6)]
+    rows.append(["all", *map(str, total), *[""] * (len(HEADER) - 6)])
+    lines = [f"| {' | '.join(one)} |" for one in [HEADER, ["---"] * len(HEADER), *rows]]
+    told = results["machine"]
+    return (
+        f"{told['cores']} cores of {told['cpu']}, torch {told['torch']}; seconds.\n\n"
+        + "\n".join(lines)
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
+    parser.add_argument("--only", action="append", choices=[*LAYOUTS], help="this layout")
+    parser.add_argument("--faults", type=int, default=100, help="of each layout, at most")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of faults, for each layout")
+    parser.add_argument("--pace", type=float, default=0.8, help="seconds between two, on average")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--markdown", action="store_true", help="print the table of the JSON")
+    args = parser.parse_args()
+    if args.markdown:
+        print(markdown(json.loads((RESULTS / "elastic.json").read_text())))
+        return 0
+    found = []
+    for name in tqdm(args.only or list(LAYOUTS), desc="layouts"):
+        found.append(run_layout(name, args.faults, args.seconds, args.seed, args.pace))
+        for text in found[-1].shown:
+            print(text, file=sys.stderr)
+    outcomes = [asdict(outcome) for outcome in found]
+    print_table(HEADER, [row(outcome) for outcome in outcomes])
+    facts = {**machine(1), "cores": len(os.sched_getaffinity(0))}
+    write_json("elastic", {"machine": facts, "seed": args.seed, "outcomes": outcomes})
+    return int(not all(outcome.is_good for outcome in found))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,350 @@
+"""Elasticity: the service goes on without ranks that are lost, and restarts them.
+
+A loss, a return and a rank that is killed because it hangs are one thing: a new epoch. All live
+ranks of the replica abandon their step (a new generation, as for a step that failed); once the last
+has, the supervisor tells them who is live, and submits the requests of serving groups that have
+lost a rank to groups that have not, with the tokens that they have emitted. Where ranks cannot
+compute without the lost one they wait for its return, and no request is lost either.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from moesaic.comm.mesh import Mesh
+from moesaic.comm.supervise.journal import Journal
+from moesaic.comm.supervise.membership_policy import EndableService, MembershipPolicy
+from moesaic.comm.supervise.service_spec import ServiceSpec
+from moesaic.comm.supervise.step_rollback import StepRollbacks
+from moesaic.core.messages import MembersAdopted, ResumeSteps, RollbackStep, Submit, encode
+from moesaic.core.stats import MembershipChange, MembershipStats
+
+logger = logging.getLogger(__name__)
+
+# A rank that is lost this soon after its return may be lost for the same reason again.
+SHORT_LIFE: Final = 1.0
+# The pause before a rank starts again, doubled with each short life in a row.
+FIRST_PAUSE: Final = 0.5
+LONGEST_PAUSE: Final = 30.0
+KEPT_CHANGES: Final = 64
+LOST, RETURNED = "lost", "returned"
+MIB: Final = 1 << 20
+
+
+@dataclass(slots=True)
+class PendingChange:
+    """A change that some ranks have yet to adopt, and when it began."""
+
+    change: MembershipChange
+    began: float
+
+
+@dataclass(slots=True)
+class RankLife:
+    is_live: bool = True
+    """It takes part in steps, or will once the others have abandoned theirs."""
+    since: float = 0.0
+    """When it returned, or was lost."""
+    restart_at: float | None = None
+    """When its process is to be started; None: it has been."""
+    restarts: int = 0
+    short_lives: int = 0
+
+
+@dataclass(slots=True)
+class ElasticReplica:
+    number: int
+    rollbacks: StepRollbacks
+    epoch: int = 1
+    reset: set[int] = field(default_factory=set)
+    """Serving groups that have lost a rank, until all ranks know."""
+    adopting: set[int] = field(default_factory=set)
+    """Ranks that have yet to adopt the epoch."""
+    waits_since: float | None = None
+    """Since when its ranks wait for one that is lost."""
+    pending: list[PendingChange] = field(default_factory=list)
+
+
+class ElasticHost(Protocol):
+    """What this needs of the supervisor."""
+
+    spec: ServiceSpec
+    mesh: Mesh
+    journal: Journal
+
+    @property
+    def is_serving(self) -> bool: ...
+
+    def fail(self, message: str, ranks: Sequence[int]) -> None: ...
+
+    def start_rank(self, rank: int) -> None: ...
+
+    def kill_rank(self, rank: int) -> bool:
+        """Whether its process is gone."""
+
+    def send_rank(self, rank: int, data: bytes) -> None: ...
+
+    def roll_back(self, rollback: RollbackStep, ranks: Sequence[int]) -> None: ...
+
+    def note_members(self, live: Sequence[int]) -> None: ...
+
+    def note_awake(self, replica: int) -> None:
+        """Its ranks step again."""
+
+    def answer_for(self, rank: int) -> None:
+        """Answers open queries that only this rank could answer."""
+
+
+class ElasticMembership(MembershipPolicy):
+    def __init__(self, host: ElasticHost, rollbacks: Sequence[StepRollbacks]) -> None:
+        self._host, self._mesh = host, host.mesh
+        now = time.monotonic()
+        self.ranks = {rank: RankLife(since=now) for rank in range(self._mesh.world)}
+        self._replicas = [ElasticReplica(n, each) for n, each in enumerate(rollbacks)]
+        self._slots: tuple[int, int] | None = None
+        """Slots of a rank in a layer, and the experts of a layer; None before ranks are ready."""
+        self.totals = MembershipStats(live=self.live)
+
+    @property
+    def live(self) -> list[int]:
+        return [rank for rank, life in self.ranks.items() if life.is_live]
+
+    @property
+    def stats(self) -> MembershipStats:
+        pending = [one.change for replica in self._replicas for one in replica.pending]
+        changes = [*self.totals.changes, *pending]
+        return msgspec.structs.replace(self.totals, live=self.live, changes=changes)
+
+    def is_watched(self, rank: int) -> bool:
+        """Whether a rank that makes no progress holds others up: not while these wait for one that
+        is lost, and not while it starts."""
+        replica = self._replicas[self._mesh.place(rank).replica]
+        return self.ranks[rank].is_live and replica.waits_since is None
+
+    def is_starting(self, rank: int) -> bool:
+        return not self.ranks[rank].is_live
+
+    def note_ready(self, facts: Mapping[str, Any]) -> None:
+        """All ranks are ready for the first time; these are the facts of one."""
+        self._slots = len(facts["experts"]), facts.get("num_experts", 0)
+        for replica in self._replicas:
+            ranks = list(self._mesh.ranks_of_replica(replica.number))
+            if len(ranks) > 1:
+                why = self._cannot_serve(replica, ranks[1:])
+                logger.info(
+                    "elastic: %s",
+                    f"without one of its ranks replica {replica.number} waits for its return: {why}"
+                    if why
+                    else "a rank that is lost is restarted, and the others go on meanwhile",
+                )
+
+    def on_ranks_lost(self, service: EndableService, ranks: Sequence[int], cause: str) -> None:
+        if not self._host.is_serving:
+            service.fail(cause, ranks)
+            return
+        now = time.monotonic()
+        for rank in ranks:
+            if not self._host.kill_rank(rank):
+                service.fail(f"{cause}; its process cannot be killed", [rank])
+                return
+            self._host.answer_for(rank)
+        hopeless = [rank for rank in ranks if not self._plan_restart(rank, now)]
+        if hopeless:
+            limit = self._host.spec.restart_limit
+            service.fail(f"{cause}; it was lost {limit} times in a row (--restart-limit)", hopeless)
+            return
+        lost = [rank for rank in ranks if self.ranks[rank].is_live]
+        if not lost:  # while they started: nobody waits for them
+            logger.warning("%s while it started again", cause)
+            return
+        self.totals.lost += len(lost)
+        for rank in lost:
+            self.ranks[rank].is_live = False
+        for replica in self._replicas:
+            here = [rank for rank in lost if rank in self._mesh.ranks_of_replica(replica.number)]
+            if here:
+                self._change(replica, LOST, here, cause, now)
+
+    def on_ready(self, rank: int) -> None:
+        """A rank that was restarted can serve."""
+        now, life = time.monotonic(), self.ranks[rank]
+        away = now - life.since
+        life.is_live, life.since = True, now
+        self.totals.returned += 1
+        replica = self._replicas[self._mesh.place(rank).replica]
+        cause = f"{self._mesh.describe(rank)} returns after {away:.2f} s"
+        self._change(replica, RETURNED, [rank], cause, now)
+
+    def on_adopted(self, adopted: MembersAdopted) -> None:
+        replica = self._replicas[self._mesh.place(adopted.rank).replica]
+        if adopted.epoch != replica.epoch or adopted.rank not in replica.adopting:
+            return
+        replica.adopting.remove(adopted.rank)
+        for one in replica.pending[-1:]:
+            one.change.experts += adopted.experts
+            one.change.nbytes += adopted.nbytes
+        if not replica.adopting:
+            replica.reset.clear()
+            self._end_changes(replica)
+
+    def tick(self, now: float) -> None:
+        for rank, life in self.ranks.items():
+            if life.restart_at is not None and now >= life.restart_at:
+                life.restart_at = None
+                self._host.start_rank(rank)
+            elif life.restart_at is None and not life.is_live:
+                limit = self._host.spec.timeouts.start
+                if now - life.since > limit:
+                    why = f"{self._mesh.describe(rank)} did not return within {limit:.0f} s"
+                    self._host.fail(why, [rank])
+                    return
+
+    def settle(self, number: int, resume: ResumeSteps) -> None:
+        """All live ranks have abandoned their step: they go on, or wait for those that are lost."""
+        replica, now = self._replicas[number], time.monotonic()
+        live = [r for r in self._mesh.ranks_of_replica(number) if self.ranks[r].is_live]
+        for one in replica.pending:
+            if one.change.abandoned_seconds is None:
+                one.change.abandoned_seconds = now - one.began
+        if why := self._cannot_serve(replica, live):
+            self._wait(replica, why)
+            return
+        if replica.waits_since is not None:
+            logger.info("replica %d has waited for %.2f s", number, now - replica.waits_since)
+            replica.waits_since = None
+        if replica.adopting:  # some may have adopted the epoch, and others not
+            replica.epoch += 1
+        if replica.pending or replica.adopting:
+            replica.adopting = set(live)
+        resume.active, resume.epoch, resume.reset = live, replica.epoch, sorted(replica.reset)
+        for rank in live:
+            self._host.send_rank(rank, encode(resume))
+        self._host.note_awake(number)
+        moved = self._move_requests(replica.reset)
+        for one in replica.pending[-1:]:
+            one.change.moved_requests += moved
+
+    def _move_requests(self, groups: set[int]) -> int:
+        """Submits the requests of these groups, and those that wait for any, with their tokens;
+        returns how many."""
+        count = 0
+        for group in range(self._mesh.num_groups):
+            self._host.journal.balancer.set_away(group, not self._serves(group))
+        for group, requests in self._host.journal.move(groups).items():
+            self._host.send_rank(self._mesh.leader(group), encode(Submit(requests)))
+            count += len(requests)
+        return count
+
+    def _serves(self, group: int) -> bool:
+        """Whether all ranks of the group live, and those of its replica step."""
+        replica = self._replicas[group // self._mesh.dp]
+        whole = all(self.ranks[rank].is_live for rank in self._ranks_of_group(group))
+        return whole and replica.waits_since is None
+
+    def _ranks_of_group(self, group: int) -> list[int]:
+        ranks = self._mesh.ranks_of_replica(group // self._mesh.dp)
+        return [rank for rank in ranks if self._mesh.group_of(self._mesh.place(rank)) == group]
+
+    def _plan_restart(self, rank: int, now: float) -> bool:
+        """False if the rank has been lost too often in a row."""
+        life, limit = self.ranks[rank], self._host.spec.restart_limit
+        is_short = not life.is_live or now - life.since < SHORT_LIFE
+        life.short_lives = life.short_lives + 1 if life.restarts and is_short else 0
+        life.restarts += 1
+        pause = FIRST_PAUSE * 2 ** (life.short_lives - 1) if life.short_lives else 0.0
+        life.restart_at, life.since = now + min(pause, LONGEST_PAUSE), now
+        return not limit or life.short_lives < limit
+
+    def _change(
+        self, replica: ElasticReplica, kind: str, ranks: list[int], cause: str, now: float
+    ) -> None:
+        """Begins a new epoch: live ranks abandon their step."""
+        replica.epoch += 1
+        live = [r for r in self._mesh.ranks_of_replica(replica.number) if self.ranks[r].is_live]
+        change = MembershipChange(replica.epoch, kind, ranks, cause, time.time(), live)
+        replica.pending.append(PendingChange(change, now))
+        replica.reset |= {self._mesh.group_of(self._mesh.place(rank)) for rank in ranks}
+        for group in replica.reset:
+            self._host.journal.balancer.set_away(group, True)
+        level = logging.WARNING if kind == LOST else logging.INFO
+        logger.log(level, "epoch %d: %s; live ranks: %s", replica.epoch, cause, _numbers(live))
+        self._host.note_members(self.live)
+        rollback = replica.rollbacks.change(live)
+        self._host.note_awake(replica.number)
+        if live:
+            self._host.roll_back(rollback, live)
+        else:
+            self._wait(replica, "no rank is left")
+
+    def _cannot_serve(self, replica: ElasticReplica, live: Sequence[int]) -> str:
+        """Why these ranks of a replica cannot compute by themselves; empty if they can."""
+        mesh = self._mesh
+        if len(live) == mesh.pp * mesh.tp:
+            return ""
+        if not live:
+            return "no rank is left"
+        if mesh.pp > 1:
+            return "each stage of a pipeline needs all of its ranks"
+        if mesh.dp == 1:
+            return "without --enable-dp-attention all ranks compute each request"
+        if mesh.dense_spans_groups or mesh.vocab_tp not in (1, mesh.attention_tp):
+            return "dense layers or logits are shared by all ranks"
+        slots, experts = self._slots or (0, 0)
+        if experts and mesh.moe_tp > 1:
+            return "each expert is shared by several ranks"
+        if experts and slots * len(live) < experts:
+            return (
+                f"{len(live)} ranks have {slots * len(live)} slots for {experts} experts of a "
+                "layer: more --ep-num-redundant-experts would do"
+            )
+        groups = range(replica.number * mesh.dp, (replica.number + 1) * mesh.dp)
+        if not any(set(self._ranks_of_group(group)) <= set(live) for group in groups):
+            return "each attention group has lost a rank"
+        return ""
+
+    def _wait(self, replica: ElasticReplica, why: str) -> None:
+        if replica.waits_since is None:
+            replica.waits_since = time.monotonic()
+            logger.warning(
+                "replica %d waits for its lost ranks: %s; %d requests are open",
+                replica.number,
+                why,
+                len(self._host.journal.open),
+            )
+        self._move_requests(replica.reset)
+
+    def _end_changes(self, replica: ElasticReplica) -> None:
+        now, totals = time.monotonic(), self.totals
+        for one in replica.pending:
+            change, seconds = one.change, now - one.began
+            change.seconds = seconds
+            totals.moved_requests += change.moved_requests
+            totals.experts += change.experts
+            totals.nbytes += change.nbytes
+            totals.seconds += seconds
+            logger.info(
+                "epoch %d: adopted by ranks %s %.3f s after %s %s (the step was abandoned after "
+                "%.3f s); %d requests moved, %d experts (%.1f MiB) read again",
+                replica.epoch,
+                _numbers(change.live),
+                seconds,
+                _numbers(change.ranks),
+                "were lost" if change.kind == LOST else "had returned",
+                change.abandoned_seconds or 0.0,
+                change.moved_requests,
+                change.experts,
+                change.nbytes / MIB,
+            )
+        ended = [one.change for one in replica.pending]
+        totals.changes = [*totals.changes, *ended][-KEPT_CHANGES:]
+        replica.pending = []
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks)) or "none"

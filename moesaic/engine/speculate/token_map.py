@@ -1,0 +1,48 @@
+"""Reads --speculative-token-map: the tokens that a draft model may propose, which are fewer than
+those that the target knows, so that its logits cost less (FR-Spec)."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moesaic.config import ServerArgs
+
+FLAG = "--speculative-token-map"
+
+
+def hot_tokens(args: ServerArgs, vocab_size: int) -> list[int] | None:
+    """Ascending, each once; None if all may be proposed."""
+    if args.speculative_token_map is None:
+        return None
+    path = Path(args.speculative_token_map)
+    found = _content(path)
+    if isinstance(found, Tensor):
+        found = found.tolist()
+    if not isinstance(found, list) or not found or not all(type(one) is int for one in found):
+        raise ValueError(f"{FLAG} {path} has no list of token ids: give a file with one")
+    outside = [token for token in found if not 0 <= token < vocab_size]
+    if outside:
+        raise ValueError(
+            f"{FLAG} {path} has token {outside[0]}, and the target's vocab_size is {vocab_size}: "
+            "give a file that was made for its tokenizer"
+        )
+    return sorted(set(found))
+
+
+def _content(path: Path) -> Any:
+    """Of JSON, or of what torch.save has written, from which no code is run."""
+    try:
+        if path.suffix == ".json":
+            return json.loads(path.read_text(encoding="utf-8"))
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"{FLAG} {path} cannot be read: {str(error).splitlines()[0]}: give a file of "
+            "torch.save or JSON with a list of token ids"
+        ) from None

@@ -1,0 +1,173 @@
+"""Ranks are killed, stopped and made to raise under a real server: every answer is the one of a run
+without faults, no stream ends early, and nothing is left behind. bench/elastic.py counts more."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.elastic import GROUPS, LAYOUTS, run_layout
+from bench.fault_run import Run, wait_for
+from moesaic import Engine
+
+PROMPTS = [[number + 1] * (5 + 9 * number) for number in range(8)]
+PARAMS = [
+    {
+        "max_new_tokens": 40 + 6 * number,
+        "ignore_eos": True,
+        "temperature": 0.8 * (number % 2),
+        "sampling_seed": number,
+    }
+    for number in range(8)
+]
+# Some answers are due to more than the last token.
+PARAMS[2] |= {"repetition_penalty": 1.2, "presence_penalty": 0.5}
+PARAMS[3] = {"max_new_tokens": 90, "regex": "[a-f ]{90}", "sampling_seed": 3}
+COMMON = {
+    "model_path": "tiny:qwen3_moe",
+    "tp_size": 4,
+    "ep_size": 4,
+    "dp_size": 4,
+    "enable_dp_attention": True,
+    "ep_num_redundant_experts": 4,
+    "moe_a2a_backend": "deepep",
+    "enable_deterministic_inference": True,
+    "max_total_tokens": 4096,
+    "chunked_prefill_size": 32,
+    "elastic_ep_backend": "mooncake",
+    "restart_limit": 0,
+    "speculative_algorithm": "NGRAM",
+}
+
+
+def ask(engine: Engine) -> list[Any]:
+    """The tokens of all answers, their logprobs, and those of the prompts."""
+    answers = engine.generate(
+        input_ids=PROMPTS,
+        sampling_params=PARAMS,
+        return_logprob=[number < 2 for number in range(8)],
+        logprob_start_len=[0 if number < 2 else -1 for number in range(8)],
+    )
+    names = ("output_token_logprobs", "input_token_logprobs")
+    return [
+        (answer["output_ids"], *(answer["meta_info"].get(name) for name in names))
+        for answer in answers
+    ]
+
+
+def during(engine: Engine, run: Run, strike: Callable[[], None]) -> list[Any]:
+    """The answers of requests in whose midst `strike` is called."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.extend(ask(engine)))
+    begin = run.step()
+    thread.start()
+    wait_for(lambda: run.step() > begin + 12, "steps", run)
+    strike()
+    thread.join(240)
+    assert not thread.is_alive(), run.log.read_text()
+    return found
+
+
+def all_live(engine: Engine) -> bool:
+    return all(one["state"] not in ("absent", "starting") for one in info(engine)["ranks"])
+
+
+def info(engine: Engine) -> dict[str, Any]:
+    found: dict[str, Any] = engine.get_server_info()
+    return found
+
+
+@pytest.mark.timeout(400)
+def test_answers_survive_the_loss_of_ranks() -> None:
+    """A leader is killed, one hangs, and both of two that hold an expert die at once."""
+    run = Run()
+    try:
+        with run.marked():
+            engine = Engine(**COMMON)
+        try:
+            pids = {one["rank"]: one["pid"] for one in info(engine)["ranks"]}
+            run.learn()
+            wanted = ask(engine)
+
+            def kill(*ranks: int, number: int = signal.SIGKILL) -> None:
+                for rank in ranks:
+                    os.kill(pids[rank], number)
+
+            assert during(engine, run, lambda: kill(1)) == wanted
+            wait_for(lambda: all_live(engine), "rank 1", run)
+            assert during(engine, run, lambda: kill(2, number=signal.SIGSTOP)) == wanted
+            # Rank 3 has the only copy of nothing, rank 0 its replicas: the others have too few
+            # slots, and wait for a rank to return.
+            assert during(engine, run, lambda: kill(0, 3)) == wanted
+            wait_for(lambda: all_live(engine), "all ranks", run)
+            found = info(engine)
+            told = found["membership"]
+            assert (told["lost"], told["returned"], told["live"]) == (4, 4, [0, 1, 2, 3])
+            assert told["moved_requests"] >= 2 and all(one["seconds"] for one in told["changes"])
+            assert all(one["pid"] != pids[one["rank"]] for one in found["ranks"])
+            assert (found["running"], found["waiting"], found["pages_used"]) == (0, 0, 0)
+            assert ask(engine) == wanted
+            log = run.log.read_text()
+            assert len(re.findall(r"rank \d \(.*\) returns after", log)) == 4
+            assert "had returned (the step was abandoned after" in log and "read again" in log
+            assert re.search(r"waits for its lost ranks: 2 ranks have 6 slots for 8 experts", log)
+        finally:
+            engine.shutdown()
+        run.await_gone()
+        # A compiler of grammars stays with this process.
+        assert [one for one in run.left() if not one.startswith("descriptors")] == []
+    finally:
+        run.close()
+
+
+@pytest.mark.timeout(400)
+def test_a_rank_that_cannot_start_again_ends_the_service() -> None:
+    """It is started again twice, with a pause before the second time."""
+    flags = {"tp_size": 2, "dp_size": 2, "ep_size": 2, "restart_limit": 2}
+    run = Run()
+    try:
+        with run.marked():
+            engine = Engine(**COMMON | flags | {"speculative_algorithm": None})
+        deadline = time.monotonic() + 120
+        while not engine.fault and time.monotonic() < deadline:
+            if (pid := rank_of(run, 1)) is not None:
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+        engine.shutdown()
+        assert re.search(r"it was lost 2 times in a row \(--restart-limit\)", engine.fault)
+    finally:
+        run.close()
+
+
+def rank_of(run: Run, rank: int) -> int | None:
+    """The process of a rank, if it is there."""
+    for path in Path(f"/proc/{run.pid('fork server')}/task").glob("*/children"):
+        for pid in path.read_text().split():
+            with suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text().strip() == f"moesaic-rank-{rank}":
+                    return int(pid)
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_streams_survive_random_faults(name: str) -> None:
+    found = run_layout(name, faults=12, seconds=60)
+    assert found.is_good, json.dumps(found.shown) + str(found.left)
+    assert sum(found.faults.values()) >= 6 and found.requests > 0
+
+
+def test_layouts_cover_the_backends() -> None:
+    backends = ("none", "deepep", "mooncake", "mori", "flashinfer", "ascend_fuseep")
+    assert all(GROUPS in LAYOUTS[name] and f"backend {name}" in LAYOUTS[name] for name in backends)

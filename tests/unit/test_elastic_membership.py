@@ -1,0 +1,289 @@
+"""The supervisor's part in losing and restarting ranks, with ranks that are queues of messages.
+
+A rank here does what engine/worker/worker.py does with the messages, one at a time, in an order
+that a seed draws: so thousands of interleavings are tried in a second. Every token is the position
+that it belongs to, which shows a lost, a repeated and a foreign one.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import pytest
+
+from moesaic.comm.mesh import Mesh
+from moesaic.comm.supervise.elastic import ElasticMembership
+from moesaic.comm.supervise.journal import HELD, Journal
+from moesaic.comm.supervise.load_balance import LoadBalancer
+from moesaic.comm.supervise.service_spec import ServiceSpec
+from moesaic.comm.supervise.step_rollback import StepRollbacks
+from moesaic.core import messages
+from moesaic.core.messages import Message, decode
+from moesaic.core.request import FinishReason, NewRequest
+from moesaic.core.sampling import SamplingParams
+
+LENGTH = 12
+EXPERTS, SLOTS = 8, 3
+
+
+class Rank:
+    """A process: what it has received, its generation, and the requests of its group."""
+
+    def __init__(self, service: Service, rank: int) -> None:
+        self.service, self.rank = service, rank
+        self.inbox: deque[Message] = deque()
+        self.generation, self.epoch = 0, 1
+        self.waits_for: messages.ResumeSteps | None = None
+        """It adopts this one, for which all its active ranks must do the same."""
+        self.abandoned = False
+        self.requests: dict[int, int] = {}
+        """The tokens that each has, its prompt of none included."""
+        place = service.mesh.place(rank)
+        self.group = service.mesh.group_of(place) if place.is_leader else None
+
+    def take(self) -> None:
+        message = self.inbox.popleft()
+        match message:
+            case messages.RollbackStep(generation=generation) if generation > self.generation:
+                self.generation, self.abandoned, self.waits_for = generation, True, None
+                self.service.tell(self, messages.StepAbandoned(self.rank, generation, 0))
+            case messages.ResumeSteps(generation=generation) if generation == self.generation:
+                self._resume(message)
+            case messages.Submit(requests):
+                for new in requests:
+                    assert new.request_no not in self.requests, "it is submitted twice"
+                    self.requests[new.request_no] = len(new.emitted)
+
+    def _resume(self, message: messages.ResumeSteps) -> None:
+        self.abandoned = False
+        if message.epoch == self.epoch:
+            return
+        if self.group in message.reset:
+            self.requests.clear()
+        self.waits_for = message
+
+    def adopt(self) -> None:
+        """The exchange of `RankMembers.adopt` ends when all active ranks are in it, or past it."""
+        order = self.waits_for
+        assert order is not None
+        for rank in order.active:
+            peer = self.service.ranks.get(rank)
+            if peer is None or peer.generation != order.generation:
+                return
+            if peer.epoch != order.epoch and peer.waits_for != order:
+                return
+        self.epoch, self.waits_for = order.epoch, None
+        self.service.tell(self, messages.MembersAdopted(self.rank, self.epoch))
+
+    @property
+    def computes(self) -> bool:
+        return not self.abandoned and self.waits_for is None
+
+    def step(self) -> None:
+        """One token for each request of its group."""
+        ended = [number for number, count in self.requests.items() if count + 1 == LENGTH]
+        output = messages.StepOutput(
+            [messages.RequestDelta(n, [], finish=FinishReason("length")) for n in ended],
+            list(self.requests),
+            list(self.requests.values()),
+        )
+        for number in list(self.requests):
+            self.requests[number] += 1
+        for number in ended:
+            del self.requests[number]
+        self.service.tell(self, output)
+
+
+class Service:
+    """In the place of LeadSupervisor: it has the journal, and passes messages on."""
+
+    is_serving = True
+
+    def __init__(self, mesh: Mesh, seed: int) -> None:
+        self.mesh, self.random = mesh, random.Random(seed)
+        self.spec = ServiceSpec(mesh, "a:b", elastic=True, restart_limit=0)
+        self.journal = Journal(LoadBalancer(mesh.num_groups, "auto"))
+        self.inbox: dict[Rank, deque[Message]] = {}
+        self.ranks: dict[int, Rank] = {}
+        self.starting: set[int] = set()
+        self.answers: dict[int, list[int]] = {}
+        self.ended: set[int] = set()
+        self.failed = ""
+        self.rollbacks = [
+            StepRollbacks(
+                number,
+                mesh.ranks_of_replica(number),
+                [mesh.leader(number * mesh.dp + group) for group in range(mesh.dp)],
+            )
+            for number in range(mesh.replicas)
+        ]
+        self.elastic = ElasticMembership(self, self.rollbacks)
+        self.elastic.note_ready({"experts": [0] * SLOTS, "num_experts": EXPERTS})
+        for rank in range(mesh.world):
+            self._create(rank)
+
+    def _create(self, rank: int) -> None:
+        self.ranks[rank] = Rank(self, rank)
+        self.inbox[self.ranks[rank]] = deque()
+
+    def tell(self, rank: Rank, message: Message) -> None:
+        self.inbox[rank].append(message)
+
+    # What ElasticMembership asks of a supervisor.
+
+    def fail(self, message: str, ranks: Sequence[int]) -> None:
+        self.failed = message
+
+    def start_rank(self, rank: int) -> None:
+        self.starting.add(rank)
+
+    def kill_rank(self, rank: int) -> bool:
+        self.starting.discard(rank)
+        process = self.ranks.pop(rank, None)
+        if process is not None:
+            del self.inbox[process]
+        return True
+
+    def send_rank(self, rank: int, data: bytes) -> None:
+        if rank in self.ranks:
+            self.ranks[rank].inbox.append(decode(data))
+
+    def roll_back(self, rollback: messages.RollbackStep, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            if rank in self.ranks:
+                self.ranks[rank].inbox.append(rollback)
+
+    def note_members(self, live: Sequence[int]) -> None:
+        assert set(live) <= set(range(self.mesh.world))
+
+    def note_awake(self, replica: int) -> None:
+        pass
+
+    def answer_for(self, rank: int) -> None:
+        pass
+
+    # What happens, in any order.
+
+    def submit(self, number: int) -> None:
+        new = NewRequest("", [], SamplingParams(), 0, LENGTH, number)
+        (group,) = self.journal.assign([new])
+        self.answers[number] = []
+        if group != HELD:
+            self.send_rank(self.mesh.leader(group), messages.encode(messages.Submit([new])))
+
+    def die(self) -> None:
+        """The rank ends at once; the supervisor sees it, perhaps after some of its messages."""
+        rank = self.random.choice([*self.ranks, *self.starting])
+        self.elastic.on_ranks_lost(self, [rank], f"rank {rank} died")
+
+    def start(self) -> None:
+        rank = self.random.choice(sorted(self.starting))
+        self.starting.remove(rank)
+        self._create(rank)
+        self.elastic.on_ready(rank)
+
+    def receive(self) -> None:
+        rank = self.random.choice([rank for rank, inbox in self.inbox.items() if inbox])
+        message = self.inbox[rank].popleft()
+        match message:
+            case messages.StepOutput():
+                self._record(message)
+            case messages.StepAbandoned():
+                replica = self.mesh.place(rank.rank).replica
+                resume = self.rollbacks[replica].note_abandoned(message)
+                if resume is not None:
+                    self.elastic.settle(replica, resume)
+            case messages.MembersAdopted():
+                self.elastic.on_adopted(message)
+
+    def _record(self, output: messages.StepOutput) -> None:
+        for number, token in zip(output.numbers, output.tokens, strict=True):
+            self.answers[number].append(token)
+        self.ended |= {delta.request_no for delta in output.deltas}
+        self.journal.record(output)
+
+    def run(self, steps: int, deaths: float) -> None:
+        """`deaths`: the share of the steps in which a rank dies."""
+        for _ in range(steps):
+            if self.random.random() < 0.3:  # the pause before a restart is over
+                self.elastic.tick(time.monotonic() + 100)
+            choices = [self.step_some]
+            choices += [self.receive] * 4 * any(self.inbox.values())
+            choices += [self.start] * bool(self.starting)
+            if self.random.random() < deaths:
+                self.die()
+            else:
+                self.random.choice(choices)()
+
+    def step_some(self) -> None:
+        for rank in list(self.ranks.values()):
+            if rank.inbox and self.random.random() < 0.7:
+                rank.take()
+            elif rank.waits_for is not None:
+                rank.adopt()
+            elif rank.computes and rank.requests:
+                rank.step()
+
+
+MESHES = {
+    "each rank a group": Mesh(tp=4, dp=4, ep=4, dense_tp=1, vocab_tp=1),
+    "groups of two": Mesh(tp=4, dp=2, ep=4, dense_tp=1, vocab_tp=2),
+    "one group": Mesh(tp=4, ep=4, dense_tp=4, vocab_tp=4),
+    "pipeline": Mesh(tp=2, pp=2, ep=2, dense_tp=2, vocab_tp=2),
+    "replicas": Mesh(tp=2, ep=2, replicas=2, dense_tp=2, vocab_tp=2),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_no_request_is_lost_and_no_token_twice(name: str) -> None:
+    survived = 0
+    for seed in range(60):
+        service = Service(MESHES[name], seed)
+        for number in range(8):
+            service.submit(number)
+        service.run(150, deaths=0.06)
+        for number in range(8, 12):
+            service.submit(number)
+        service.run(150, deaths=0.03)
+        service.run(800, deaths=0.0)
+        assert not service.failed
+        wanted = list(range(LENGTH))
+        assert all(answer == wanted for answer in service.answers.values()), (seed, service.answers)
+        assert service.ended == set(range(12)) and not service.journal.open
+        assert service.elastic.live == list(range(service.mesh.world))
+        assert service.journal.balancer.requests == [0] * service.mesh.num_groups
+        stats = service.elastic.stats
+        assert stats.returned == stats.lost and all(
+            one.seconds is not None for one in stats.changes
+        )
+        survived += stats.lost
+    assert survived > 200
+
+
+def test_a_rank_that_keeps_dying_ends_the_service() -> None:
+    service = Service(MESHES["each rank a group"], 0)
+    service.spec = ServiceSpec(service.mesh, "a:b", elastic=True, restart_limit=3)
+    for _ in range(6):
+        if not service.failed:
+            service.elastic.on_ranks_lost(service, [2], "rank 2 died")
+    assert service.failed == "rank 2 died; it was lost 3 times in a row (--restart-limit)"
+    # Each pause is twice as long as the one before.
+    assert service.elastic.ranks[2].restarts == 4
+
+
+def test_a_loss_says_why_ranks_wait() -> None:
+    waits = {}
+    for name, mesh in MESHES.items():
+        service = Service(mesh, 0)
+        live = list(mesh.ranks_of_replica(0))[1:]
+        waits[name] = service.elastic._cannot_serve(service.elastic._replicas[0], live)
+    assert waits == {
+        "each rank a group": "",
+        "groups of two": "",
+        "one group": "without --enable-dp-attention all ranks compute each request",
+        "pipeline": "each stage of a pipeline needs all of its ranks",
+        "replicas": "without --enable-dp-attention all ranks compute each request",
+    }
