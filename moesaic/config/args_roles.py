@@ -57,7 +57,9 @@ class SpeculativeArgs:
         at_most=MOST_DRAFTS,
     )
     speculative_eagle_topk: int | None = flag(
-        None, "Branches of a draft step: 1, a draft is a chain.", at_least=1
+        None,
+        "Branches that each pass of a draft model continues: with more than 1, a draft is a tree.",
+        at_least=1,
     )
     speculative_num_draft_tokens: int | None = flag(
         None,

@@ -65,6 +65,8 @@ class Speculation:
     num_draft_tokens: int
     """Tokens of a request in the step that verifies them: the newest one, and the drafts."""
     draft_model_path: str | None = None
+    topk: int = 1
+    """Branches that a draft model continues."""
     has_trees: bool = False
     """Several drafts may be behind one token."""
 

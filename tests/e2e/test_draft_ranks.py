@@ -16,7 +16,9 @@ from tests.unit.test_draft_model import HOUSE, prompts
 DPA = "--enable-dp-attention --dp"
 OTHER = f"--speculative-algorithm STANDALONE --speculative-draft-model-path {HOUSE}"
 # The draft's backend is not the target's; a group is idle at times, as it has fewer requests.
+TREE = "--speculative-eagle-topk 2 --speculative-num-draft-tokens 5 --speculative-num-steps 2"
 ALWAYS = (
+    f"--tp 2 {TREE}",
     f"--tp 2 {DPA} 2 --moe-a2a-backend deepep --speculative-moe-a2a-backend none "
     "--speculative-num-steps 2",
     "--tp 2 --speculative-num-steps 1",
@@ -37,6 +39,8 @@ SLOW = (
     "--tp 8 --moe-a2a-backend deepep --speculative-num-steps 2",
     f"--tp 2 {DPA} 2 --moe-a2a-backend deepep --speculative-num-steps 2 {OTHER}",
     f"--tp 2 --ep 2 --speculative-num-steps 3 {OTHER}",
+    f"--tp 4 {DPA} 2 --moe-a2a-backend deepep --speculative-moe-a2a-backend none {TREE}",
+    f"--tp 2 {DPA} 2 --moe-a2a-backend mooncake {TREE} {OTHER}",
 )
 # As many drafts as pay: none in some steps.
 ADAPTIVE = (

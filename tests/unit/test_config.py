@@ -366,7 +366,33 @@ def test_missing_file_is_named(tmp_path: Path):
         ("--speculative-num-draft-tokens 4", "needs --speculative-algorithm"),
         ("--speculative-ngram-capacity 9", "--speculative-ngram-capacity 9 needs --speculative-a"),
         ("--disable-speculative-adaptive", "needs --speculative-algorithm"),
-        ("--speculative-algorithm NEXTN --speculative-eagle-topk 4", "not a tree: give 1"),
+        ("--speculative-algorithm NEXTN --speculative-eagle-topk 4", "4 needs --speculative-num-s"),
+        (
+            "--speculative-algorithm NEXTN --speculative-eagle-topk 2 --speculative-num-steps 2 "
+            "--speculative-num-draft-tokens 8",
+            "only 6 drafts are found, and the newest token makes them 7: give at most that",
+        ),
+        (
+            "--speculative-algorithm NEXTN --speculative-eagle-topk 4 --speculative-num-steps 2 "
+            "--speculative-num-draft-tokens 4",
+            "more branches than drafts: give a topk of at most 3",
+        ),
+        (
+            "--speculative-algorithm NEXTN --speculative-eagle-topk 8 --speculative-num-steps 5 "
+            "--speculative-num-draft-tokens 60",
+            "behind them, are 93, and at most 64 may be in a tree",
+        ),
+        (
+            "--speculative-algorithm NGRAM --speculative-ngram-min-bfs-breadth 4 "
+            "--speculative-ngram-max-bfs-breadth 2",
+            "give at most 2",
+        ),
+        (
+            "--speculative-algorithm NGRAM --speculative-ngram-max-bfs-breadth 2 "
+            "--speculative-num-draft-tokens 70",
+            "a tree has at most 64 tokens: give that, or 1 of the other",
+        ),
+        ("--speculative-ngram-max-bfs-breadth 2", "2 needs --speculative-algorithm"),
         (
             "--speculative-algorithm NGRAM --speculative-draft-model D",
             "has no draft model: leave it",
@@ -1000,3 +1026,25 @@ def test_nixl_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) 
         resolve(args)
     monkeypatch.setattr(module, "find_spec", lambda name: object())
     assert resolve(args).disaggregation_transfer_backend == "nixl"
+
+
+@pytest.mark.parametrize(
+    ("line", "topk", "trees"),
+    [
+        ("NGRAM", 1, True),
+        ("NGRAM --speculative-ngram-max-bfs-breadth 1", 1, False),
+        ("NGRAM --speculative-num-draft-tokens 64", 1, True),
+        ("NGRAM --speculative-num-draft-tokens 65", 1, False),
+        (
+            "NEXTN --speculative-eagle-topk 8 --speculative-num-steps 3 "
+            "--speculative-num-draft-tokens 32",
+            8,
+            True,
+        ),
+    ],
+)
+def test_which_drafts_are_trees(line: str, topk: int, trees: bool):
+    args = resolve(parse(f"--model-path m --device cpu --speculative-algorithm {line}"))
+    found = speculation_of(args)
+    assert found is not None and (found.topk, found.has_trees) == (topk, trees)
+    assert found.num_draft_tokens == args.speculative_num_draft_tokens and resolve(args) == args

@@ -204,6 +204,12 @@ class ModelRunner:
         speculation = speculation_of(args)
         if speculation is None or not speculation.has_trees:
             return False
+        if self.kind == "cuda" and self.moe.deterministic and speculation.topk > 1:
+            raise ValueError(
+                f"--speculative-eagle-topk {speculation.topk} with "
+                "--enable-deterministic-inference on a GPU: the bits of a row would depend on "
+                "where its branch is stored: give 1"
+            )
         if self.kind == "cuda" and self.moe.deterministic:
             logger.info("drafts are chains: --enable-deterministic-inference on a GPU")
             return False
@@ -223,7 +229,7 @@ class ModelRunner:
             speculation.num_steps,
             speculation.num_draft_tokens,
         )
-        return DraftPhase(self, model, speculation.num_steps, args.watchdog_timeout)
+        return DraftPhase(self, model, speculation, args.watchdog_timeout)
 
     def _check_placements(self) -> None:
         """ValueError unless all ranks of the stage have read the same first placements."""

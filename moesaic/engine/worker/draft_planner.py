@@ -40,6 +40,11 @@ class DraftPlanner:
         """What all groups plan next, as each with requests has wanted; None: this one decides."""
         self._planned = 0
         """The drafts that each request may have in the step that is being planned."""
+        speculation = speculation_of(args)
+        topk = 1 if speculation is None else speculation.topk
+        self._tree_room = runner.limits.decode_tokens // topk
+        """Trees whose branches fit into a pass."""
+        self._most_trees = self._tree_room
         self._num_inflight = 0
         self._observed_at = 0.0
         self._was_drafting = False
@@ -83,7 +88,7 @@ class DraftPlanner:
 
     def propose(self) -> bool:
         """Sets the drafts of the next step; False if it is to have none."""
-        most, self._planned = self.allowed, 0
+        most, self._planned, self._most_trees = self.allowed, 0, self._tree_room
         if self.drafter is None and not self.steps:
             return False
         if most and self._finds():
@@ -111,9 +116,15 @@ class DraftPlanner:
         if not self.steps_planned:
             return
         most = len(request.prompt_ids) + request.max_new_tokens
-        room = min(len(request.pages) * self._scheduler.kv.page_size, most)
+        config, pages = self._scheduler.config, len(request.pages)
+        ahead, room = config.drafts_ahead, pages * self._scheduler.kv.page_size
+        if config.most_positions:  # trees are stored there as a whole
+            has_room = planned.stop + ahead <= room and self._most_trees > 0
+            if planned.confirmed + 2 < most and has_room:
+                item.draft_until, self._most_trees = room - 1, self._most_trees - 1
+            return
+        room = min(room, most)
         # The step's token and a draft behind it must be allowed, and have pages.
-        ahead = self._scheduler.config.drafts_ahead
         if planned.confirmed + 2 < most and (not ahead or planned.stop < room):
             item.draft_until = room - 1
 
@@ -180,4 +191,5 @@ def _controller(args: ServerArgs) -> DraftController | None:
     speculation = speculation_of(args)
     if speculation is None:
         return None
-    return DraftController(speculation.num_drafts, not args.disable_speculative_adaptive)
+    adaptive = not args.disable_speculative_adaptive
+    return DraftController(speculation.num_drafts, adaptive, speculation.has_trees)
