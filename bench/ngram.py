@@ -14,7 +14,7 @@ from typing import Final
 from bench.common import print_table
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine.speculate.ngram import NgramDrafter
+from moesaic.engine.speculate.ngram import Breadth, NgramDrafter
 from moesaic.engine.speculate.ngram_index import NgramIndex
 
 REQUESTS: Final = 64
@@ -35,8 +35,8 @@ def requests(text: str) -> list[Request]:
     return found
 
 
-def measure(text: str) -> list[str]:
-    drafter, served = NgramDrafter(NgramIndex(10**7, 18), 11), requests(text)
+def measure(text: str, breadth: Breadth) -> list[str]:
+    drafter, served = NgramDrafter(NgramIndex(10**7, 18), 11, breadth=breadth), requests(text)
     chance, vocab = random.Random(1), 50 if text == "few tokens" else VOCAB
     index_us = propose_all(drafter, served, 1 + REQUESTS * PROMPT // 8192)
     step_us = 0.0
@@ -48,7 +48,7 @@ def measure(text: str) -> list[str]:
         step_us += propose_all(drafter, served, 1)
     tokens = drafter.index.num_tokens
     figures = (index_us / REQUESTS / PROMPT, step_us / STEPS / REQUESTS, nbytes(text) / tokens)
-    return [text, *(f"{figure:.1f}" for figure in figures)]
+    return [text, str(breadth.most), *(f"{figure:.1f}" for figure in figures)]
 
 
 def propose_all(drafter: NgramDrafter, served: Sequence[Request], times: int) -> float:
@@ -76,5 +76,8 @@ def nbytes(text: str) -> int:
 
 
 if __name__ == "__main__":
-    rows = [measure(text) for text in ("no repetition", "few tokens", "loops")]
-    print_table(["text", "us a prompt token", "us a request and step", "bytes a token"], rows)
+    texts = ("no repetition", "few tokens", "loops")
+    rows = [measure(text, Breadth(1, most)) for text in texts for most in (1, 10)]
+    print_table(
+        ["text", "breadth", "us a prompt token", "us a request and step", "bytes a token"], rows
+    )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from moesaic.config.args import ServerArgs
 from moesaic.config.flags import show, specs
 from moesaic.core.draft_tree import MOST_ROWS
-from moesaic.core.speculation import ALGORITHMS, SAME, Speculation
+from moesaic.core.speculation import ALGORITHMS, Speculation
 
 COUNTS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 ONE_TOKEN = "--speculative-num-draft-tokens is 1, the newest token alone: give at least 2, or "
@@ -31,9 +31,11 @@ def speculation_of(args: ServerArgs) -> Speculation | None:
         return None
     steps, tokens = args.speculative_num_steps, args.speculative_num_draft_tokens
     assert steps is not None and tokens is not None, "the flags are not resolved"
-    name = args.speculative_algorithm
-    trees = name == "NGRAM" and args.speculative_ngram_max_bfs_breadth > 1
-    return Speculation(name, steps, tokens, args.speculative_draft_model_path, trees)
+    name, topk = args.speculative_algorithm, args.speculative_eagle_topk or 1
+    trees = topk > 1
+    if name == "NGRAM":
+        trees = args.speculative_ngram_max_bfs_breadth > 1
+    return Speculation(name, steps, tokens, args.speculative_draft_model_path, topk, trees)
 
 
 def speculation_defaults(args: ServerArgs) -> Iterator[tuple[str, object, str]]:
@@ -43,7 +45,6 @@ def speculation_defaults(args: ServerArgs) -> Iterator[tuple[str, object, str]]:
         return
     if args.speculative_attention_mode != "prefill":
         yield "speculative_attention_mode", "prefill", "one kernel serves both"
-    name = SAME.get(name, name)
     default, why = ALGORITHMS[name], f"the default of {name}"
     if args.speculative_num_steps is None:
         tokens = args.speculative_num_draft_tokens or default.num_draft_tokens
@@ -54,7 +55,7 @@ def speculation_defaults(args: ServerArgs) -> Iterator[tuple[str, object, str]]:
         if not default.on_ranks and _is_large(args, tokens):
             breadth = "speculative_ngram_max_bfs_breadth"
             yield breadth, 1, f"a tree has at most {MOST_ROWS} tokens"
-    elif default.on_ranks:
+    elif default.on_ranks and (args.speculative_eagle_topk or 1) == 1:
         tokens = args.speculative_num_steps + 1
         yield "speculative_num_draft_tokens", tokens, "a chain: one more than its steps"
         yield "speculative_eagle_topk", 1, why
@@ -65,7 +66,7 @@ def speculation_problems(args: ServerArgs) -> Iterator[str]:
     name = args.speculative_algorithm
     if name is None:
         yield from _needs_algorithm(args)
-    elif (known := ALGORITHMS.get(SAME.get(name, name))) is not None:
+    elif (known := ALGORITHMS.get(name)) is not None:
         shown = f"--speculative-algorithm {name}"
         if known.needs_model and args.speculative_draft_model_path is None:
             yield f"{shown} needs --speculative-draft-model-path DIR: the model that makes drafts"
@@ -126,14 +127,12 @@ def _is_large(args: ServerArgs, tokens: int) -> bool:
 
 def _draft_models(args: ServerArgs, shown: str) -> Iterator[str]:
     steps, tokens = args.speculative_num_steps, args.speculative_num_draft_tokens
-    if (args.speculative_eagle_topk or 1) > 1:
-        yield (
-            f"--speculative-eagle-topk {args.speculative_eagle_topk}: steps verify a chain of "
-            "drafts, not a tree: give 1, or leave it out"
-        )
+    topk = args.speculative_eagle_topk or 1
     if tokens == 1:
         yield ONE_TOKEN + f"leave {shown} out"
-    if steps is not None and tokens is not None and tokens != steps + 1:
+    if topk > 1:
+        yield from _tree_problems(topk, steps, tokens)
+    elif steps is not None and tokens is not None and tokens != steps + 1:
         yield (
             f"--speculative-num-draft-tokens {tokens} with --speculative-num-steps {steps}: a "
             f"chain of {steps} drafts and the newest token are {steps + 1}: give that, or leave "
@@ -143,6 +142,35 @@ def _draft_models(args: ServerArgs, shown: str) -> Iterator[str]:
         yield (
             f"{shown} with --pp-size {args.pp_size}: drafts continue the last stage's output, and "
             "the first stage waits for them in every step: give --pp-size 1"
+        )
+
+
+def _tree_problems(topk: int, steps: int | None, tokens: int | None) -> Iterator[str]:
+    shown = f"--speculative-eagle-topk {topk}"
+    if steps is None or tokens is None:
+        yield (
+            f"{shown} needs --speculative-num-steps and --speculative-num-draft-tokens: how deep "
+            "its trees are, and how many of their tokens a step verifies"
+        )
+        return
+    nodes = topk + (steps - 1) * topk**2
+    if tokens > nodes + 1:
+        yield (
+            f"--speculative-num-draft-tokens {tokens} with {shown} and --speculative-num-steps "
+            f"{steps}: only {nodes} drafts are found, and the newest token makes them {nodes + 1}: "
+            "give at most that"
+        )
+    if topk >= tokens:
+        yield (
+            f"{shown} with --speculative-num-draft-tokens {tokens}: more branches than drafts: "
+            f"give a topk of at most {tokens - 1}"
+        )
+    rows = tokens + 1 + topk * (steps - 1)
+    if rows > MOST_ROWS:
+        yield (
+            f"--speculative-num-draft-tokens {tokens} with {shown} and --speculative-num-steps "
+            f"{steps}: the verified tokens, and those of branches behind them, are {rows}, and at "
+            f"most {MOST_ROWS} may be in a tree: give fewer of one"
         )
 
 

@@ -132,6 +132,9 @@ class GpuAttention(AttentionStep):
     def of(
         cls, cache: PagedCache, sequences: Sequences, table: PageTable, deterministic: bool = False
     ) -> GpuAttention:
+        assert sequences.masks_T is None or not deterministic, (
+            "no kernel for trees has the same bits"
+        )
         sequences = sequences.with_trees_apart()
         number, position = sequences.positions()
         row = sequences.starts_B[number] + position

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.kernels.attention import seen_keys
+from moesaic.kernels.attention import MASK_BITS, seen_keys
 from moesaic.kernels.cpu import widened
 from moesaic.layers.context import Angles, AttentionSpec, AttentionStep, HeadSpec, LatentSpec
 from moesaic.layers.paged_cache import Longs, PagedCache, SequenceSpan
@@ -160,7 +160,8 @@ def _visible(span: SequenceSpan, window: int | None, page_size: int) -> Sequence
     """The span without the pages before its window; `kv_len` counts from the first page kept."""
     first = 0
     if window is not None:
-        first = max(0, span.kv_len - span.length - window + 1) // page_size
+        hidden = 0 if span.masks is None else MASK_BITS
+        first = max(0, span.kv_len - span.length - window - hidden + 1) // page_size
     last = -(-span.kv_len // page_size)
     return span._replace(pages=span.pages[first:last], kv_len=span.kv_len - first * page_size)
 
@@ -189,6 +190,9 @@ def _decode_group(
     rows = torch.tensor([v.start for v in batch])
     last_B1 = torch.tensor([[v.kv_len - 1] for v in batch])
     mask = causal_mask(last_B1, longest, window, dtype).unsqueeze(1)
+    for view, own in zip(batch, mask, strict=True):
+        if view.masks is not None:
+            own[..., : view.kv_len] = tree_mask(view.masks, view.kv_len, window, dtype)
     return AttentionBatch(rows, 1, longest, table_BP, mask)
 
 

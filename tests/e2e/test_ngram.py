@@ -148,6 +148,32 @@ def test_repeated_text_is_accepted() -> None:
     assert verified > 0 and drafted >= accepted > 5 * verified
 
 
+def test_the_second_choice_is_right() -> None:
+    """What came last is always wrong, and what came before it is right: a chain has none of it."""
+    accepted = {}
+    for breadth in (1, 2):
+        sizes = {f"speculative_ngram_{end}_bfs_breadth": breadth for end in ("min", "max")}
+        core = make_core(NGRAM | sizes, AheadRunner)
+        drafter = core.planner.drafts.drafter
+        assert isinstance(drafter, NgramDrafter)
+        params = SamplingParams(temperature=0.0, ignore_eos=True)
+        first, second = (Request(str(n), [5, 6, 7, 8], params, 0, 48, n) for n in range(2))
+        for request in (first, second):
+            core.add(RequestState(request, None, lambda progress: None))
+            while core.has_work:
+                core.step()
+            # Each context goes on with another token than in the answer.
+            tokens, number = request.token_ids, 10**6
+            for stop in range(len(tokens) - 1, 2, -1):
+                wrong = [*tokens[max(0, stop - 18) : stop], (tokens[stop] + 1) % 250, 251]
+                drafter.index.begin(number + stop, wrong)
+                drafter.index.extend(number + stop, len(wrong))
+        assert second.output_ids == first.output_ids
+        accepted[breadth] = second.draft_counts
+    (verified, _, right), (fewer, _, more) = accepted[1], accepted[2]
+    assert right < 10 and more > 20 and fewer < verified / 2, accepted
+
+
 SAMPLED: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.9, "top_p": 0.9},

@@ -116,7 +116,7 @@ def test_command_line(line: str, field: str, value: object):
             "--page-size is 0: give at least 1; not supported: --enable-lora (LoRA adapters are "
             "not served: merge the adapter into the checkpoint (peft's merge_and_unload) and "
             "serve that); not built yet: --speculative-algorithm UNO (nothing makes such drafts "
-            "yet: give EAGLE, EAGLE3, STANDALONE, NGRAM)",
+            "yet: give EAGLE, NEXTN, EAGLE3, STANDALONE, NGRAM)",
         ),
         (
             "--magic 3 --max-loras-per-batch 4 --wand --enforce-shared-experts-fusion",
@@ -347,6 +347,10 @@ def test_missing_file_is_named(tmp_path: Path):
         ("--cuda-graph-bs 1 --disable-cuda-graph", "--cuda-graph-bs and --disable-cuda-graph"),
         ("--cuda-graph-bs 1 64 --cuda-graph-max-bs 32", "has 64, more than --cuda-graph-max-bs 32"),
         (
+            "--disaggregation-mode decode --disaggregation-transfer-backend cuda_ipc --device cpu",
+            "cuda_ipc with --device cpu: it moves caches of cuda ranks: give auto, which takes",
+        ),
+        (
             "--disaggregation-decode-enable-radix-cache",
             "needs --disaggregation-mode decode, not null",
         ),
@@ -362,7 +366,33 @@ def test_missing_file_is_named(tmp_path: Path):
         ("--speculative-num-draft-tokens 4", "needs --speculative-algorithm"),
         ("--speculative-ngram-capacity 9", "--speculative-ngram-capacity 9 needs --speculative-a"),
         ("--disable-speculative-adaptive", "needs --speculative-algorithm"),
-        ("--speculative-algorithm NEXTN --speculative-eagle-topk 4", "not a tree: give 1"),
+        ("--speculative-algorithm NEXTN --speculative-eagle-topk 4", "4 needs --speculative-num-s"),
+        (
+            "--speculative-algorithm NEXTN --speculative-eagle-topk 2 --speculative-num-steps 2 "
+            "--speculative-num-draft-tokens 8",
+            "only 6 drafts are found, and the newest token makes them 7: give at most that",
+        ),
+        (
+            "--speculative-algorithm NEXTN --speculative-eagle-topk 4 --speculative-num-steps 2 "
+            "--speculative-num-draft-tokens 4",
+            "more branches than drafts: give a topk of at most 3",
+        ),
+        (
+            "--speculative-algorithm NEXTN --speculative-eagle-topk 8 --speculative-num-steps 5 "
+            "--speculative-num-draft-tokens 60",
+            "behind them, are 93, and at most 64 may be in a tree",
+        ),
+        (
+            "--speculative-algorithm NGRAM --speculative-ngram-min-bfs-breadth 4 "
+            "--speculative-ngram-max-bfs-breadth 2",
+            "give at most 2",
+        ),
+        (
+            "--speculative-algorithm NGRAM --speculative-ngram-max-bfs-breadth 2 "
+            "--speculative-num-draft-tokens 70",
+            "a tree has at most 64 tokens: give that, or 1 of the other",
+        ),
+        ("--speculative-ngram-max-bfs-breadth 2", "2 needs --speculative-algorithm"),
         (
             "--speculative-algorithm NGRAM --speculative-draft-model D",
             "has no draft model: leave it",
@@ -555,6 +585,8 @@ def test_resolve_fills_in_what_was_left_open():
     args = resolve(make())
     assert (args.tokenizer_path, args.device) == ("m", "cpu")
     assert (args.attention_backend, args.sampling_backend) == ("torch_native", "pytorch")
+    draft = resolve(make(device="cpu", speculative_draft_attention_backend="fa3"))
+    assert draft.speculative_draft_attention_backend == "torch_native"
     assert (args.dtype, args.chunked_prefill_size) == ("auto", 2048)
     assert (args.load_balance_method, args.dist_timeout) == ("auto", 300.0)
     assert args.max_step_ms == 0
@@ -961,6 +993,58 @@ def test_graph_sizes_mean_nothing_on_cpu(caplog: pytest.LogCaptureFixture):
 def test_unset_speculative_flags_follow_from_the_others(line: str, steps: int, tokens: int):
     args = resolve(parse(f"--model-path m --device cpu --speculative-algorithm {line}"))
     found = speculation_of(args)
-    assert found == Speculation("EAGLE", steps, tokens)
+    assert found == Speculation(line.split()[0], steps, tokens)
     assert found.num_drafts == steps and resolve(args) == args
     assert args.speculative_eagle_topk == 1
+
+
+def decode_by(transport: str) -> ServerArgs:
+    return ServerArgs(
+        model_path="m",
+        device="cpu",
+        disaggregation_mode="decode",
+        disaggregation_transfer_backend=transport,
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"), [("mooncake", "auto"), ("mori", "auto"), ("mooncake_tcp", "tcp")]
+)
+def test_transfer_backends_by_other_names(
+    asked: str, meant: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    args = decode_by(asked)
+    assert resolve(args).disaggregation_transfer_backend == meant
+    assert f"it does what {asked} asks for" in caplog.text
+
+
+def test_nixl_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    args, module = decode_by("nixl"), import_module("moesaic.config.resolve")
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"not installed: pip install 'moesaic\[nixl\]'"):
+        resolve(args)
+    monkeypatch.setattr(module, "find_spec", lambda name: object())
+    assert resolve(args).disaggregation_transfer_backend == "nixl"
+
+
+@pytest.mark.parametrize(
+    ("line", "topk", "trees"),
+    [
+        ("NGRAM", 1, True),
+        ("NGRAM --speculative-ngram-max-bfs-breadth 1", 1, False),
+        ("NGRAM --speculative-num-draft-tokens 64", 1, True),
+        ("NGRAM --speculative-num-draft-tokens 65", 1, False),
+        (
+            "NEXTN --speculative-eagle-topk 8 --speculative-num-steps 3 "
+            "--speculative-num-draft-tokens 32",
+            8,
+            True,
+        ),
+    ],
+)
+def test_which_drafts_are_trees(line: str, topk: int, trees: bool):
+    args = resolve(parse(f"--model-path m --device cpu --speculative-algorithm {line}"))
+    found = speculation_of(args)
+    assert found is not None and (found.topk, found.has_trees) == (topk, trees)
+    assert found.num_draft_tokens == args.speculative_num_draft_tokens and resolve(args) == args

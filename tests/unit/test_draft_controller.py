@@ -213,3 +213,15 @@ def test_steps_of_about_as_many_requests_tell_what_drafts_cost() -> None:
     run(machine, controller, 16, 500)
     _, chosen = run(machine, controller, 12, 12, seed=2)
     assert sum(drafts == MOST for drafts in chosen) <= 3
+
+
+def test_drafts_of_trees_have_shares_of_their_own() -> None:
+    """Of three branches one is accepted: the last one most often."""
+    controller = DraftController(3, adaptive=False, trees=True)
+    chance = random.Random(1)
+    shares = (0.1, 0.0, 0.6)
+    for _ in range(2000):
+        place = chance.choices((0, 1, 2, 3), weights=(*shares, 0.3))[0]
+        controller.observe_drafts([int(place == n) for n in range(3)], 1, 3)
+    gains = controller._gains()
+    assert gains == pytest.approx([1.0, 1.1, 1.1, 1.7], abs=0.06)

@@ -110,7 +110,8 @@ def test_breadth_is_that_of_the_longest_match() -> None:
     deep = [*range(100, 118)]
     texts = [[*deep, token, 9, 9] for token in (20, 30)]
     drafts, parents = proposed(drafter_of(texts, 8, True, Breadth(1, 10)), deep)
-    assert parents.count(0) == 1, "as many tokens are known as are compared"
+    assert drafts == [20, 9, 9] or drafts == [30, 9, 9]
+    assert parents == [], "as many tokens are known as are compared"
     drafts, parents = proposed(drafter_of(texts, 8, True, Breadth(2, 10)), deep)
     assert parents.count(0) == 2
 

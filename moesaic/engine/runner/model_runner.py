@@ -204,6 +204,12 @@ class ModelRunner:
         speculation = speculation_of(args)
         if speculation is None or not speculation.has_trees:
             return False
+        if self.kind == "cuda" and self.moe.deterministic and speculation.topk > 1:
+            raise ValueError(
+                f"--speculative-eagle-topk {speculation.topk} with "
+                "--enable-deterministic-inference on a GPU: the bits of a row would depend on "
+                "where its branch is stored: give 1"
+            )
         if self.kind == "cuda" and self.moe.deterministic:
             logger.info("drafts are chains: --enable-deterministic-inference on a GPU")
             return False
@@ -223,7 +229,7 @@ class ModelRunner:
             speculation.num_steps,
             speculation.num_draft_tokens,
         )
-        return DraftPhase(self, model, speculation.num_steps, args.watchdog_timeout)
+        return DraftPhase(self, model, speculation, args.watchdog_timeout)
 
     def _check_placements(self) -> None:
         """ValueError unless all ranks of the stage have read the same first placements."""
@@ -244,7 +250,7 @@ class ModelRunner:
         # A shared expert among the routed ones belongs to no group.
         shared = self.moe_layers[0].config.num_shared
         groups = 1 if shared else resolved.raw.integer("n_group", 1)
-        made = Rebalancer(args, self.moe_layers, self.ranks, self.device, groups)
+        made = Rebalancer(args, self.moving_layers, self.ranks, self.device, groups)
         made.start_planner()
         return made
 
@@ -386,6 +392,19 @@ class ModelRunner:
     def moe_layers(self) -> list[FusedMoE]:
         return [module for module in self.model.modules() if isinstance(module, FusedMoE)]
 
+    @property
+    def draft_layers(self) -> list[FusedMoE]:
+        """Those of the model that makes drafts, if it is one on this rank."""
+        return [] if self.draft is None else list(self.draft.model.experts)
+
+    @property
+    def moving_layers(self) -> list[FusedMoE]:
+        """Those whose experts --enable-eplb moves: also of a draft model, if they are like the
+        target's."""
+        return self.moe_layers + [
+            layer for layer in self.draft_layers if layer.context.max_replicas
+        ]
+
     def record_pass(
         self, plan: StepPlan, agreement: StepAgreement, tokens: StepTokens | None
     ) -> None:
@@ -483,11 +502,11 @@ class ModelRunner:
     @property
     def placement_version(self) -> int:
         """How often the placement of a layer has changed; ranks of a stage agree."""
-        return sum(layer.load.placement_version for layer in self.moe_layers)
+        return sum(layer.load.placement_version for layer in self.moving_layers)
 
     def reset_statistics(self) -> None:
         """Steps of the warm-up do not count."""
-        for layer in self.moe_layers:
+        for layer in self.moe_layers + self.draft_layers:
             layer.load.clear()
         for traffic in self.moe.comm.traffic.values():
             traffic.clear()

@@ -77,7 +77,8 @@ class PlannedItem(msgspec.Struct, frozen=True, gc=False, eq=False):
         # A step continues from the tokens of one that verifies drafts only once the host has them.
         request.sampling_sent = (request.sampling_sent or self.samples) and not self.drafts
         if request.drafts:
-            request.drafts, request.verifying = [], bool(self.drafts)
+            request.drafts, request.draft_parents = [], []
+            request.verifying = bool(self.drafts)
 
     def end(self, num_tokens: int) -> None:
         """The step yields `num_tokens` tokens: all drafts but the first ones are rejected."""

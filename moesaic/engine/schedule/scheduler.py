@@ -67,6 +67,8 @@ class SchedulerConfig:
     """Prompts that other instances compute are looked up in the prefix cache, too."""
     drafts_ahead: int = 0
     """Positions behind a step's last one that a draft model fills on the ranks."""
+    most_positions: int = 0
+    """Of a request, if a draft model needs all of these, also behind its longest answer."""
 
 
 Plan = dict[Request, PlannedItem]
@@ -346,7 +348,7 @@ class Scheduler:
     def _make_room_ahead(self, item: PlannedItem) -> None:
         """Gives a request the pages that a draft model fills, as far as this retracts no other."""
         request = item.request
-        last = len(request.prompt_ids) + request.max_new_tokens
+        last = self.config.most_positions or len(request.prompt_ids) + request.max_new_tokens
         self.kv.grow(request, min(item.stop + self.config.drafts_ahead, last))
 
     def finish(self, request: Request) -> None:

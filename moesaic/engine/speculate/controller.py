@@ -86,8 +86,8 @@ class MeanTime:
 
 @dataclass(slots=True)
 class AcceptedShare:
-    """The share of requests and steps whose draft at a position was accepted if the one before it
-    was: of many, and of the newest ones."""
+    """The share of requests and steps whose draft at a position was accepted, in a chain if the one
+    before it was: of many, and of the newest ones."""
 
     mean: float = HOPED
     seen: float = 0.0
@@ -128,10 +128,12 @@ class BatchTimes:
 
 
 class DraftController:
-    """`most`: the drafts that a request may have in a step. If not `adaptive`, it has as many."""
+    """`most`: the drafts that a request may have in a step. If not `adaptive`, it has as many.
+    `trees`: a draft need not be behind the one before it: their positions are numbers of rows, and
+    each has a share of its own."""
 
-    def __init__(self, most: int, adaptive: bool) -> None:
-        self.most, self._adaptive = most, adaptive
+    def __init__(self, most: int, adaptive: bool, trees: bool = False) -> None:
+        self.most, self._adaptive, self._trees = most, adaptive, trees
         self.num_drafts = most
         """Of each request in the next step that is planned."""
         self._choices = sorted({*(number for number in CHOICES if number < most), most})
@@ -149,7 +151,7 @@ class DraftController:
             if not reached:
                 break
             share.observe(number / reached, reached)
-            reached = number
+            reached = requests if self._trees else number
 
     def observe_step(self, requests: int, ms: float, allowed: int) -> None:
         """A step without prompts; `allowed`: as above. Sets `num_drafts`."""
@@ -204,7 +206,7 @@ class DraftController:
         """The tokens of a step with each number of drafts, so much above the mean."""
         share, gains = 1.0, [1.0]
         for position in self._shares:
-            share *= position.hoped(deviations)
+            share = position.hoped(deviations) * (1.0 if self._trees else share)
             gains.append(gains[-1] + share)
         return gains
 

@@ -45,7 +45,8 @@ class DraftGraphs(GraphCache):
         sizes: GraphSizes,
         uploads: PinnedRing,
     ) -> None:
-        super().__init__(sizes.plain, self._compute, runner.device, sizes.verify)
+        given = (sizes.plain, self._compute, runner.device, sizes.verify)
+        super().__init__(*given, trees=runner.verifies_trees)
         self._runner, self._model, self._uploads = runner, model, uploads
         self._attention = {key: attention.static(key) for key in self.keys}
         most = max((key.rows for key in self.keys), default=1)

@@ -16,15 +16,17 @@ T tokens of the step · D sequences that get drafts · H hidden · V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from moesaic.core.speculation import Speculation
 from moesaic.core.step import Step
 from moesaic.engine.runner.attention import BACKENDS
 from moesaic.engine.runner.batches import sequences_of
@@ -33,6 +35,7 @@ from moesaic.engine.runner.pinned import PinnedRing
 from moesaic.engine.runner.row_results import LOGIT_ROWS
 from moesaic.engine.schedule.plan import Ints, ItemResult, StepAgreement, StepPlan, StepResult
 from moesaic.engine.setup.graph_sizes import GraphSizes
+from moesaic.engine.speculate.draft_branches import Branches, Frontier
 from moesaic.engine.speculate.draft_graphs import DraftGraphs, Places, StoreGraphs
 from moesaic.engine.speculate.draft_rows import (
     Continuation,
@@ -70,9 +73,10 @@ class Pass(NamedTuple):
 
 class DraftPhase:
     def __init__(
-        self, runner: ModelRunner, model: DraftModel, num_steps: int, timeout: float
+        self, runner: ModelRunner, model: DraftModel, speculation: Speculation, timeout: float
     ) -> None:
-        self._runner, self.model, self.num_steps = runner, model, num_steps
+        self._runner, self.model, self._speculation = runner, model, speculation
+        self.num_steps = num_steps = speculation.num_steps
         self._timeout = timeout + runner.ranks.timeout * (runner.ranks.mesh.tp > 1)
         self._uploads = PinnedRing(runner.device, 4 * LOGIT_ROWS, self._timeout)
         self._downloads = PinnedRing(runner.device, num_steps * runner.max_running, self._timeout)
@@ -89,7 +93,8 @@ class DraftPhase:
         self.cache, self._table = PagedCache(self.model.cache, *sizes), table
         for part in (self.cache.keys, self.cache.values):
             part.view(torch.uint8).zero_()
-        self._attention = BACKENDS[runner.kind](self.cache, table, runner.moe.deterministic)
+        given = (self.cache, table, runner.moe.deterministic)
+        self._attention = BACKENDS[runner.kind](*given, trees=runner.verifies_trees)
         self._idle = self._attention.static(GraphKey(1)) if runner.kind == "cuda" else None
 
     @torch.inference_mode()
@@ -148,7 +153,8 @@ class DraftPhase:
         """Launches the passes behind a step that was just launched, and returns what adds the
         drafts to its results; then the device is done. `found_2R`: what it samples; None if the
         host samples some: the passes wait for it."""
-        if found_2R is None or self._runner.ranks.attention.size > 1:
+        on_host = found_2R is None or self._runner.ranks.attention.size > 1
+        if found_2R is None or on_host or self._speculation.has_trees:
             return partial(self.run, plan, agreement, hidden_TH)
         rows = SampledRows.of(plan, self._table.max_pages)
         next_T, rows_R, *columns = self._uploads.upload(*rows.columns())
@@ -191,6 +197,9 @@ class DraftPhase:
         """Sets the `drafts` of `results`, which only the rank that samples has."""
         facts = self._settle(plan, results)
         hidden_TH = self._extend(plan, agreement, facts.next_T, hidden_TH)
+        if self._speculation.has_trees:
+            self._add_trees(plan, agreement, facts, hidden_TH, results)
+            return
         drafts = self._chain(plan, agreement, facts, hidden_TH)
         if results and drafts is not None:
             _add(plan, results, drafts, len(drafts) - self.model.reads_target)
@@ -308,14 +317,95 @@ class DraftPhase:
             found.append(ids_D)
         return self._on_host(torch.stack(found)) if self._runner.samples else None
 
+    def _add_trees(
+        self,
+        plan: StepPlan,
+        agreement: StepAgreement,
+        facts: Continuation,
+        hidden_TH: Tensor,
+        results: Sequence[ItemResult],
+    ) -> None:
+        """The host chooses the branches of each pass."""
+        counts, topk = agreement.drafting, self._speculation.topk
+        if not any(counts):
+            return
+        frontier = Frontier.of(plan, facts.last_D, self._table.max_pages)
+        branches, tokens_DK = Branches(len(facts.last_D), topk), facts.next_T[facts.last_D][:, None]
+        from_DK = np.zeros_like(tokens_DK)
+        (last_D,) = self._uploads.upload(facts.last_D)
+        hidden_RH = hidden_TH[last_D]
+        for step in range(agreement.draft_steps):
+            if step or not self.model.reads_target:
+                frontier = frontier.behind(from_DK)
+                hidden_RH = self._forward_branches(counts, frontier, tokens_DK, from_DK, hidden_RH)
+            rows = tuple(frontier.slots_DK.shape[1] * count for count in counts)
+            tokens_DK, from_DK = self._choose(branches, hidden_RH, rows, len(facts.last_D))
+        if self._runner.samples and results:
+            drafting = [n for n, item in enumerate(plan.items) if item.draft_until]
+            drafts = branches.best(self._speculation.num_drafts)
+            for number, draft in zip(drafting, drafts, strict=True):
+                results[number].drafts, results[number].parents = draft
+
+    def _forward_branches(
+        self,
+        counts: tuple[int, ...],
+        frontier: Frontier,
+        tokens_DK: Ints,
+        from_DK: Ints,
+        hidden_RH: Tensor,
+    ) -> Tensor:
+        """`hidden_RH`: of the rows that each of these is behind."""
+        count, width = from_DK.shape
+        before = len(hidden_RH) // max(1, count)
+        (from_R,) = self._uploads.upload((np.arange(count)[:, None] * before + from_DK).ravel())
+        which = Pass(tuple(width * n for n in counts), verifies=True, shares=True)
+        given = tokens_DK.ravel(), frontier.positions, frontier.sequences
+        return self._forward(which, *given, hidden_RH[from_R])
+
+    def _choose(
+        self, branches: Branches, hidden_RH: Tensor, rows: tuple[int, ...], sequences: int
+    ) -> tuple[Ints, Ints]:
+        """As Branches.grow; the first rank of an attention group tells the others."""
+        topk, group = self._speculation.topk, self._runner.ranks.attention
+        ids_RK, likely_RK = self._most_likely_of(hidden_RH, rows)
+        found = np.zeros((0, 2), np.int64)
+        if self._runner.samples and sequences:
+            tokens_DK, from_DK = branches.grow(ids_RK, likely_RK)
+            found = np.stack((tokens_DK.ravel(), from_DK.ravel()), 1)
+        if group.size > 1 and sequences:
+            counts = [sequences * topk] + [0] * (group.size - 1)
+            found = group.gather_rows(torch.from_numpy(found), counts, "branches").numpy()
+        tokens_DK, from_DK = found.T.reshape(2, sequences, topk)
+        return tokens_DK, from_DK
+
+    def _most_likely_of(
+        self, hidden_RH: Tensor, counts: tuple[int, ...]
+    ) -> tuple[Ints, NDArray[np.float64]]:
+        """The tokens behind each row, and the logarithms of their probabilities; no rows where
+        `_most_likely` has none."""
+        topk, groups = self._speculation.topk, self._runner.ranks.mesh.dp > 1
+        found = [torch.zeros(0, 2, topk, dtype=torch.float64, device=self._runner.device)]
+        for piece, rows in self._pieces(hidden_RH, counts):
+            logits_RV = self.model.logits(piece, rows if groups else ())
+            if self._runner.samples and len(piece):
+                likely, ids = logits_RV.float().log_softmax(-1).topk(topk)
+                ids = self.model.to_target(ids)
+                found.append(torch.stack((ids.double(), likely.double()), 1))
+        bits = self._on_host(torch.cat(found).view(torch.int64))
+        both = bits.view(torch.float64).numpy().copy()
+        return both[:, 0].astype(np.int64), both[:, 1]
+
     def _chained(self, agreement: StepAgreement) -> range:
         """How far behind the last token each pass of a chain is."""
         return range(1, agreement.draft_steps + (not self.model.reads_target))
 
     @property
     def positions_ahead(self) -> int:
-        """Positions behind a step's last one that chains fill."""
-        return self.num_steps - self.model.reads_target
+        """Positions behind a step's last one that chains or trees fill."""
+        if not self._speculation.has_trees:
+            return self.num_steps - self.model.reads_target
+        root = 0 if self.model.reads_target else 1
+        return root + self._speculation.topk * (self.num_steps - 1)
 
     def _on_host(self, drafts: Tensor) -> Tensor:
         """The draft model has run when they are there."""
@@ -380,13 +470,19 @@ class DraftPhase:
         """On the first rank of a group; no rows on the others, and where it has no sequences."""
         groups = self._runner.ranks.mesh.dp > 1
         found = [torch.zeros(0, dtype=torch.int64, device=self._runner.device)]
-        for start in range(0, max(counts), LOGIT_ROWS):
-            piece = hidden_DH[start : start + LOGIT_ROWS]
-            rows = [min(max(0, count - start), LOGIT_ROWS) for count in counts]
+        for piece, rows in self._pieces(hidden_DH, counts):
             logits_RV = self.model.logits(piece, rows if groups else ())
             if self._runner.samples and len(piece):
                 found.append(self.model.to_target(greedy_rows(logits_RV)[0]))
         return torch.cat(found)
+
+    def _pieces(
+        self, hidden_DH: Tensor, counts: Sequence[int]
+    ) -> Iterator[tuple[Tensor, list[int]]]:
+        """Rows whose logits are computed at once, and how many of them each group has."""
+        for start in range(0, max(counts), LOGIT_ROWS):
+            rows = [min(max(0, count - start), LOGIT_ROWS) for count in counts]
+            yield hidden_DH[start : start + LOGIT_ROWS], rows
 
     def _shared(self, ids_D: Tensor, count: int) -> Tensor:
         """The tokens on all ranks of the group."""

@@ -11,8 +11,9 @@ from typing import Final, NamedTuple
 import numpy as np
 from msgspec.structs import astuple
 
+from moesaic.core.draft_tree import path_of
 from moesaic.engine.runner.batches import sequences_of
-from moesaic.engine.schedule.plan import Ints, ItemResult, StepPlan, StepResult
+from moesaic.engine.schedule.plan import Ints, ItemResult, PlanItem, StepPlan, StepResult
 from moesaic.layers.paged_cache import PageTable, Sequences
 
 NO_TOKEN: Final = -1
@@ -27,11 +28,15 @@ def tokens_behind(plan: StepPlan, result: StepResult) -> Ints:
         stop = start + len(item.token_ids)
         next_T[stop - 1] = item.next_id
         if item.sample is not None:
-            tokens = found.token_ids or (0,)
-            first = stop - item.num_sampled
-            next_T[first : first + len(tokens)] = tokens
+            rows = stop - item.num_sampled + np.array(_accepted(item, found))
+            next_T[rows] = found.token_ids or 0
         start = stop
     return next_T
+
+
+def _accepted(item: PlanItem, found: ItemResult) -> list[int]:
+    """The sampled rows of an item whose tokens count."""
+    return [0, *path_of(item.drafts, item.parents, found.token_ids)]
 
 
 class Continuation(NamedTuple):
@@ -47,7 +52,7 @@ class Continuation(NamedTuple):
         assert not len(plan.decodes), "with drafts every request is an item of its own"
         stops = np.cumsum(plan.lengths).tolist()
         last = [
-            stop - item.num_sampled + max(0, len(result.token_ids) - 1)
+            stop - item.num_sampled + _accepted(item, result)[-1]
             for item, result, stop in zip(plan.items, results, stops, strict=True)
             if item.sample is not None and item.draft_until
         ]
@@ -122,4 +127,8 @@ class Extension(NamedTuple):
         joined = (np.concatenate((own, other.astype(np.int32))) for own, other in pairs)
         behind = [np.arange(len(gap.token_ids)) + gap.first for gap in plan.gaps]
         tokens = np.array([token for gap in plan.gaps for token in gap.token_ids])
-        return cls(np.concatenate((positions_T, *behind)), Sequences(*joined), tokens)
+        masks_T = sequences.masks_T
+        if masks_T is not None:
+            masks_T = np.concatenate((masks_T, np.full(len(tokens), -1)))
+        joined_T = np.concatenate((positions_T, *behind))
+        return cls(joined_T, Sequences(*joined, masks_T=masks_T), tokens)

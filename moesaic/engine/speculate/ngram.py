@@ -84,21 +84,19 @@ class NgramDrafter:
                 index.begin(number, request.token_ids, request.cache_namespace)
                 self._open[number] = request
             room -= index.extend(number, room)
-            if self._breadth.most == 1:
-                request.drafts, request.draft_parents = self._drafts(request), []
-            else:
-                request.drafts, request.draft_parents = self._tree(request)
+            request.drafts, request.draft_parents = self._tree(request)
 
     def _tree(self, request: Request) -> tuple[list[int], list[int]]:
-        """The most likely continuations, each token behind its parent."""
-        group = self._continuations(request)
+        """The most likely continuations, each token behind its parent; a chain has no parents."""
+        tokens, namespace = request.token_ids, request.cache_namespace
+        match = self.index.find(tokens, namespace, self._frequent)
+        if match is None:
+            return [], []
+        breadth = self._breadth_behind(match)
+        if breadth == 1:
+            return self._chain(request, match), []
         drafts, parents = list[int](), list[int]()
-        if not group:
-            return drafts, parents
-        longest, depth = max(one.match.length for one in group), self.index.depth
-        most, least = self._breadth.most, self._breadth.least
-        share = (longest - CONTEXT) / max(1, depth - CONTEXT)
-        breadth = round(most - (most - least) * share)
+        group = self._continuations(request, match.length)
         # Less likely, its parent, its depth, and what goes on with it.
         heap: list[tuple[float, int, int, int, list[Continuation]]] = []
         _push(heap, 1.0, 0, 0, group, breadth)
@@ -109,23 +107,22 @@ class NgramDrafter:
             _push(heap, -likely, len(drafts), place + 1, group, breadth)
         return drafts, parents
 
-    def _continuations(self, request: Request) -> list[Continuation]:
-        tokens = request.token_ids
-        matches = [*self.index.matches(tokens, request.cache_namespace)]
-        longest = max((match.length for match in matches), default=0)
-        found = []
-        for age, match in enumerate(matches, 1):
+    def _breadth_behind(self, match: Match) -> int:
+        least, most = self._breadth
+        share = (match.length - CONTEXT) / max(1, self.index.depth - CONTEXT)
+        return round(most - (most - least) * share)
+
+    def _continuations(self, request: Request, longest: int) -> list[Continuation]:
+        tokens, found = request.token_ids, list[Continuation]()
+        for age, match in enumerate(self.index.matches(tokens, request.cache_namespace), 1):
             weight = SHORTER ** (longest - match.length) / (1 if self._frequent else age)
             count = min(self.num_drafts, DRAFTS_A_TOKEN * (match.length - CONTEXT + 1))
             period = len(tokens) - match.position if match.tokens is tokens else 0
             found.append(Continuation(match, count, weight, period))
         return found
 
-    def _drafts(self, request: Request) -> list[int]:
+    def _chain(self, request: Request, match: Match) -> list[int]:
         tokens = request.token_ids
-        match = self.index.find(tokens, request.cache_namespace, self._frequent)
-        if match is None:
-            return []
         count = min(self.num_drafts, DRAFTS_A_TOKEN * (match.length - CONTEXT + 1))
         drafts = list(match.tokens[match.position : match.position + count])
         # A match near the end of the request's own tokens continues with what it proposes.

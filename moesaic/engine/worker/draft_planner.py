@@ -40,8 +40,15 @@ class DraftPlanner:
         """What all groups plan next, as each with requests has wanted; None: this one decides."""
         self._planned = 0
         """The drafts that each request may have in the step that is being planned."""
+        speculation = speculation_of(args)
+        topk = 1 if speculation is None else speculation.topk
+        self._tree_room = runner.limits.decode_tokens // topk
+        """Trees whose branches fit into a pass."""
+        self._most_trees = self._tree_room
         self._num_inflight = 0
         self._observed_at = 0.0
+        self._was_drafting = False
+        """Whether the last step that has run had drafts, or made some."""
         self._has_found: bool | None = None
         """Whether the drafter proposes anything; None: it has to be asked again."""
 
@@ -81,7 +88,7 @@ class DraftPlanner:
 
     def propose(self) -> bool:
         """Sets the drafts of the next step; False if it is to have none."""
-        most, self._planned = self.allowed, 0
+        most, self._planned, self._most_trees = self.allowed, 0, self._tree_room
         if self.drafter is None and not self.steps:
             return False
         if most and self._finds():
@@ -109,9 +116,15 @@ class DraftPlanner:
         if not self.steps_planned:
             return
         most = len(request.prompt_ids) + request.max_new_tokens
-        room = min(len(request.pages) * self._scheduler.kv.page_size, most)
+        config, pages = self._scheduler.config, len(request.pages)
+        ahead, room = config.drafts_ahead, pages * self._scheduler.kv.page_size
+        if config.most_positions:  # trees are stored there as a whole
+            has_room = planned.stop + ahead <= room and self._most_trees > 0
+            if planned.confirmed + 2 < most and has_room:
+                item.draft_until, self._most_trees = room - 1, self._most_trees - 1
+            return
+        room = min(room, most)
         # The step's token and a draft behind it must be allowed, and have pages.
-        ahead = self._scheduler.config.drafts_ahead
         if planned.confirmed + 2 < most and (not ahead or planned.stop < room):
             item.draft_until = room - 1
 
@@ -164,14 +177,13 @@ class DraftPlanner:
         ms = 1000 * (whole if whole < IDLE_TIMES * seconds else seconds)
         if step.drafting:
             controller.observe_drafts(seen.accepted, requests, step.drafting)
-        if step.plan.prefill:
-            return
-        if step.agreement.fills_gaps:
+        # The first step with a draft model has none to verify, and the first without drafts had to
+        # wait for the one before it.
+        is_usual = not self.steps or self._was_drafting if step.drafting else step.is_overlapped
+        self._was_drafting = step.drafting > 0
+        if step.agreement.fills_gaps and not step.plan.prefill:
             controller.observe_gap(requests, ms)
-        elif step.drafting and self.steps and not seen.verified:
-            pass  # the first step with a draft model only makes drafts
-        # The first step without drafts had to wait for the one before it.
-        elif step.drafting or step.is_overlapped:
+        elif is_usual and not step.plan.prefill:
             controller.observe_step(requests, ms, step.drafting)
 
 
@@ -179,4 +191,5 @@ def _controller(args: ServerArgs) -> DraftController | None:
     speculation = speculation_of(args)
     if speculation is None:
         return None
-    return DraftController(speculation.num_drafts, not args.disable_speculative_adaptive)
+    adaptive = not args.disable_speculative_adaptive
+    return DraftController(speculation.num_drafts, adaptive, speculation.has_trees)

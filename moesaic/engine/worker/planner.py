@@ -449,8 +449,15 @@ def _scheduler_config(args: ServerArgs, runner: ModelRunner) -> SchedulerConfig:
         max_drafts=runner.limits.drafts or sys.maxsize,
         reuses_arrived=args.disaggregation_decode_enable_radix_cache,
         drafts_ahead=0 if runner.draft is None else runner.draft.positions_ahead,
+        most_positions=_most_positions(args, runner),
         has_draft_model=runner.draft is not None,
     )
+
+
+def _most_positions(args: ServerArgs, runner: ModelRunner) -> int:
+    """Those of a row of the page table, if branches of drafts are stored there, too."""
+    has_branches = runner.draft is not None and runner.verifies_trees
+    return runner.page_table.max_pages * args.page_size if has_branches else 0
 
 
 def _delayer(args: ServerArgs) -> PrefillDelayer | None:

@@ -1,0 +1,245 @@
+"""Trees of draft models: the branches against a search through all of them, their tokens against
+the draft model run over each path at once, and the answers against those without drafts."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moesaic.core.draft_tree import path_to
+from moesaic.core.request import Request
+from moesaic.core.sampling import SamplingParams
+from moesaic.core.step import PREFILL
+from moesaic.engine.runner.model_runner import ModelRunner
+from moesaic.engine.schedule.plan import PlanItem, StepPlan
+from moesaic.engine.speculate.draft_branches import Branches, Frontier
+from moesaic.engine.worker.local_core import LocalCore
+from moesaic.layers.paged_cache import PagedCache, SequenceSpan
+from moesaic.layers.torch_attention import TorchAttention
+from moesaic.models.tiny import materialise
+from tests.unit.test_draft_model import (
+    HOUSE,
+    RANDOM,
+    TIGHT,
+    arguments,
+    check_equal,
+    count_accepted,
+    greedy,
+    requests,
+    serve,
+    without_drafts,
+)
+
+WORDS = 7
+
+
+def successors(path: tuple[int, ...], sequence: int) -> np.ndarray:
+    """The probabilities of what may follow."""
+    return np.random.default_rng([sequence, *path]).dirichlet(np.ones(WORDS))
+
+
+def search(sequence: int, topk: int, steps: int, most: int) -> list[tuple[int, ...]]:
+    """The likeliest paths first, of those that are behind the `topk` likeliest of their length."""
+    pool, open_paths = dict[tuple[int, ...], float](), {(): 1.0}
+    for _ in range(steps):
+        found = {
+            (*path, token): likely * successors(path, sequence)[token]
+            for path, likely in open_paths.items()
+            for token in np.argsort(-successors(path, sequence))[:topk].tolist()
+        }
+        pool |= found
+        open_paths = dict(sorted(found.items(), key=lambda one: -one[1])[:topk])
+    return sorted(pool, key=lambda path: -pool[path])[:most]
+
+
+@pytest.mark.parametrize(("topk", "steps", "most"), [(1, 3, 3), (2, 1, 2), (3, 3, 12), (4, 4, 30)])
+def test_the_likeliest_branches_are_found(topk: int, steps: int, most: int) -> None:
+    count = 3
+    branches = Branches(count, topk)
+    paths: list[list[tuple[int, ...]]] = [[()] for _ in range(count)]
+    for _ in range(steps):
+        likely = [[successors(path, n) for path in some] for n, some in enumerate(paths)]
+        flat = np.array(likely).reshape(-1, WORDS)
+        ids = np.argsort(-flat, axis=1)[:, :topk]
+        tokens, before = branches.grow(ids, np.log(np.take_along_axis(flat, ids, 1)))
+        paths = [
+            [(*some[place], token) for token, place in zip(tokens[n], before[n], strict=True)]
+            for n, some in enumerate(paths)
+        ]
+    for n, (tokens, parents) in enumerate(branches.best(most)):
+        rows = [[tokens[row - 1] for row in path_to(parents, r + 1)] for r in range(len(tokens))]
+        assert [tuple(row) for row in rows] == search(n, topk, steps, most)
+    assert Branches(0, topk).best(most) == []
+
+
+def test_rows_of_branches_are_behind_the_accepted_ones() -> None:
+    # 0 - (1, 2 - 3), of which row 3 is accepted; and a chain of which the first draft is.
+    plan = StepPlan(
+        [
+            PlanItem(0, [9, 1, 2, 3], 20, 0, num_drafts=3, parents=[0, 0, 2], draft_until=99),
+            PlanItem(1, [8, 8], 5, 1),
+            PlanItem(2, [7, 1, 2], 30, 2, num_drafts=2, draft_until=99),
+        ],
+        draft_steps=3,
+    )
+    for item in plan.items[::2]:
+        item.sample = requests(RANDOM)[0].params  # it samples
+    root = Frontier.of(plan, np.array([3, 7]), max_pages=10)
+    assert root.slots_DK.tolist() == [[23], [31]] and root.position_D.tolist() == [22, 31]
+    assert root.masks_DK.tolist() == [[-5], [-1]] and root.first_D.tolist() == [0, 20]
+    first = root.behind(np.zeros((2, 2), np.int64))
+    assert first.slots_DK.tolist() == [[24, 25], [32, 33]]
+    # Slot 21 is hidden, and 24 from 25.
+    assert first.masks_DK.tolist() == [[~0b1000, ~0b10010], [-1, -3]]
+    second = first.behind(np.array([[1, 0], [0, 0]]))
+    assert second.position_D.tolist() == [24, 33] and second.positions.tolist() == [24, 24, 33, 33]
+    assert second.slots_DK.tolist() == [[26, 27], [34, 35]]
+    for n, (hidden_26, hidden_27) in enumerate([({21, 24}, {21, 25, 26}), ({33}, {33, 34})]):
+        for slot, mask, hidden in zip(
+            second.slots_DK[n], second.masks_DK[n], (hidden_26, hidden_27), strict=True
+        ):
+            assert {int(slot) - bit for bit in range(64) if not int(mask) >> bit & 1} == hidden
+    assert second.sequences.kv_lens_B.tolist() == [27, 28, 35, 36]
+
+
+def tree_flags(topk: int = 3, steps: int = 3, tokens: int = 9, draft: str = "") -> dict[str, Any]:
+    flags: dict[str, Any] = {
+        "speculative_algorithm": "STANDALONE" if draft else "NEXTN",
+        "speculative_num_steps": steps,
+        "speculative_eagle_topk": topk,
+        "speculative_num_draft_tokens": tokens,
+        "disable_speculative_adaptive": True,
+    }
+    if draft:
+        flags["speculative_draft_model_path"] = materialise(draft)
+    return flags
+
+
+@cache
+def runner(model: str, asynchronous: bool, tight: bool, flags: tuple[Any, ...]) -> ModelRunner:
+    args = arguments(model, **(TIGHT if tight else {"page_size": 16}), **dict(flags))
+    return ModelRunner(args, asynchronous=asynchronous)
+
+
+def make_core(
+    model: str, asynchronous: bool = False, tight: bool = True, **flags: Any
+) -> LocalCore:
+    made = runner(model, asynchronous, tight, tuple(flags.items()))
+    return LocalCore(arguments(model, **(TIGHT if tight else {"page_size": 16}), **flags), made)
+
+
+def note_moves(core: LocalCore, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    moved, move = list[Any](), core.runner.move
+    monkeypatch.setattr(core.runner, "move", lambda slots: (moved.extend(slots), move(slots)))
+    return moved
+
+
+@pytest.mark.parametrize(
+    ("model", "draft", "asynchronous"),
+    [
+        pytest.param(str(HOUSE), "", False, id="house synchronous"),
+        pytest.param(RANDOM, "", True, id="random layer asynchronous"),
+        pytest.param(RANDOM, RANDOM, False, id="the model itself synchronous"),
+        pytest.param(RANDOM, RANDOM, True, id="the model itself asynchronous"),
+        pytest.param(RANDOM, "tiny:qwen3_moe,num_hidden_layers=1", False, id="another synchronous"),
+        pytest.param(str(HOUSE), "", True, id="house asynchronous", marks=pytest.mark.slow),
+    ],
+)
+def test_trees_change_no_answer(
+    model: str, draft: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = without_drafts(model)
+    core = make_core(model, asynchronous, **tree_flags(draft=draft))
+    moved, counts = note_moves(core, monkeypatch), count_accepted(core)
+    found = serve(core, requests(model))
+    check_equal(found, expected)
+    assert core.planner.metrics.counts.failed_steps == 0
+    assert core.planner.scheduler.num_retractions > 0
+    check_equal(serve(core, requests(model)), expected)  # from the prefix cache
+    assert counts[0] > counts[1]
+    if draft == RANDOM:
+        assert len(moved) > 10, "sampled tokens are on other branches than the first"
+
+
+def test_the_second_choice_is_right() -> None:
+    """The target itself makes the drafts: at random its likeliest token is often not the one. A
+    tree of as many levels as the chain accepts more a step. Greedily the chain is always right, and
+    a tree in which it is not likely enough is cut."""
+    lengths = []
+    for flags in (tree_flags(1, 3, 4, RANDOM), tree_flags(4, 3, 14, RANDOM)):
+        core = make_core(RANDOM, tight=False, **flags)
+        for sampling in ({"temperature": 0.0}, {"top_k": 3}):
+            params = SamplingParams(**sampling, ignore_eos=True)
+            served = [Request(str(n), [n, 5, 6], params, n, 40, n) for n in range(6)]
+            before = core.planner.num_steps
+            serve(core, served)
+            lengths.append(6 * 40 / (core.planner.num_steps - before))
+    chain_greedy, chain, tree_greedy, tree = lengths
+    assert chain_greedy > 6 * 3 and tree_greedy > 6 * 2
+    assert tree > 1.3 * chain, (tree, chain)
+
+
+@torch.inference_mode()
+def most_likely(core: LocalCore, ids: list[int], topk: int) -> tuple[list[int], list[float]]:
+    """What the draft model says behind these tokens, run over them at once."""
+    net = core.runner.draft.model.net
+    pages = -(-len(ids) // 16)
+    cache = PagedCache(core.runner.draft.model.cache, pages, 16, torch.float32)
+    span = SequenceSpan(0, len(ids), len(ids), range(1, pages + 1))
+    given = torch.tensor(ids), torch.arange(len(ids)), TorchAttention(cache, [span]), PREFILL
+    likely, found = net.logits(net(*given)[-1:]).float().log_softmax(-1)[0].topk(topk)
+    return found.tolist(), likely.tolist()
+
+
+def test_branches_are_those_of_the_model_over_each_path() -> None:
+    """Also behind steps that accepted another branch than the first."""
+    topk, steps, most = 3, 3, 8
+    core = make_core(RANDOM, tight=False, **tree_flags(topk, steps, most + 1, RANDOM))
+    params = SamplingParams(temperature=1.0, ignore_eos=True)
+    request = Request("a", [5, 6, 7], params, 3, 24, 0)
+    seen: dict[int, tuple[list[int], list[int]]] = {}
+
+    def note(_: int) -> None:
+        seen[len(request.token_ids)] = request.drafts, request.draft_parents
+
+    serve(core, [request], note)
+    checked = 0
+    for length, (drafts, parents) in seen.items():
+        if not drafts or length > 20:
+            continue
+        tokens, pool = request.token_ids[:length], dict[tuple[int, ...], float]()
+        open_paths = {(): 0.0}
+        for _ in range(steps):
+            level = dict[tuple[int, ...], float]()
+            for path, likely in open_paths.items():
+                for token, more in zip(*most_likely(core, [*tokens, *path], topk), strict=True):
+                    level[(*path, token)] = likely + more
+            pool |= level
+            open_paths = dict(sorted(level.items(), key=lambda one: -one[1])[:topk])
+        want = sorted(pool, key=lambda path: -pool[path])[:most]
+        found = [
+            tuple(drafts[row - 1] for row in path_to(parents, n + 1)) for n in range(len(drafts))
+        ]
+        assert len(found) == most
+        assert [pool[path] for path in found] == pytest.approx(
+            [pool[path] for path in want], abs=1e-3
+        )
+        checked += 1
+    assert checked > 3
+
+
+def test_no_entry_is_read_that_was_not_written() -> None:
+    core = make_core(str(HOUSE), tight=False, **tree_flags(2, 2, 5))
+    for part in (core.runner.draft.cache.keys, core.runner.draft.cache.values):
+        part.fill_(math.nan)
+    counts = count_accepted(core)
+    before = core.planner.num_steps
+    first = serve(core, [greedy(number) for number in range(8)])
+    assert counts[1] > 60 and core.planner.num_steps - before < 24
+    again = serve(core, [greedy(number) for number in range(8)])
+    assert [one.output_ids for one in again] == [one.output_ids for one in first]
