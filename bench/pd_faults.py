@@ -48,8 +48,6 @@ ROUTER: Final = (
     "--pd-disaggregation --policy round_robin --retry-max-retries 1000 "
     "--health-check-interval-secs 0.5 --log-level warning"
 ).split()
-# Different requests; each is sent again and again.
-CALLS: Final = 64
 # What a client waits for the first token, and in all, before its request counts as lost.
 PATIENCE: Final = 300.0
 START_SECONDS: Final = 300.0
@@ -79,6 +77,10 @@ class Plan:
     decode: int = 2
     ranks: int = 2
     clients: int = 8
+    calls: int = 64
+    """Different requests; each is sent again and again."""
+    rounds: int = 4
+    """How often each is sent before the first fault."""
     seed: int = 0
 
 
@@ -279,7 +281,7 @@ def _signal(pids: Sequence[int | None], number: signal.Signals) -> None:
 class Clients:
     """Each sends one request after the other."""
 
-    def __init__(self, trial: Trial, seed: int) -> None:
+    def __init__(self, trial: Trial) -> None:
         self._http = httpx.AsyncClient(timeout=httpx.Timeout(PATIENCE, connect=5.0))
         self._clients = [
             openai.AsyncOpenAI(
@@ -287,15 +289,15 @@ class Clients:
             )
             for one in trial.routers
         ]
-        self.calls = [call_of(number) for number in range(CALLS)]
-        self._chooser = random.Random(seed)
+        self.calls = [call_of(number) for number in range(trial.plan.calls)]
+        self._chooser = random.Random(trial.plan.seed)
 
     async def close(self) -> None:
         await self._http.aclose()
 
     async def ask(self, number: int) -> Answer:
         """The whole answer, whatever happens to routers."""
-        call, name = self.calls[number % CALLS], f"{self._chooser.getrandbits(64):x}"
+        call, name = self.calls[number % len(self.calls)], f"{self._chooser.getrandbits(64):x}"
         router, begun = self._chooser.randrange(2), time.monotonic()
         answer = Answer("", 0.0, 0.0, 0.0, -1)
         last = begun
@@ -366,16 +368,16 @@ async def send(
 
 
 async def measure(plan: Plan) -> dict[str, Any]:
-    begun, trial = time.monotonic(), Trial(plan)
+    begun, trial, calls = time.monotonic(), Trial(plan), plan.calls
     left: list[str] = []
     try:
         async with trial.running():
-            clients = Clients(trial, plan.seed)
+            clients = Clients(trial)
             ask = partial(send, clients, width=plan.clients)
-            calm = await ask(range(4 * CALLS), until=1e12, name="without faults")
-            expected = {number: answer for number, answer in calm if number < CALLS}
+            calm = await ask(range(plan.rounds * calls), until=1e12, name="without faults")
+            expected = {number: answer for number, answer in calm if number < calls}
             assert not [answer.error for _, answer in calm if answer.error], "without a fault"
-            assert all(answer.text == expected[n % CALLS].text for n, answer in calm)
+            assert all(answer.text == expected[n % calls].text for n, answer in calm)
             over = asyncio.Event()
             faults = asyncio.create_task(trial.inject(plan.faults, over))
             until = time.monotonic() + plan.seconds
@@ -383,17 +385,17 @@ async def measure(plan: Plan) -> dict[str, Any]:
             over.set()
             await faults
             await trial.ready()
-            after = await ask(range(CALLS), until=1e12, name="afterwards")
+            after = await ask(range(calls), until=1e12, name="afterwards")
             await clients.close()
     finally:
         left = trial.stop()
     usual = {
-        call: statistics.median([a.seconds for n, a in calm if n % CALLS == call])
-        for call in range(CALLS)
+        call: statistics.median([a.seconds for n, a in calm if n % calls == call])
+        for call in range(calls)
     }
-    added = [answer.seconds - usual[n % CALLS] for n, answer in found if answer.seconds]
+    added = [answer.seconds - usual[n % calls] for n, answer in found if answer.seconds]
     lost = [answer for _, answer in [*found, *after] if not answer.seconds]
-    changed = [n for n, a in [*found, *after] if a.seconds and a.text != expected[n % CALLS].text]
+    changed = [n for n, a in [*found, *after] if a.seconds and a.text != expected[n % calls].text]
     return {
         "machine": {**machine(1), "cores": len(os.sched_getaffinity(0))},
         "plan": asdict(plan),

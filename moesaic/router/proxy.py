@@ -39,7 +39,8 @@ STORED: Final = "/v1/responses"
 NOT_STORED: Final = b'"previous_response_not_found"'
 # Answers after which another instance is asked: this one is overloaded, or stops. A request that
 # fails by itself (500) would fail there too, and could do harm to one instance after the other.
-ELSEWHERE: Final = frozenset((429, 502, 503, 504))
+OVERLOADED: Final = 429
+ELSEWHERE: Final = frozenset((OVERLOADED, 502, 503, 504))
 # The same, as the types of errors in streams.
 TYPES_ELSEWHERE: Final = frozenset(TYPES[status] for status in ELSEWHERE if status in TYPES)
 # Headers that belong to one connection.
@@ -258,15 +259,15 @@ class Proxy:
                 logger.info("a request is sent again: %s", lost)
                 avoided.add(lost.worker)
                 last = lost.response or last
-                if lost.response is not None and avoided.issuperset(self._peers(lost.worker)):
-                    return lost.response  # all of them say so
+                if avoided.issuperset(self.healthy(lost.worker.role)):
+                    if last is not None and last.status_code == OVERLOADED:
+                        return last  # all of them are
+                    avoided.clear()  # those that stop are replaced
+                    await asyncio.sleep(PAUSE_SECONDS)
             except _NobodyThere:
                 avoided.clear()
                 await asyncio.sleep(PAUSE_SECONDS)
         return last or unavailable(self.workers)
-
-    def _peers(self, worker: Worker) -> list[Worker]:
-        return self.healthy(worker.role)
 
     def _choose(self, role: str, call: Call, avoided: set[Worker]) -> Worker:
         healthy = self.healthy(role)
@@ -281,7 +282,7 @@ class Proxy:
         worker = self._choose(self.last_role, call, avoided)
         body, first, prefill, stack = call.body, None, None, AsyncExitStack()
         try:
-            if self.args.pd_disaggregation:
+            if self.healthy("prefill"):  # else a decode instance computes the prompt, too
                 prefill = self._choose("prefill", call, avoided)
                 half, body = call.halves(prefill)
                 first = asyncio.create_task(self._send_half(prefill, call, half, headers))

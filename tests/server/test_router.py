@@ -531,6 +531,32 @@ def test_what_is_sent_again(status: int, sent: int) -> None:
     assert answer.content == (WHOLE.body if sent == 2 else refusal.response().body)
 
 
+def test_without_a_prefill_instance() -> None:
+    """A decode instance computes the prompt, too."""
+    with routed_to_two(WHOLE) as (bodies, router, _):
+        args = RouterArgs(
+            pd_disaggregation=True,
+            prefill=("http://127.0.0.1:9",),
+            decode=(router.workers[0].url,),
+            health_check_interval_secs=0.1,
+        )
+        with routed(args) as (second, client):
+            wait_until(lambda: not second.workers[0].is_healthy)
+            assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+    [body] = map(json.loads, bodies)
+    assert "bootstrap_room" not in body and "seed" in body
+
+
+@pytest.mark.parametrize(("status", "refusals", "sent"), [(429, 9, 2), (503, 3, 4), (503, 9, 6)])
+def test_when_all_refuse(status: int, refusals: int, sent: int) -> None:
+    """Those that are overloaded are not asked again; those that stop may be replaced."""
+    refusal = Refusal(status, "no")
+    with routed_to_two(*[refusal.response()] * refusals, WHOLE) as (bodies, _, client):
+        answer = client.post("/v1/completions", json={"prompt": "x"})
+    assert len(bodies) == sent
+    assert answer.status_code == (200 if sent > refusals else status)
+
+
 @pytest.mark.parametrize(("status", "sent"), [(500, 1), (503, 2)])
 def test_what_is_continued(status: int, sent: int) -> None:
     choices = [json.dumps({"choices": [{"index": 0, "text": text}]}) for text in ("one", " two")]
