@@ -33,9 +33,9 @@ class Drafter(Protocol):
     """Proposes tokens. Steps verify the proposals, so that they change no answer."""
 
     def propose(self, requests: Sequence[Request]) -> None:
-        """Sets `drafts` of requests that decode, and `draft_parents` of those that are trees, to follow
-        the tokens that the host knows. Of requests with tokens in flight it only counts whether there
-        are any: then the next step waits."""
+        """Sets `drafts` of requests that decode, and `draft_parents` of those that are trees, to
+        follow the tokens that the host knows. Of requests with tokens in flight it only counts
+        whether there are any: then the next step waits."""
 
 
 MakeDrafter = Callable[[ServerArgs, Speculation, "ModelRunner"], Drafter]
