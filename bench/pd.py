@@ -59,7 +59,7 @@ from moesaic.loadgen.serve_bench import raise_file_limit, run_loop
 PARTS: Final = ("transfer", "serving")
 DEFAULT_TRANSPORTS: Final = {"cpu": ["shm", "tcp"], "cuda": ["cuda_ipc", "tcp"]}
 MIB: Final = 1 << 20
-SIZES_MIB: Final = {"cpu": [0.1, 1, 8, 64], "cuda": [0.1, 1, 8, 64, 256]}
+SIZES_MIB: Final = {"cpu": [0.1, 1, 8], "cuda": [0.1, 1, 8, 64, 256]}
 ROUTER_SECONDS: Final = 60.0
 CHATS, MIXED, LONG = "chats", "chats beside long", "long"
 MODEL_FLAGS: Final = ("--load-format", "dummy", "--dtype", "bfloat16")

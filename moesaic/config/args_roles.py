@@ -18,7 +18,7 @@ from moesaic.config.args_parallel import (
     TRANSFER_BACKENDS,
 )
 from moesaic.config.flags import flag, not_built
-from moesaic.core.speculation import ALGORITHMS, MOST_DRAFTS, SAME, UNQUANTISED
+from moesaic.core.speculation import ALGORITHMS, MOST_DRAFTS, UNQUANTISED
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,6 @@ class SpeculativeArgs:
         "request. EAGLE, EAGLE3: by the head in --speculative-draft-model-path; EAGLE without one, "
         "and NEXTN: by the checkpoint's own layer for multi-token prediction.",
         choices=("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", "DFLASH", "DSPARK", "UNO"),
-        same=SAME,
         built=tuple(ALGORITHMS),
         why="nothing makes such drafts yet",
     )

@@ -35,7 +35,7 @@ from moesaic.config.overlap import (
 )
 from moesaic.config.speculation import speculation_defaults, speculation_problems
 from moesaic.core.addresses import host_and_port, is_address
-from moesaic.core.speculation import ALGORITHMS, SAME
+from moesaic.core.speculation import ALGORITHMS
 
 logger = logging.getLogger(__name__)
 
@@ -425,7 +425,7 @@ def _elastic(args: ServerArgs) -> Iterator[str]:
             f"{shown} with --overlap auto: a rank that is restarted cannot measure with the "
             "others; give --overlap tbo, sbo or off"
         )
-    algorithm = ALGORITHMS.get(SAME.get(name := args.speculative_algorithm or "", name))
+    algorithm = ALGORITHMS.get(name := args.speculative_algorithm or "")
     if algorithm is not None and algorithm.on_ranks:
         yield (
             f"{shown} with --speculative-algorithm {name}: the experts of a draft model are not "
@@ -481,7 +481,7 @@ def _halves(args: ServerArgs) -> Iterator[str]:
             "--disaggregation-transfer-backend nixl: the package nixl is not installed: pip "
             "install 'moesaic[nixl]', or give auto"
         )
-    algorithm = ALGORITHMS.get(SAME.get(name := args.speculative_algorithm or "", name))
+    algorithm = ALGORITHMS.get(name := args.speculative_algorithm or "")
     if algorithm is not None and algorithm.on_ranks:
         yield (
             f"{shown} with --speculative-algorithm {name}: the cache of a draft model is not sent "

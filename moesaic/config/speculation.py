@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from moesaic.config.args import ServerArgs
 from moesaic.config.flags import show, specs
 from moesaic.core.draft_tree import MOST_ROWS
-from moesaic.core.speculation import ALGORITHMS, SAME, Speculation
+from moesaic.core.speculation import ALGORITHMS, Speculation
 
 COUNTS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 ONE_TOKEN = "--speculative-num-draft-tokens is 1, the newest token alone: give at least 2, or "
@@ -45,7 +45,6 @@ def speculation_defaults(args: ServerArgs) -> Iterator[tuple[str, object, str]]:
         return
     if args.speculative_attention_mode != "prefill":
         yield "speculative_attention_mode", "prefill", "one kernel serves both"
-    name = SAME.get(name, name)
     default, why = ALGORITHMS[name], f"the default of {name}"
     if args.speculative_num_steps is None:
         tokens = args.speculative_num_draft_tokens or default.num_draft_tokens
@@ -67,7 +66,7 @@ def speculation_problems(args: ServerArgs) -> Iterator[str]:
     name = args.speculative_algorithm
     if name is None:
         yield from _needs_algorithm(args)
-    elif (known := ALGORITHMS.get(SAME.get(name, name))) is not None:
+    elif (known := ALGORITHMS.get(name)) is not None:
         shown = f"--speculative-algorithm {name}"
         if known.needs_model and args.speculative_draft_model_path is None:
             yield f"{shown} needs --speculative-draft-model-path DIR: the model that makes drafts"

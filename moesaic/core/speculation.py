@@ -24,8 +24,10 @@ class Algorithm:
     """A model makes the drafts, on the same ranks as the target; if not, the planner's host."""
 
 
+EAGLE: Final = Algorithm("moesaic.engine.speculate.eagle", takes_model=True)
 ALGORITHMS: Final = {
-    "EAGLE": Algorithm("moesaic.engine.speculate.eagle", takes_model=True),
+    "EAGLE": EAGLE,
+    "NEXTN": EAGLE,
     "EAGLE3": Algorithm(
         "moesaic.engine.speculate.eagle",
         takes_model=True,
@@ -47,8 +49,6 @@ ALGORITHMS: Final = {
     ),
 }
 """By the value of --speculative-algorithm."""
-SAME: Final = {"NEXTN": "EAGLE"}
-"""Other names of algorithms."""
 MOST_DRAFTS: Final = 1024
 """A step verifies at most so many drafts: each takes a row of the logits and of the low-latency
 buffers."""

@@ -50,8 +50,9 @@ class RankStats(msgspec.Struct, array_like=True):
     traffic: dict[str, TrafficStats] = {}
     """By dispatcher."""
     layers: list[int] = []
-    """The rank's MoE layers. If ranks share experts by slices, only the first has this and the two
-    fields below, so that sums over ranks count each pair of token and expert once."""
+    """The rank's MoE layers, then those of a draft model. If ranks share experts by slices, only
+    the first has this and the two fields below, so that sums over ranks count each pair of token
+    and expert once."""
     experts: list[list[int]] = []
     """For each layer, the logical expert in each slot; where experts move, then all experts, for
     the tokens of earlier slots."""
@@ -107,7 +108,7 @@ class MembershipChange(msgspec.Struct):
 
     epoch: int
     kind: str
-    """lost or returned."""
+    """lost, returned or removed."""
     ranks: list[int]
     cause: str
     when: float

@@ -28,7 +28,7 @@ ALIGNMENT: Final = 256
 MIB: Final = 1 << 20
 # By the kind of the device: the most that a send buffer takes, and that a region does.
 MOST_BYTES: Final = {"cpu": 256 * MIB, "cuda": 1024 * MIB}
-MOST_REGION: Final = {"cpu": 32 * MIB, "cuda": 256 * MIB}
+MOST_REGION: Final = {"cpu": 8 * MIB, "cuda": 256 * MIB}
 
 
 def send_buffer_bytes(cache_bytes_per_token: int, context_length: int, device: str) -> int:

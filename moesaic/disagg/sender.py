@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from moesaic.core.disagg import KVRank, KVSend, KVShare, KVTarget
 from moesaic.disagg.layout import Piece, piece
 from moesaic.disagg.messages import Chunk, PromptResult
 from moesaic.disagg.outlets import KVOutlets
-from moesaic.layers.paged_cache import PagedCache, lanes
+from moesaic.kernels.kv_rows import copy_rows, packed_rows
+from moesaic.layers.paged_cache import PagedCache, kv_rows
 
 
 class KVSender:
@@ -37,10 +37,8 @@ class KVSender:
     ) -> None:
         share, buffer = self._shares[self._own], self._outlets.buffer
         layers, heads = _within(part.layers, share.layers), _within(part.heads, share.heads)
-        per_channel = cache.keys.element_size() * len(part.layers) * len(part.heads)
-        key_bytes, per_token = (
-            per_channel * dims for dims in (share.key_dim, share.key_dim + share.value_dim)
-        )
+        per_token = cache.keys.element_size() * len(part.layers) * len(part.heads)
+        per_token *= share.key_dim + share.value_dim
         step = max(1, buffer.largest // per_token)
         dtype = str(cache.keys.dtype).removeprefix("torch.")
         for start in range(0, order.stop - order.first, step):
@@ -50,10 +48,7 @@ class KVSender:
             place = self._outlets.take(rank.host, rank.port, per_token * len(slots))
             if place is None:
                 return  # the other instance misses it
-            data = buffer.at(place)
-            gather(cache.keys, layers, heads, slots, data[: key_bytes * len(slots)])
-            if share.value_dim:
-                gather(cache.values, layers, heads, slots, data[key_bytes * len(slots) :])
+            gather(cache, layers, heads, slots, buffer.at(place))
             chunk = Chunk(order.target.ticket, first, stop, *extent, dtype, place)
             self._outlets.put(rank.host, rank.port, chunk)
 
@@ -67,17 +62,11 @@ class KVSender:
         self._outlets.put(leader.host, leader.port, result)
 
 
-def gather(part: Tensor, layers: slice, heads: slice, slots_T: Tensor, out: Tensor) -> None:
-    """Copies [layers, tokens, heads, channels] of a cache's keys or values to `out`, bytes."""
-    wide_LSX = lanes(part)[layers]
-    per_head = wide_LSX.shape[-1] // part.shape[-2]
-    wide_LSX = wide_LSX[..., heads.start * per_head : heads.stop * per_head]
-    out_LTX = out.view(wide_LSX.dtype).view(len(wide_LSX), len(slots_T), wide_LSX.shape[-1])
-    if part.is_cuda:
-        torch.index_select(wide_LSX, 1, slots_T, out=out_LTX)
-        return
-    for source_SX, target_TX in zip(wide_LSX, out_LTX, strict=True):  # faster than all at once
-        torch.index_select(source_SX, 0, slots_T, out=target_TX)
+def gather(cache: PagedCache, layers: slice, heads: slice, slots_T: Tensor, data: Tensor) -> None:
+    """Copies a part of a cache to bytes: keys, and values behind them."""
+    source, tokens = kv_rows(cache.keys, cache.values, layers, heads), len(slots_T)
+    target = packed_rows(data, source, tokens)
+    copy_rows(target.keys, target, source._replace(slots=slots_T), tokens)
 
 
 def _within(part: range, whole: tuple[int, int]) -> slice:

@@ -6,7 +6,6 @@ L layers and M heads of this rank · T tokens of the transfer · D channels.
 from __future__ import annotations
 
 import threading
-from math import gcd
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,8 @@ from torch import Tensor
 
 from moesaic.core.disagg import KVShare
 from moesaic.disagg.messages import Chunk, Malformed
-from moesaic.layers.paged_cache import LANES, PagedCache, lanes
+from moesaic.kernels.kv_rows import copy_rows, packed_rows
+from moesaic.layers.paged_cache import PagedCache, kv_rows
 
 
 class StagedCache:
@@ -69,18 +69,20 @@ class StagedCache:
 
     def write(self, chunk: Chunk, body: Tensor) -> None:
         """Copies the bytes of a chunk that was checked, in the order of the current stream."""
-        where, flat = self._within(chunk), body.view(getattr(torch, chunk.dtype))
         if self.allocated is not None:
             self.allocated.wait()
-        begin = 0
-        for whole_LTMD in (self.keys_LTMD, self.values_LTMD)[: 1 + (self.share.value_dim > 0)]:
-            part_LTMD = whole_LTMD[where]
-            found = flat[begin : begin + part_LTMD.numel()].view(part_LTMD.shape)
-            if found.dtype is part_LTMD.dtype:  # wide numbers move faster
-                size = gcd(part_LTMD.shape[-1] * found.element_size(), 8)
-                part_LTMD.view(LANES[size]).copy_(found.view(LANES[size]))
-            else:
-                part_LTMD.copy_(_within_bounds(found, part_LTMD.dtype))
+        layers, tokens, heads = self._within(chunk)
+        parts, dtype = (self.keys_LTMD, self.values_LTMD), getattr(torch, chunk.dtype)
+        if dtype is self.keys_LTMD.dtype and body.device == self.keys_LTMD.device:
+            count = chunk.stop - chunk.first
+            keys, values = (part[:, tokens, None] for part in parts)
+            target = kv_rows(keys, values, layers, heads)
+            copy_rows(target.keys, target, packed_rows(body, target, count), count)
+            return
+        begin, flat = 0, body.view(dtype)
+        for part_LTMD in (part[layers, tokens, heads] for part in parts):
+            data = flat[begin : begin + part_LTMD.numel()].view(part_LTMD.shape)
+            part_LTMD.copy_(_within_bounds(data, part_LTMD.dtype))
             begin += part_LTMD.numel()
 
     def add(self, chunk: Chunk) -> None:
@@ -105,13 +107,13 @@ class StagedCache:
 
     def move_to(self, cache: PagedCache, slots_T: Tensor) -> None:
         """`slots_T`: the slots of these tokens."""
-        for kept, part in ((cache.keys, self.keys_LTMD), (cache.values, self.values_LTMD)):
-            if not part.numel():
-                continue
-            if part.is_cuda:  # its memory is used again behind this step
+        parts = self.keys_LTMD, self.values_LTMD
+        if self.keys_LTMD.is_cuda:  # its memory is used again behind this step
+            for part in parts:
                 part.record_stream(torch.cuda.current_stream(part.device))
-            target_LSX, source_LTX = lanes(kept), lanes(part[:, :, None])
-            target_LSX.index_copy_(1, slots_T, source_LTX)
+        source = kv_rows(self.keys_LTMD[:, :, None], self.values_LTMD[:, :, None])
+        target = kv_rows(cache.keys, cache.values)._replace(slots=slots_T)
+        copy_rows(target.keys, target, source, len(slots_T))
 
 
 def _within_bounds(data: Tensor, dtype: torch.dtype) -> Tensor:

@@ -328,6 +328,20 @@ class Engine:
         """No rebalance plans from the tokens up to now, as if they had not been computed."""
         self._thread.query("forget_load")
 
+    def scale_elastic_ep(self, size: int | None = None) -> dict[str, Any]:
+        """Ends ranks, or starts those that were ended, until there are `size`, beside requests;
+        returns at once, with the state that a call without `size` shows. ValueError if that cannot
+        be done."""
+        if self.args.elastic_ep_backend is None or self.mesh.world == 1:
+            raise ValueError(
+                "the number of ranks is fixed: start several with --elastic-ep-backend mooncake"
+            )
+        options = {} if size is None else {"size": size}
+        state: dict[str, Any] = self._thread.query("scaling", options)
+        if refused := state.pop("refused"):
+            raise ValueError(refused)
+        return state
+
     def rebalance_state(self) -> list[dict[str, Any]]:
         """What was moved last, and what moves now: the states that `rebalance` returns."""
         return self._rebalances.states()

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from moesaic.kernels.kv_rows import KVRows
 from moesaic.layers.context import CacheSpec
 
 Ints = npt.NDArray[np.int32]
@@ -256,8 +257,23 @@ class PagedCache:
 LANES: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def lanes(part_LPSMD: Tensor) -> Tensor:
-    """A cache's keys or values as [layers, slots, all heads], in the widest numbers that make up a
-    head: copies then move more at once, and know no float8."""
-    size = gcd(part_LPSMD.shape[-1] * part_LPSMD.element_size(), 8)
-    return part_LPSMD.flatten(1, 2).flatten(2).view(LANES[size])
+def kv_rows(
+    keys_LPSMD: Tensor,
+    values_LPSMD: Tensor,
+    layers: slice = slice(None),
+    heads: slice | None = None,
+) -> KVRows:
+    """A part of a cache as rows of the widest numbers that make up its heads: copies then move more
+    at once, and know no float8."""
+    parts = (keys_LPSMD, values_LPSMD)
+    kind = LANES[gcd(*(part.shape[-1] * part.element_size() for part in parts), 8)]
+    found = []
+    for part in parts:
+        rows_LSX = part[layers].flatten(1, 2).flatten(2)
+        # What has no width cannot be viewed as another type.
+        rows_LSX = rows_LSX.view(kind) if part.numel() else rows_LSX.to(kind)
+        width = rows_LSX.shape[2] // part.shape[3]
+        if heads is not None:
+            rows_LSX = rows_LSX[..., heads.start * width : heads.stop * width]
+        found.append(rows_LSX)
+    return KVRows(*found)

@@ -54,11 +54,12 @@ class RawConfig:
         self.data, self.source = data, source
 
     @classmethod
-    def read(cls, folder: Path) -> RawConfig:
+    def read(cls, folder: Path, flag: str = "--model-path") -> RawConfig:
+        """`flag`: the one that names the folder."""
         path = folder / "config.json"
         if not path.is_file():
             raise ValueError(
-                f"{path} does not exist: --model-path must be a Hugging Face folder with "
+                f"{path} does not exist: {flag} must be a Hugging Face folder with "
                 "config.json, safetensors and tokenizer.json"
             )
         return cls(read_object(path), str(path))

@@ -59,6 +59,10 @@ class EpLayout:
     def first_slot(self) -> int:
         return self.ep_rank * self.slots_per_rank
 
+    def holds(self, slot: int) -> bool:
+        """Whether the slot is one of this rank's."""
+        return slot // self.slots_per_rank == self.ep_rank
+
     def local(self, ids: Tensor) -> Tensor:
         """Local slot numbers; -1 for slots of other ranks and for none."""
         if self.ep_size == 1:

@@ -45,6 +45,8 @@ def expert_loads(stats: EngineStats, ranks_per_expert: int = 1) -> list[LayerLoa
         for layer, slots, tokens in zip(rank.layers, rank.experts, rank.expert_tokens, strict=True):
             if (totals := experts.get(layer)) is None:  # once a layer: it is as long as all ranks
                 totals = experts[layer] = [0] * stats.num_experts
+            # A draft model may have more experts than the target.
+            totals += [0] * (1 + max(slots, default=-1) - len(totals))
             for expert, number in zip(slots, tokens, strict=True):
                 totals[expert] += number
             ranks.setdefault(layer, {})[rank.rank] = sum(tokens)

@@ -494,7 +494,8 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     _gauge(
         "stats_age_seconds",
-        "Age of the values of schedulers and ranks; they are read at most once a second.",
+        "Age of the values of schedulers and ranks; they are read at most once a second unless "
+        "requests have ended.",
         _server(lambda s: s.engine_age),
     ),
     _gauge(

@@ -18,9 +18,9 @@ HEAD = """\
 
 `GET /metrics` answers in Prometheus' text format. It is always on and needs no key;
 `--enable-metrics` is accepted for compatibility and changes nothing. Requests and HTTP are counted
-in the server's own process. A scrape queries schedulers and ranks, at most once a second; if they
-do not answer within 2 s, it returns their last values, and `moesaic_stats_age_seconds` shows their
-age.
+in the server's own process. A scrape queries schedulers and ranks, at most once a second unless
+requests have ended since: what a request has added is there once it has ended. If they do not
+answer within 2 s, it returns their last values, and `moesaic_stats_age_seconds` shows their age.
 
     moesaic serve tiny:qwen3_moe &
     curl -s localhost:30000/metrics | grep time_to_first_token

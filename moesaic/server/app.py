@@ -18,6 +18,7 @@ from moesaic.server import (
     admin,
     anthropic,
     dashboard,
+    elastic,
     expert_records,
     loads,
     native,
@@ -51,6 +52,7 @@ ROUTES = (
     *profile.ROUTES,
     *expert_records.ROUTES,
     *rebalance.ROUTES,
+    *elastic.ROUTES,
     *loads.ROUTES,
 )
 

@@ -68,6 +68,7 @@ async def data(context: Context, request: Request) -> Response:
             "requests": {name: getattr(requests, name) for name in REQUEST_FIELDS},
             "groups": [msgspec.structs.asdict(group) for group in stats.groups],
             "ranks": [_rank(rank) for rank in stats.ranks],
+            "membership": msgspec.to_builtins(stats.membership),
             "experts": {"number": stats.num_experts, "layers": live.poll.experts},
             "routing": context.engine.routing_info(stats),
             "loop_lag_max": live.lag.max,

@@ -24,8 +24,10 @@ from moesaic.observe.requests import Distribution, Histogram, RequestStats
 
 logger = logging.getLogger(__name__)
 
-# The least time between two queries of the ranks, and the longest wait for their answer.
+# The least time between two queries of the ranks, and if requests have ended since; and the longest
+# wait for their answer.
 POLL_SECONDS: Final = 1.0
+ENDED_SECONDS: Final = 0.1
 POLL_TIMEOUT: Final = 2.0
 LAG_SECONDS: Final = 0.02
 SAMPLE_SECONDS: Final = 1.0
@@ -53,17 +55,26 @@ class EnginePoll:
         """By group: tokens generated per second, between the last two readings."""
         self._totals: dict[int, tuple[int, int]] = {}
         self._when = self.stats.when
-        self._polled_at = float("-inf")
+        self._polled_at, self._ended = float("-inf"), 0
         self._task: asyncio.Task[None] | None = None
 
     @property
     def age(self) -> float:
         return max(0.0, time.time() - self.stats.when)
 
-    async def refresh(self) -> None:
-        """Updates the statistics, or keeps the old ones after POLL_TIMEOUT."""
-        if self._task is None and time.monotonic() - self._polled_at >= POLL_SECONDS:
-            self._polled_at = time.monotonic()
+    async def refresh(self, ended: int | None = None) -> None:
+        """Updates the statistics, or keeps the old ones after POLL_TIMEOUT. They know of all
+        requests that have `ended`, if it says how many."""
+        if self._task is not None:  # it may have begun before some of these ended
+            await asyncio.wait({self._task}, timeout=POLL_TIMEOUT)
+            if self._task is not None:
+                return
+        is_behind = ended is not None and ended != self._ended
+        if is_behind:
+            await asyncio.sleep(self._polled_at + ENDED_SECONDS - time.monotonic())
+        due = is_behind or time.monotonic() - self._polled_at >= POLL_SECONDS
+        if self._task is None and due:
+            self._polled_at, self._ended = time.monotonic(), ended or self._ended
             self._task = asyncio.create_task(self._poll())
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=POLL_TIMEOUT)
@@ -214,7 +225,8 @@ class LiveStats:
             await asyncio.sleep(SAMPLE_SECONDS)
 
     async def snapshot(self) -> Snapshot:
-        await self.poll.refresh()
+        requests = self._engine.request_stats()
+        await self.poll.refresh(sum(requests.ended.values()))
         server = ServerStats(
             http=dict(self.http),
             queued=self._queued(),

@@ -310,6 +310,34 @@ def test_restarts_after_a_long_run(pools: Pools):
     assert pools(2).run(long_run) == [[2.0] * 3] * 2
 
 
+def without_one(group: RankGroup) -> list[list[int]]:
+    """What ranks gather of each other, all of them, without rank 1, and all again."""
+    comm, found = WindowCollective(group, LARGE, SECONDS), []
+    own, lost = torch.full((2, 3), comm.rank + 1), comm.rank == 1
+    for generation, active in enumerate([(0, 1, 2), (0, 2), (0, 1, 2)], 1):
+        if comm.rank in active:
+            comm.restart(Membership(generation, active))
+        group.barrier("they have restarted")
+        if comm.rank in active:
+            for _ in range(3):  # both halves have what rank 1 gave before
+                rows = comm.gather_rows(own, [2, 2, 2], "gather")
+            found.append(rows[:, 0].tolist())
+        if len(active) == 2 and not lost:
+            with pytest.raises(AssertionError, match="sum: ranks are lost"):
+                comm.all_reduce(own, "sum")
+        group.barrier("they have gathered")
+    return found
+
+
+def test_a_lost_rank_gives_zeros(pools: Pools):
+    whole, holed = [1, 1, 2, 2, 3, 3], [1, 1, 0, 0, 3, 3]
+    assert pools(3).run(without_one) == [
+        [whole, holed, whole],
+        [whole, whole],
+        [whole, holed, whole],
+    ]
+
+
 def test_parts_that_differ_are_refused(pools: Pools):
     first, second, third = pools(3).run(out_of_step)
     assert first == (

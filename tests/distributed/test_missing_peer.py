@@ -18,8 +18,10 @@ import torch
 from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.errors import PeerTimeout, RankFailed
 from moesaic.comm.launch.local_ranks import LocalRanks
+from moesaic.comm.lifecycle import Membership
 from moesaic.core.step import Step
 from moesaic.moe.context import MoeContext
+from moesaic.moe.dispatch.deepep import AutoDispatcher
 from moesaic.moe.dispatch.mooncake import MooncakeDispatcher
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE
@@ -211,13 +213,22 @@ def error_of(layer: FusedMoE, seed: int, lost: range, lane: int = 0) -> float:
     return float((y_TH.double() - wanted).abs().max())
 
 
-def elastic(group: RankGroup, fault: str, ep: int) -> list[float]:
+def restart(layer: FusedMoE, active: list[int], generation: int) -> None:
+    dispatcher = layer.dispatcher
+    parts = (
+        (dispatcher.normal, dispatcher.low_latency)
+        if isinstance(dispatcher, AutoDispatcher)
+        else (dispatcher,)
+    )
+    for lanes in {id(part.lanes): part.lanes for part in parts}.values():  # type: ignore[attr-defined]
+        lanes.restart(Membership(generation, tuple(active)))
+
+
+def elastic(group: RankGroup, a2a: str, mode: str, fault: str, ep: int) -> list[float]:
     """The victim leaves in the middle of a step; the others redo it without its experts; it comes
     back; then it leaves again in another lane. The largest error of each step."""
     # Long enough for those who do come, on a busy machine too.
-    layer = make_layer(group, "mooncake", "low_latency", ep, timeout=1.5)
-    dispatcher = layer.dispatcher
-    assert isinstance(dispatcher, MooncakeDispatcher)
+    layer = make_layer(group, a2a, mode, ep, timeout=1.5)
     everyone, others = list(range(group.size)), [r for r in range(group.size) if r != VICTIM]
     block = EXPERTS // ep
     first = VICTIM // (group.size // ep) * block
@@ -230,26 +241,31 @@ def elastic(group: RankGroup, fault: str, ep: int) -> list[float]:
         else:
             told = caught(layer, group.rank)
             assert told is not None and told.missing == (VICTIM,), told
-            dispatcher.resume(others, generation)
-            assert dispatcher.active_ranks == others
+            restart(layer, others, generation)
             for step in range(4):
                 errors.append(error_of(layer, 10 * step + group.rank, lost, step % 2))
         group.barrier("the victim comes back")
-        dispatcher.resume(everyone, generation + 1)
+        restart(layer, everyone, generation + 1)
         errors += [error_of(layer, 5 + group.rank, none_lost, lane) for lane in (0, 1)]
     return errors
 
 
+@pytest.mark.parametrize(("a2a", "mode"), [case for case in A2A if case[1] != "replicated"])
 @pytest.mark.parametrize("fault", ["dispatch", "combine"])
-def test_mooncake_goes_on_without_a_rank(fault: str, pools: Callable[[int], LocalRanks]):
-    for rank, errors in enumerate(pools(3).run(elastic, fault, 3)):
+def test_others_go_on_without_a_rank(
+    fault: str, a2a: str, mode: str, pools: Callable[[int], LocalRanks]
+):
+    for rank, errors in enumerate(pools(3).run(elastic, a2a, mode, fault, 3)):
         assert len(errors) == (5 if rank == VICTIM else 13)
         assert max(errors) < 1e-5
 
 
-def test_mooncake_without_a_rank_that_shares_experts(pools: Callable[[int], LocalRanks]):
+@pytest.mark.parametrize("a2a", ["mooncake", "flashinfer"])
+def test_others_go_on_without_a_rank_that_shares_experts(
+    a2a: str, pools: Callable[[int], LocalRanks]
+):
     """Half a result is none: both ranks of the group count as lost."""
-    for errors in pools(4).run(elastic, "dispatch", 2):
+    for errors in pools(4).run(elastic, a2a, "low_latency", "dispatch", 2):
         assert max(errors) < 1e-5
 
 

@@ -7,12 +7,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
+from torch import Tensor
 
 from moesaic.comm.network import quiet_log
 from moesaic.comm.network.connect import connect
@@ -33,6 +36,7 @@ from moesaic.comm.network.tls import Connection
 from moesaic.comm.network.torch_store import TorchStore
 from moesaic.comm.windows.factory import create_window
 from moesaic.comm.windows.shared_memory import create_memory, map_memory
+from moesaic.comm.windows.window import PlaneSpec
 
 ME, SECRET = Identity(0, 0), b"a secret of some length"
 
@@ -43,6 +47,32 @@ def soon() -> float:
 
 def client_of(store: LocalStore) -> StoreClient:
     return store.address.connect(5.0, ME)
+
+
+def test_a_restarted_rank_gets_what_its_predecessor_got(store: LocalStore):
+    """It needs no other rank for that, not even its own memory."""
+
+    def member(rank: int) -> StoreGroup:
+        group = StoreGroup(client_of(store), "team", rank, 2, 5)
+        group.lasts = True
+        return group
+
+    def start(group: StoreGroup, told: bytes) -> tuple[list[bytes], Tensor]:
+        parts = group.all_gather_bytes(told, "tell")
+        window = create_window(group, [PlaneSpec("rows", (4,), torch.int64)], 5)
+        group.barrier("ready")
+        return parts, window.stacked("rows")
+
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(start, member(rank), b"%d" % rank) for rank in range(2)]
+        (first, first_rows), (second, second_rows) = (one.result(10) for one in both)
+    assert first == second == [b"0", b"1"]
+    first_rows[0] = 7
+    for rank in (1, 0):  # alone, and with something else to tell
+        parts, rows = start(member(rank), b"other")
+        assert parts == [b"0", b"1"] and rows.tolist() == second_rows.tolist()
+        rows[1] += 1
+    assert second_rows.tolist() == [[7] * 4, [2] * 4]
 
 
 def test_what_a_store_does(store: LocalStore):

@@ -97,3 +97,38 @@ def test_drafts_of_ranks_are_right_behind_steps_without(line: str) -> None:
     assert found == on_one_rank()
     rates = [one["spec_accept_rate"] for one in told[::2] if "spec_accept_rate" in one]
     assert rates and min(rates) >= (1.0 if OTHER in line else 0.9)
+
+
+@pytest.mark.timeout(300)
+def test_experts_of_the_layer_move_as_those_of_the_target() -> None:
+    """Every few steps, while drafts are made and verified."""
+    line = (
+        f"--model-path {HOUSE} --dtype float32 --page-size 4 --tp 2 {DPA} 2 "
+        "--moe-a2a-backend deepep "
+        "--speculative-algorithm NEXTN --speculative-num-steps 1 --disable-speculative-adaptive "
+        "--enable-eplb --eplb-algorithm deepseek --eplb-rebalance-num-iterations 3 "
+        "--ep-num-redundant-experts 2"
+    )
+    sampling = [{"max_new_tokens": 12 + 4 * n, "temperature": 0.0} for n in range(5)]
+
+    def held(engine: Engine) -> list[list[int]]:
+        """The experts in the slots of the layer, by rank."""
+        ranks = engine.get_stats().ranks
+        found = [dict(zip(rank.layers, rank.experts, strict=True))[4] for rank in ranks]
+        slots = len(ranks[0].held[0])
+        return [experts[:slots] for experts in found]
+
+    with Engine(**vars(arguments(line))) as engine:
+        before, expected = held(engine), None
+        for _ in range(20):
+            outputs = engine.generate(input_ids=prompts()[:5], sampling_params=sampling)
+            assert isinstance(outputs, list)
+            found = [output["output_ids"] for output in outputs]
+            expected = expected or found
+            assert found == expected
+            accepted = [output["meta_info"]["spec_accept_length"] for output in outputs]
+            assert sum(accepted) / len(accepted) > 1.7
+            if engine.get_stats().ranks[0].moves.rebalances >= 3 and held(engine) != before:
+                break
+        assert engine.get_stats().ranks[0].moves.aborted == 0
+        assert held(engine) != before

@@ -12,6 +12,7 @@ import pytest
 
 from moesaic import Engine
 from tests.e2e.test_draft_ranks import arguments
+from tests.kernels.triton_cases import GPU
 from tests.unit.test_eagle import QWEN, prompted, trained
 
 DPA = "--enable-dp-attention --dp"
@@ -31,7 +32,19 @@ SLOW = (
     f"--tp 2 --dp 2 {THIRD}",
     f"--tp 2 {DPA} 2 --moe-a2a-backend deepep --overlap tbo {THIRD}",
 )
-LINES = [*ALWAYS, *(pytest.param(line, marks=pytest.mark.slow) for line in SLOW)]
+# On a GPU sums in other orders are told from errors by having none.
+GPU_BASE = "--device cuda --enable-deterministic-inference"
+ON_GPU = (
+    f"{GPU_BASE} {THIRD}",
+    f"{GPU_BASE} --tp 2 {DPA} 2 --moe-a2a-backend deepep {THIRD}",
+    f"{GPU_BASE} --tp 2 --ep 2 {FIRST} {MAPPED}",
+)
+NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="there is no GPU")]
+LINES = [
+    *ALWAYS,
+    *(pytest.param(line, marks=pytest.mark.slow) for line in SLOW),
+    *(pytest.param(line, marks=NEEDS_GPU) for line in ON_GPU),
+]
 
 
 def answers(line: str) -> tuple[list[list[int]], list[float]]:
@@ -65,7 +78,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
 
     def served(line: str) -> Served:
         if line not in made:
-            made[line] = answers(_with_files(line, folder))
+            made[line] = answers(_with_files(line, folder) if FIRST in line else line)
         return made[line]
 
     return served
@@ -82,8 +95,9 @@ def _with_files(line: str, folder: Path) -> str:
 def test_ranks_with_heads_give_the_tokens_of_one_rank_without(
     line: str, serve: Callable[[str], Served]
 ) -> None:
-    alone = line[line.index("--speculative") :]
+    base = GPU_BASE if GPU_BASE in line else ""
     found, lengths = serve(line)
-    assert found == serve("")[0]
-    assert lengths == pytest.approx(serve(alone)[1])
+    assert found == serve(base)[0]
+    alone = line[line.index("--speculative") :]
+    assert lengths == pytest.approx(serve(f"{base} {alone}".strip())[1])
     assert sum(lengths) > 3 * 1.4

@@ -78,6 +78,11 @@ def during(engine: Engine, run: Run, strike: Callable[[], None]) -> list[Any]:
     return found
 
 
+def scale(engine: Engine, size: int) -> None:
+    state = engine.scale_elastic_ep(size)
+    assert (state["target_ep_size"], state["max_ep_size"]) == (size, 4)
+
+
 def all_live(engine: Engine) -> bool:
     return all(one["state"] not in ("absent", "starting") for one in info(engine)["ranks"])
 
@@ -113,12 +118,24 @@ def test_answers_survive_the_loss_of_ranks() -> None:
             found = info(engine)
             told = found["membership"]
             assert (told["lost"], told["returned"], told["live"]) == (4, 4, [0, 1, 2, 3])
+            stats = engine.get_stats()
+            assert stats.membership is not None and stats.membership.live == [0, 1, 2, 3]
             assert told["moved_requests"] >= 2 and all(one["seconds"] for one in told["changes"])
             assert all(one["pid"] != pids[one["rank"]] for one in found["ranks"])
             assert (found["running"], found["waiting"], found["pages_used"]) == (0, 0, 0)
-            assert ask(engine) == wanted
+            # Two replicas fewer and back: nobody notices.
+            with pytest.raises(ValueError, match="2 ranks: 2 ranks have 6 slots for 8 experts"):
+                engine.scale_elastic_ep(2)
+            assert during(engine, run, lambda: scale(engine, 3)) == wanted
+            wait_for(lambda: not engine.scale_elastic_ep()["is_scaling_elastic_ep"], "ranks", run)
+            state = engine.scale_elastic_ep()
+            assert (state["scale_phase"], state["effective_ep_size"]) == ("serving_reduced", 3)
+            assert during(engine, run, lambda: scale(engine, 4)) == wanted
+            wait_for(lambda: not engine.scale_elastic_ep()["is_scaling_elastic_ep"], "ranks", run)
+            state = engine.scale_elastic_ep()
+            assert (state["scale_phase"], state["effective_ep_size"]) == ("serving_expanded", 4)
             log = run.log.read_text()
-            assert len(re.findall(r"rank \d \(.*\) returns after", log)) == 4
+            assert len(re.findall(r"rank \d \(.*\) returns after", log)) == 5
             assert "had returned (the step was abandoned after" in log and "read again" in log
             assert re.search(r"waits for its lost ranks: 2 ranks have 6 slots for 8 experts", log)
         finally:

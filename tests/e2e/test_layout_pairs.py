@@ -130,8 +130,11 @@ class Sides:
         pairs = 0
         with self.decoding(decode) as seconds:
             for flags in prefill:
-                port = free_port()
-                role = {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": port}
+                role: Flags = {
+                    "disaggregation_mode": "prefill",
+                    "disaggregation_bootstrap_port": (port := free_port()),
+                    "disaggregation_transfer_backend": self.chooser.choice(("auto", "tcp")),
+                }
                 with self.instance(flags | role) as first:
                     for second in self.chooser.sample(seconds, len(seconds)):
                         self.check((flags, first, port), second)

@@ -295,6 +295,23 @@ def test_a_scrape_does_not_wait_for_a_busy_engine(
     wait_until(lambda: scrape(client)["moesaic_stats_age_seconds"][()] < 1)
 
 
+def test_what_a_request_has_added_is_there_once_it_has_ended(
+    server: tuple[Engine, httpx.Client],
+) -> None:
+    """Not a second later."""
+    engine, client = server
+    params = {"max_new_tokens": 12, "ignore_eos": True, "temperature": 0}
+
+    def verified() -> float:
+        return scrape(client)["moesaic_spec_verified_total"]["0",]
+
+    engine.generate(input_ids=[9] * 20, sampling_params=params)
+    for _ in range(3):
+        before = verified()
+        told = engine.generate(input_ids=[9] * 20, sampling_params=params)["meta_info"]
+        assert verified() == before + told["spec_verify_ct"] > before
+
+
 def test_readings_are_compared_and_not_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = 0
 

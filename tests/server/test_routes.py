@@ -240,6 +240,8 @@ def test_examples_of_the_document_work(client: httpx.Client) -> None:
         answer = client.request(route.method, route.path, json=content["example"])
         if route.path == "/rebalance":  # on ranks: tests/e2e/test_rebalance.py
             assert "start with --enable-eplb" in message(answer, 400)
+        elif route.path == "/scale_elastic_ep":  # tests/e2e/test_elastic.py
+            assert "start several with --elastic-ep-backend" in message(answer, 400)
         else:
             assert answer.status_code == 200, (route.path, answer.text)
     client.post("/stop_profile")

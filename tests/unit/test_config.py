@@ -116,7 +116,7 @@ def test_command_line(line: str, field: str, value: object):
             "--page-size is 0: give at least 1; not supported: --enable-lora (LoRA adapters are "
             "not served: merge the adapter into the checkpoint (peft's merge_and_unload) and "
             "serve that); not built yet: --speculative-algorithm UNO (nothing makes such drafts "
-            "yet: give EAGLE, EAGLE3, STANDALONE, NGRAM)",
+            "yet: give EAGLE, NEXTN, EAGLE3, STANDALONE, NGRAM)",
         ),
         (
             "--magic 3 --max-loras-per-batch 4 --wand --enforce-shared-experts-fusion",
@@ -346,6 +346,10 @@ def test_missing_file_is_named(tmp_path: Path):
         ),
         ("--cuda-graph-bs 1 --disable-cuda-graph", "--cuda-graph-bs and --disable-cuda-graph"),
         ("--cuda-graph-bs 1 64 --cuda-graph-max-bs 32", "has 64, more than --cuda-graph-max-bs 32"),
+        (
+            "--disaggregation-mode decode --disaggregation-transfer-backend cuda_ipc --device cpu",
+            "cuda_ipc with --device cpu: it moves caches of cuda ranks: give auto, which takes",
+        ),
         (
             "--disaggregation-decode-enable-radix-cache",
             "needs --disaggregation-mode decode, not null",
@@ -581,6 +585,8 @@ def test_resolve_fills_in_what_was_left_open():
     args = resolve(make())
     assert (args.tokenizer_path, args.device) == ("m", "cpu")
     assert (args.attention_backend, args.sampling_backend) == ("torch_native", "pytorch")
+    draft = resolve(make(device="cpu", speculative_draft_attention_backend="fa3"))
+    assert draft.speculative_draft_attention_backend == "torch_native"
     assert (args.dtype, args.chunked_prefill_size) == ("auto", 2048)
     assert (args.load_balance_method, args.dist_timeout) == ("auto", 300.0)
     assert args.max_step_ms == 0
@@ -987,9 +993,39 @@ def test_graph_sizes_mean_nothing_on_cpu(caplog: pytest.LogCaptureFixture):
 def test_unset_speculative_flags_follow_from_the_others(line: str, steps: int, tokens: int):
     args = resolve(parse(f"--model-path m --device cpu --speculative-algorithm {line}"))
     found = speculation_of(args)
-    assert found == Speculation("EAGLE", steps, tokens)
+    assert found == Speculation(line.split()[0], steps, tokens)
     assert found.num_drafts == steps and resolve(args) == args
     assert args.speculative_eagle_topk == 1
+
+
+def decode_by(transport: str) -> ServerArgs:
+    return ServerArgs(
+        model_path="m",
+        device="cpu",
+        disaggregation_mode="decode",
+        disaggregation_transfer_backend=transport,
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"), [("mooncake", "auto"), ("mori", "auto"), ("mooncake_tcp", "tcp")]
+)
+def test_transfer_backends_by_other_names(
+    asked: str, meant: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    args = decode_by(asked)
+    assert resolve(args).disaggregation_transfer_backend == meant
+    assert f"it does what {asked} asks for" in caplog.text
+
+
+def test_nixl_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    args, module = decode_by("nixl"), import_module("moesaic.config.resolve")
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"not installed: pip install 'moesaic\[nixl\]'"):
+        resolve(args)
+    monkeypatch.setattr(module, "find_spec", lambda name: object())
+    assert resolve(args).disaggregation_transfer_backend == "nixl"
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,37 @@ def test_a_long_gap_takes_several_steps() -> None:
     assert counts[0] == counts[1] > 10 and widest == 16
 
 
+@pytest.mark.parametrize(("draft", "layers"), [("NEXTN", [4]), ("STANDALONE", [5, 6, 7])])
+def test_the_experts_of_draft_models_are_counted(draft: str, layers: list[int]) -> None:
+    """Behind those of the target, in steps with drafts: each row goes to as many experts."""
+    if draft == "NEXTN":
+        core = make_core(str(HOUSE), 1, False, tight=False)
+    else:
+        flags = {"speculative_algorithm": draft, "speculative_draft_model_path": str(HOUSE)}
+        args = arguments(str(HOUSE), speculative_num_steps=1, **flags)
+        core = LocalCore(args, ModelRunner(args, asynchronous=False))
+    core.runner.reset_statistics()
+    take_turns(core, 3, 5)
+    plan, rows, chained = core.planner.plan, [0], [0]
+
+    def counted(parts: int = 1) -> Any:
+        step = plan(parts)
+        if step.plan.draft_steps:
+            rows[0] += step.plan.extending
+            chained[0] += step.plan.num_drafting
+        return step
+
+    core.planner.plan = counted
+    serve(core, [greedy(number) for number in range(3)])
+    stats = core.stats.stats()
+    found = dict(zip(stats.layers, map(sum, stats.expert_tokens), strict=True))
+    assert [layer for layer in found if layer >= core.runner.num_layers] == layers
+    # A layer of the target makes a draft of the last row, another model one more row of it.
+    passes = rows[0] + (draft == "STANDALONE") * chained[0]
+    sparse = [layer for layer in layers if found[layer]]
+    assert sparse and all(found[n] == core.runner.top_k * passes > 100 for n in sparse)
+
+
 def test_a_failed_step_with_a_gap_is_repeated() -> None:
     core = same_model(True, page_size=4)
     take_turns(core, 6, 8)

@@ -333,6 +333,12 @@ def test_a_draft_model_that_does_not_fit_is_refused(draft: str, message: str) ->
         plan_memory(arguments(RANDOM, **flags))
 
 
+def test_a_missing_draft_model_is_told_by_its_own_flag() -> None:
+    flags = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "/nowhere"}
+    with pytest.raises(ValueError, match=r"/nowhere.* does not exist: --speculative-draft-model-p"):
+        plan_memory(arguments(RANDOM, **flags))
+
+
 def items() -> Iterator[PlanItem]:
     sample = SampleRow(SamplingParams(), seed=0, position=9)
     yield PlanItem(0, [11, 12, 13], 0, 0, next_id=14)  # a chunk in the middle of a prompt
@@ -409,12 +415,15 @@ def test_a_format_that_the_runner_does_not_compute_is_refused() -> None:
     args = arguments(RANDOM_WIDE, 1, **flags, speculative_draft_model_quantization="unquant")
     with pytest.raises(ValueError, match=r"draft model's experts have fp32 .*flashinfer_cutedsl"):
         plan_memory(args)
+    flags = {"speculative_moe_runner_backend": "flashinfer_trtllm"}
+    with pytest.raises(ValueError, match=r"use --speculative-moe-runner-backend auto$"):
+        plan_memory(arguments(RANDOM, 1, **flags))
 
 
 def test_a_checkpoint_without_such_a_layer_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"EAGLE: .*num_nextn_predict_layers is 0.*use one that"):
+    with pytest.raises(ValueError, match=r"NEXTN: .*num_nextn_predict_layers is 0.*use one that"):
         plan_memory(arguments("tiny:deepseek_v3", 1))
-    with pytest.raises(ValueError, match=r"EAGLE: .*not supported for architectures"):
+    with pytest.raises(ValueError, match=r"NEXTN: .*not supported for architectures"):
         plan_memory(arguments("tiny:qwen3_moe", 1))
 
 

@@ -19,6 +19,8 @@ from moesaic.engine.runner import model_runner
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.setup.memory_plan import plan_memory
 from moesaic.engine.worker.local_core import LocalCore
+from moesaic.models.config import RawConfig
+from moesaic.models.eagle_config import read_head
 from moesaic.models.tiny import materialise
 from tests.e2e.test_ngram import Moody
 from tests.eagle_heads import Head, Reference
@@ -270,6 +272,30 @@ def test_the_layer_of_the_checkpoint_proposes_tokens_of_the_map(tmp_path: Path) 
     assert {token for drafts in mapped.values() for token in drafts} <= set(HOT)
     hits = [(best, token) for best, token in firsts.values() if best in HOT]
     assert len(hits) > 3 and all(best == token for best, token in hits)
+
+
+def test_nested_configs(tmp_path: Path) -> None:
+    """As speculators writes them: with the layer's sizes apart, and with the layers whose input is
+    read."""
+    config = target(QWEN)[1]
+    head = Head(config, changes={"norm_before_residual": True})
+    head.write(tmp_path)
+    target_config = RawConfig(config, "target")
+    flat = read_head(tmp_path, target_config, is_third=True)
+    own = {key: head.config[key] for key in ("draft_vocab_size", "norm_before_residual")}
+    layer = {key: value for key, value in head.config.items() if key not in own}
+    del layer["eagle_config"]
+    nested = own | {
+        "transformer_layer_config": layer,
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(nested))
+    found = read_head(tmp_path, target_config, is_third=True)
+    assert found.taps == flat.taps == (1, 2, 3)
+    assert found.variants == flat.variants == {"norm_before_residual"}
+    assert found.token_map == flat.token_map is not None
+    for key in ("hidden_size", "intermediate_size", "num_attention_heads", "rope_theta"):
+        assert found.raw.data[key] == head.config[key]
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

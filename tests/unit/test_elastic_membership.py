@@ -287,3 +287,37 @@ def test_a_loss_says_why_ranks_wait() -> None:
         "pipeline": "each stage of a pipeline needs all of its ranks",
         "replicas": "without --enable-dp-attention all ranks compute each request",
     }
+
+
+def test_ranks_are_removed_and_come_back() -> None:
+    """Beside requests and losses; what cannot be is refused."""
+    removed = 0
+    for seed in range(40):
+        service = Service(MESHES["each rank a group"], seed)
+        for number in range(8):
+            service.submit(number)
+        for _ in range(6):
+            removed += not service.elastic.scale(3) if service.random.random() < 0.5 else 0
+            service.run(40, deaths=0.02)
+            service.elastic.scale(4)
+            service.run(40, deaths=0.02)
+        service.run(600, deaths=0.0)
+        assert service.elastic.scale(4) == "" and not service.failed
+        service.run(300, deaths=0.0)
+        wanted = list(range(LENGTH))
+        assert all(answer == wanted for answer in service.answers.values()), (seed, service.answers)
+        assert service.elastic.live == [0, 1, 2, 3]
+        assert not service.elastic.scaling["is_scaling_elastic_ep"]
+    assert removed > 20
+    service = Service(MESHES["groups of two"], 0)
+    assert service.elastic.scale(3).startswith("3 ranks: give a multiple of 2 up to 4")
+    assert service.elastic.scale(6).startswith("6 ranks: give a multiple of 2 up to 4")
+    assert "2 ranks have 6 slots for 8 experts" in service.elastic.scale(2)
+    for name in ("one group", "pipeline", "replicas"):
+        assert service_refuses(name) == (
+            "only attention groups (--enable-dp-attention) of one replica come and go"
+        )
+
+
+def service_refuses(name: str) -> str:
+    return Service(MESHES[name], 0).elastic.scale(1)

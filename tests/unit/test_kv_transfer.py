@@ -195,6 +195,7 @@ def meet(lobby: Lobby, rooms: DecodeRooms, room: Room, first: int, stop: int) ->
 
 
 TRANSPORTS = ("shm", "tcp")
+DIMS = (2, 3), (8, 4)
 
 
 def outlets_of(rank: int, transport: str, nbytes: int = 1 << 20) -> KVOutlets:
@@ -215,9 +216,10 @@ def test_what_is_sent_is_received(number: int) -> None:
         chooser.choice([each for each in LAYOUTS if each[0] * each[1] <= 8]) for _ in "ab"
     )
     there, here = chooser.choice(TYPES), chooser.choice(TYPES)
-    source = Group(shares(*one, latent), chooser.choice([1, 4, 7, 16]), there, tokens)
-    target = Group(shares(*other, latent), chooser.choice([1, 3, 8, 64]), here, tokens)
-    heads, dims = (1, (5, 0)) if latent else (HEADS, (2, 3))
+    ours, theirs = (shares(*each, latent, DIMS[number % 2]) for each in (one, other))
+    source = Group(ours, chooser.choice([1, 4, 7, 16]), there, tokens)
+    target = Group(theirs, chooser.choice([1, 3, 8, 64]), here, tokens)
+    heads, dims = (1, (sum(DIMS[number % 2]), 0)) if latent else (HEADS, DIMS[number % 2])
     torch.manual_seed(number)
     whole = [torch.randn(LAYERS, tokens, heads, dim).to(there) for dim in dims]
     source.fill(whole)

@@ -100,7 +100,7 @@ class WindowCollective(Collective):
 
     Results do not alias the window. After an error all ranks have to restart the collective: rounds
     of a generation are higher than those of the one before. Ranks that are not active then are not
-    awaited, and their parts are zeros.
+    awaited: `gather_rows` has zeros for them, and other operations need all ranks.
     """
 
     def __init__(self, group: Peers, nbytes: int, timeout: float) -> None:
@@ -127,6 +127,7 @@ class WindowCollective(Collective):
         return window_bytes(_planes(nbytes), size, channels=1) if size > 1 else 0
 
     def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
+        assert self._active is None, f"{operation}: ranks are lost"
         chosen, width = chosen_rows(rows, len(x_NH)), math.prod(x_NH.shape[1:])
         x_N = x_NH.detach().reshape(-1)
         needed = range(chosen.start * width, chosen.stop * width)
@@ -141,12 +142,13 @@ class WindowCollective(Collective):
         check_counts(self, counts, len(x_TH), "rows")
         width = math.prod(x_TH.shape[1:])
         x_N = x_TH.detach().reshape(-1)
-        out = x_N.new_empty(sum(counts) * width)
+        out = x_N.new_zeros(sum(counts) * width)
         spans = _spans([count * width for count in counts])
         head = _head("gather_rows", x_N.dtype, (*counts, width))
         for piece in cut_into(max(map(len, spans)), self._capacity // x_N.itemsize):
             parts_PN = self._exchange(x_N[piece.start : piece.stop], head, operation)
-            for part_N, span in zip(parts_PN, spans, strict=True):
+            for rank in range(self.size) if self._active is None else self._active:
+                part_N, span = parts_PN[rank], spans[rank]
                 here = span[piece.start : piece.stop]
                 out[here.start : here.stop] = part_N[: len(here)]
         return out.view(sum(counts), *x_TH.shape[1:])
@@ -155,6 +157,7 @@ class WindowCollective(Collective):
         self, x_RV: Tensor, widths: Sequence[int], rows: slice, operation: str
     ) -> Tensor:
         check_counts(self, widths, x_RV.shape[1], "columns")
+        assert self._active is None, f"{operation}: ranks are lost"
         x_RV = x_RV.detach()
         needed, spans = chosen_rows(rows, len(x_RV)), _spans(widths)
         out = x_RV.new_empty(len(needed), sum(widths))
@@ -173,6 +176,7 @@ class WindowCollective(Collective):
     def exchange_rows(self, x_NH: Tensor, operation: str) -> Tensor:
         """Each rank gives as many rows for every rank, in rank order; returns those that all ranks
         gave for this one, in the same order."""
+        assert self._active is None, f"{operation}: ranks are lost"
         x_PN = x_NH.detach().reshape(self.size, -1)
         out_PN = torch.empty_like(x_PN)
         head = _head("exchange_rows", x_PN.dtype, tuple(x_NH.shape))
@@ -186,11 +190,8 @@ class WindowCollective(Collective):
     def restart(self, membership: Membership) -> None:
         self._window.forget()
         self._round = first_epoch(membership.generation)
-        inactive = sorted(set(range(self.size)) - set(membership.active))
-        self._active = sorted(membership.active) if inactive else None
-        for half in range(HALVES) if inactive else ():
-            self._bodies[half][torch.uint8][inactive] = 0
-            self._heads[half][inactive] = 0
+        active = sorted(membership.active)
+        self._active = None if len(active) == self.size else active
 
     def _sum(self, x_N: Tensor, asked: range, out: Tensor, operation: str) -> None:
         """Writes elements `asked` of the sum to `out`."""

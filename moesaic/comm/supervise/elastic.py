@@ -33,7 +33,8 @@ SHORT_LIFE: Final = 1.0
 FIRST_PAUSE: Final = 0.5
 LONGEST_PAUSE: Final = 30.0
 KEPT_CHANGES: Final = 64
-LOST, RETURNED = "lost", "returned"
+LOST, RETURNED, REMOVED = "lost", "returned", "removed"
+WORDS: Final = {LOST: "were lost", RETURNED: "had returned", REMOVED: "were removed"}
 MIB: Final = 1 << 20
 
 
@@ -110,6 +111,10 @@ class ElasticMembership(MembershipPolicy):
         self._slots: tuple[int, int] | None = None
         """Slots of a rank in a layer, and the experts of a layer; None before ranks are ready."""
         self.totals = MembershipStats(live=self.live)
+        self._size = self._mesh.world
+        """The ranks that there are to be: those with the lowest numbers."""
+        self._phase = "idle"
+        """What `scaling` tells once that many are live."""
 
     @property
     def live(self) -> list[int]:
@@ -120,6 +125,58 @@ class ElasticMembership(MembershipPolicy):
         pending = [one.change for replica in self._replicas for one in replica.pending]
         changes = [*self.totals.changes, *pending]
         return msgspec.structs.replace(self.totals, live=self.live, changes=changes)
+
+    @property
+    def scaling(self) -> dict[str, Any]:
+        """Whether the number of ranks changes, in SGLang's words."""
+        phase, live = self._phase, self.live
+        if any(rank not in live for rank in range(self._size)) and phase != "idle":
+            phase = "joining"
+        elif any(replica.pending for replica in self._replicas) and phase != "idle":
+            phase = "syncing_new_world"
+        return {
+            "is_scaling_elastic_ep": phase in ("joining", "syncing_new_world"),
+            "scale_phase": phase,
+            "effective_ep_size": len(live),
+            "target_ep_size": self._size,
+            "max_ep_size": self._mesh.world,
+            "last_error": None,
+        }
+
+    def scale(self, size: int) -> str:
+        """Removes ranks, or starts those that were removed; returns why that cannot be done."""
+        mesh, now = self._mesh, time.monotonic()
+        if mesh.replicas > 1 or mesh.pp > 1 or mesh.dp == 1:
+            return "only attention groups (--enable-dp-attention) of one replica come and go"
+        if not 0 < size <= mesh.world or size % mesh.attention_tp:
+            return (
+                f"{size} ranks: give a multiple of {mesh.attention_tp} up to {mesh.world}, with "
+                "which the service was started"
+            )
+        if why := self._cannot_serve(self._replicas[0], range(size)):
+            return f"{size} ranks: {why}"
+        away = [rank for rank in range(self._size) if not self.ranks[rank].is_live]
+        if away or self._replicas[0].pending:
+            return f"ranks {_numbers(away)} are on their way: ask again when they are live"
+        before, self._size = self._size, size
+        for rank in range(before, size):
+            self.ranks[rank].restart_at, self.ranks[rank].since = now, now
+        if removed := list(range(size, before)):
+            self._remove(removed, now)
+        self._phase = {-1: "serving_reduced", 1: "serving_expanded"}.get(
+            (size > before) - (size < before), self._phase
+        )
+        return ""
+
+    def _remove(self, ranks: list[int], now: float) -> None:
+        for rank in ranks:
+            if not self._host.kill_rank(rank):
+                self._host.fail(f"{self._mesh.describe(rank)} cannot be ended", [rank])
+                return
+            self._host.answer_for(rank)
+            self.ranks[rank].is_live = False
+        cause = f"{_numbers(ranks)} are removed: the service is to have {self._size} ranks"
+        self._change(self._replicas[0], REMOVED, ranks, cause, now)
 
     def is_watched(self, rank: int) -> bool:
         """Whether a rank that makes no progress holds others up: not while these wait for one that
@@ -198,7 +255,7 @@ class ElasticMembership(MembershipPolicy):
             if life.restart_at is not None and now >= life.restart_at:
                 life.restart_at = None
                 self._host.start_rank(rank)
-            elif life.restart_at is None and not life.is_live:
+            elif life.restart_at is None and not life.is_live and rank < self._size:
                 limit = self._host.spec.timeouts.start
                 if now - life.since > limit:
                     why = f"{self._mesh.describe(rank)} did not return within {limit:.0f} s"
@@ -335,7 +392,7 @@ class ElasticMembership(MembershipPolicy):
                 _numbers(change.live),
                 seconds,
                 _numbers(change.ranks),
-                "were lost" if change.kind == LOST else "had returned",
+                WORDS[change.kind],
                 change.abandoned_seconds or 0.0,
                 change.moved_requests,
                 change.experts,

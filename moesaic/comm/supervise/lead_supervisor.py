@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import zmq
@@ -36,6 +36,9 @@ from moesaic.core.rank_state import RankSnapshot, RankState
 from moesaic.core.request import FinishReason, NewRequest
 
 logger = logging.getLogger(__name__)
+
+# Questions that the supervisor answers alone.
+SUPERVISOR_QUERIES: Final = ("scaling",)
 
 
 @dataclass(slots=True)
@@ -294,6 +297,9 @@ class LeadSupervisor(NodeSupervisor):
         )
 
     def _ask(self, question: messages.Query) -> None:
+        if question.what in SUPERVISOR_QUERIES:
+            self.send_client(messages.QueryReply(question.number, -1, self._scale(question)))
+            return
         if question.what in ("info", "stats"):
             membership = None if self.elastic is None else self.elastic.stats
             overview = self._overview()
@@ -316,6 +322,14 @@ class LeadSupervisor(NodeSupervisor):
                 self.answer_for(rank)
         for replica in self._replicas:
             self._wake_if_due(replica)
+
+    def _scale(self, question: messages.Query) -> dict[str, Any]:
+        """The answer to a wish for another number of ranks, or to the question how far it is."""
+        if self.elastic is None:
+            return {"refused": "the number of ranks is fixed without --elastic-ep-backend"}
+        size = question.options.get("size")
+        refused = "" if size is None else self.elastic.scale(size)
+        return self.elastic.scaling | {"refused": refused}
 
     def _note_reply(self, reply: messages.QueryReply, rank: int) -> None:
         awaited = self._awaited.get(reply.number)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moesaic.balance.survivors import Adoption, adoptions
+from moesaic.balance.survivors import adoptions
 from moesaic.config import ServerArgs
 from moesaic.core.messages import MembersAdopted
 from moesaic.engine.runner.model_runner import ModelRunner
@@ -46,7 +46,7 @@ class RankMembers:
     def _adopt_experts(self, active: Sequence[int], done: MembersAdopted) -> None:
         layers = self._runner.moe_layers
         held_LP, versions = self._exchange(layers, active)
-        layout = layers[0].layout
+        layout, tensors = layers[0].layout, list[Tensor]()
         for layer, held_P in zip(layers, held_LP, strict=True):
             layer.load.placement_version = max(versions)
             found = adoptions(held_P, layer.config.num_experts, layout.slots_per_rank)
@@ -55,9 +55,11 @@ class RankMembers:
                 slots[one.slot] = one.expert
             if tuple(slots) != layer.placement.slots:
                 layer.update_placement(Placement(layer.config.num_experts, tuple(slots)))
-            own = [one for one in found if one.slot // layout.slots_per_rank == layout.ep_rank]
+            own = [one.slot - layout.first_slot for one in found if layout.holds(one.slot)]
             done.experts += len(own)
-            done.nbytes += self._load(layer, own)
+            tensors += [tensor for slot in own for tensor in layer.store.tensors(slot)]
+        done.nbytes = sum(tensor.nbytes for tensor in tensors)
+        self._read(tensors)
 
     def _exchange(
         self, layers: Sequence[FusedMoE], active: Sequence[int]
@@ -88,15 +90,12 @@ class RankMembers:
         held: list[list[int]] = told_DLC[::width].transpose(0, 1).flatten(1).tolist()
         return held
 
-    def _load(self, layer: FusedMoE, adopted: Sequence[Adoption]) -> int:
-        """Reads experts into their slots, which the placement names already; returns the bytes."""
-        slots = [one.slot - layer.layout.first_slot for one in adopted]
-        tensors = [tensor for slot in slots for tensor in layer.store.tensors(slot)]
-        if not tensors:
-            return 0
+    def _read(self, tensors: Sequence[Tensor]) -> None:
+        """Fills parts of the model, whose placements name their experts already."""
         model, args = self._runner.model, self._args
+        if not tensors:
+            return
         if args.load_format == "dummy":
             fill_some_randomly(model, args.random_seed or 0, tensors)
         else:
             load_some_weights(model, Path(args.model_path), self._runner.scheme, tensors)
-        return sum(tensor.nbytes for tensor in tensors)

@@ -25,7 +25,12 @@ from moesaic.core.disagg import KVShare
 from moesaic.core.request import ABORTED, FinishReason, failure
 from moesaic.disagg.likeness import model_digest, prompt_digest
 from moesaic.disagg.lobby import Lobby
-from moesaic.engine.frontend.queries import GROUP_QUERIES, PendingQuery, QueryTimeout
+from moesaic.engine.frontend.queries import (
+    GROUP_QUERIES,
+    SUPERVISOR_QUERIES,
+    PendingQuery,
+    QueryTimeout,
+)
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.setup.memory_plan import check_plan
 from moesaic.engine.worker.planner import ModelFacts
@@ -138,6 +143,8 @@ class CoreClient:
         self._num_queries += 1
         mesh, every = self.service.spec.mesh, what not in GROUP_QUERIES
         expected = mesh.world if every else mesh.num_groups
+        if what in SUPERVISOR_QUERIES:
+            every, expected = False, 0
         self._queries[self._num_queries] = PendingQuery(what, answer, every, expected)
         self.service.send(messages.Query(self._num_queries, what, every, dict(options or {})))
 
@@ -219,6 +226,9 @@ class CoreClient:
             query.answer.set_result(query.by_rank())
             return
         values = [query.replies[group].value for group in sorted(query.replies)]
+        if query.what in SUPERVISOR_QUERIES:
+            query.answer.set_result(query.overview)
+            return
         if query.what == "flush_cache":
             query.answer.set_result(sum(values))
             return

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Any, TypedDict
 
 from moesaic.core.foreign_fields import BadParameter, drop_foreign
@@ -37,6 +38,7 @@ SAMPLE_SIZE = 64
 MAX_LOGPROBS = 1 << 20
 SEED_BITS = 63
 SURROGATE = re.compile("[\ud800-\udfff]")
+BOOTSTRAP = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 # Arguments of a call that are one value for all prompts, or a list with one for each.
 PER_PROMPT = (
     "sampling_params",
@@ -47,9 +49,7 @@ PER_PROMPT = (
     "data_parallel_rank",
     "extra_key",
     "cache_salt",
-    "bootstrap_host",
-    "bootstrap_port",
-    "bootstrap_room",
+    *BOOTSTRAP,
 )
 # Arguments of which a list of nulls is as good as left out.
 NULLABLE = (*PER_PROMPT, "rid", "routed_dp_rank")
@@ -213,9 +213,21 @@ class GenerateInput:
     def _column(self, name: str, number: int) -> list[Any]:
         """The value of an argument for each prompt."""
         value = getattr(self, name)
+        if name in BOOTSTRAP and isinstance(value, list) and len(value) != number:
+            value = self._of_first_samples(value, number)
         if name == "token_ids_logprob" and not _has_lists(value):
             value = [value] * number  # one list is for all prompts
         return _per_prompt(name, value, number)
+
+    def _of_first_samples(self, values: list[Any], number: int) -> list[Any]:
+        """SGLang's router gives each sample a room: samples of a prompt follow the first one's."""
+        counts = [
+            _num_samples(params)
+            for params in _per_prompt("sampling_params", self.sampling_params, number)
+        ]
+        if not all(isinstance(n, int) and n > 0 for n in counts) or sum(counts) != len(values):
+            return values  # which is refused
+        return [values[first] for first in accumulate(counts[:-1], initial=0)]
 
     def _samples(
         self,

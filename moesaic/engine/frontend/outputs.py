@@ -160,7 +160,11 @@ def _logprobs(request: Request, number: int, texts: Tokenizer | None) -> dict[st
     def top(rows: list[TopLogprobs], part: slice) -> list[list[Entry]]:
         return [[entry(logprob, token) for logprob, token in row[part]] for row in rows]
 
-    input_ids = request.prompt_ids[request.logprob_start :]
+    # The instance that continues a request answers with those of the prompt. SGLang's router puts
+    # the answers of both instances together.
+    is_half = request.kv_target is not None
+    input_ids = [] if is_half else request.prompt_ids[request.logprob_start :]
+    before = [] if is_half else [None]
     output_ids = request.token_ids[request.prompt_len : request.prompt_len + number]
     found: dict[str, Any] = {
         "input_token_logprobs": [
@@ -173,13 +177,14 @@ def _logprobs(request: Request, number: int, texts: Tokenizer | None) -> dict[st
         ],
     }
     further = len(request.token_ids_logprob)
-    inputs, outputs = request.input_top_logprobs, request.output_top_logprobs[:number]
+    inputs = [] if is_half else request.input_top_logprobs
+    outputs = request.output_top_logprobs[:number]
     if request.top_logprobs_num:
         likely = slice(None, -further or None)
-        found["input_top_logprobs"] = [None, *top(inputs, likely)]
+        found["input_top_logprobs"] = [*before, *top(inputs, likely)]
         found["output_top_logprobs"] = top(outputs, likely)
     if further:
         asked = slice(-further, None)
-        found["input_token_ids_logprobs"] = [None, *top(inputs, asked)]
+        found["input_token_ids_logprobs"] = [*before, *top(inputs, asked)]
         found["output_token_ids_logprobs"] = top(outputs, asked)
     return found

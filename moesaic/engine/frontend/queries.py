@@ -16,6 +16,8 @@ from moesaic.engine.worker.rank_stats import RankStatsReply
 
 # Queries to the leaders of serving groups; all others go to every rank.
 GROUP_QUERIES: Final = ("info", "flush_cache")
+# Those to the supervisor alone.
+SUPERVISOR_QUERIES: Final = ("scaling",)
 # Ranks reply between two steps; later replies are left out of the statistics.
 STATS_SECONDS: Final = 3.0
 # Other queries wait longer, since a prompt of a large model may take long.
@@ -75,7 +77,7 @@ class PendingQuery:
 
     @property
     def is_answered(self) -> bool:
-        needs_overview = self.what in ("info", "stats")
+        needs_overview = self.what in ("info", "stats", *SUPERVISOR_QUERIES)
         return len(self.replies) == self.expected and not (needs_overview and self.overview is None)
 
     def by_rank(self) -> RankAnswers:

@@ -250,7 +250,7 @@ class ModelRunner:
         # A shared expert among the routed ones belongs to no group.
         shared = self.moe_layers[0].config.num_shared
         groups = 1 if shared else resolved.raw.integer("n_group", 1)
-        made = Rebalancer(args, self.moe_layers, self.ranks, self.device, groups)
+        made = Rebalancer(args, self.moving_layers, self.ranks, self.device, groups)
         made.start_planner()
         return made
 
@@ -392,6 +392,19 @@ class ModelRunner:
     def moe_layers(self) -> list[FusedMoE]:
         return [module for module in self.model.modules() if isinstance(module, FusedMoE)]
 
+    @property
+    def draft_layers(self) -> list[FusedMoE]:
+        """Those of the model that makes drafts, if it is one on this rank."""
+        return [] if self.draft is None else list(self.draft.model.experts)
+
+    @property
+    def moving_layers(self) -> list[FusedMoE]:
+        """Those whose experts --enable-eplb moves: also of a draft model, if they are like the
+        target's."""
+        return self.moe_layers + [
+            layer for layer in self.draft_layers if layer.context.max_replicas
+        ]
+
     def record_pass(
         self, plan: StepPlan, agreement: StepAgreement, tokens: StepTokens | None
     ) -> None:
@@ -489,11 +502,11 @@ class ModelRunner:
     @property
     def placement_version(self) -> int:
         """How often the placement of a layer has changed; ranks of a stage agree."""
-        return sum(layer.load.placement_version for layer in self.moe_layers)
+        return sum(layer.load.placement_version for layer in self.moving_layers)
 
     def reset_statistics(self) -> None:
         """Steps of the warm-up do not count."""
-        for layer in self.moe_layers:
+        for layer in self.moe_layers + self.draft_layers:
             layer.load.clear()
         for traffic in self.moe.comm.traffic.values():
             traffic.clear()

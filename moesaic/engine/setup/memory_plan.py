@@ -320,7 +320,8 @@ class ResolvedModel:
         role, token_bytes = args.disaggregation_mode, model.cache.bytes_per_token(size)
         sent = send_buffer_bytes(token_bytes, self.context_length, kind_of(args))
         moves = args.enable_eplb and experts
-        moving = buffer_sizes(args, experts, ranks.stage_peers) if moves else None
+        own = [] if draft is None else [one for one in draft.experts if one.context.max_replicas]
+        moving = buffer_sizes(args, experts + own, ranks.stage_peers) if moves else None
         return RankShare(
             place=ranks.place,
             node=ranks.mesh.node_of(ranks.place.rank),

@@ -21,6 +21,9 @@ from moesaic.moe.registry import A2A_REGISTRY, MoeProblem
 
 logger = logging.getLogger(__name__)
 
+OWN_FLAGS = ("moe-runner-backend", "moe-a2a-backend")
+"""Those that draft models have behind `--speculative-`, too."""
+
 
 def draft_moe(
     args: ServerArgs,
@@ -30,13 +33,13 @@ def draft_moe(
     mesh: Mesh,
     raw: RawConfig | None = None,
 ) -> MoeContext:
-    """`weights`: of the draft model's experts. They have no redundant slots, and never move. `raw`:
-    the draft model's config, if it is another model."""
+    """`weights`: of the draft model's experts. Those of a layer like the target's have redundant
+    slots and move as they do; others have none, and stay. `raw`: the draft model's config, if it is
+    another model."""
     runner, a2a = args.speculative_moe_runner_backend, args.speculative_moe_a2a_backend
     is_alike = raw is None and weights == target.weight_format
     if runner is None and a2a is None and is_alike:
-        own = DeviceCounters()
-        return replace(target, redundant_experts=0, placements={}, max_replicas=0, counters=own)
+        return replace(target, counters=DeviceCounters())
     problem = replace(
         target.resolved,
         a2a=a2a or args.moe_a2a_backend,
@@ -99,8 +102,11 @@ def _make(target: MoeContext, problem: MoeProblem, limits: StepLimits, mesh: Mes
             combine_programs=target.combine_programs,
         )
     except ValueError as error:
+        message = str(error)
+        for flag in OWN_FLAGS:  # the target's is right
+            message = message.replace(f"--{flag}", f"--speculative-{flag}")
         raise ValueError(
             f"the draft model's experts have {problem.weights.name} weights "
             "(--speculative-moe-runner-backend and --speculative-moe-a2a-backend are the target's "
-            f"unless given): {error}"
+            f"unless given): {message}"
         ) from None

@@ -19,14 +19,8 @@ from moesaic.engine.speculate.nextn import nextn_source
 from moesaic.engine.speculate.token_map import hot_tokens
 from moesaic.layers.context import AttentionStep
 from moesaic.models.blocks import CausalLM
-from moesaic.models.eagle import (
-    EagleHead,
-    HeadConfig,
-    build_head,
-    copy_shared,
-    fill_head,
-    read_head,
-)
+from moesaic.models.eagle import EagleHead, build_head, copy_shared, fill_head
+from moesaic.models.eagle_config import HeadConfig, read_head
 from moesaic.models.schemes import Scheme, detect_scheme
 from moesaic.models.weights import fill_randomly
 from moesaic.moe.layer import FusedMoE
@@ -118,5 +112,5 @@ def _source(args: ServerArgs, resolved: ResolvedModel, mesh: Mesh) -> DraftSourc
     return EagleSource(made, scheme)
 
 
-for algorithm in ("EAGLE", "EAGLE3"):
+for algorithm in ("EAGLE", "NEXTN", "EAGLE3"):
     register_draft_model(algorithm, _source)

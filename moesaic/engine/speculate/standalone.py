@@ -85,7 +85,7 @@ def _source(args: ServerArgs, resolved: ResolvedModel, mesh: Mesh) -> Standalone
     assert args.speculative_draft_model_path is not None, "the flags are checked"
     folder = Path(args.speculative_draft_model_path)
     try:
-        raw = RawConfig.read(folder)
+        raw = RawConfig.read(folder, FLAG)
         _check(raw, resolved)
         scheme = detect_scheme(raw, folder)
         asked = args.speculative_draft_model_quantization

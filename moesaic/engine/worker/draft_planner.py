@@ -47,6 +47,8 @@ class DraftPlanner:
         self._most_trees = self._tree_room
         self._num_inflight = 0
         self._observed_at = 0.0
+        self._was_drafting = False
+        """Whether the last step that has run had drafts, or made some."""
         self._has_found: bool | None = None
         """Whether the drafter proposes anything; None: it has to be asked again."""
 
@@ -175,14 +177,13 @@ class DraftPlanner:
         ms = 1000 * (whole if whole < IDLE_TIMES * seconds else seconds)
         if step.drafting:
             controller.observe_drafts(seen.accepted, requests, step.drafting)
-        if step.plan.prefill:
-            return
-        if step.agreement.fills_gaps:
+        # The first step with a draft model has none to verify, and the first without drafts had to
+        # wait for the one before it.
+        is_usual = not self.steps or self._was_drafting if step.drafting else step.is_overlapped
+        self._was_drafting = step.drafting > 0
+        if step.agreement.fills_gaps and not step.plan.prefill:
             controller.observe_gap(requests, ms)
-        elif step.drafting and self.steps and not seen.verified:
-            pass  # the first step with a draft model only makes drafts
-        # The first step without drafts had to wait for the one before it.
-        elif step.drafting or step.is_overlapped:
+        elif is_usual and not step.plan.prefill:
             controller.observe_step(requests, ms, step.drafting)
 
 

@@ -13,6 +13,7 @@ import msgspec
 from moesaic.core.stats import GroupStats, MoveStats, RankStats
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.moe.expert_load import tokens_of
+from moesaic.moe.layer import FusedMoE
 
 # Spans in one answer: about a third of a MiB, so that tokens do not wait behind it.
 CHUNK: Final = 10_000
@@ -46,6 +47,7 @@ class RankStatsReporter:
     ) -> None:
         self._runner, self._rank, self._group = runner, rank, group
         self._spans, self._layers = runner.spans, runner.moe_layers
+        self._draft_layers = runner.draft_layers
         self._steps = 0
         self.busy = 0.0
         """Seconds in steps, for a rank without a control page."""
@@ -96,22 +98,28 @@ class RankStatsReporter:
     def stats(self) -> RankStats:
         runner, ranks = self._runner, self._runner.ranks
         computed, waited = (self.busy, 0.0) if ranks.status is None else ranks.status.totals
-        layers = [layer for layer in self._layers if layer.load.counts]
+        computing = self._layers + self._draft_layers
+        layers = [layer for layer in computing if layer.load.counts]
         return RankStats(
             rank=self._rank,
             place=ranks.mesh.describe(self._rank),
             steps=self._steps,
             compute_seconds=computed,
             wait_seconds=waited,
-            runner_seconds=sum(layer.load.runner_ns for layer in self._layers) / 1e9,
+            runner_seconds=sum(layer.load.runner_ns for layer in computing) / 1e9,
             traffic={name: copy(moved) for name, moved in runner.moe.comm.traffic.items()},
-            layers=[layer.load.layer for layer in layers],
+            layers=[self._number(layer) for layer in layers],
             experts=[list(layer.counted_experts) for layer in layers],
             expert_tokens=tokens_of([layer.load for layer in layers]),
             pid=os.getpid(),
             moves=MoveStats() if runner.rebalancer is None else runner.rebalancer.totals,
             held=[list(layer.local_experts) for layer in self._layers],
         )
+
+    def _number(self, layer: FusedMoE) -> int:
+        """Layers of a draft model follow those of the target."""
+        number, target = layer.load.layer, self._runner.num_layers
+        return number + target if layer in self._draft_layers and number < target else number
 
     def _read(self, first: int) -> RecordingState:
         """A piece of the recording; the last one frees it."""

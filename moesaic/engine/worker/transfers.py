@@ -7,17 +7,20 @@ import socket
 from dataclasses import dataclass
 
 import msgspec
+import torch
 
 from moesaic.comm.launch.rank_link import RankLink
 from moesaic.comm.network.handshake import Identity
 from moesaic.comm.supervise.address import numeric
 from moesaic.config import ServerArgs
-from moesaic.core.disagg import KVRank
+from moesaic.core.disagg import KVRank, KVShare, Ticket
 from moesaic.disagg.likeness import model_digest
+from moesaic.disagg.messages import Chunk
 from moesaic.disagg.outlets import KVOutlets
 from moesaic.disagg.receiver import KVReceiver
 from moesaic.disagg.rooms import DecodeRooms
-from moesaic.disagg.sender import KVSender
+from moesaic.disagg.sender import KVSender, gather
+from moesaic.disagg.staging import StagedCache
 from moesaic.disagg.transports.registry import transport_of
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.runner.step_transfers import StepTransfers
@@ -37,6 +40,8 @@ def make_transfers(args: ServerArgs, runner: ModelRunner, link: RankLink) -> Ran
     if role == "null":
         return RankTransfers()
     share, receiver, host = kv_share(runner), None, link.host
+    if runner.device.type == "cuda":
+        _warm_up(runner, share)
     if role == "decode":
         listening = _listen(host or numeric(args.host), is_only_node=not host)
         dtype, asked = runner.cache.keys.dtype, args.disaggregation_transfer_backend
@@ -60,6 +65,20 @@ def make_transfers(args: ServerArgs, runner: ModelRunner, link: RankLink) -> Ran
     rooms = DecodeRooms(ranks, own, link.secret, model_digest(args))
     receiver.on_result = rooms.on_result
     return RankTransfers(receiver=receiver, rooms=rooms)
+
+
+def _warm_up(runner: ModelRunner, share: KVShare) -> None:
+    """Compiles what copies caches on a GPU, with the slot that pads and is zero."""
+    cache, first = runner.cache, torch.zeros(1, dtype=torch.int64, device=runner.device)
+    layers, heads = len(range(*share.layers)), len(range(*share.heads))
+    size = layers * heads * (share.key_dim + share.value_dim) * cache.keys.element_size()
+    data = torch.empty(size, dtype=torch.uint8, device=runner.device)
+    gather(cache, slice(0, layers), slice(0, heads), first, data)
+    data.zero_()
+    staged = StagedCache(share, 0, 1, cache.keys.dtype, runner.device)
+    dtype = str(cache.keys.dtype).removeprefix("torch.")
+    staged.write(Chunk(Ticket(0, 0), 0, 1, share.layers, share.heads, dtype), data)
+    staged.move_to(cache, first)
 
 
 def _outlets(args: ServerArgs, runner: ModelRunner, link: RankLink) -> KVOutlets:

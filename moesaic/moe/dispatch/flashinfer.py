@@ -182,7 +182,8 @@ class FlashInferDispatcher(WindowDispatcher):
         self.wait(ExchangeSignal.RESULTS_READY, route.lane)
         y = self.window.stacked("results")
         width, rank = self.layout.moe_tp_size, self.layout.rank
-        y_TH, foreign = sum_rows(y.flatten(0, 1), self._wanted(route), y.shape[1], width, rank)
+        wanted = self.reachable(self._wanted(route))
+        y_TH, foreign = sum_rows(y.flatten(0, 1), wanted, y.shape[1], width, rank)
         self.verify(ExchangeSignal.RESULTS_READY, route.lane)
         self.note_combine(foreign)
         self.lanes.release(route.lane)

@@ -6,7 +6,7 @@ import { byId } from "./dom.js";
 import { count, percent, rate, seconds } from "./format.js";
 import { ExpertMaps, scale } from "./heatmap.js";
 import { Path } from "./path.js";
-import { Ranks } from "./ranks.js";
+import { Ranks, membership } from "./ranks.js";
 import { askForKey, authorised, refused } from "./session.js";
 
 const PERIOD = 1000;
@@ -88,6 +88,8 @@ class Page {
       for (const chart of this.charts) chart.draw(this.samples, newest.when);
     }
     this.ranks.show(data.ranks, data.when);
+    byId("membership").hidden = !data.membership;
+    byId("membership").textContent = data.membership ? membership(data.membership, data.ranks.length) : "";
     this.maps.show(data.experts, data.when);
     this.chat.groups = data.groups;
     this.path.know(data);

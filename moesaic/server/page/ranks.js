@@ -82,3 +82,14 @@ function place(text) {
 function total(rank) {
   return Object.values(rank.traffic).reduce((sum, one) => sum + one.dispatch_bytes + one.combine_bytes, 0);
 }
+
+// What a service that goes on without lost ranks says of them.
+export function membership(told, number) {
+  const parts = [`${told.live.length} of ${number} ranks live`, `${told.lost} lost`, `${told.returned} returned`];
+  const last = told.changes[told.changes.length - 1];
+  if (last) {
+    const ended = last.seconds === null ? "going on" : `adopted after ${seconds(last.seconds)}`;
+    parts.push(`last: ${last.cause} (${ended})`);
+  }
+  return parts.join(" · ");
+}

@@ -44,6 +44,16 @@ class WindowDispatcher(BaseDispatcher):
         """Raises, after reading, if the data have been overwritten."""
         self.lanes.verify(kind, lane, self.config.layer, self.operation(kind.phase))
 
+    def reachable(self, terms: Terms) -> Terms:
+        """Without the results of groups that have lost a rank."""
+        if len(self.lanes.active) == self.layout.size:
+            return terms
+        active = torch.zeros(self.layout.size, dtype=torch.bool)
+        active[self.lanes.active] = True
+        whole_G = active.view(self.layout.ep_size, -1).all(1)
+        places_TS = torch.where(whole_G[terms.owners_TS], terms.places_TS, -1)
+        return replace(terms, places_TS=places_TS)
+
 
 class ExchangeDispatcher(WindowDispatcher):
     """Publishes tokens and results where all ranks read them."""
@@ -84,16 +94,6 @@ class ExchangeDispatcher(WindowDispatcher):
                 link.carry(rank, count * self.row_bytes)
 
     def sum_results(self, lane: int, terms: Terms) -> Tensor:
-        if len(self.lanes.active) < self.layout.size:
-            terms = self._reachable(terms)
-        y_TH, foreign = self.exchange.collect(lane, terms, self.layout.moe_tp_size)
+        y_TH, foreign = self.exchange.collect(lane, self.reachable(terms), self.layout.moe_tp_size)
         self.note_combine(foreign)
         return y_TH
-
-    def _reachable(self, terms: Terms) -> Terms:
-        """A group's results are complete only if all of its ranks are active."""
-        active = torch.zeros(self.layout.size, dtype=torch.bool)
-        active[self.lanes.active] = True
-        whole_G = active.view(self.layout.ep_size, -1).all(1)
-        places_TS = torch.where(whole_G[terms.owners_TS], terms.places_TS, -1)
-        return replace(terms, places_TS=places_TS)
