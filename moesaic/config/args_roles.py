@@ -169,7 +169,7 @@ class DisaggregationArgs:
         choices=TRANSFER_BACKENDS,
         same=OTHER_TRANSFER_BACKENDS,
         built=tuple(name for name in TRANSFER_BACKENDS if name != "fake"),
-        why="it transfers nothing",
+        why="it transfers no KV cache",
     )
     disaggregation_bootstrap_port: int = flag(
         8998,

@@ -542,7 +542,7 @@ def test_every_flag_that_is_not_built_is_refused_by_name():
         ),
         (
             "--disaggregation-mode prefill --disaggregation-transfer-backend fake",
-            "not built yet: --disaggregation-transfer-backend fake (it transfers nothing: give "
+            "not built yet: --disaggregation-transfer-backend fake (it transfers no KV cache: give "
             "auto, shm, cuda_ipc, tcp, nixl)",
         ),
         (

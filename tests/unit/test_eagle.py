@@ -18,6 +18,7 @@ from moesaic.core.sampling import SamplingParams
 from moesaic.engine.runner import model_runner
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.setup.memory_plan import plan_memory
+from moesaic.engine.speculate.token_map import hot_tokens
 from moesaic.engine.worker.local_core import LocalCore
 from moesaic.models.config import RawConfig
 from moesaic.models.eagle_config import read_head
@@ -365,6 +366,15 @@ def test_a_token_map_that_does_not_fit_is_refused(
     flags = flags_of(tmp_path, False, speculative_token_map=str(path))
     with pytest.raises(ValueError, match=f"--speculative-token-map .*hot.json {message}"):
         plan_memory(arguments(QWEN, **flags))
+
+
+def test_a_token_map_has_a_token_for_each_branch(tmp_path: Path) -> None:
+    path = tmp_path / "hot.json"
+    path.write_text("[4, 1, 4]")
+    args = replace(arguments(QWEN), speculative_token_map=str(path), speculative_eagle_topk=2)
+    assert hot_tokens(args, 258) == [1, 4]
+    with pytest.raises(ValueError, match="has 2 tokens, fewer than --speculative-eagle-topk 3"):
+        hot_tokens(replace(args, speculative_eagle_topk=3), 258)
 
 
 @pytest.mark.parametrize("third", [True, False], ids=["eagle3", "eagle"])

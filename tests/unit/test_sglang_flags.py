@@ -274,9 +274,11 @@ def test_no_flag_is_in_the_table_and_ours():
     assert both == []
 
 
-def without_prefill_tokens(args: ServerArgs) -> ServerArgs:
-    """Their default bounds a step, ours does not."""
-    return replace(args, max_prefill_tokens=None)
+def as_ours(args: ServerArgs) -> ServerArgs:
+    """Their default bounds a step, ours does not; their transfer backend means ours
+    (test_config.py)."""
+    assert args.disaggregation_transfer_backend == "mooncake"
+    return replace(args, max_prefill_tokens=None, disaggregation_transfer_backend="auto")
 
 
 def test_their_defaults_are_as_good_as_nothing(tmp_path: Path):
@@ -284,11 +286,11 @@ def test_their_defaults_are_as_good_as_nothing(tmp_path: Path):
     left_out = ServerArgs(model_path="m")
     made = ServerArgs.from_kwargs(model_path="m", **given)
     assert made.max_prefill_tokens == 16384
-    assert without_prefill_tokens(made) == left_out
+    assert as_ours(made) == left_out
     file = tmp_path / "all.yaml"
     file.write_text(yaml.safe_dump({"model-path": "m", **given}))
     found = parse([], file)
-    assert without_prefill_tokens(found.args) == left_out
+    assert as_ours(found.args) == left_out
     assert found.log == []
 
 

@@ -32,7 +32,13 @@ def hot_tokens(args: ServerArgs, vocab_size: int) -> list[int] | None:
             f"{FLAG} {path} has token {outside[0]}, and the target's vocab_size is {vocab_size}: "
             "give a file that was made for its tokenizer"
         )
-    return sorted(set(found))
+    tokens, branches = sorted(set(found)), args.speculative_eagle_topk or 1
+    if len(tokens) < branches:
+        raise ValueError(
+            f"{FLAG} {path} has {len(tokens)} tokens, fewer than --speculative-eagle-topk "
+            f"{branches}: give more, or fewer branches"
+        )
+    return tokens
 
 
 def _content(path: Path) -> Any:
