@@ -4,7 +4,8 @@
 
 The supervisor's own figures, from `membership` in the server's info: until the others have
 abandoned their step, until they have adopted the epoch (with experts that nobody else holds read
-again), and how long the rank was away. The processor time of its start is what a busy machine does not change.
+again), and how long the rank was away. The processor time of its start is what a busy machine does
+not change.
 """
 
 from __future__ import annotations
