@@ -8,7 +8,8 @@ and is each the one of a run without faults?
 Every question is first answered without faults. Under faults its answer must be the same, token by
 token and for some questions logprob by logprob, each event a continuation of the one before. The
 server computes deterministically, so that "the same" needs no tolerance. Victims, kinds and moments
-are drawn from a seed; a victim may be starting again, or be in the middle of a recovery.
+are drawn from a seed; a victim may be starting again, or be in the middle of a recovery. An
+exception is one of the next layer that the rank computes.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ LAYOUTS: Final = {
 SIGNALS: Final = {
     "kill -9": signal.SIGKILL,
     "SIGSTOP": signal.SIGSTOP,
-    "exception": signal.SIGUSR1,
+    "exception": signal.SIGRTMIN + 1,
 }
+EXCEPTION: Final = "exception"
 WEIGHTS: Final = {"kill -9": 6, "SIGSTOP": 2, "exception": 2}
 QUESTIONS, CLIENTS = 24, 8
 REQUEST_SECONDS: Final = 120.0
@@ -80,6 +82,8 @@ SHOWN: Final = 5
 # How often it waits until ranks have recovered.
 CALM_SHARE: Final = 0.75
 ALONE_SECONDS: Final = 1.0
+# A second error in the steps that look for the cause of the first would be blamed on a request.
+SEARCH_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True)
@@ -221,13 +225,15 @@ class Victims:
             self._doing(rank) in ("start", "recovery") for rank in ranks
         )
 
-    def strike(self, rng: random.Random) -> Fault | None:
+    def strike(self, rng: random.Random, may_raise: bool) -> Fault | None:
         pids = self.pids()
         if not pids:
             return None
         rank = rng.choice(sorted(pids))
         (kind,) = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))
         doing, calm = self._doing(rank), self.is_calm
+        if kind == EXCEPTION and not (may_raise and calm):
+            kind = "kill -9"
         try:
             os.kill(pids[rank], SIGNALS[kind])
         except ProcessLookupError:
@@ -357,15 +363,22 @@ async def chaos(
     ]
     end = time.monotonic() + seconds
     while len(struck) < faults and time.monotonic() < end and served.process.poll() is None:
-        waits = rng.random() < CALM_SHARE
-        while waits and not victims.is_calm and time.monotonic() < end:
-            await asyncio.sleep(0.02)
+        if rng.random() < CALM_SHARE:
+            last = struck[-1].when if struck else 0.0
+            await _recovery(victims, last + ALONE_SECONDS, end)
         await asyncio.sleep(rng.uniform(0.05, 2 * pace))
-        fault = victims.strike(rng)
+        raised = max((fault.when for fault in struck if fault.kind == EXCEPTION), default=0.0)
+        fault = victims.strike(rng, may_raise=time.monotonic() > raised + SEARCH_SECONDS)
         struck += [fault] if fault else []
     until.set()
     await asyncio.gather(*clients)
     return before, tally, struck
+
+
+async def _recovery(victims: Victims, since: float, until: float) -> None:
+    """Waits until all ranks are live, and not before `since`."""
+    while (now := time.monotonic()) < until and (now < since or not victims.is_calm):
+        await asyncio.sleep(0.02)
 
 
 def run_layout(name: str, faults: int, seconds: float, seed: int = 0, pace: float = 1.0) -> Outcome:
@@ -495,10 +508,10 @@ def main() -> int:
         found.append(run_layout(name, args.faults, args.seconds, args.seed, args.pace))
         for text in found[-1].shown:
             print(text, file=sys.stderr)
-    outcomes = [asdict(outcome) for outcome in found]
+        outcomes = [asdict(outcome) for outcome in found]
+        facts = {**machine(1), "cores": len(os.sched_getaffinity(0))}
+        write_json("elastic", {"machine": facts, "seed": args.seed, "outcomes": outcomes})
     print_table(HEADER, [row(outcome) for outcome in outcomes])
-    facts = {**machine(1), "cores": len(os.sched_getaffinity(0))}
-    write_json("elastic", {"machine": facts, "seed": args.seed, "outcomes": outcomes})
     return int(not all(outcome.is_good for outcome in found))
 
 

@@ -3,7 +3,8 @@
     python -m bench.faulty_rank generate MODEL --tp 2 ...    # the `moesaic` command with such ranks
 
 They are the engine's own ranks, plus handlers of signals: SIGUSR1 raises in the main thread,
-SIGUSR2 makes it sleep, SIGRTMIN makes it hold Python's lock meanwhile. Each process bears the name
+SIGUSR2 makes it sleep, SIGRTMIN makes it hold Python's lock meanwhile, SIGRTMIN+1 makes the next
+layer that it computes raise. Each process bears the name
 of its rank, so that it is found from outside.
 """
 
@@ -34,6 +35,7 @@ def run(link: RankLink) -> None:
     signal.signal(signal.SIGUSR1, _raise)
     signal.signal(signal.SIGUSR2, _sleep)
     signal.signal(signal.SIGRTMIN, _hold_lock)
+    signal.signal(signal.SIGRTMIN + 1, _raise_in_a_layer)
     Path("/proc/self/comm").write_text(f"rank{link.rank}")
     while os.environ.get(HOLD) == str(link.rank):
         time.sleep(0.01)
@@ -42,6 +44,16 @@ def run(link: RankLink) -> None:
 
 def _raise(number: int, frame: FrameType | None) -> NoReturn:
     raise ValueError(ERROR)
+
+
+def _raise_in_a_layer(number: int, frame: FrameType | None) -> None:
+    from torch.nn.modules.module import register_module_forward_pre_hook
+
+    def fail(*_: object) -> NoReturn:
+        handle.remove()
+        raise ValueError(ERROR)
+
+    handle = register_module_forward_pre_hook(fail)
 
 
 def _sleep(number: int, frame: FrameType | None) -> None:

@@ -148,6 +148,37 @@ def test_answers_survive_the_loss_of_ranks() -> None:
 
 
 @pytest.mark.timeout(400)
+def test_ranks_that_share_requests_wait_for_a_lost_one() -> None:
+    """Without groups of their own: nobody computes meanwhile, and the service answers questions."""
+    flags = {"tp_size": 2, "dp_size": 1, "ep_size": 1, "enable_dp_attention": False}
+    run = Run()
+    try:
+        with run.marked():
+            engine = Engine(**COMMON | flags | {"ep_num_redundant_experts": 0})
+        try:
+            wanted = ask(engine)
+            for rank in (0, 1):
+                pid = info(engine)["ranks"][rank]["pid"]
+                seen: list[int] = []
+
+                def strike(pid: int = pid, seen: list[int] = seen) -> None:
+                    os.kill(pid, signal.SIGKILL)
+                    while not seen or seen[-1] < 2:
+                        seen.append(len(info(engine)["membership"]["live"]))
+                        engine.get_stats()
+
+                assert during(engine, run, strike) == wanted
+                assert info(engine)["membership"]["returned"] == rank + 1
+            log = run.log.read_text()
+            assert "waits for its lost ranks: without --enable-dp-attention all ranks" in log
+            assert re.search(r"replica 0 has waited for \d\.\d\d s", log)
+        finally:
+            engine.shutdown()
+    finally:
+        run.close()
+
+
+@pytest.mark.timeout(400)
 def test_a_rank_that_cannot_start_again_ends_the_service() -> None:
     """It is started again twice, with a pause before the second time."""
     flags = {"tp_size": 2, "dp_size": 2, "ep_size": 2, "restart_limit": 2}

@@ -232,8 +232,8 @@ class CoreClient:
         if query.what == "flush_cache":
             query.answer.set_result(sum(values))
             return
-        info = service_info(asdict(self.args), values, query.overview, self.facts.num_experts)
-        info["membership"] = msgspec.to_builtins(query.membership)
+        facts = query.overview, self.facts.num_experts, query.membership
+        info = service_info(asdict(self.args), values, *facts)
         info["rooms"] += [] if self.lobby is None else self.lobby.state()
         query.answer.set_result(info)
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from moesaic.comm.mesh import Mesh
+from moesaic.core.stats import MembershipStats
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.setup.memory_plan import collective_bytes, expert_bytes
 from moesaic.engine.setup.moe_setup import describe_backends
@@ -103,18 +104,21 @@ def service_info(
     groups: Sequence[Mapping[str, Any]],
     ranks: Sequence[Mapping[str, Any]],
     num_experts: int,
+    membership: MembershipStats | None = None,
 ) -> dict[str, Any]:
     """The resolved flags, the figures of all groups, and what the ranks hold. The placement's
-    version is that of now; `experts_of_rank` are those of the start."""
+    version is that of now; `experts_of_rank` are those of the start. `groups`: those that are
+    not lost."""
     first = next((rank for rank in ranks if rank["experts"]), ranks[0])
+    group = groups[0] if groups else dict.fromkeys((*SUMMED, "placement_version"), 0)
     return {
         **args,
-        **groups[0],
+        **group,
         **{key: sum(group[key] for group in groups) for key in SUMMED},
         "providers": first["providers"],
         "overlap_choices": ranks[0]["overlap_choices"],
         "placement": {
-            "version": groups[0]["placement_version"],
+            "version": group["placement_version"],
             "num_experts": num_experts,
             "redundant_experts": len(first["experts"]) * args["ep_size"] - num_experts,
             "experts_of_rank": [rank["experts"] for rank in ranks],
@@ -123,5 +127,6 @@ def service_info(
         "rooms": [room for group in groups for room in group.get("rooms", ())],
         "kv_transports": dict(ChainMap(*(group.get("kv_transports", {}) for group in groups))),
         "groups": list(groups),
+        "membership": msgspec.to_builtins(membership),
         "ranks": [{k: v for k, v in rank.items() if k not in OF_ALL} for rank in ranks],
     }
