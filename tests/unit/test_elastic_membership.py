@@ -7,21 +7,27 @@ that it belongs to, which shows a lost, a repeated and a foreign one.
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections import deque
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from moesaic.comm.mesh import Mesh
+from moesaic.comm.supervise.control_page import ControlPage
 from moesaic.comm.supervise.elastic import ElasticMembership
 from moesaic.comm.supervise.journal import HELD, Journal
+from moesaic.comm.supervise.lead_supervisor import LeadSupervisor, Replica
 from moesaic.comm.supervise.load_balance import LoadBalancer
 from moesaic.comm.supervise.service_spec import ServiceSpec
 from moesaic.comm.supervise.step_rollback import StepRollbacks
 from moesaic.core import messages
 from moesaic.core.messages import Message, decode
+from moesaic.core.rank_state import RankState
 from moesaic.core.request import FinishReason, NewRequest
 from moesaic.core.sampling import SamplingParams
 
@@ -317,6 +323,25 @@ def test_ranks_are_removed_and_come_back() -> None:
         assert service_refuses(name) == (
             "only attention groups (--enable-dp-attention) of one replica come and go"
         )
+
+
+def test_ranks_that_are_away_are_not_to_blame() -> None:
+    """A wait of another rank fails: one that was removed would be started again for that."""
+    mesh = MESHES["each rank a group"]
+    page, descriptor = ControlPage.create(mesh.world)
+    os.close(descriptor)
+    for rank in (0, 1):
+        page.status(rank).enter(RankState.WAITING)
+    page.clear(3)
+    rollbacks = StepRollbacks(0, range(4), range(4))
+    rollbacks.change([0, 1, 2])
+    replica = Replica(range(4), range(4), rollbacks)
+    lead: Any = SimpleNamespace(spec=ServiceSpec(mesh, "a:b"), _replica_of=lambda _: replica)
+    seen = {rank: page.snapshot(rank) for rank in range(4)}
+    assert LeadSupervisor._stalled(lead, 0, seen) == [2]  # it has done nothing yet
+    page.status(2).enter(RankState.WAITING)
+    seen[2] = page.snapshot(2)
+    assert LeadSupervisor._stalled(lead, 0, seen) == []
 
 
 def service_refuses(name: str) -> str:

@@ -435,11 +435,10 @@ class LeadSupervisor(NodeSupervisor):
         self.lose_ranks(ranks or [failed.rank], message)
 
     def _stalled(self, waiter: int, seen: Mapping[int, RankSnapshot]) -> list[int]:
-        """The ranks of the same replica that neither wait nor make progress."""
-        replica = self._replica_of(waiter)
+        """The live ranks of the same replica that neither wait nor make progress."""
         return [
             rank
-            for rank in replica.ranks
+            for rank in self._replica_of(waiter).rollbacks.ranks
             if rank != waiter
             and rank in seen
             and seen[rank].state != RankState.WAITING
