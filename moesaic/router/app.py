@@ -175,9 +175,13 @@ def _resumption(last_event_id: str | None) -> Resumption:
     if last_event_id is None or last_event_id in NOTHING:
         return Resumption(wants_ids=last_event_id is not None)
     try:
-        return Resumption(True, StreamMark.decode(last_event_id))
+        mark = StreamMark.decode(last_event_id)
     except ValueError as error:
         raise Refusal(400, str(error), "Last-Event-ID") from None
+    if any(choice.has_tools for choice in mark.choices):
+        why = "a stream with calls of tools cannot be continued: send the request without this"
+        raise Refusal(400, why, "Last-Event-ID")
+    return Resumption(True, mark)
 
 
 def _json_object(data: bytes) -> dict[str, Any]:

@@ -172,6 +172,7 @@ class StreamReplay:
             if behind is not None:
                 behind.logprobs += length
             progress.logprobs += max(0, length - known)
+            is_new |= length > known
         return is_new
 
 

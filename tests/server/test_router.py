@@ -28,6 +28,7 @@ from moesaic.cli.router import _with_ports
 from moesaic.engine.frontend.core_client import CoreClient
 from moesaic.router.app import Router
 from moesaic.router.args import RouterArgs
+from moesaic.router.event_ids import ChoiceMark, StreamMark
 from moesaic.router.halves import Call
 from moesaic.router.proxy import MAX_EVENT
 from moesaic.router.workers import Worker, workers_of
@@ -258,6 +259,9 @@ def test_another_router_goes_on(servers: Servers, path: str) -> None:
             assert len(rest) <= len(expected) - kept + 1
         wrong = second.post(path, json=body, headers=own | {"Last-Event-ID": "nothing"})
         assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "Last-Event-ID"
+        called = StreamMark({}, [ChoiceMark(0, {}, 0, has_tools=True, is_finished=False)]).encode()
+        wrong = second.post(path, json=body, headers=own | {"Last-Event-ID": called})
+        assert wrong.status_code == 400 and "calls of tools" in wrong.json()["error"]["message"]
 
 
 def joined(events: list[str]) -> Any:

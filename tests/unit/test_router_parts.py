@@ -83,6 +83,17 @@ def test_another_router_continues(number: int) -> None:
     assert len({event["id"] for event in got}) == 1
 
 
+def test_logprobs_without_text_come_once() -> None:
+    """A token may end in the middle of a letter, whose text the next one has."""
+    begin, first, rest = chunk(""), chunk("a"), [chunk("b", delta={"content": ""}), chunk("c")]
+    replay, got = StreamReplay("/v1/chat/completions"), list[str]()
+    for events in ([begin, first], [begin, first, *rest]):
+        got += filter(None, [replay.pass_on(json.dumps(event)) for event in events])
+        replay.restart()
+    choices = [json.loads(event)["choices"][0] for event in got]
+    assert "".join(e["token"] for one in choices for e in one["logprobs"]["content"]) == "abc"
+
+
 def test_another_router_notices_another_answer() -> None:
     replay = StreamReplay("/v1/completions")
     replay.pass_on(json.dumps({"choices": [{"index": 1, "text": "one two"}]}))
