@@ -49,6 +49,8 @@ STALL_SECONDS: Final = 5.0
 HOLD_SECONDS: Final = 1.0
 # A peer that could not be reached is not tried again for so long.
 REST_SECONDS: Final = 2.0
+# One that has left is forgotten after so long: a rank that is started again has another port.
+FORGET_SECONDS: Final = 60.0
 
 
 class KVOutlet:
@@ -81,7 +83,7 @@ class KVOutlet:
         """Why the connection has ended, if its reader found out."""
         self.transport = ""
         """What the peer reads by, once it is connected."""
-        self.bytes_sent = 0
+        self._ended = False
         threading.Thread(target=self._run, name="kv-outlet", daemon=True).start()
 
     @property
@@ -96,6 +98,17 @@ class KVOutlet:
     def held_bytes(self) -> int:
         """With the lock."""
         return sum(place.nbytes for place in self._held.values())
+
+    @property
+    def is_forgotten(self) -> bool:
+        """With the lock: nothing has been sent for long, and the peer has left."""
+        is_idle = self._connection is None and not (self._held or self._queue)
+        return is_idle and time.monotonic() - self._moved > FORGET_SECONDS
+
+    def end(self) -> None:
+        """With the lock: of one that is forgotten, the thread."""
+        self._ended = True
+        self._changed.notify_all()
 
     def hold(self, place: Place) -> None:
         """With the lock: a region that is filled and put next."""
@@ -113,6 +126,7 @@ class KVOutlet:
                 self._drop_message(message)
             else:
                 self._queue.append((message, event))
+                self._moved = self._moved if self._held else time.monotonic()
             self._changed.notify_all()
 
     def drop(self, why: str) -> None:
@@ -126,10 +140,12 @@ class KVOutlet:
         self._changed.notify_all()
 
     def _run(self) -> None:
-        while True:
+        while not self._ended:
             message: TransferMessage | None = None
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._lost, STALL_SECONDS / 10)
+                self._changed.wait_for(
+                    lambda: self._queue or self._lost or self._ended, STALL_SECONDS / 10
+                )
                 self._look_after_peer()
                 message, event = self._queue.popleft() if self._queue else (None, None)
             try:
@@ -140,6 +156,8 @@ class KVOutlet:
                     self._drop_message(message)
                     if not self.rests:
                         self.drop(str(error))
+        with self._changed:
+            self._disconnect()
 
     def _look_after_peer(self) -> None:
         """With the lock. A connection that has ended is made again when it is needed."""
@@ -165,7 +183,6 @@ class KVOutlet:
             with self._changed:
                 self._read.add(message.place.entry)
             self._send_frame(connection, message)
-            self.bytes_sent += message.place.nbytes
 
     def _send_frame(
         self, connection: socket.socket, message: TransferMessage, body: Sequence[Buffer] = ()
@@ -175,7 +192,6 @@ class KVOutlet:
             while left:
                 sent = connection.send(left)
                 left, self._moved = left[sent:], time.monotonic()
-                self.bytes_sent += sent
 
     def _connect(self) -> socket.socket:
         dial = partial(socket.create_connection, self._address, CONNECT_SECONDS)
@@ -213,7 +229,7 @@ class KVOutlet:
                 message, size = receive(connection)
                 if size or not isinstance(message, Taken):
                     raise Malformed(f"a {type(message).__name__}, which no outlet gets")
-                self._give_back(message.entry)
+                self._note_taken(connection, message.entry)
         except (OSError, ValueError) as error:
             why = str(error)
         finally:
@@ -222,11 +238,18 @@ class KVOutlet:
                     self._lost = why
                     self._changed.notify_all()
 
+    def _note_taken(self, connection: socket.socket, entry: int) -> None:
+        """Its entry may be that of another region by now if the connection was given up."""
+        with self._changed:
+            if self._connection is not connection:
+                raise ConnectionError("it was given up")
+            if entry not in self._read:
+                raise Malformed(f"entry {entry} of the send buffer, of which it was not told")
+            self._give_back(entry)
+
     def _give_back(self, entry: int) -> None:
         with self._changed:
-            place = self._held.pop(entry, None)
-            if place is None:
-                raise Malformed(f"entry {entry} of the send buffer is not this peer's")
+            place = self._held.pop(entry)
             self._read.discard(entry)
             self._moved = time.monotonic()
             self._buffer.give_back(place)
@@ -253,7 +276,7 @@ class KVOutlet:
 
 
 class KVOutlets:
-    """By address, made at first use. `transport`: what is offered to peers."""
+    """By address, made at first use, by one thread. `transport`: what is offered to peers."""
 
     def __init__(
         self, own: Identity, secret: bytes, buffer: SendBuffer, transport: str = TCP
@@ -286,13 +309,11 @@ class KVOutlets:
         with self.buffer.changed:
             outlet = self._outlets.get((host, port))
             if outlet is None:
+                for address in [a for a, one in self._outlets.items() if one.is_forgotten]:
+                    self._outlets.pop(address).end()
                 given = (host, port), self._own, self._secret, self.buffer, self._transport
                 outlet = self._outlets[host, port] = KVOutlet(*given)
         return outlet
-
-    @property
-    def bytes_sent(self) -> int:
-        return sum(outlet.bytes_sent for outlet in self._outlets.values())
 
     @property
     def transports(self) -> dict[str, str]:

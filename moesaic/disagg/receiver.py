@@ -107,7 +107,6 @@ class KVReceiver:
         self._closed: dict[Ticket, None] = {}
         """The last ones, in order: nobody waits for them to be opened."""
         self.on_result: Callable[[PromptResult], None] | None = None
-        self.bytes_received = 0
         self.port: int = listening.getsockname()[1]
         handlers = {Role.KV: self._serve}
         self._listener = Listener(listening, identity, secret, handlers)
@@ -221,8 +220,6 @@ class KVReceiver:
                 self._check_source(feed, staged, chunk)
                 staged.add(chunk)
             is_complete = staged.is_complete
-        with self._changed:
-            self.bytes_received += data.nbytes
         if is_complete:
             feed.tickets.discard(chunk.ticket)
             if not was_complete:

@@ -6,18 +6,22 @@ from __future__ import annotations
 import random
 import socket
 import sys
+import threading
 import time
 from importlib.util import find_spec
 from itertools import pairwise
 from subprocess import PIPE, Popen
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
+from moesaic.comm.network.handshake import Role, Session
+from moesaic.comm.network.listener import Listener
 from moesaic.core.disagg import KVSend, KVShare, KVTarget, Room, Ticket
 from moesaic.disagg import outlets as outlets_module
-from moesaic.disagg.messages import Chunk, Exported, Opened, Place, Taken, frame, receive
+from moesaic.disagg.messages import Chunk, Close, Exported, Opened, Place, Taken, frame, receive
 from moesaic.disagg.send_buffer import ENTRIES, SendBuffer, send_buffer_bytes
 from moesaic.disagg.sender import KVSender
 from moesaic.disagg.staging import StagedCache
@@ -30,7 +34,9 @@ from tests.unit.test_kv_transfer import (
     BODY,
     HEADS,
     LAYERS,
+    OWN,
     PROMPT,
+    SECRET,
     Group,
     chunk_of,
     meet,
@@ -154,6 +160,48 @@ def test_what_waits_for_one_peer_leaves_room_for_others(monkeypatch: pytest.Monk
         assert outlets.take(*address, 1) is None  # nobody welcomes it
         assert 0.2 < time.monotonic() - began < 3
         wait_until(lambda: buffer.free_bytes == buffer.nbytes - buffer.largest)
+
+
+def test_only_what_a_peer_was_told_of_is_given_back() -> None:
+    """A step still fills the other region: it would be sent with what somebody else put there."""
+
+    def take_both(connection: Any, session: Session, name: str) -> None:
+        receive(connection)
+        for buffer in frame(Opened("")):
+            connection.sendall(buffer)
+        receive(connection)
+        for place in places:
+            for buffer in frame(Taken(place.entry)):
+                connection.sendall(buffer)
+        if not connection.recv(1):
+            ended.set()
+
+    ended = threading.Event()
+    listening = socket.create_server(("127.0.0.1", 0))
+    peer, outlets = Listener(listening, OWN, SECRET, {Role.KV: take_both}), outlets_of(0, "shm")
+    address = "127.0.0.1", listening.getsockname()[1]
+    places = [place for _ in range(2) if (place := outlets.take(*address, 256)) is not None]
+    outlets.put(*address, chunk_of(Ticket(1, 1), place=places[0]))
+    assert ended.wait(20)
+    assert outlets.buffer.free_bytes == outlets.buffer.nbytes - 256
+    peer.close()
+
+
+def test_peers_that_have_left_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With their threads, once another one comes."""
+    monkeypatch.setattr(outlets_module, "FORGET_SECONDS", 0.0)
+    outlets, others = outlets_of(0, "shm"), set(threading.enumerate())
+    for _ in range(5):
+        with receivers([shares(1, 1, False)[0]]) as ((receiver,), _rooms):
+            outlets.put("127.0.0.1", receiver.port, Close(Ticket(1, 1)))
+            wait_until(lambda: outlets.transports != {})
+        wait_until(lambda: all(one.is_forgotten for one in outlets._outlets.values()))
+        assert len(outlets._outlets) == 1
+
+    def made() -> list[str]:
+        return [thread.name for thread in set(threading.enumerate()) - others]
+
+    wait_until(lambda: made().count("kv-outlet") == 1)
 
 
 def test_a_peer_that_stops_reading_is_given_up(
