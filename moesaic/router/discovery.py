@@ -15,7 +15,7 @@ from typing import Any, Final
 import aiohttp
 
 from moesaic.router.args import DEFAULT_BOOTSTRAP_PORT, RouterArgs
-from moesaic.router.workers import Worker, worker_of
+from moesaic.router.workers import Worker, port_of, worker_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,16 @@ WATCH_SECONDS: Final = 240
 SILENCE_SECONDS: Final = 30.0
 CONNECT_SECONDS: Final = 10.0
 PAUSE_SECONDS: Final = 2.0
+# What the API may do: it is away, or answers something else.
+NOT_WATCHED: Final = (
+    aiohttp.ClientError,
+    TimeoutError,
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+)
 # Bytes of one pod.
 MOST_BYTES: Final = 16 << 20
 
@@ -161,7 +171,7 @@ class PodDiscovery:
                     version = await self._list(session)
                     while True:
                         version = await self._watch(session, version)
-            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            except NOT_WATCHED as error:
                 told = str(error) or type(error).__name__
                 logger.warning("pods of role %s are not watched: %s", self._role, told)
             await asyncio.sleep(PAUSE_SECONDS)
@@ -202,6 +212,7 @@ class PodDiscovery:
             headers=self._api.headers,
             timeout=timeout,
             raise_for_status=True,
+            allow_redirects=False,
         )
 
     def _update(self) -> None:
@@ -209,17 +220,21 @@ class PodDiscovery:
         self._members.update((self._role,), found)
 
     def _worker(self, pod: dict[str, Any]) -> Worker | None:
-        """None for a pod that is not ready, or that ends."""
+        """None for a pod that is not ready, that ends, or whose port is none."""
         status, metadata = pod.get("status") or {}, pod["metadata"]
         conditions = {one["type"]: one["status"] for one in status.get("conditions") or ()}
         host = status.get("podIP")
         is_ready = status.get("phase") == "Running" and conditions.get("Ready") == "True"
         if not host or not is_ready or metadata.get("deletionTimestamp"):
             return None
-        port = (metadata.get("annotations") or {}).get(BOOTSTRAP_ANNOTATION, "")
+        given = (metadata.get("annotations") or {}).get(BOOTSTRAP_ANNOTATION)
+        port = DEFAULT_BOOTSTRAP_PORT if given is None else port_of(given)
+        if port is None:
+            told = f"{BOOTSTRAP_ANNOTATION} is {given!r}"
+            logger.warning("pod %s is not used: %s", metadata.get("name", host), told)
+            return None
         url = f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
-        bootstrap = int(port) if port.isdigit() else DEFAULT_BOOTSTRAP_PORT
-        return Worker(url, self._role, bootstrap)
+        return Worker(url, self._role, port)
 
 
 async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import count
 from typing import Final
+from weakref import WeakKeyDictionary
 
 from moesaic.router.workers import Worker
 
@@ -60,7 +61,7 @@ class CacheAware(Policy):
     """Remembers the beginnings of the prompts that each instance got."""
 
     def __init__(self) -> None:
-        self._known: dict[str, OrderedDict[int, None]] = {}
+        self._known = WeakKeyDictionary[Worker, OrderedDict[int, None]]()
         self._rest = LeastTokens()
 
     def choose(self, workers: Sequence[Worker], text: str) -> Worker:
@@ -71,7 +72,7 @@ class CacheAware(Policy):
         chosen = self._rest.choose(
             [worker for worker in near if self._cached(worker, keys) == best], text
         )
-        known = self._known.setdefault(chosen.url, OrderedDict())
+        known = self._known.setdefault(chosen, OrderedDict())
         for key in reversed(keys):  # a block is not forgotten before the ones behind it
             known[key] = None
             known.move_to_end(key)
@@ -80,7 +81,7 @@ class CacheAware(Policy):
         return chosen
 
     def _cached(self, worker: Worker, keys: Sequence[int]) -> int:
-        known = self._known.get(worker.url, OrderedDict())
+        known = self._known.get(worker, OrderedDict())
         return next((number for number, key in enumerate(keys) if key not in known), len(keys))
 
 

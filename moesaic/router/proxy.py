@@ -216,6 +216,7 @@ class Proxy:
                 data=body,
                 headers=headers,
                 timeout=self._timeout,
+                allow_redirects=False,
             )
         )
         if answer.content_type != SSE:
@@ -347,7 +348,11 @@ class Proxy:
         try:
             answer = await stack.enter_async_context(
                 self._session.post(
-                    worker.url + path, json=body, headers=headers, timeout=self._timeout
+                    worker.url + path,
+                    json=body,
+                    headers=headers,
+                    timeout=self._timeout,
+                    allow_redirects=False,
                 )
             )
             if answer.status in ELSEWHERE:

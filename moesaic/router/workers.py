@@ -22,9 +22,10 @@ logger = logging.getLogger(__name__)
 
 # So many checks in a row that are not answered, and what is open goes to other instances.
 MOST_SILENCES: Final = 2
+MOST_PORT: Final = 65535
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Worker:
     url: str
     role: str
@@ -104,10 +105,19 @@ def worker_of(name: str, text: str, role: str) -> Worker:
     """`text`: an address, and for a prefill instance perhaps its bootstrap port. ValueError with
     the `name` of the flag if it is wrong."""
     url, _, port = text.strip().partition(" ")
-    if port not in ("", "none") and not (role == "prefill" and port.isdigit()):
+    if port in ("", "none"):
+        return Worker(_url(name, url), role)
+    if role != "prefill":
         raise ValueError(f"{name} {text}: give http://HOST:PORT")
-    number = DEFAULT_BOOTSTRAP_PORT if port in ("", "none") else int(port)
+    if (number := port_of(port)) is None:
+        raise ValueError(f"{name} {text}: the bootstrap port is a number from 1 to {MOST_PORT}")
     return Worker(_url(name, url), role, number)
+
+
+def port_of(text: str) -> int | None:
+    """None for what is no port."""
+    is_number = text.isascii() and text.isdigit() and len(text) <= len(str(MOST_PORT))
+    return int(text) if is_number and 0 < int(text) <= MOST_PORT else None
 
 
 def _url(name: str, url: str) -> str:
@@ -140,7 +150,8 @@ class HealthChecks:
     async def check(self, worker: Worker) -> None:
         try:
             url = f"{worker.url}/health"
-            async with self._session.get(url, timeout=self._timeout) as answer:
+            ask = self._session.get(url, timeout=self._timeout, allow_redirects=False)
+            async with ask as answer:
                 worker.silences = 0
                 if answer.status == 200:
                     worker.find()

@@ -70,6 +70,7 @@ def test_a_file_that_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         ('{"prefill": ["http://a:1"]}', "'prefill' is not used with these flags: give workers"),
         ('{"workers": "http://a:1"}', "must be a list of texts"),
         ('{"workers": ["a:1"]}', "workers a:1: give http://HOST:PORT"),
+        ('{"workers": [7]}', "must be a list of texts"),
         ('{"workers": ["http://a:1 8998"]}', "workers http://a:1 8998: give http://HOST:PORT"),
     ],
 )
@@ -208,7 +209,11 @@ def test_pods_of_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             cluster.pods["role=decode"] = [ready["object"]]
             cluster.tell("role=decode", {"type": "ERROR", "object": {"message": "too old"}})
             wait_until(lambda: found("decode") == both[:1], 10)
-            assert found("prefill") == [("http://127.0.0.1:30000", 9001)]
+            wrong = {"annotations": {"sglang.ai/bootstrap-port": "9001²"}}
+            cluster.pods[role] += [pod("p1", metadata=wrong), pod("p2", status={"podIP": "::2"})]
+            cluster.tell(role, {"type": "ADDED", "object": "no pod"})  # they are listed again
+            prefill = [("http://127.0.0.1:30000", 9001), ("http://[::2]:30000", 8998)]
+            wait_until(lambda: found("prefill") == prefill, 10)
     paths = {path for path, _, _ in cluster.asked}
     assert paths == {"/api/v1/namespaces/models/pods"}
     assert {token for _, _, token in cluster.asked} == {"Bearer secret"}

@@ -19,7 +19,7 @@ import openai
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from moesaic import Engine
@@ -535,6 +535,15 @@ def test_what_is_sent_again(status: int, sent: int) -> None:
     assert answer.content == (WHOLE.body if sent == 2 else refusal.response().body)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+def test_redirections_are_not_followed(path: str) -> None:
+    """An instance could make the router ask others in its network."""
+    with routed_to_two(RedirectResponse("/elsewhere")) as (bodies, _, client):
+        answer = client.post(path, json={"prompt": "x"})
+    assert (answer.status_code, answer.headers["location"]) == (307, "/elsewhere")
+    assert len(bodies) == 1
+
+
 def test_without_a_prefill_instance() -> None:
     """A decode instance computes the prompt, too."""
     with routed_to_two(WHOLE) as (bodies, router, _):
@@ -606,6 +615,10 @@ def test_flags_of_pairs() -> None:
         ("--prefill http://a:1", "--prefill and --decode need --pd-disaggregation"),
         ("--pd-disaggregation --prefill http://a:1", "needs --prefill URL [PORT] and --decode"),
         ("--worker-urls ftp://x", "--worker-urls ftp://x: give http://HOST:PORT"),
+        (
+            "--pd-disaggregation --prefill http://a:1 80000 --decode http://b:1",
+            "--prefill http://a:1 80000: the bootstrap port is a number from 1 to 65535",
+        ),
         ("--policy fastest --worker-urls http://x", "--policy is 'fastest'"),
     ],
 )

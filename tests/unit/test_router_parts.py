@@ -13,7 +13,7 @@ import pytest
 from moesaic.router.args import POLICIES
 from moesaic.router.event_ids import StreamMark
 from moesaic.router.halves import Call
-from moesaic.router.policies import BLOCK, MOST_AHEAD
+from moesaic.router.policies import BLOCK, MOST_AHEAD, CacheAware
 from moesaic.router.policies import POLICIES as CLASSES
 from moesaic.router.replay import Diverged, StreamReplay
 from moesaic.router.workers import Worker
@@ -183,3 +183,11 @@ def test_a_prefix_stays_where_it_is() -> None:
         for _ in range(MOST_AHEAD + 1):
             stack.enter_context(first.serving(1))
         assert policy.choose(workers, stem) is not first
+
+
+def test_prefixes_are_forgotten_with_their_server() -> None:
+    """Pods come and go, each with an address of its own."""
+    policy = CacheAware()
+    for number in range(5):
+        policy.choose([Worker(f"http://{number}", "both")], "x" * 2 * BLOCK)
+    assert len(policy._known) == 0
