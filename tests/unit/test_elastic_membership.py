@@ -162,6 +162,10 @@ class Service:
             if rank in self.ranks:
                 self.ranks[rank].inbox.append(rollback)
 
+    def send_client(self, message: Message | bytes) -> None:
+        assert isinstance(message, messages.StepOutput)
+        self._record(message)
+
     def note_members(self, live: Sequence[int]) -> None:
         assert set(live) <= set(range(self.mesh.world))
 
@@ -267,6 +271,21 @@ def test_no_request_is_lost_and_no_token_twice(name: str) -> None:
         )
         survived += stats.lost
     assert survived > 200
+
+
+def test_an_abort_that_a_lost_rank_had_not_heard_of() -> None:
+    """Nobody computes the rest of the answer."""
+    service = Service(MESHES["each rank a group"], 0)
+    for number in range(4):
+        service.submit(number)
+    lead: Any = SimpleNamespace(journal=service.journal, mesh=service.mesh)
+    lead.send_rank, lead.send_client = service.send_rank, service.send_client
+    LeadSupervisor.on_client(lead, messages.Abort(2))
+    group = service.journal.open[2].group
+    service.elastic.on_ranks_lost(service, [group], f"rank {group} died")
+    service.run(600, deaths=0.0)
+    assert not service.journal.open and service.ended == set(range(4)) and not service.failed
+    assert [len(service.answers[number]) for number in range(4)] == [LENGTH, LENGTH, 0, LENGTH]
 
 
 def test_a_rank_that_keeps_dying_ends_the_service() -> None:

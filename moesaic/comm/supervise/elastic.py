@@ -22,7 +22,14 @@ from moesaic.comm.supervise.journal import Journal
 from moesaic.comm.supervise.membership_policy import EndableService, MembershipPolicy
 from moesaic.comm.supervise.service_spec import ServiceSpec
 from moesaic.comm.supervise.step_rollback import StepRollbacks
-from moesaic.core.messages import MembersAdopted, ResumeSteps, RollbackStep, Submit, encode
+from moesaic.core.messages import (
+    MembersAdopted,
+    Message,
+    ResumeSteps,
+    RollbackStep,
+    Submit,
+    encode,
+)
 from moesaic.core.stats import MembershipChange, MembershipStats
 
 logger = logging.getLogger(__name__)
@@ -90,6 +97,8 @@ class ElasticHost(Protocol):
         """Whether its process is gone."""
 
     def send_rank(self, rank: int, data: bytes) -> None: ...
+
+    def send_client(self, message: Message | bytes) -> None: ...
 
     def roll_back(self, rollback: RollbackStep, ranks: Sequence[int]) -> None: ...
 
@@ -290,10 +299,12 @@ class ElasticMembership(MembershipPolicy):
     def _move_requests(self, groups: set[int]) -> int:
         """Submits the requests of these groups, and those that wait for any, with their tokens;
         returns how many."""
-        count = 0
+        count, journal = 0, self._host.journal
+        for number in journal.aborted_in(groups):  # a lost rank may not have heard of it
+            self._host.send_client(journal.abort(number))
         for group in range(self._mesh.num_groups):
-            self._host.journal.balancer.set_away(group, not self._serves(group))
-        for group, requests in self._host.journal.move(groups).items():
+            journal.balancer.set_away(group, not self._serves(group))
+        for group, requests in journal.move(groups).items():
             self._host.send_rank(self._mesh.leader(group), encode(Submit(requests)))
             count += len(requests)
         return count

@@ -25,6 +25,8 @@ class OpenRequest:
     """As it was submitted."""
     group: int
     emitted: list[int]
+    is_aborted: bool = False
+    """Its group was told to end it."""
 
 
 class Journal:
@@ -105,6 +107,10 @@ class Journal:
         """Whether a group has the request, and does not lose it at this moment."""
         group = self.open[request_no].group
         return group != HELD and not self.balancer.is_away(group)
+
+    def aborted_in(self, groups: Collection[int]) -> list[int]:
+        """The requests that these groups were told to end, and have not."""
+        return [n for n, one in self.open.items() if one.is_aborted and one.group in groups]
 
     def abort(self, request_no: int) -> StepOutput:
         """Drops a request that no group serves, and returns its last output."""

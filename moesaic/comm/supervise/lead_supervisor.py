@@ -152,6 +152,7 @@ class LeadSupervisor(NodeSupervisor):
             case messages.Abort(request_no):
                 entry = self.journal.open.get(request_no)
                 if entry is not None and entry.group != HELD:
+                    entry.is_aborted = True
                     self.send_rank(self.mesh.leader(entry.group), encode(message))
                 if entry is not None and not self.journal.is_served(request_no):
                     self.send_client(self.journal.abort(request_no))
