@@ -121,17 +121,21 @@ def load_weights(
 
 def load_some_weights(
     model: Loadable, folder: Path, scheme: Scheme, tensors: Sequence[Tensor]
-) -> None:
-    """Reads only those weights of a loaded model that are in `tensors`, parts of its own."""
+) -> Iterator[None]:
+    """Reads only those weights of a loaded model that are in `tensors`, parts of its own, one for
+    each item."""
     with Checkpoint(folder, None) as checkpoint:
         loader = Loader(checkpoint, scheme)
         for slot, reader in loader.find_all(slots_within(model, tensors)):
             loader.fill(slot, reader)
+            yield
 
 
-def fill_some_randomly(model: Loadable, seed: int, tensors: Sequence[Tensor]) -> None:
+def fill_some_randomly(model: Loadable, seed: int, tensors: Sequence[Tensor]) -> Iterator[None]:
     """As `load_some_weights`, with what `fill_randomly` gives these tensors."""
-    _fill_slots(slots_within(model, tensors), seed, direct=False)
+    for slot in slots_within(model, tensors):
+        _fill_slot(slot, seed, direct=False)
+        yield
 
 
 def slots_within(model: Loadable, tensors: Sequence[Tensor]) -> list[Slot]:
@@ -287,12 +291,16 @@ def fill_randomly(model: Loadable, seed: int, *, direct: bool | None = None) -> 
 
 def _fill_slots(slots: Sequence[Slot], seed: int, direct: bool) -> None:
     for slot in tqdm(slots, desc="Making weights", unit="tensor", disable=None, leave=False):
-        if isinstance(slot, TensorSlot) and slot.into.dim() == 1:
-            slot.into.fill_(0.0 if "bias" in slot.name else 1.0)
-        elif direct:
-            _fill_directly(slot, seed)
-        else:
-            _fill_whole(slot, seed)
+        _fill_slot(slot, seed, direct)
+
+
+def _fill_slot(slot: Slot, seed: int, direct: bool) -> None:
+    if isinstance(slot, TensorSlot) and slot.into.dim() == 1:
+        slot.into.fill_(0.0 if "bias" in slot.name else 1.0)
+    elif direct:
+        _fill_directly(slot, seed)
+    else:
+        _fill_whole(slot, seed)
 
 
 def _fill_whole(slot: Slot, seed: int) -> None:

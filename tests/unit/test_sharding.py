@@ -22,7 +22,12 @@ from moesaic.models.quantize import QuantizeJob, quantize
 from moesaic.models.registry import build_model
 from moesaic.models.schemes import detect_scheme
 from moesaic.models.tiny import FAMILIES, make_tiny_checkpoint, materialise
-from moesaic.models.weights import fill_randomly, load_weights
+from moesaic.models.weights import (
+    fill_randomly,
+    fill_some_randomly,
+    load_some_weights,
+    load_weights,
+)
 from moesaic.moe.context import MoeContext
 from tests.unit.disk_formats import CountingCheckpoint
 
@@ -143,6 +148,30 @@ def test_random_weights_do_not_depend_on_the_cut(family: str, folders: dict[str,
         fill_randomly(model, seed=5)
         for slot in dense_slots(model):
             assert torch.equal(slot.into, expected[slot.name][slot.cut]), slot.name
+
+
+@pytest.mark.parametrize("is_dummy", [True, False])
+def test_parts_are_read_again_one_by_one(is_dummy: bool, folders: dict[str, Path]) -> None:
+    """A rank that takes over experts tells that it makes progress after each."""
+    folder, model = folders["mixtral"], build(folders["mixtral"])
+    scheme = detect_scheme(RawConfig.read(folder), folder)
+    if is_dummy:
+        fill_randomly(model, seed=5)
+    else:
+        load_weights(model, folder)
+    parts = [slot.into for slot in dense_slots(model) if "q_proj" in slot.name]
+    kept = [slot.into for slot in dense_slots(model) if "k_proj" in slot.name]
+    wanted = [part.clone() for part in parts]
+    for part in parts + kept:
+        part.zero_()
+    if is_dummy:
+        filled = fill_some_randomly(model, 5, parts)
+    else:
+        filled = load_some_weights(model, folder, scheme, parts)
+    for number, _ in enumerate(filled, start=1):
+        assert sum(bool(part.any()) for part in parts) == number
+    assert all(torch.equal(*both) for both in zip(parts, wanted, strict=True)) and len(parts) == 4
+    assert not any(part.any() for part in kept)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss"])

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from moesaic.balance.survivors import adoptions
+from moesaic.comm.supervise.control_page import RankStatus
 from moesaic.config import ServerArgs
 from moesaic.core.messages import MembersAdopted
+from moesaic.core.rank_state import RankState
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.models.weights import fill_some_randomly, load_some_weights
 from moesaic.moe.layer import FusedMoE
@@ -29,8 +31,8 @@ from moesaic.moe.placement import EMPTY, Placement
 class RankMembers:
     """The live ranks of this rank's replica, as it knows them. `epoch`: which set of them."""
 
-    def __init__(self, args: ServerArgs, runner: ModelRunner) -> None:
-        self._args, self._runner = args, runner
+    def __init__(self, args: ServerArgs, runner: ModelRunner, status: RankStatus) -> None:
+        self._args, self._runner, self._status = args, runner, status
         self.epoch = 1
 
     def adopt(self, epoch: int, active: Sequence[int]) -> MembersAdopted:
@@ -91,11 +93,14 @@ class RankMembers:
         return held
 
     def _read(self, tensors: Sequence[Tensor]) -> None:
-        """Fills parts of the model, whose placements name their experts already."""
+        """Fills parts of the model, whose placements name their experts already. Each is progress:
+        the others wait for this rank, which would be taken for one that hangs."""
         model, args = self._runner.model, self._args
         if not tensors:
             return
         if args.load_format == "dummy":
-            fill_some_randomly(model, args.random_seed or 0, tensors)
+            filled = fill_some_randomly(model, args.random_seed or 0, tensors)
         else:
-            load_some_weights(model, Path(args.model_path), self._runner.scheme, tensors)
+            filled = load_some_weights(model, Path(args.model_path), self._runner.scheme, tensors)
+        for _ in filled:
+            self._status.enter(RankState.COMPUTING, "read experts")

@@ -82,7 +82,7 @@ class Worker:
         """Those that came before it slept: a later stage may be several of them behind."""
         self._rollback: messages.RollbackStep | None = None
         self._last_error = ""
-        self.members = RankMembers(self.args, self.runner)
+        self.members = RankMembers(self.args, self.runner, self.link.status)
 
     def _make_leader(self) -> Leader | None:
         if not self.place.is_leader:
