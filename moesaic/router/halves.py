@@ -14,6 +14,8 @@ ROOM_BITS: Final = 63
 SEED_BITS: Final = 62
 # Characters of an answer whose length is not limited.
 UNKNOWN_LENGTH: Final = 1024
+# Fields that say where a prompt is computed, which the router decides: an instance connects there.
+WHERE: Final = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 LENGTHS: Final = ("max_tokens", "max_completion_tokens", "max_new_tokens", "max_output_tokens")
 
 
@@ -28,9 +30,10 @@ class Call:
     def of(cls, path: str, body: dict[str, Any], request_id: str = "") -> Call:
         """With a seed, if it has none: an instance that takes over samples the same tokens. The
         seed follows from the id, so that another router chooses the same."""
+        body = {name: value for name, value in body.items() if name not in WHERE}
         if _prompts(body) is not None:
             return cls(path, body)  # one seed for all would make equal prompts' answers equal
-        seed, body = _seed_of(request_id), dict(body)
+        seed = _seed_of(request_id)
         if path == "/generate":
             given = body.get("sampling_params")
             params = {} if given is None else given  # an instance refuses what is no object
@@ -67,11 +70,7 @@ class Call:
         room: Any = secrets.randbits(ROOM_BITS)
         if number is not None:
             room = [secrets.randbits(ROOM_BITS) for _ in range(number)]
-        where = {
-            "bootstrap_host": prefill.host,
-            "bootstrap_port": prefill.bootstrap_port,
-            "bootstrap_room": room,
-        }
+        where = dict(zip(WHERE, (prefill.host, prefill.bootstrap_port, room), strict=True))
         second = {**self.body, **where}
         first = {name: value for name, value in second.items() if name != "stream_options"}
         return {**first, "stream": False}, second

@@ -636,6 +636,9 @@ def test_bodies_of_both_halves() -> None:
     assert first["bootstrap_room"] == second["bootstrap_room"] and first["seed"] == second["seed"]
     assert (second["bootstrap_host"], second["bootstrap_port"]) == ("p", 9000)
     assert call.halves(prefill)[1]["seed"] == second["seed"]
+    where = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 22, "bootstrap_room": 1}
+    assert Call.of("/generate", {"text": ["a"], **where}).body == {"text": ["a"]}
+    assert Call.of("/v1/completions", where).body.keys() == {"seed"}
     several = Call.of("/generate", {"text": ["a", "b", "c"]})
     assert len(set(several.halves(prefill)[0]["bootstrap_room"])) == 3
     assert "sampling_params" not in several.body
