@@ -19,6 +19,7 @@ Figures go to --out, on an H200 to bench/results/h200_pd.json and elsewhere to p
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import json
 import os
@@ -32,6 +33,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
@@ -124,7 +126,15 @@ def transfers(options: argparse.Namespace, out: Path, name: str) -> bool:
     sizes = [round(size * MIB) for size in options.mib or SIZES_MIB[options.device]]
     for transport in options.transports or DEFAULT_TRANSPORTS[options.device]:
         given = transport, options.device, sizes, name, options.repeats
-        with daemon(options.device), ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        with (
+            daemon(options.device),
+            ProcessPoolExecutor(
+                1,
+                get_context("spawn"),
+                # Threads of the sender may be freeing tensors when the interpreter ends.
+                partial(atexit.register, os._exit, 0),
+            ) as pool,
+        ):
             try:
                 rows = pool.submit(measure, *given).result()
             except (OSError, RuntimeError, ValueError) as error:

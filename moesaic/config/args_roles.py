@@ -138,10 +138,11 @@ class SpeculativeArgs:
         "compared.",
         at_least=1,
     )
-    speculative_ngram_max_bfs_breadth: int = flag(
-        10,
+    speculative_ngram_max_bfs_breadth: int | None = flag(
+        None,
         "NGRAM: the most drafts behind one token, where the fewest tokens before it are known; 1: "
-        "a draft is a chain.",
+        "a draft is a chain. Unset: 10 on CPU, and 1 on CUDA, where steps with prompts beside "
+        "trees have no graph.",
         at_least=1,
     )
     speculative_ngram_match_type: str = flag(

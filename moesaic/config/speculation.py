@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moesaic.config.args import ServerArgs
+from moesaic.config.devices import device_of
 from moesaic.config.flags import show, specs
 from moesaic.core.draft_tree import MOST_ROWS
 from moesaic.core.speculation import ALGORITHMS, Speculation
 
 COUNTS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+BREADTH = 10
 ONE_TOKEN = "--speculative-num-draft-tokens is 1, the newest token alone: give at least 2, or "
 # Choices of backends and formats are taken alone, as in the guide's commands.
 NEED_ALGORITHM = (
@@ -34,7 +36,7 @@ def speculation_of(args: ServerArgs) -> Speculation | None:
     name, topk = args.speculative_algorithm, args.speculative_eagle_topk or 1
     trees = topk > 1
     if name == "NGRAM":
-        trees = args.speculative_ngram_max_bfs_breadth > 1
+        trees = (args.speculative_ngram_max_bfs_breadth or 1) > 1
     return Speculation(name, steps, tokens, args.speculative_draft_model_path, topk, trees)
 
 
@@ -52,13 +54,18 @@ def speculation_defaults(args: ServerArgs) -> Iterator[tuple[str, object, str]]:
         yield "speculative_num_steps", steps, why
         yield "speculative_num_draft_tokens", tokens, why
         yield "speculative_eagle_topk", 1, why
-        if not default.on_ranks and _is_large(args, tokens):
-            breadth = "speculative_ngram_max_bfs_breadth"
-            yield breadth, 1, f"a tree has at most {MOST_ROWS} tokens"
     elif default.on_ranks and (args.speculative_eagle_topk or 1) == 1:
         tokens = args.speculative_num_steps + 1
         yield "speculative_num_draft_tokens", tokens, "a chain: one more than its steps"
         yield "speculative_eagle_topk", 1, why
+    if not default.on_ranks and args.speculative_ngram_max_bfs_breadth is None:
+        breadth = "speculative_ngram_max_bfs_breadth"
+        if (args.speculative_num_draft_tokens or default.num_draft_tokens) > MOST_ROWS:
+            yield breadth, 1, f"a tree has at most {MOST_ROWS} tokens"
+        elif device_of(args) == "cuda" and args.speculative_ngram_min_bfs_breadth == 1:
+            yield breadth, 1, "steps with prompts beside trees have no graph on CUDA"
+        else:
+            yield breadth, max(BREADTH, args.speculative_ngram_min_bfs_breadth), why
 
 
 def speculation_problems(args: ServerArgs) -> Iterator[str]:
@@ -106,23 +113,19 @@ def _without_models(args: ServerArgs, shown: str) -> Iterator[str]:
     if args.speculative_num_draft_tokens == 1:
         yield ONE_TOKEN + f"leave {shown} out"
     least, most = args.speculative_ngram_min_bfs_breadth, args.speculative_ngram_max_bfs_breadth
+    if most is None:
+        return
     if least > most:
         yield (
             f"--speculative-ngram-min-bfs-breadth {least} is more than "
             f"--speculative-ngram-max-bfs-breadth {most}: give at most {most}"
         )
     tokens = args.speculative_num_draft_tokens or 0
-    if tokens > MOST_ROWS and most > 1 and not _is_large(args, tokens):
+    if tokens > MOST_ROWS and most > 1:
         yield (
             f"--speculative-ngram-max-bfs-breadth {most} with --speculative-num-draft-tokens "
             f"{tokens}: a tree has at most {MOST_ROWS} tokens: give that, or 1 of the other"
         )
-
-
-def _is_large(args: ServerArgs, tokens: int) -> bool:
-    """Whether drafts have more tokens than a tree may have, and nothing asks for one."""
-    breadth = specs(ServerArgs)["speculative_ngram_max_bfs_breadth"].default
-    return tokens > MOST_ROWS and args.speculative_ngram_max_bfs_breadth == breadth
 
 
 def _draft_models(args: ServerArgs, shown: str) -> Iterator[str]:

@@ -95,8 +95,11 @@ def test_drafts_of_ranks_are_right_behind_steps_without(line: str) -> None:
         line = f"{line} --speculative-algorithm NEXTN"
     found, told = answers(line)
     assert found == on_one_rank()
-    rates = [one["spec_accept_rate"] for one in told[::2] if "spec_accept_rate" in one]
-    assert rates and min(rates) >= (1.0 if OTHER in line else 0.9)
+    greedy = [one for one in told[::2] if "spec_verify_ct" in one]
+    drafted = sum(one["spec_draft_token_num"] for one in greedy)
+    accepted = sum(one["spec_accept_token_num"] for one in greedy)
+    # The layer's second tokens are less often right.
+    assert accepted >= (1.0 if OTHER in line else 0.7) * drafted > 0
 
 
 @pytest.mark.timeout(300)

@@ -25,7 +25,7 @@ from moesaic.config.resolve import (
     problems,
     resolve,
 )
-from moesaic.config.speculation import speculation_of
+from moesaic.config.speculation import speculation_defaults, speculation_of
 from moesaic.core.speculation import Speculation
 from moesaic.moe.backends import ENTRY_POINTS
 
@@ -996,6 +996,16 @@ def test_unset_speculative_flags_follow_from_the_others(line: str, steps: int, t
     assert found == Speculation(line.split()[0], steps, tokens)
     assert found.num_drafts == steps and resolve(args) == args
     assert args.speculative_eagle_topk == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "breadth"),
+    [("", 1), ("--speculative-ngram-min-bfs-breadth 2", 10)],
+)
+def test_trees_on_a_gpu_are_asked_for(line: str, breadth: int):
+    args = parse(f"--model-path m --device cuda --speculative-algorithm NGRAM {line}")
+    found = {name: value for name, value, _ in speculation_defaults(args)}
+    assert found["speculative_ngram_max_bfs_breadth"] == breadth
 
 
 def decode_by(transport: str) -> ServerArgs:

@@ -276,9 +276,10 @@ def test_no_flag_is_in_the_table_and_ours():
 
 def as_ours(args: ServerArgs) -> ServerArgs:
     """Their default bounds a step, ours does not; their transfer backend means ours
-    (test_config.py)."""
+    (test_config.py); ours has trees on CPU only."""
     assert args.disaggregation_transfer_backend == "mooncake"
-    return replace(args, max_prefill_tokens=None, disaggregation_transfer_backend="auto")
+    ours = {"disaggregation_transfer_backend": "auto", "speculative_ngram_max_bfs_breadth": None}
+    return replace(args, max_prefill_tokens=None, **ours)
 
 
 def test_their_defaults_are_as_good_as_nothing(tmp_path: Path):

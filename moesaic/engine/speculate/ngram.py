@@ -166,8 +166,9 @@ def _make(args: ServerArgs, speculation: Speculation, runner: ModelRunner) -> Ng
     frequent = args.speculative_ngram_match_type == "PROB"
     breadth = CHAINS
     if runner.verifies_trees:
-        least, most = args.speculative_ngram_min_bfs_breadth, args.speculative_ngram_max_bfs_breadth
-        breadth = Breadth(least, most)
+        most = args.speculative_ngram_max_bfs_breadth
+        assert most is not None, "the flags are not resolved"
+        breadth = Breadth(args.speculative_ngram_min_bfs_breadth, most)
     return NgramDrafter(index, speculation.num_drafts, frequent, breadth)
 
 
