@@ -129,8 +129,12 @@ class StreamReplay:
         if "text" in progress.unseen and progress.catch_up("text", text):
             known = progress.texts["text"]
         length = len(event.get("output_ids", ()))
-        is_end = (event.get("meta_info") or {}).get("finish_reason") is not None
+        reason = (event.get("meta_info") or {}).get("finish_reason")
+        is_end = reason is not None
         if not (text.startswith(known) or known.startswith(text)):
+            raise Diverged
+        is_short = len(text) < len(known) or "text" in progress.unseen
+        if is_end and is_short and not _is_aborted(reason):
             raise Diverged
         if length <= progress.logprobs and not (is_end and not progress.is_finished):
             return False
@@ -148,10 +152,21 @@ class StreamReplay:
             assert isinstance(holder, dict)
             progress.has_tools |= bool(holder.get("tool_calls"))
             is_new = self._cut(choice, holder, index, progress)
-            ends = choice.get("finish_reason") is not None
+            reason = choice.get("finish_reason")
+            ends = reason is not None
+            if ends and not _is_aborted(reason) and self._is_short(index, progress):
+                raise Diverged
             if is_new or (ends and not progress.is_finished) or not begun:
                 progress.is_finished |= ends
                 yield choice
+
+    def _is_short(self, index: int, progress: Progress) -> bool:
+        """Whether the instance that began anew has written less than the client has."""
+        if self._behind is None:
+            return False
+        heard = self._behind[index].texts
+        sent = progress.texts.items()
+        return bool(progress.unseen) or any(heard.get(name, 0) < len(text) for name, text in sent)
 
     def _cut(
         self, choice: dict[str, Any], holder: dict[str, Any], index: int, progress: Progress
@@ -174,6 +189,11 @@ class StreamReplay:
             progress.logprobs += max(0, length - known)
             is_new |= length > known
         return is_new
+
+
+def _is_aborted(reason: Any) -> bool:
+    """Whether that may be why an answer ends: OpenAI's word for it is length."""
+    return (reason.get("type") if isinstance(reason, dict) else reason) in ("abort", "length")
 
 
 def _rest(text: str, name: str, progress: Progress, behind: _Behind | None) -> str:

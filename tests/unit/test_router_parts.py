@@ -115,6 +115,33 @@ def test_another_router_notices_another_answer() -> None:
                 other.pass_on(event)
 
 
+@pytest.mark.parametrize("is_unseen", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+def test_an_answer_that_ends_earlier_is_noticed(path: str, is_unseen: bool) -> None:
+    """The client has more than the second instance writes."""
+
+    def event(text: str, reason: str | None = None) -> str:
+        end = {"finish_reason": reason}
+        if path == "/generate":
+            ids = list(range(len(text)))
+            return json.dumps({"text": text, "output_ids": ids, "meta_info": end})
+        return json.dumps({"choices": [{"index": 0, "text": text, **end}]})
+
+    cases = ("one two", "stop", True), ("one", "length", True), ("one", "stop", False)
+    for text, reason, fits in cases:  # an aborted answer ends with length
+        replay = StreamReplay(path)
+        replay.pass_on(event("one two"))
+        if is_unseen:
+            replay = StreamReplay.resumed(path, replay.mark)
+        else:
+            replay.restart()
+        if fits:
+            assert replay.pass_on(event(text, reason)) is not None
+        else:
+            with pytest.raises(Diverged):
+                replay.pass_on(event(text, reason))
+
+
 @pytest.mark.parametrize("text", ["x", "ä", "kQ", "!!!!", "kIKh"])
 def test_ids_that_no_router_made(text: str) -> None:
     with pytest.raises(ValueError, match="Last-Event-ID is not the id of an event of a router"):
