@@ -230,6 +230,8 @@ class Lobby:
 
     def _offer(self, connection: Outbox, target: KVTarget) -> None:
         number = target.ticket.room
+        if not target.ranks:
+            raise Malformed("pages of no rank")
         with self._lock:
             room = self._rooms.get(number)
             if room is None or room.connection is not connection:

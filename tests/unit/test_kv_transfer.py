@@ -35,7 +35,16 @@ from moesaic.disagg import rooms as rooms_module
 from moesaic.disagg.layout import CacheShape, piece
 from moesaic.disagg.likeness import SAMPLE_BYTES, SAMPLES, model_digest, prompt_digest
 from moesaic.disagg.lobby import Lobby, LobbyEvent
-from moesaic.disagg.messages import Announce, Chunk, Close, Open, PromptResult, frame, receive
+from moesaic.disagg.messages import (
+    Announce,
+    Chunk,
+    Close,
+    Offer,
+    Open,
+    PromptResult,
+    frame,
+    receive,
+)
 from moesaic.disagg.outlets import KVOutlets
 from moesaic.disagg.receiver import KVReceiver
 from moesaic.disagg.rooms import DecodeRooms, RoomEvent
@@ -434,6 +443,20 @@ def test_ports_out_of_range_end_the_connection(port: int) -> None:
         rooms.announce(1, room, PROMPT)
         rooms.offer(1, 0, 4)
         assert "a message that cannot be read: Expected `int`" in next_event(lobby).why
+
+
+def test_pages_of_no_rank_end_the_connection() -> None:
+    """The request may come later, in the engine's thread."""
+    with prefill_lobby() as (lobby, room):
+        address = room.host, room.port
+        made, _ = connect(lambda: socket.create_connection(address), Role.ROOM, OWN, SECRET, 5)
+        messages = Announce(7, MODEL, PROMPT), Offer(KVTarget(Ticket(7, 1), 0, 2, ()))
+        for buffer in (part for message in messages for part in frame(message)):
+            made.sendall(buffer)
+        wait_until(lambda: 7 in lobby._over)
+        lobby.enter(1, 7, PROMPT)
+        assert "pages of no rank" in next_event(lobby).why
+        made.close()
 
 
 def test_an_outlet_outlives_a_host_that_no_lookup_takes(caplog: pytest.LogCaptureFixture) -> None:
