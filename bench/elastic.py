@@ -491,7 +491,9 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
+    parser = argparse.ArgumentParser(
+        "python -m bench.elastic", description=__doc__.split("\n\n", maxsplit=1)[0]
+    )
     parser.add_argument("--only", action="append", choices=[*LAYOUTS], help="this layout")
     parser.add_argument("--faults", type=int, default=100, help="of each layout, at most")
     parser.add_argument("--seconds", type=float, default=60.0, help="of faults, for each layout")
