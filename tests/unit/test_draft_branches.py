@@ -233,6 +233,18 @@ def test_branches_are_those_of_the_model_over_each_path() -> None:
     assert checked > 3
 
 
+def test_branches_stay_within_the_context() -> None:
+    """Behind the last position of the context there are no rotations, and pages may end later."""
+    answers, params = list[list[int]](), SamplingParams(temperature=0.0, ignore_eos=True)
+    for flags in ({}, tree_flags(2, 4, 6, RANDOM)):
+        args = arguments(RANDOM, page_size=16, context_length=50, **flags)
+        core = LocalCore(args, ModelRunner(args, asynchronous=False))
+        (request,) = serve(core, [Request("0", [5, 6, 7, 8, 9], params, 0, 45, 0)])
+        answers.append(request.output_ids)
+        assert core.planner.metrics.counts.failed_steps == 0
+    assert answers[0] == answers[1] and len(answers[0]) == 45
+
+
 def test_no_entry_is_read_that_was_not_written() -> None:
     core = make_core(str(HOUSE), tight=False, **tree_flags(2, 2, 5))
     for part in (core.runner.draft.cache.keys, core.runner.draft.cache.values):
