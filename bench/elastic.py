@@ -459,40 +459,41 @@ def _share(values: Sequence[float], part: float) -> float:
 
 
 HEADER: Final = (
-    *("layout", "faults", "of them while starting or recovering", "requests", "lost", "wrong"),
-    *("kill: P50", "P99", "SIGSTOP: P50", "P99", "without faults: P50", "P99", "left"),
+    *("layout", "faults", "in a start or recovery", "requests", "lost", "wrong"),
+    *("stall by kill: median", "longest", "by SIGSTOP: median", "longest"),
+    *("gap without faults: median", "P99", "left"),
 )
 
 
-def row(outcome: dict[str, Any]) -> list[str]:
-    stalls, doing = outcome["stalls"], outcome["doing"]
-    figures = [
-        f"{_share(stalls.get(kind, []), part):.2f}"
-        for kind in ("kill -9", "SIGSTOP")
-        for part in (0.5, 0.99)
-    ]
-    quiet = [f"{value:.2f}" for value in outcome["gaps_before"][:2]]
-    hard = sum(doing.get(state, 0) for state in ("start", "recovery"))
-    counts = sum(outcome["faults"].values()), hard, outcome["requests"]
-    ends = outcome["lost"], outcome["wrong"]
-    left = ", ".join(outcome["left"]) or "nothing"
-    return [outcome["layout"], *map(str, (*counts, *ends)), *figures, *quiet, left]
+def row(name: str, outcomes: Sequence[dict[str, Any]]) -> list[str]:
+    """The line of some layouts together."""
+    hard = sum(one["doing"].get(state, 0) for one in outcomes for state in ("start", "recovery"))
+    counts = [sum(sum(one["faults"].values()) for one in outcomes), hard]
+    counts += [sum(one[key] for one in outcomes) for key in ("requests", "lost", "wrong")]
+    figures = []
+    for kind in ("kill -9", "SIGSTOP"):
+        found = sorted(value for one in outcomes for value in one["stalls"].get(kind, ()))
+        figures += [f"{_share(found, part):.2f}" if found else "" for part in (0.5, 1.0)]
+    quiet = [f"{max(one['gaps_before'][part] for one in outcomes):.2f}" for part in (0, 1)]
+    left = ", ".join(text for one in outcomes for text in one["left"]) or "nothing"
+    return [name, *(f"{count:,}" for count in counts), *figures, *quiet, left]
+
+
+def rows(outcomes: Sequence[dict[str, Any]]) -> list[list[str]]:
+    return [*(row(one["layout"], [one]) for one in outcomes), row("all", outcomes)]
 
 
 def markdown(results: dict[str, Any]) -> str:
-    rows = [row(outcome) for outcome in results["outcomes"]]
-    total = [sum(int(one[column]) for one in rows) for column in range(1, 6)]
-    rows.append(["all", *map(str, total), *[""] * (len(HEADER) - 6)])
-    lines = [f"| {' | '.join(one)} |" for one in [HEADER, ["---"] * len(HEADER), *rows]]
+    table = [HEADER, ["---"] * len(HEADER), *rows(results["outcomes"])]
     told = results["machine"]
-    return (
-        f"{told['cores']} cores of {told['cpu']}, torch {told['torch']}; seconds.\n\n"
-        + "\n".join(lines)
-    )
+    first = f"{told['cores']} cores of {told['cpu']}, torch {told['torch']}; seconds."
+    return "\n".join([first, "", *(f"| {' | '.join(one)} |" for one in table)])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
+    parser = argparse.ArgumentParser(
+        "python -m bench.elastic", description=__doc__.split("\n\n", maxsplit=1)[0]
+    )
     parser.add_argument("--only", action="append", choices=[*LAYOUTS], help="this layout")
     parser.add_argument("--faults", type=int, default=100, help="of each layout, at most")
     parser.add_argument("--seconds", type=float, default=60.0, help="of faults, for each layout")
@@ -511,7 +512,7 @@ def main() -> int:
         outcomes = [asdict(outcome) for outcome in found]
         facts = {**machine(1), "cores": len(os.sched_getaffinity(0))}
         write_json("elastic", {"machine": facts, "seed": args.seed, "outcomes": outcomes})
-    print_table(HEADER, [row(outcome) for outcome in outcomes])
+    print_table(HEADER, rows(outcomes))
     return int(not all(outcome.is_good for outcome in found))
 
 

@@ -81,7 +81,9 @@ def figures(values: list[float]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
+    parser = argparse.ArgumentParser(
+        "python -m bench.elastic_parts", description=__doc__.split("\n\n", maxsplit=1)[0]
+    )
     parser.add_argument("--kills", type=int, default=20)
     args = parser.parse_args()
     run = Run()

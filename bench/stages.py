@@ -46,6 +46,7 @@ KERNELS: Final = {
     "wait": ("_wait_kernel", "_signal_kernel"),
     "collectives": ("_push_kernel", "_publish_kernel", "_pull_kernel"),
     "quantising": ("_fp8_kernel", "_int8_kernel", "nvfp4_grid_kernel"),
+    "KV transfers": ("_copy_kernel",),
     "sampling": (
         *("_peaks_kernel", "_greedy_kernel", "_sums_kernel", "_draw_kernel"),
         *("_counts_kernel", "_edits_kernel"),

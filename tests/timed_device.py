@@ -75,7 +75,7 @@ class TimedDevice:
     num_pages, max_running, vocab_size, context_length = 1 << 16, 256, VOCABULARY, 1 << 16
     eos_ids, num_experts, num_layers, top_k = frozenset[int](), 0, 0, 0
     limits = StepLimits(8192 + 256 + 2816, 256 + 2816, drafts=2816)
-    prefill_wave = 64
+    prefill_wave, verifies_trees = 64, False
 
     def __init__(self, clock: Clock, text: Text, steps: int, rate: float, draft_ms: float) -> None:
         self.clock, self.text, self.rate, self.draft_ms = clock, text, rate, draft_ms

@@ -50,17 +50,22 @@ READERS: Final[dict[str, Callable[[Path], Any]]] = {
 }
 
 
-def read_file(path: Path) -> Mapping[str, Any]:
-    """The values of a file by name; ValueError with what to do about one that cannot be read."""
+def read_content(path: Path) -> Any:
+    """What a file holds; ValueError with what to do about one that cannot be read."""
     if not path.exists():
         raise ValueError(f"there is no file {path}")
     if path.suffix not in READERS:
         raise ValueError(f"{path}: give a file that ends in {', '.join(READERS)}")
     try:
-        found = READERS[path.suffix](path)
+        return READERS[path.suffix](path)
     except Exception as error:  # zipfile, numpy and torch raise many kinds
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{path} cannot be read: {reason}") from None
+
+
+def read_file(path: Path) -> Mapping[str, Any]:
+    """The values of a file by name."""
+    found = read_content(path)
     if not isinstance(found, Mapping):
         raise ValueError(f"{path} holds a {type(found).__name__}: it must hold values by name")
     return found

@@ -325,6 +325,7 @@ def without_one(group: RankGroup) -> list[list[int]]:
         if len(active) == 2 and not lost:
             with pytest.raises(AssertionError, match="sum: ranks are lost"):
                 comm.all_reduce(own, "sum")
+            assert comm.all_reduce(own[:0], "an idle step").shape == (0, 3)
         group.barrier("they have gathered")
     return found
 

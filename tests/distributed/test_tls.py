@@ -222,10 +222,12 @@ def test_a_plain_caller_hears_nothing(
         for said in (hello, b"GET / HTTP/1.1\r\n\r\n", bytes(100), b"\x16\x03\x01", endless):
             with socket.create_connection(("127.0.0.1", port), 10) as stranger:
                 heard = b""
-                with suppress(ConnectionError):
+                try:
                     stranger.sendall(said)
                     stranger.shutdown(socket.SHUT_WR)
                     heard = stranger.recv(1000)
+                except OSError as error:  # the other end is closed already
+                    assert not isinstance(error, TimeoutError), said[:20]
                 assert heard == b"", said[:20]
         assert store_at(port).connect(5.0, ME).count() == 0
     told = [record.getMessage() for record in caplog.records]
@@ -313,7 +315,7 @@ def test_the_certificate_of_a_secret():
     )
     assert context.get_ca_certs(binary_form=True) == []  # no authority, this certificate alone
     assert context.cert_store_stats()["x509"] == 1
-    assert len(os.listdir("/proc/self/fd")) == open_files
+    assert len(os.listdir("/proc/self/fd")) <= open_files
 
 
 def test_only_the_same_secret_is_proved_inside():

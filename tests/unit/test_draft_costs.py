@@ -12,7 +12,7 @@ from moesaic.engine.speculate.ngram import NgramDrafter
 from moesaic.engine.speculate.ngram_index import NgramIndex
 from tests.timed_device import VOCABULARY, Clock, Rate, Service, Text
 
-NGRAM = {"speculative_algorithm": "NGRAM"}
+NGRAM = {"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 1}
 FIXED = {"disable_speculative_adaptive": True}
 
 

@@ -179,6 +179,14 @@ class Service:
         rank = self.random.choice([*self.ranks, *self.starting])
         self.elastic.on_ranks_lost(self, [rank], f"rank {rank} died")
 
+    def fail_step(self) -> None:
+        """A rank raises in a step, also while others have yet to adopt an epoch."""
+        rank = self.random.choice(list(self.ranks.values()))
+        rollbacks = self.rollbacks[self.mesh.place(rank.rank).replica]
+        failed = messages.StepFailed(rank.rank, rank.generation, 0, "an error")
+        if not rank.abandoned and (rollback := rollbacks.start(failed)) is not None:
+            self.roll_back(rollback, rollbacks.ranks)
+
     def start(self) -> None:
         rank = self.random.choice(sorted(self.starting))
         self.starting.remove(rank)
@@ -215,6 +223,8 @@ class Service:
             choices += [self.start] * bool(self.starting)
             if self.random.random() < deaths:
                 self.die()
+            elif self.random.random() < deaths and self.ranks:
+                self.fail_step()
             else:
                 self.random.choice(choices)()
 

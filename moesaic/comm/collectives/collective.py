@@ -127,7 +127,7 @@ class WindowCollective(Collective):
         return window_bytes(_planes(nbytes), size, channels=1) if size > 1 else 0
 
     def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
-        assert self._active is None, f"{operation}: ranks are lost"
+        self._check_whole(x_NH, operation)
         chosen, width = chosen_rows(rows, len(x_NH)), math.prod(x_NH.shape[1:])
         x_N = x_NH.detach().reshape(-1)
         needed = range(chosen.start * width, chosen.stop * width)
@@ -157,7 +157,7 @@ class WindowCollective(Collective):
         self, x_RV: Tensor, widths: Sequence[int], rows: slice, operation: str
     ) -> Tensor:
         check_counts(self, widths, x_RV.shape[1], "columns")
-        assert self._active is None, f"{operation}: ranks are lost"
+        self._check_whole(x_RV, operation)
         x_RV = x_RV.detach()
         needed, spans = chosen_rows(rows, len(x_RV)), _spans(widths)
         out = x_RV.new_empty(len(needed), sum(widths))
@@ -176,7 +176,7 @@ class WindowCollective(Collective):
     def exchange_rows(self, x_NH: Tensor, operation: str) -> Tensor:
         """Each rank gives as many rows for every rank, in rank order; returns those that all ranks
         gave for this one, in the same order."""
-        assert self._active is None, f"{operation}: ranks are lost"
+        self._check_whole(x_NH, operation)
         x_PN = x_NH.detach().reshape(self.size, -1)
         out_PN = torch.empty_like(x_PN)
         head = _head("exchange_rows", x_PN.dtype, tuple(x_NH.shape))
@@ -192,6 +192,10 @@ class WindowCollective(Collective):
         self._round = first_epoch(membership.generation)
         active = sorted(membership.active)
         self._active = None if len(active) == self.size else active
+
+    def _check_whole(self, x: Tensor, operation: str) -> None:
+        """A group that has lost a rank takes part in steps without tokens of its own."""
+        assert self._active is None or not x.numel(), f"{operation}: ranks are lost"
 
     def _sum(self, x_N: Tensor, asked: range, out: Tensor, operation: str) -> None:
         """Writes elements `asked` of the sum to `out`."""

@@ -3,14 +3,11 @@ those that the target knows, so that its logits cost less (FR-Spec)."""
 
 from __future__ import annotations
 
-import json
-import pickle
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
+from moesaic.balance.files import read_content
 from moesaic.config import ServerArgs
 
 FLAG = "--speculative-token-map"
@@ -21,7 +18,12 @@ def hot_tokens(args: ServerArgs, vocab_size: int) -> list[int] | None:
     if args.speculative_token_map is None:
         return None
     path = Path(args.speculative_token_map)
-    found = _content(path)
+    try:
+        found = read_content(path)
+    except ValueError as error:
+        raise ValueError(
+            f"{FLAG} {error}: give a file of torch.save or JSON with a list of token ids"
+        ) from None
     if isinstance(found, Tensor):
         found = found.tolist()
     if not isinstance(found, list) or not found or not all(type(one) is int for one in found):
@@ -39,16 +41,3 @@ def hot_tokens(args: ServerArgs, vocab_size: int) -> list[int] | None:
             f"{branches}: give more, or fewer branches"
         )
     return tokens
-
-
-def _content(path: Path) -> Any:
-    """Of JSON, or of what torch.save has written, from which no code is run."""
-    try:
-        if path.suffix == ".json":
-            return json.loads(path.read_text(encoding="utf-8"))
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, EOFError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
-        raise ValueError(
-            f"{FLAG} {path} cannot be read: {str(error).splitlines()[0]}: give a file of "
-            "torch.save or JSON with a list of token ids"
-        ) from None
