@@ -109,7 +109,10 @@ def _without_models(args: ServerArgs, shown: str) -> Iterator[str]:
             f"--speculative-num-draft-tokens {args.speculative_num_steps + 1}"
         )
     if (args.speculative_eagle_topk or 1) > 1:
-        yield f"{_shown(args, 'speculative_eagle_topk')}: {shown} proposes a chain: leave it out"
+        yield (
+            f"{_shown(args, 'speculative_eagle_topk')}: the branches of {shown} are those of "
+            f"--speculative-ngram-max-bfs-breadth {args.speculative_eagle_topk}: give that"
+        )
     if args.speculative_num_draft_tokens == 1:
         yield ONE_TOKEN + f"leave {shown} out"
     least, most = args.speculative_ngram_min_bfs_breadth, args.speculative_ngram_max_bfs_breadth

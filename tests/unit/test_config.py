@@ -368,6 +368,10 @@ def test_missing_file_is_named(tmp_path: Path):
         ("--disable-speculative-adaptive", "needs --speculative-algorithm"),
         ("--speculative-algorithm NEXTN --speculative-eagle-topk 4", "4 needs --speculative-num-s"),
         (
+            "--speculative-algorithm NGRAM --speculative-eagle-topk 4",
+            "NGRAM are those of --speculative-ngram-max-bfs-breadth 4: give that",
+        ),
+        (
             "--speculative-algorithm NEXTN --speculative-eagle-topk 2 --speculative-num-steps 2 "
             "--speculative-num-draft-tokens 8",
             "only 6 drafts are found, and the newest token makes them 7: give at most that",

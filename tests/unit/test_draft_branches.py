@@ -233,6 +233,44 @@ def test_branches_are_those_of_the_model_over_each_path() -> None:
     assert checked > 3
 
 
+def test_branches_stay_within_the_context() -> None:
+    """Behind the last position of the context there are no rotations, and pages may end later."""
+    answers, params = list[list[int]](), SamplingParams(temperature=0.0, ignore_eos=True)
+    for flags in ({}, tree_flags(2, 4, 6, RANDOM)):
+        args = arguments(RANDOM, page_size=16, context_length=50, **flags)
+        core = LocalCore(args, ModelRunner(args, asynchronous=False))
+        (request,) = serve(core, [Request("0", [5, 6, 7, 8, 9], params, 0, 45, 0)])
+        answers.append(request.output_ids)
+        assert core.planner.metrics.counts.failed_steps == 0
+    assert answers[0] == answers[1] and len(answers[0]) == 45
+
+
+def test_a_step_fails_before_it_has_moved_accepted_drafts() -> None:
+    """The draft model computes them anew, too: the target's likeliest token is the first draft."""
+    core = make_core(RANDOM, tight=False, **tree_flags(2, 3, 6, RANDOM))
+    begin, apply, moving, firsts = core.runner.begin, core.planner.apply, [0], list[bool]()
+
+    def failing(plan: StepPlan, *given: Any) -> Any:
+        moving[0] += bool(plan.moves)
+        if plan.moves and moving[0] % 4 == 2:
+            raise ZeroDivisionError
+        return begin(plan, *given)
+
+    def noted(step: Any, result: Any) -> None:
+        for item, found in zip(step.items, result.items, strict=True):
+            firsts.extend([item.drafts[0] == found.token_ids[0]] if item.drafts else [])
+        apply(step, result)
+
+    core.runner.begin, core.planner.apply = failing, noted
+    try:
+        params = SamplingParams(temperature=0.0, ignore_eos=True)
+        served = serve(core, [Request(str(n), [n, 5, 6, 7], params, 0, 40, n) for n in range(6)])
+    finally:
+        core.runner.begin = begin
+    assert not any(request.failed for request in served)
+    assert core.planner.metrics.counts.failed_steps > 1 and len(firsts) > 40 and all(firsts)
+
+
 def test_no_entry_is_read_that_was_not_written() -> None:
     core = make_core(str(HOUSE), tight=False, **tree_flags(2, 2, 5))
     for part in (core.runner.draft.cache.keys, core.runner.draft.cache.values):

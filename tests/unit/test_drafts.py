@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from msgspec import structs
 
 from moesaic.config import ServerArgs, resolve
 from moesaic.core.request import Request
@@ -178,6 +179,23 @@ def test_accepted_tokens_of_a_step_that_is_undone_are_computed_anew() -> None:
     assert core.planner.metrics.counts.failed_steps == len(broken) == 1 and broken[0] > 1
     assert [one.output_ids for one in served] == [one.output_ids for one in expected]
     assert [one.routed for one in served] == [one.routed for one in expected]
+
+
+def test_a_group_that_gets_its_requests_anew_moves_nothing_of_before() -> None:
+    """They have the same numbers, and other pages."""
+    expected, _ = without_drafts(False)
+    core, served = make_core(False), requests()
+    core.planner.drafts.drafter = TreeDrafter(expected, 0.3)
+    for request in served:
+        core.add(RequestState(request, None, lambda progress: None))
+    moving = core.planner._moves
+    while not moving:
+        core.step()
+    numbers = sorted(moving)
+    core.planner.drop_all()
+    again = [Request(*structs.astuple(served[number].submission())) for number in numbers]
+    for request in serve(core, again):
+        assert request.output_ids == expected[request.request_no].output_ids
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])

@@ -126,10 +126,21 @@ def test_requests_draft_from_others_also_after_their_end() -> None:
         drafter.propose([])
     drafter.propose([other])
     assert other.drafts == [8, 9, 10, 11]
-    assert 0 not in drafter._open and list(drafter._open) == [1]
+    assert list(drafter._open) == [other]
     apart = request(2, text[:8], cache_namespace="x")
     drafter.propose([apart])
     assert apart.drafts == []
+
+
+def test_a_request_that_comes_again_is_read_anew() -> None:
+    """With the number that it had on the rank that was lost, and with what it has said since."""
+    drafter = NgramDrafter(NgramIndex(1000, 18), num_drafts=4)
+    before = request(0, [1, 2, 3, 4])
+    drafter.propose([before])
+    before.phase = RequestPhase.FINISHED
+    again = request(0, [1, 2, 3, 4, 5, 6, 7, 1, 2, 3])
+    drafter.propose([again])
+    assert again.drafts == [4, 5]
 
 
 def test_long_prompts_take_several_steps() -> None:

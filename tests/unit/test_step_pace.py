@@ -140,6 +140,25 @@ class LoopStage(Stage):
         step.agreement = StepAgreement(self.number, (8 + length,), (), length > 0, work)
 
 
+class DraftingStage(LoopStage):
+    """Every third step makes drafts, behind which none are wanted."""
+
+    def agree(self, step: InflightStep) -> None:
+        super().agree(step)
+        step.agreement.draft_steps = self.number % 3 == 0
+
+
+def test_a_step_that_makes_drafts_is_completed_before_the_next_one() -> None:
+    clock = Clock()
+    group, stats = Group(clock, [0]), SimpleNamespace(count_step=lambda seconds: None)
+    stage = DraftingStage(group)
+    loop = StepLoop(Device(clock, 1.0), stage, group, stats)  # type: ignore[arg-type]
+    for _ in range(12):
+        loop.step()
+        numbers = [step.number for step in loop.inflight]
+        assert numbers == ([] if stage.number % 3 == 0 else [stage.number])
+
+
 def run_loop(
     monkeypatch: pytest.MonkeyPatch, lengths: list[int], launch: float, steps: int
 ) -> tuple[StepLoop, Device, Group]:

@@ -154,7 +154,9 @@ class MovedTokens(msgspec.Struct, frozen=True, gc=False, eq=False):
         """The step that moves them was undone, when some ranks may have written behind them:
         they are computed anew."""
         if self.is_current:
-            self.request.num_computed = min(self.request.num_computed, self.first)
+            request, first = self.request, self.first
+            request.num_computed = min(request.num_computed, first)
+            request.draft_computed = min(request.draft_computed, first)
 
 
 @dataclass(slots=True)

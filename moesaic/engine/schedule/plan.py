@@ -60,8 +60,8 @@ class PlanItem(msgspec.Struct, array_like=True, gc=False):
     next_id: int = 0
     """The prompt's token behind this chunk, which a draft model reads; 0 behind the prompt."""
     draft_until: int = 0
-    """The last position for which the row of the page table has room, if the ranks' draft model
-    proposes tokens behind this item; else 0."""
+    """The last position at which the ranks' draft model may compute behind this item; 0: it
+    proposes nothing there."""
     kv_from: Ticket | None = None
     """The transfer whose tokens the ranks move to the request's pages before the step."""
     kv_send: KVSend | None = None

@@ -26,11 +26,13 @@ Floats = npt.NDArray[np.float64]
 @dataclass(frozen=True)
 class Frontier:
     """The rows that the draft model has computed last. `slots`: where in their sequence they are
-    stored."""
+    stored. `until`: the last position; what is behind it has that one, too, and is never verified.
+    """
 
     slots_DK: Ints
     masks_DK: Ints
     position_D: Ints
+    until_D: Ints
     first_D: Ints
     """The first entries of the sequences in the page table."""
 
@@ -46,15 +48,17 @@ class Frontier:
             window = len(item.token_ids) - item.num_sampled
             if item.parents:
                 masks_D[n] = row_masks(item.parents)[row - window]
-        first_D = plan.rows[drafting] * max_pages
-        return cls(slots_D[:, None], masks_D[:, None], plan.positions()[last_D], first_D)
+        until_D = np.array([plan.items[n].draft_until for n in drafting], np.int64)
+        position_D, first_D = plan.positions()[last_D], plan.rows[drafting] * max_pages
+        return cls(slots_D[:, None], masks_D[:, None], position_D, until_D, first_D)
 
     def behind(self, from_DK: Ints) -> Frontier:
         """A row behind each of these of the last ones."""
         last_DK = np.take_along_axis(self.slots_DK, from_DK, 1)
         slots_DK = self.slots_DK[:, -1:] + 1 + np.arange(from_DK.shape[1])
         masks_DK = np.take_along_axis(self.masks_DK, from_DK, 1) << (slots_DK - last_DK) | 1
-        return Frontier(slots_DK, masks_DK, self.position_D + 1, self.first_D)
+        position_D = np.minimum(self.position_D + 1, self.until_D)
+        return Frontier(slots_DK, masks_DK, position_D, self.until_D, self.first_D)
 
     @property
     def positions(self) -> Ints:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -70,7 +71,10 @@ class NgramDrafter:
     ) -> None:
         self.index, self.num_drafts, self._frequent = index, num_drafts, frequent
         self._breadth = breadth
-        self._open: dict[int, Request] = {}
+        self._open: dict[Request, int] = {}
+        """The number of each one's tokens in the index. A request that comes again, as its rank was
+        lost, has the same number as before, and other tokens."""
+        self._numbers = itertools.count()
         self._num_steps = 0
 
     def propose(self, requests: Sequence[Request]) -> None:
@@ -79,10 +83,10 @@ class NgramDrafter:
         if self._num_steps % END_EVERY == 0:
             self._end_finished()
         for request in requests:
-            number = request.request_no
-            if number not in index:
+            number = self._open.get(request)
+            if number is None:
+                number = self._open[request] = next(self._numbers)
                 index.begin(number, request.token_ids, request.cache_namespace)
-                self._open[number] = request
             room -= index.extend(number, room)
             request.drafts, request.draft_parents = self._tree(request)
 
@@ -133,10 +137,9 @@ class NgramDrafter:
         return drafts
 
     def _end_finished(self) -> None:
-        ended = [n for n, r in self._open.items() if r.phase is RequestPhase.FINISHED]
-        for number in ended:
-            del self._open[number]
-            self.index.end(number)
+        ended = [r for r in self._open if r.phase is RequestPhase.FINISHED]
+        for request in ended:
+            self.index.end(self._open.pop(request))
 
 
 def _push(

@@ -121,7 +121,7 @@ class DraftPlanner:
         if config.most_positions:  # trees are stored there as a whole
             has_room = planned.stop + ahead <= room and self._most_trees > 0
             if planned.confirmed + 2 < most and has_room:
-                item.draft_until, self._most_trees = room - 1, self._most_trees - 1
+                item.draft_until, self._most_trees = min(room, most) - 1, self._most_trees - 1
             return
         room = min(room, most)
         # The step's token and a draft behind it must be allowed, and have pages.

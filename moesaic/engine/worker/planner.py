@@ -184,6 +184,7 @@ class Planner:
         self.states.clear()
         self._histories.clear()
         self._routed.clear()
+        self._moves.clear()
         self.kv.flush()
 
     def fail_all(self, message: str) -> None:

@@ -55,8 +55,11 @@ class StepLoop:
 
     @property
     def depth(self) -> int:
-        """Steps that may be in flight at once."""
-        if self.in_trial or (self.runner.overlaps and self.stage.awaits_tokens):
+        """Steps that may be in flight at once. A draft model may run when its step is completed,
+        with the rows and pages of then; that the groups agree on no drafts holds for later ones."""
+        makes_drafts = any(step.agreement.draft_steps for step in self.inflight)
+        waits = makes_drafts or self.stage.awaits_tokens
+        if self.in_trial or (self.runner.overlaps and waits):
             return 1
         return 2 if self.runner.overlaps else self.stage.pipeline_depth
 
