@@ -10,7 +10,7 @@ import pytest
 
 from bench.pd_faults import Plan, measure
 
-QUICK = Plan(48, 4, ranks=1, clients=6, calls=12, rounds=1)
+QUICK = Plan(24, 3, ranks=1, clients=6, calls=6, rounds=1)
 
 
 @pytest.mark.timeout(600)
