@@ -2,10 +2,10 @@
 
     python -m bench.elastic_parts            # 20 kills of ranks that have nothing to do
 
-The supervisor's own figures, from `membership` in the server's info: until the others have
-abandoned their step, until they have adopted the epoch (with experts that nobody else holds read
-again), and how long the rank was away. The processor time of its start is what a busy machine does
-not change.
+The supervisor's own figures, from `membership` in the server's info: how long the other ranks took
+to abandon their step, how long to adopt the epoch (they read experts that no other rank holds from
+the checkpoint), and how long the rank was away. The processor time of its start is what a busy
+machine does not change.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def free_port() -> int:
 
 @contextmanager
 def environment(variables: dict[str, str]) -> Iterator[None]:
-    """Of servers that are started meanwhile."""
+    """Sets variables for the servers that are started inside."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

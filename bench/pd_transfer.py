@@ -85,7 +85,7 @@ def _serve(kind: str, threads: int, pipe: Any) -> None:
 
 
 def _read_seconds(transport: str, handle: bytes, tokens: int, device: torch.device) -> float:
-    """Of a chunk at the beginning of the send buffer."""
+    """How long reading takes a chunk at the beginning of the send buffer."""
     source = open_source(transport, handle, AUTO, device)
     place = Place(0, tokens * TOKEN_BYTES, 0, 0)
     staged = StagedCache(SHARE, 0, 2 * tokens, DTYPE, device)  # a chunk is a part of a prompt
@@ -155,7 +155,7 @@ class TransferBench:
         self._epoch = 0
 
     def seconds(self, tokens: int, chunks: int) -> float:
-        """Of so many chunks, until all are there."""
+        """How long so many chunks take until the last one is there."""
         self._epoch += 1
         ticket, total = Ticket(1, self._epoch), tokens * chunks
         send(self._leader, Open(ticket, 0, total))

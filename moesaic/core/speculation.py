@@ -50,7 +50,7 @@ ALGORITHMS: Final = {
 }
 """By the value of --speculative-algorithm."""
 MOST_DRAFTS: Final = 1024
-"""A step verifies at most so many drafts: each takes a row of the logits and of the low-latency
+"""The most drafts that a step verifies. Each takes a row of the logits and of the low-latency
 buffers."""
 UNQUANTISED: Final = "unquant"
 """The value of --speculative-draft-model-quantization for none."""

@@ -126,7 +126,7 @@ class MembershipChange(msgspec.Struct):
 
 
 class MembershipStats(msgspec.Struct):
-    """Of a service that goes on without ranks that are lost."""
+    """Which ranks of an elastic service live, and what their losses and returns took."""
 
     live: list[int]
     lost: int = 0

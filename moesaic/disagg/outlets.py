@@ -151,11 +151,11 @@ class KVOutlet:
             try:
                 if message is not None:
                     self._send(message, event)
-            except (OSError, ValueError) as error:  # ValueError: no host has such a name
+            except Exception as error:  # also a GPU's: results must not wait here for ever
                 with self._changed:
                     self._drop_message(message)
                     if not self.rests:
-                        self.drop(str(error))
+                        self.drop(str(error) or repr(error))
         with self._changed:
             self._disconnect()
 

@@ -165,6 +165,8 @@ class KVReceiver:
 
     def _open_source(self, feed: Feed, message: Exported) -> None:
         given, why = (message.transport, message.handle, self._transport, self._device), ""
+        if feed.source is not None:
+            raise Malformed("a second send buffer on a connection")
         try:
             feed.source = open_source(*given)
         except Exception as error:  # for whatever reason: it is sent by TCP then

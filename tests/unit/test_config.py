@@ -1034,7 +1034,7 @@ def test_transfer_backends_by_other_names(
 
 
 def test_nixl_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    args, module = decode_by("nixl"), import_module("moesaic.config.resolve")
+    args, module = decode_by("nixl"), import_module("moesaic.config.roles")
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"not installed: pip install 'moesaic\[nixl\]'"):
         resolve(args)

@@ -56,7 +56,7 @@ def speed(service: Service, batch: int, settle: float = 1000, ms: float = 3000) 
 
 
 def ngram(clock: Clock, text: Text, **flags: Any) -> Service:
-    return Service(clock, text, NgramDrafter(NgramIndex(10**7, 18), 11), **NGRAM, **flags)
+    return Service(clock, text, NgramDrafter(NgramIndex(10**7, 18), 11), **NGRAM | flags)
 
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
@@ -72,6 +72,12 @@ def test_repetitions_that_are_mostly_wrong_are_turned_off(clock: Clock, batch: i
     plain = speed(Service(clock, words()), batch)
     assert speed(ngram(clock, words(), **FIXED), batch) < 0.95 * plain
     assert speed(ngram(clock, words()), batch) > 0.98 * plain
+
+
+def test_where_trees_are_allowed_more_numbers_are_tried(clock: Clock) -> None:
+    """A tree's rows are hoped for one by one."""
+    plain = speed(Service(clock, words()), 1)
+    assert speed(ngram(clock, words(), speculative_ngram_max_bfs_breadth=10), 1) > 0.95 * plain
 
 
 @pytest.mark.parametrize(("batch", "times"), [(1, 2.9), (8, 4.8), (32, 5.9)])

@@ -226,7 +226,7 @@ class ElasticMembership(MembershipPolicy):
             service.fail(f"{cause}; it was lost {limit} times in a row (--restart-limit)", hopeless)
             return
         lost = [rank for rank in ranks if self.ranks[rank].is_live]
-        if not lost:  # while they started: nobody waits for them
+        if not lost:  # they had not joined yet, so nobody waits for them
             logger.warning("%s while it started again", cause)
             return
         self.totals.lost += len(lost)

@@ -64,7 +64,7 @@ class NodeSupervisor(ABC):
         self._routes = {rank: new_route() for rank in spec.ranks}
         self._senders = {route: rank for rank, route in self._routes.items()}
         self._former: set[bytes] = set()
-        """Of processes that are gone."""
+        """The routes of processes that are gone: what they sent is dropped."""
         self._store: StoreAddress | None = None
         self._host = ""
         target = spec.target.partition(":")[0]

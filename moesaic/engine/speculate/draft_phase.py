@@ -41,6 +41,8 @@ from moesaic.engine.speculate.draft_rows import (
     Continuation,
     Extension,
     SampledRows,
+    add_chains,
+    single_tokens,
     tokens_behind,
 )
 from moesaic.engine.speculate.drafters import DraftModel, DraftRows, TargetReader
@@ -185,7 +187,7 @@ class DraftPhase:
         host.copy_(drafts.view(-1), non_blocking=True)
         event.record()
         ahead = len(drafts) - self.model.reads_target
-        return lambda results: _add(plan, results, host.view(drafts.shape), ahead)
+        return lambda results: add_chains(plan, results, host.view(drafts.shape), ahead)
 
     def run(
         self,
@@ -202,7 +204,7 @@ class DraftPhase:
             return
         drafts = self._chain(plan, agreement, facts, hidden_TH)
         if results and drafts is not None:
-            _add(plan, results, drafts, len(drafts) - self.model.reads_target)
+            add_chains(plan, results, drafts, len(drafts) - self.model.reads_target)
 
     def _extend(
         self, plan: StepPlan, agreement: StepAgreement, next_T: Ints | Tensor, hidden_TH: Tensor
@@ -236,7 +238,7 @@ class DraftPhase:
         """Stores these rows again. All but the tokens behind them is kept as it is now."""
         numbers = np.repeat(np.arange(plan.num_sequences), plan.lengths)[rows_L]
         positions_L = plan.positions()[rows_L]
-        at = _single(positions_L, plan.rows[numbers] * self._table.max_pages)
+        at = single_tokens(positions_L, plan.rows[numbers] * self._table.max_pages)
         attention, some_LH = self._attention.attend(at), hidden_TH[rows_L]
 
         def store(result: StepResult) -> None:
@@ -311,7 +313,7 @@ class DraftPhase:
         position_D = plan.positions()[facts.last_D]
         for number in self._chained(agreement):
             at_D = np.minimum(position_D + number, until_D)
-            given_D, sequences = self._shared(ids_D, len(at_D)), _single(at_D, first_D)
+            given_D, sequences = self._shared(ids_D, len(at_D)), single_tokens(at_D, first_D)
             hidden_DH = self._forward(Pass(counts), given_D, at_D, sequences, hidden_DH)
             ids_D = self._most_likely(hidden_DH, counts)
             found.append(ids_D)
@@ -492,21 +494,3 @@ class DraftPhase:
         counts, own = [count] + [0] * (group.size - 1), ids_D[:, None]
         own = own if group.rank == 0 else own[:0]
         return group.gather_rows(own, counts, "drafts")[:, 0]
-
-
-def _single(positions_D: Ints, first_D: Ints) -> Sequences:
-    """One new token of each sequence, at these positions."""
-    count = len(positions_D)
-    starts, ones = np.arange(count, dtype=np.int32), np.ones(count, np.int32)
-    return Sequences(starts, ones, (positions_D + 1).astype(np.int32), first_D.astype(np.int32))
-
-
-def _add(plan: StepPlan, results: Sequence[ItemResult], drafts: Tensor, ahead: int) -> None:
-    """`drafts`: [steps, D] on the host, of which the last one needs entries at `ahead` positions
-    behind the step's last row: where pages end before, they are fewer."""
-    drafting = ((n, item) for n, item in enumerate(plan.items) if item.draft_until)
-    for (number, item), tokens in zip(drafting, drafts.T.tolist(), strict=True):
-        last = item.first + len(item.token_ids) - item.num_drafts - 2
-        last += max(1, len(results[number].token_ids))
-        fitting = len(tokens) - max(0, last + ahead - item.draft_until)
-        results[number].drafts = tokens[: max(0, fitting)]

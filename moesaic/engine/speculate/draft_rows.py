@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 from msgspec.structs import astuple
+from torch import Tensor
 
 from moesaic.core.draft_tree import path_of
 from moesaic.engine.runner.batches import sequences_of
@@ -132,3 +133,22 @@ class Extension(NamedTuple):
             masks_T = np.concatenate((masks_T, np.full(len(tokens), -1)))
         joined_T = np.concatenate((positions_T, *behind))
         return cls(joined_T, Sequences(*joined, masks_T=masks_T), tokens)
+
+
+def single_tokens(positions_D: Ints, first_D: Ints) -> Sequences:
+    """One new token of each sequence, at these positions."""
+    count = len(positions_D)
+    starts, ones = np.arange(count, dtype=np.int32), np.ones(count, np.int32)
+    return Sequences(starts, ones, (positions_D + 1).astype(np.int32), first_D.astype(np.int32))
+
+
+def add_chains(plan: StepPlan, results: Sequence[ItemResult], drafts: Tensor, ahead: int) -> None:
+    """Sets the drafts of results. `drafts`: [steps, D] on the host, of which the last one needs
+    entries at `ahead` positions behind the step's last row: where pages end before, they are
+    fewer."""
+    drafting = ((n, item) for n, item in enumerate(plan.items) if item.draft_until)
+    for (number, item), tokens in zip(drafting, drafts.T.tolist(), strict=True):
+        last = item.first + len(item.token_ids) - item.num_drafts - 2
+        last += max(1, len(results[number].token_ids))
+        fitting = len(tokens) - max(0, last + ahead - item.draft_until)
+        results[number].drafts = tokens[: max(0, fitting)]

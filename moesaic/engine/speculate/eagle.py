@@ -86,10 +86,8 @@ class EagleSource:
 def _source(args: ServerArgs, resolved: ResolvedModel, mesh: Mesh) -> DraftSource:
     if args.speculative_draft_model_path is None:
         return nextn_source(args, resolved, mesh)
-    folder, is_third = (
-        Path(args.speculative_draft_model_path),
-        args.speculative_algorithm == "EAGLE3",
-    )
+    folder = Path(args.speculative_draft_model_path)
+    is_third = args.speculative_algorithm == "EAGLE3"
     tokens = hot_tokens(args, resolved.raw.integer("vocab_size"))
     try:
         random = args.load_format == "dummy"
@@ -97,6 +95,11 @@ def _source(args: ServerArgs, resolved: ResolvedModel, mesh: Mesh) -> DraftSourc
         scheme = detect_scheme(made.raw, folder)
     except ValueError as error:
         raise ValueError(f"{FLAG}: {error}") from None
+    if (branches := args.speculative_eagle_topk or 1) > made.draft_vocab_size:
+        raise ValueError(
+            f"--speculative-eagle-topk is {branches}, and {folder} proposes among "
+            f"{made.draft_vocab_size} tokens: give at most that"
+        )
     if made.taps:
         logger.info("draft model: it reads hidden states before layers %s", list(made.taps))
     positions = made.raw.integer("max_position_embeddings", resolved.context_length)

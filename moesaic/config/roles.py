@@ -1,0 +1,87 @@
+"""What instances that share requests, and services that go on without a lost rank, cannot have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from moesaic.config.args import ServerArgs
+from moesaic.config.args_parallel import TRANSFER_DEVICES
+from moesaic.config.devices import device_of
+from moesaic.config.flags import given
+from moesaic.config.speculation import speculation_problems
+from moesaic.core.speculation import ALGORITHMS
+
+
+def elastic_problems(args: ServerArgs) -> Iterator[str]:
+    if args.elastic_ep_backend is None:
+        for typed in given(args, "elastic_ep_join_mode", "elastic_ep_initial_size", "max_ep_size"):
+            yield f"{typed} needs --elastic-ep-backend mooncake"
+        return
+    shown = f"--elastic-ep-backend {args.elastic_ep_backend}"
+    if (device := device_of(args)) != "cpu":
+        yield f"{shown} with --device {device}: only CPU ranks are restarted so far; leave it out"
+    if args.nnodes > 1:
+        yield f"{shown} with --nnodes {args.nnodes}: ranks of one node are restarted so far; give 1"
+    if args.disaggregation_mode != "null":
+        yield (
+            f"{shown} with --disaggregation-mode {args.disaggregation_mode}: KV caches on their "
+            "way do not outlive a rank yet; leave one of them out"
+        )
+    if args.overlap == "auto":
+        yield (
+            f"{shown} with --overlap auto: a rank that is restarted cannot measure with the "
+            "others; give --overlap tbo, sbo or off"
+        )
+    algorithm = ALGORITHMS.get(name := args.speculative_algorithm or "")
+    if algorithm is not None and algorithm.on_ranks:
+        yield (
+            f"{shown} with --speculative-algorithm {name}: the experts of a draft model are not "
+            "taken over yet; give NGRAM, or leave one of them out"
+        )
+    if args.max_ep_size is not None and args.max_ep_size < args.ep_size:
+        yield f"--max-ep-size is {args.max_ep_size}: give at least --ep-size {args.ep_size}"
+    if args.elastic_ep_join_mode == "scale" and args.elastic_ep_join_rank_offset == 0:
+        yield (
+            "--elastic-ep-join-mode scale needs --elastic-ep-join-rank-offset: "
+            "the number of ranks that already run"
+        )
+
+
+def role_problems(args: ServerArgs) -> Iterator[str]:
+    if args.disaggregation_mode != "null":
+        yield from _halves(args)
+    decode_cache = args.disaggregation_decode_enable_radix_cache
+    if decode_cache and args.disaggregation_mode != "decode":
+        yield (
+            "--disaggregation-decode-enable-radix-cache needs --disaggregation-mode decode, "
+            f"not {args.disaggregation_mode}"
+        )
+    if decode_cache and args.disable_radix_cache:
+        yield (
+            "--disaggregation-decode-enable-radix-cache and --disable-radix-cache exclude each "
+            "other: keep one"
+        )
+    yield from speculation_problems(args)
+
+
+def _halves(args: ServerArgs) -> Iterator[str]:
+    """What an instance that does one half of its requests cannot have."""
+    shown = f"--disaggregation-mode {args.disaggregation_mode}"
+    device, asked = device_of(args), args.disaggregation_transfer_backend
+    if (needed := TRANSFER_DEVICES.get(asked, device)) != device:
+        yield (
+            f"--disaggregation-transfer-backend {asked} with --device {device}: it moves caches of "
+            f"{needed} ranks: give auto, which takes the best one there is"
+        )
+    if asked == "nixl" and find_spec("nixl") is None:
+        yield (
+            "--disaggregation-transfer-backend nixl: the package nixl is not installed: pip "
+            "install 'moesaic[nixl]', or give auto"
+        )
+    algorithm = ALGORITHMS.get(name := args.speculative_algorithm or "")
+    if algorithm is not None and algorithm.on_ranks:
+        yield (
+            f"{shown} with --speculative-algorithm {name}: the cache of a draft model is not sent "
+            "between instances yet: leave it out, or give NGRAM to the decode instance"
+        )
