@@ -377,6 +377,18 @@ def test_a_token_map_has_a_token_for_each_branch(tmp_path: Path) -> None:
         hot_tokens(replace(args, speculative_eagle_topk=3), 258)
 
 
+def test_a_head_has_a_token_for_each_branch(tmp_path: Path) -> None:
+    Head(target(QWEN)[1]).write(tmp_path)
+    flags = flags_of(tmp_path) | {
+        "speculative_eagle_topk": 101,
+        "speculative_num_steps": 1,
+        "speculative_num_draft_tokens": 102,
+    }
+    args = replace(arguments(QWEN), **flags)
+    with pytest.raises(ValueError, match=r"topk is 101, and .* proposes among 100 tokens"):
+        plan_memory(args)
+
+
 @pytest.mark.parametrize("third", [True, False], ids=["eagle3", "eagle"])
 def test_the_memory_plan_counts_the_head(third: bool, tmp_path: Path) -> None:
     Head(target(QWEN)[1], third=third).write(tmp_path)

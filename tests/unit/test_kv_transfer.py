@@ -45,7 +45,7 @@ from moesaic.disagg.messages import (
     frame,
     receive,
 )
-from moesaic.disagg.outlets import KVOutlets
+from moesaic.disagg.outlets import KVOutlet, KVOutlets
 from moesaic.disagg.receiver import KVReceiver
 from moesaic.disagg.rooms import DecodeRooms, RoomEvent
 from moesaic.disagg.send_buffer import SendBuffer
@@ -467,6 +467,21 @@ def test_an_outlet_outlives_a_host_that_no_lookup_takes(caplog: pytest.LogCaptur
     outlets._outlets["a..b", 9]._rests_until = 0.0
     outlets.put("a..b", 9, Close(Ticket(1, 1)))
     wait_until(lambda: caplog.text.count("no KV cache can be sent to a..b:9") == 2)
+
+
+def test_a_sender_outlives_an_error_of_its_device(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_down(*given: Any) -> None:
+        raise RuntimeError("the device is lost")
+
+    outlets, told = outlets_of(0, "shm"), "no KV cache can be sent to 127.0.0.1:9: the device"
+    monkeypatch.setattr(KVOutlet, "_send", break_down)
+    for number in (1, 2):
+        outlets.put("127.0.0.1", 9, Close(Ticket(1, 1)))
+        wait_until(lambda count=number: caplog.text.count(told) == count)
+        assert outlets.take("127.0.0.1", 9, 8) is None
+        outlets._outlets["127.0.0.1", 9]._rests_until = 0.0
 
 
 def test_digests_tell_prompts_and_models_apart(tmp_path: Path) -> None:
