@@ -21,6 +21,8 @@ from moesaic.comm.network import quiet_log
 from moesaic.comm.network.connect import connect
 from moesaic.comm.network.handshake import (
     GREETING,
+    IDENTITY,
+    NONCE_BYTES,
     WELCOME,
     Identity,
     Role,
@@ -32,7 +34,7 @@ from moesaic.comm.network.listener import MOST_UNPROVED, Listener
 from moesaic.comm.network.message_stream import HEAD, MessageStream
 from moesaic.comm.network.rendezvous import StoreGroup
 from moesaic.comm.network.store import LocalStore, StoreAddress, StoreClient, StoreReply, StoreTable
-from moesaic.comm.network.tls import Connection
+from moesaic.comm.network.tls import Connection, WrongSecret
 from moesaic.comm.network.torch_store import TorchStore
 from moesaic.comm.windows.factory import create_window
 from moesaic.comm.windows.shared_memory import create_memory, map_memory
@@ -127,6 +129,23 @@ def test_a_store_keeps_out_who_has_not_the_secret(store: LocalStore):
     with pytest.raises(PermissionError, match="does not know this node's secret"):
         stranger.connect(5.0, ME)
     assert client_of(store).count() == 0
+
+
+def test_only_a_refusal_is_told(store: LocalStore, caplog: pytest.LogCaptureFixture):
+    """A process of this machine may end in the middle of a handshake."""
+    with socket.socket(socket.AF_UNIX) as ended:
+        ended.connect(str(store.address.host))
+        ended.sendall(GREETING + bytes([Role.STORE]) + bytes(NONCE_BYTES + IDENTITY.size))
+        ended.recv(1)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(str(store.address.host))
+        with pytest.raises(WrongSecret):
+            introduce(stranger, Role.STORE, ME, b"another secret of some length", soon())
+        assert stranger.recv(1) == b""
+    assert [record.getMessage() for record in caplog.records] == [
+        "refused a connection from this machine:socket: "
+        "it does not accept this node's proof: it has no or another secret"
+    ]
 
 
 @contextmanager

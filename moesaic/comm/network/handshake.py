@@ -7,8 +7,8 @@
                                       ◀───     welcome
 
 A proof is an HMAC over all earlier messages, so that it is worthless on another connection. The
-caller proves itself second: a listener without the secret learns nothing from it. Until then a
-fixed number of bytes is read from the caller, and nothing is kept.
+caller proves itself second: a listener without the secret learns nothing from it, and gets a
+REFUSAL. Until then a fixed number of bytes is read from the caller, and nothing is kept.
 
 Between nodes and instances, control connections speak TLS before and after (tls.py). Data links do
 not: their bytes go straight into memory.
@@ -21,6 +21,7 @@ import os
 import struct
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, NamedTuple
@@ -31,6 +32,7 @@ PROOF_SECONDS: Final = 5.0
 GREETING: Final = b"MOESAIC3"
 NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
+REFUSAL: Final = bytes(PROOF_BYTES)
 WELCOME: Final = b"\1"
 # A read allocates as much as it asks for.
 MOST_AT_ONCE: Final = 1 << 20
@@ -82,6 +84,8 @@ def introduce(
     answer = read_exactly(connection, NONCE_BYTES + IDENTITY.size, deadline)
     proof = read_exactly(connection, PROOF_BYTES, deadline)
     if not hmac.compare_digest(proof, _proof(secret, b"listener", hello + answer)):
+        with suppress(OSError):
+            connection.sendall(REFUSAL)
         raise WrongSecret
     connection.sendall(_proof(secret, b"caller", hello + answer))
     if read_exactly(connection, len(WELCOME), deadline) != WELCOME:
@@ -102,11 +106,9 @@ def identify(
     hello += read_exactly(connection, NONCE_BYTES + IDENTITY.size, deadline)
     answer = os.urandom(NONCE_BYTES) + IDENTITY.pack(*own)
     connection.sendall(answer + _proof(secret, b"listener", hello + answer))
-    try:
-        proof = read_exactly(connection, PROOF_BYTES, deadline)
-    except ConnectionError as error:
-        text = "it does not accept this node's proof: it has no or another secret"
-        raise PermissionError(text) from error
+    proof = read_exactly(connection, PROOF_BYTES, deadline)
+    if proof == REFUSAL:
+        raise PermissionError("it does not accept this node's proof: it has no or another secret")
     if not hmac.compare_digest(proof, _proof(secret, b"caller", hello + answer)):
         raise PermissionError("it does not know the secret")
     there = Identity(*IDENTITY.unpack(hello[-IDENTITY.size :]))

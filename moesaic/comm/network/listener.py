@@ -127,7 +127,9 @@ class Listener:
                 secured.sendall(WELCOME)
                 self._handlers[session.role](secured, session, f"{session.peer} ({where})")
             except OSError as error:
-                if not self.closed:
+                # A process of this machine that ended is its supervisor's to tell.
+                ended = isinstance(error, ConnectionError) and connection.family == socket.AF_UNIX
+                if not (self.closed or ended):
                     self._log.warn(f"refused a connection from {where}: {error}")
             finally:
                 self._settle(connection)
