@@ -25,9 +25,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,6 +35,7 @@ import aiohttp
 from tqdm import tqdm
 
 from bench.common import RESULTS, machine, print_table, write_json
+from bench.elastic_client import Question, Tally, ask, client
 from bench.fault_run import Run, wait_for
 from moesaic.comm.supervise.control_page import HEAD_BYTES, STATUS_BYTES, ControlPage
 from moesaic.core.rank_state import RankState
@@ -73,114 +74,15 @@ SIGNALS: Final = {
 EXCEPTION: Final = "exception"
 WEIGHTS: Final = {"kill -9": 6, "SIGSTOP": 2, "exception": 2}
 QUESTIONS, CLIENTS = 24, 8
-REQUEST_SECONDS: Final = 120.0
 START_SECONDS: Final = 300.0
 SETTLE_SECONDS: Final = 60.0
 # A stall that began this much after a fault is not the fault's.
 BLAMED_SECONDS: Final = 0.8
-SHOWN: Final = 5
 # How often it waits until ranks have recovered.
 CALM_SHARE: Final = 0.75
 ALONE_SECONDS: Final = 1.0
 # A second error in the steps that look for the cause of the first would be blamed on a request.
 SEARCH_SECONDS: Final = 5.0
-
-
-@dataclass(frozen=True)
-class Question:
-    number: int
-    length: int
-    tokens: int
-    temperature: float
-    logprobs: bool
-    text: bool
-    """Over /v1/completions, else /generate."""
-
-    @classmethod
-    def draw(cls, number: int) -> Question:
-        rng = random.Random(number)
-        seeded, text = number % 2 == 1, number % 4 == 3
-        length, tokens = rng.randint(3, 220), rng.randint(20, 90)
-        logprobs = number % 6 == 0
-        return cls(number, length, tokens, 0.8 if seeded else 0.0, logprobs, text)
-
-    @property
-    def path(self) -> str:
-        return "/v1/completions" if self.text else "/generate"
-
-    def body(self) -> dict[str, Any]:
-        rng = random.Random(self.number)
-        prompt = [rng.randrange(3, 250) for _ in range(self.length)]
-        shared = {"temperature": self.temperature, "ignore_eos": True}
-        if self.text:
-            more = {"model": "default", "prompt": prompt, "max_tokens": self.tokens, "stream": True}
-            return shared | more | {"seed": self.number}
-        sampling = shared | {"max_new_tokens": self.tokens, "sampling_seed": self.number}
-        body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
-        return body | ({"return_logprob": True} if self.logprobs else {})
-
-
-@dataclass
-class Answer:
-    """What a stream has brought, and when each of its events came."""
-
-    parts: list[Any] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
-    broken: str = ""
-    done: bool = False
-    error: str = ""
-
-    def take(self, line: bytes, text: bool) -> None:
-        data = line.removeprefix(b"data: ")
-        if data == b"[DONE]":
-            self.done = True
-            return
-        told = json.loads(data)
-        if "error" in told:
-            self.error = str(told["error"])
-            return
-        self.times.append(time.monotonic())
-        if text:
-            self.parts += [choice["text"] for choice in told["choices"]]
-            return
-        ids, before = told["output_ids"], len(self.parts)
-        scores = told["meta_info"].get("output_token_logprobs") or [None] * len(ids)
-        found = [[token, score and score[0]] for token, score in zip(ids, scores, strict=True)]
-        if found[:before] != self.parts:
-            self.broken = f"event {len(self.times)} does not continue the one before"
-        self.parts = found
-        reason = told["meta_info"]["finish_reason"]
-        if reason is not None and reason["type"] == "abort":
-            self.error = str(reason)
-
-    @property
-    def value(self) -> Any:
-        return "".join(self.parts) if self.parts and isinstance(self.parts[0], str) else self.parts
-
-
-@dataclass
-class Tally:
-    right: int = 0
-    wrong: int = 0
-    lost: int = 0
-    shown: list[str] = field(default_factory=list)
-    gaps: list[tuple[float, float]] = field(default_factory=list)
-    """Begin and end of the time between two events of a stream."""
-
-    def count(self, answer: Answer, expected: Any, what: str) -> None:
-        self.gaps += list(zip(answer.times, answer.times[1:], strict=False))
-        if answer.error or not answer.done:
-            self.lost += 1
-            self._show(f"{what}: {answer.error or 'no end'}")
-        elif answer.broken or (expected is not None and answer.value != expected):
-            self.wrong += 1
-            self._show(f"{what}: {answer.broken or 'another answer'}")
-        else:
-            self.right += 1
-
-    def _show(self, text: str) -> None:
-        if len(self.shown) < SHOWN:
-            self.shown.append(text[:400])
 
 
 @dataclass(frozen=True)
@@ -307,42 +209,6 @@ class Outcome:
         return not (self.wrong or self.lost or self.left)
 
 
-async def ask(session: aiohttp.ClientSession, url: str, question: Question) -> Answer:
-    answer = Answer()
-    try:
-        async with (
-            asyncio.timeout(REQUEST_SECONDS),
-            session.post(url + question.path, json=question.body()) as response,
-        ):
-            if response.status != 200:
-                answer.error = f"HTTP {response.status}: {(await response.text())[:200]}"
-                return answer
-            async for line in _lines(response):
-                answer.take(line, question.text)
-    except TimeoutError:
-        answer.error = f"no end within {REQUEST_SECONDS:g} s"
-    except aiohttp.ClientError as error:
-        answer.error = repr(error)
-    return answer
-
-
-async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    async for line in response.content:
-        if line.strip():
-            yield line.strip()
-
-
-async def _client(
-    served: Served, number: int, expected: dict[Question, Any], tally: Tally, until: asyncio.Event
-) -> None:
-    rng = random.Random(number)
-    async with aiohttp.ClientSession() as session:
-        while not until.is_set():
-            question = rng.choice(list(expected))
-            answer = await ask(session, served.url, question)
-            tally.count(answer, expected[question], str(question))
-
-
 async def chaos(
     served: Served, world: int, faults: int, seconds: float, seed: int, pace: float
 ) -> tuple[Tally, Tally, list[Fault]]:
@@ -358,7 +224,7 @@ async def chaos(
             expected[question] = answer.value
     victims, rng, until = Victims(served.run, world), random.Random(seed), asyncio.Event()
     clients = [
-        asyncio.create_task(_client(served, number, expected, tally, until))
+        asyncio.create_task(client(served.url, number, expected, tally, until))
         for number in range(CLIENTS)
     ]
     end = time.monotonic() + seconds

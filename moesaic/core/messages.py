@@ -33,7 +33,18 @@ class PassedSubmit(Submit, tag="Submit"):
 
 
 class Abort(Message):
+    """`keep`: the client's process has ended it, by a stop string say, and its answer is good."""
+
     request_no: int
+    keep: bool = False
+
+
+class Attached(Message):
+    """To the client: a request that it has submitted continues one of a former client's, whose
+    number it has from now on. A StepOutput with all of its answer so far follows."""
+
+    request_no: int
+    former: int
 
 
 class Runnable(Message):
@@ -183,10 +194,12 @@ class Failed(Message):
 
 
 class Fault(Message):
-    """From the supervisor: the service and its open requests end. `ranks`: those at fault."""
+    """From the supervisor: the service and its open requests end. `ranks`: those at fault.
+    `supervisor`: it is at fault itself, and another one could serve."""
 
     message: str
     ranks: list[int] = []
+    supervisor: bool = False
 
 
 class Stop(Message):
@@ -197,7 +210,8 @@ class Stop(Message):
 
 class Hello(Message):
     """The first message of a client or a node to the supervisor, and of node 0 to a node that it
-    admits. `node`: 0 for the client. `facts`: what all nodes must have in common."""
+    admits. `node`: 0 for the client. `facts`: what all nodes must have in common; the pid of a
+    client."""
 
     node: int = 0
     facts: dict[str, Any] = {}
@@ -220,6 +234,7 @@ class Beat(Message):
 AnyMessage = (
     Submit
     | Abort
+    | Attached
     | Runnable
     | Query
     | QueryReply

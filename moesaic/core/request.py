@@ -69,6 +69,8 @@ class NewRequest(msgspec.Struct, array_like=True):
     """Where another instance computes its prompt, or continues it."""
     kv_target: KVTarget | None = None
     """Where the KV cache of its prompt goes once it is computed."""
+    key: str = ""
+    """Names it and its client, who may ask for its answer again; empty: nobody will."""
 
 
 class RequestPhase(Enum):

@@ -14,11 +14,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, I
 from contextlib import aclosing
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Unpack
 
 import torch
 
+from moesaic.comm.launch.keeper_link import KeeperLink
 from moesaic.comm.mesh import mesh_of
 from moesaic.config import ServerArgs, resolve
 from moesaic.config.flags import json_object, without_secrets
@@ -76,6 +78,8 @@ SamplingOptions = dict[str, Any] | list[dict[str, Any]] | None
 Output = dict[str, Any]
 # Longer prompts are tokenised in a thread, because they would block the event loop.
 LONG_PROMPT: Final = 2048
+# Requests of one HTTP process: those of the next have higher numbers.
+LIFE_BITS: Final = 40
 
 
 class Engine:
@@ -83,7 +87,10 @@ class Engine:
     runs in a thread of this process unless `apart` asks for a process; several ranks are always
     processes, which end with this one. Any thread or task may call `generate` at any time."""
 
-    def __init__(self, *, apart: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, *, apart: bool = False, keeper: KeeperLink | None = None, **kwargs: Any
+    ) -> None:
+        """`keeper`: of a server's process that may be lost and started again."""
         started = time.monotonic()
         given = resolve(ServerArgs.from_kwargs(**kwargs))
         own = own_folder(given)
@@ -100,6 +107,7 @@ class Engine:
         self.tokenizer = load_tokenizer(self.args.tokenizer_path, self.args.chat_template)
         prepared = time.monotonic()
         self.mesh = mesh_of(self.args)
+        self._keeper = keeper
         self._core: Core = self._make_core(apart)
         self.startup_seconds = {
             "tokenizer": prepared - started,
@@ -139,7 +147,12 @@ class Engine:
             core = LocalCore(args)
             log_ranks(core.rank_facts, self.mesh)
             return core
-        return start_ranks(args, self.mesh)
+        return start_ranks(args, self.mesh, self._keeper)
+
+    def note_serving(self) -> None:
+        """Tells the keeper, if there is one, that requests may come."""
+        if self._keeper is not None:
+            self._keeper.note_ready(self._core.found_requests)
 
     def _make_limits(self) -> EngineLimits:
         facts, tokenizer, folder = self._core.facts, self.tokenizer, self.args.tokenizer_path
@@ -162,6 +175,7 @@ class Engine:
             grammars=GrammarChecker(setup, self.args.grammar_backend),
             preferred=_preferred_params(self.args),
             role=self.args.disaggregation_mode,
+            request_numbers=count(0 if self._keeper is None else self._keeper.life << LIFE_BITS),
         )
 
     def __enter__(self) -> Engine:
@@ -310,7 +324,9 @@ class Engine:
 
     def get_stats(self) -> EngineStats:
         """Counters since the start; for a rank that is late, the supervisor's view of it."""
-        return engine_stats(self._thread.query("stats"), self._core.facts.num_experts)
+        stats = engine_stats(self._thread.query("stats"), self._core.facts.num_experts)
+        stats.losses = self._core.losses
+        return stats
 
     def rebalance(
         self, dry_run: bool = False, timeout: float = REBALANCE_SECONDS

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,18 @@ def test_answers_survive_the_loss_of_ranks() -> None:
             assert len(re.findall(r"rank \d \(.*\) returns after", log)) == 5
             assert "had returned (the step was abandoned after" in log and "read again" in log
             assert re.search(r"waits for its lost ranks: 2 ranks have 6 slots for 8 experts", log)
+            # All ranks end with their supervisor, and no request does.
+            for number in (signal.SIGKILL, signal.SIGSTOP):
+                pid = run.pid("supervisor")
+                with run.marked():
+                    assert during(engine, run, partial(os.kill, pid, number)) == wanted
+                assert run.pid("supervisor") != pid
+            losses = info(engine)["losses"]
+            assert [one["process"] for one in losses] == ["supervisor"] * 2
+            assert all(one["requests"] and one["seconds"] for one in losses)
+            causes = [one["cause"] for one in losses]
+            assert "exit code -9" in causes[0] and "hangs" in causes[1]
+            run.learn()
         finally:
             engine.shutdown()
         run.await_gone()

@@ -20,6 +20,7 @@ import msgspec
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.supervise.journal import Journal
 from moesaic.comm.supervise.membership_policy import EndableService, MembershipPolicy
+from moesaic.comm.supervise.restarts import Restarts
 from moesaic.comm.supervise.service_spec import ServiceSpec
 from moesaic.comm.supervise.step_rollback import StepRollbacks
 from moesaic.core.messages import (
@@ -34,11 +35,6 @@ from moesaic.core.stats import MembershipChange, MembershipStats
 
 logger = logging.getLogger(__name__)
 
-# A rank that is lost this soon after its return may be lost for the same reason again.
-SHORT_LIFE: Final = 1.0
-# The pause before a rank starts again, doubled with each short life in a row.
-FIRST_PAUSE: Final = 0.5
-LONGEST_PAUSE: Final = 30.0
 KEPT_CHANGES: Final = 64
 LOST, RETURNED, REMOVED = "lost", "returned", "removed"
 WORDS: Final = {LOST: "were lost", RETURNED: "had returned", REMOVED: "were removed"}
@@ -61,8 +57,7 @@ class RankLife:
     """When it returned, or was lost."""
     restart_at: float | None = None
     """When its process is to be started; None: it has been."""
-    restarts: int = 0
-    short_lives: int = 0
+    restarts: Restarts = field(default_factory=Restarts)
 
 
 @dataclass(slots=True)
@@ -322,12 +317,11 @@ class ElasticMembership(MembershipPolicy):
     def _plan_restart(self, rank: int, now: float) -> bool:
         """False if the rank has been lost too often in a row."""
         life, limit = self.ranks[rank], self._host.spec.restart_limit
-        is_short = not life.is_live or now - life.since < SHORT_LIFE
-        life.short_lives = life.short_lives + 1 if life.restarts and is_short else 0
-        life.restarts += 1
-        pause = FIRST_PAUSE * 2 ** (life.short_lives - 1) if life.short_lives else 0.0
-        life.restart_at, life.since = now + min(pause, LONGEST_PAUSE), now
-        return not limit or life.short_lives < limit
+        pause = life.restarts.next_pause(now - life.since if life.is_live else 0.0, limit)
+        life.since = now
+        if pause is not None:
+            life.restart_at = now + pause
+        return pause is not None
 
     def _change(
         self, replica: ElasticReplica, kind: str, ranks: list[int], cause: str, now: float

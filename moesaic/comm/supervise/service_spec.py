@@ -33,6 +33,8 @@ class Timeouts:
     """How long another node may be silent."""
     stop: float = 2.0
     """How long ranks may take to end."""
+    client: float = 300.0
+    """How long a service that is kept waits for its next client."""
 
     @property
     def nodes(self) -> float:
@@ -67,6 +69,8 @@ class ServiceSpec:
     """Whether the service goes on without a rank that is lost, and restarts it."""
     restart_limit: int = 0
     """How often in a row a rank may be lost at once after its start; 0: no limit."""
+    keeper: int = 0
+    """The process whose end ends the service, which its client's does not; 0: there is none."""
 
     def __post_init__(self) -> None:
         mesh = self.mesh

@@ -34,6 +34,8 @@ class LocalCore:
 
     fault: str = ""
     lobby: None = None
+    losses: None = None
+    found_requests = 0
     on_failure: Callable[[str], None] | None = None
 
     def __init__(
