@@ -20,8 +20,8 @@ class Restarts:
     short_lives: int = 0
 
     def next_pause(self, lived: float, limit: int) -> float | None:
-        """Seconds until it may start again after it has served for `lived`; None: never, after `limit`
-        short lives in a row (0: there is no limit)."""
+        """Seconds until it may start again after it has served for `lived`; None: never, as `limit`
+        short lives in a row were too many (0: there is no limit)."""
         is_short = self.total > 0 and lived < SHORT_LIFE
         self.short_lives = self.short_lives + 1 if is_short else 0
         self.total += 1
