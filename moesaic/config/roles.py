@@ -14,6 +14,7 @@ from moesaic.core.speculation import ALGORITHMS
 
 
 def elastic_problems(args: ServerArgs) -> Iterator[str]:
+    yield from _weight_cache_problems(args)
     if args.elastic_ep_backend is None:
         for typed in given(args, "elastic_ep_join_mode", "elastic_ep_initial_size", "max_ep_size"):
             yield f"{typed} needs --elastic-ep-backend mooncake"
@@ -45,6 +46,27 @@ def elastic_problems(args: ServerArgs) -> Iterator[str]:
         yield (
             "--elastic-ep-join-mode scale needs --elastic-ep-join-rank-offset: "
             "the number of ranks that already run"
+        )
+
+
+def _weight_cache_problems(args: ServerArgs) -> Iterator[str]:
+    if args.weight_cache_mode == "off":
+        return
+    shown = f"--weight-cache-mode {args.weight_cache_mode}"
+    if args.elastic_ep_backend is None:
+        yield (
+            f"{shown} needs --elastic-ep-backend mooncake: without it no rank is started again, "
+            "and weights end with the service"
+        )
+    if (device := device_of(args)) != "cpu":
+        yield (
+            f"{shown} with --device {device}: nothing keeps memory of a GPU when its rank has "
+            "ended so far; give off"
+        )
+    if args.nnodes > 1:
+        yield (
+            f"{shown} with --nnodes {args.nnodes}: only the first node's supervisor keeps memory "
+            "so far; give 1"
         )
 
 
