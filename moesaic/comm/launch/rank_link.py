@@ -22,6 +22,7 @@ from moesaic.comm.errors import PeerTimeout, WindowAborted
 from moesaic.comm.lifecycle import Lifecycle, Membership
 from moesaic.comm.mesh import RankPlace
 from moesaic.comm.network.handshake import Identity
+from moesaic.comm.network.held_memory import HeldMemory
 from moesaic.comm.network.rendezvous import StoreGroup
 from moesaic.comm.network.store import StoreClient
 from moesaic.comm.supervise.child_process import die_with_fork_server, name_process
@@ -89,6 +90,11 @@ class RankLink:
         return self._spec.store.connect(self._spec.service.timeouts.start, own)
 
     @cached_property
+    def held_memory(self) -> HeldMemory:
+        own = Identity(self.rank, self.node)
+        return self._spec.store.connect_memory(self._spec.service.timeouts.start, own)
+
+    @cached_property
     def links(self) -> TcpLinks:
         spec = self._spec
         return TcpLinks(self.rank, self.node, spec.host, spec.store.secret)
@@ -109,6 +115,8 @@ class RankLink:
         group.status, group.collective_timeout = self.status, self.timeout
         group.members, group.lifecycle = tuple(ranks), self.lifecycle
         group.lasts = self._spec.service.elastic
+        if self.mesh.nnodes == 1:
+            group.connect_memory = lambda: self.held_memory
         if across:
             group.links, group.host = self.links, self._spec.host
         return group
