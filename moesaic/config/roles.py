@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Final
 
 from moesaic.config.args import ServerArgs
 from moesaic.config.args_parallel import TRANSFER_DEVICES
@@ -11,6 +13,9 @@ from moesaic.config.devices import device_of
 from moesaic.config.flags import given
 from moesaic.config.speculation import speculation_problems
 from moesaic.core.speculation import ALGORITHMS
+
+TRY_CUDA: Final = "MOESAIC_ELASTIC_CUDA"
+"""Elasticity of ranks on GPUs is refused without this variable: no GPU has run it yet."""
 
 
 def elastic_problems(args: ServerArgs) -> Iterator[str]:
@@ -20,7 +25,7 @@ def elastic_problems(args: ServerArgs) -> Iterator[str]:
             yield f"{typed} needs --elastic-ep-backend mooncake"
         return
     shown = f"--elastic-ep-backend {args.elastic_ep_backend}"
-    if (device := device_of(args)) != "cpu":
+    if (device := device_of(args)) != "cpu" and not (device == "cuda" and TRY_CUDA in os.environ):
         yield f"{shown} with --device {device}: only CPU ranks are restarted so far; leave it out"
     if args.nnodes > 1:
         yield f"{shown} with --nnodes {args.nnodes}: ranks of one node are restarted so far; give 1"

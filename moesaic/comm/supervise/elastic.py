@@ -271,6 +271,16 @@ class ElasticMembership(MembershipPolicy):
                     why = f"{self._mesh.describe(rank)} did not return within {limit:.0f} s"
                     self._host.fail(why, [rank])
                     return
+        for replica in self._replicas:
+            self._lose_stuck(replica, now)
+
+    def _lose_stuck(self, replica: ElasticReplica, now: float) -> None:
+        """Ranks that do not abandon their step hold up all others."""
+        limit, missing = self._host.spec.timeouts.abandon, sorted(replica.rollbacks.missing)
+        if missing and replica.pending and now - replica.pending[-1].began > limit:
+            which = f"rank{'s' * (len(missing) > 1)} {_numbers(missing)}"
+            cause = f"{which} did not abandon the step within {limit:.0f} s"
+            self.on_ranks_lost(self._host, missing, cause)
 
     def settle(self, number: int, resume: ResumeSteps) -> None:
         """All live ranks have abandoned their step: they go on, or wait for those that are lost."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import time
@@ -41,6 +42,8 @@ from moesaic.observe.spans import SpanKind, Spans
 logger = logging.getLogger(__name__)
 
 TARGET = "moesaic.engine.worker.worker:run"
+# What ranks on GPUs may take to abandon a step whose waits have been ended.
+ABANDON_SECONDS = 20.0
 # What a server may take to stop after its open requests have ended.
 STOP_SECONDS = 15.0
 
@@ -315,7 +318,11 @@ def serve_node(args: ServerArgs) -> int:
 
 def service_spec(args: ServerArgs, mesh: Mesh) -> ServiceSpec:
     assert args.dist_timeout is not None, "resolve fills it in"
-    timeouts = Timeouts(collective=args.dist_timeout, hang=args.watchdog_timeout)
+    timeouts = Timeouts(
+        collective=args.dist_timeout,
+        hang=args.watchdog_timeout,
+        abandon=ABANDON_SECONDS if args.device == "cuda" else math.inf,
+    )
     return ServiceSpec(
         mesh=mesh,
         target=TARGET,

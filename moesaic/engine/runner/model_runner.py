@@ -147,7 +147,7 @@ class ModelRunner:
         self.steps = made = AsynchronousSteps(self, args, sizes)
         made.prepare(() if args.skip_server_warmup else steps, self.overlap_policy)
         if self.draft is not None:
-            with self.watchdog.waiting_longer(COMPILE_SECONDS):
+            with self.watchdog.starting(COMPILE_SECONDS):
                 self.draft.use_graphs(sizes)
         if self.rebalancer is not None:
             self.rebalancer.warm_up()

@@ -174,7 +174,7 @@ class AsynchronousSteps:
         """Captures graphs, and runs steps without tokens of this rank, so that no peer waits for
         kernels to compile. `idle_steps`: most tokens of a rank, and whether any prefills."""
         self.capture(policy)
-        with self._runner.watchdog.waiting_longer(COMPILE_SECONDS):
+        with self._runner.watchdog.starting(COMPILE_SECONDS):
             for agreement in idle_agreements(self._runner, idle_steps):
                 step = self._step(agreement)
                 self._run_idle(step, SplitStep.of(self._runner, agreement, step))
@@ -182,13 +182,17 @@ class AsynchronousSteps:
 
     @torch.inference_mode()
     def capture(self, policy: OverlapPolicy) -> None:
-        """Captures the graphs of steps that the policy may choose, and that have none yet."""
+        """Captures the graphs of steps that the policy may choose, and that have none yet. A rank
+        that returns, for which requests may wait, captures those of steps with prompts later."""
         if self._runner.device.type != "cuda":
             return
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        with self._runner.watchdog.waiting_longer(COMPILE_SECONDS):
-            self.mixed_batch.graphs.capture_chosen(self._pool, policy)
+        with self._runner.watchdog.starting(COMPILE_SECONDS):
+            if self._runner.ranks.returns:
+                self.mixed_batch.graphs.postpone(policy)
+            else:
+                self.mixed_batch.graphs.capture_chosen(self._pool, policy)
             self.graphs.capture_chosen(self._pool, policy)
 
     def graph_of(self, plan: StepPlan, agreement: StepAgreement) -> CapturedStep | None:
@@ -450,6 +454,7 @@ class AsynchronousSteps:
                     self.mixed_batch.graphs.drop()
                 torch.cuda.empty_cache()
             except RuntimeError as error:
+                self.stuck = str(error)
                 logger.error("the GPU is unusable in this process: %s", error)
 
     @property

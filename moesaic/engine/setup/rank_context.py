@@ -45,6 +45,8 @@ class RankContext:
     timeout: float = 60.0
     memory: LastingMemory | None = None
     """For weights that outlive the rank; None: they end with it."""
+    returns: bool = False
+    """Whether the others serve already, and are not there while this rank starts."""
     on_device: Collective | None = None
     """As `attention`, for layers on a GPU; `attention` and `stage` exchange data of the host."""
     stage_on_device: Collective | None = None
@@ -114,6 +116,12 @@ class RankContext:
             is_last=self.is_last,
             deterministic=deterministic,
         )
+
+    def first_value(self, value: int, operation: str) -> int:
+        """This value, or that of the first process of this rank, if the rank has returned; waits
+        for all ranks of the replica."""
+        values = self.replica.all_gather_bytes(json.dumps(value).encode(), operation)
+        return int(json.loads(values[self.replica.rank]))
 
     def least(self, value: int, operation: str) -> int:
         """The smallest value of all ranks of the replica."""

@@ -230,6 +230,8 @@ class Worker:
             self._handle(self._receive_order())
         self._wakes.clear()  # of the generation that ends: all ranks are awake from here on
         self.runner.abandon(f"step {self.stage.number} is abandoned")
+        if self.runner.steps.stuck:
+            raise RuntimeError(f"the GPU is unusable in this process: {self.runner.steps.stuck}")
         suspects = 0 if self.leader is None else self._undo_steps(self.leader, self._rollback)
         self.loop.inflight.clear()
         self.link.send(
@@ -284,6 +286,7 @@ def join(link: RankLink, lasting: bool = False) -> RankContext:
         status=link.status,
         timeout=timeout,
         memory=LastingMemory(link.store, link.rank) if lasting else None,
+        returns=link.returns,
     )
 
 
