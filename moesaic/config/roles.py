@@ -94,7 +94,6 @@ def role_problems(args: ServerArgs) -> Iterator[str]:
 
 def _halves(args: ServerArgs) -> Iterator[str]:
     """What an instance that does one half of its requests cannot have."""
-    shown = f"--disaggregation-mode {args.disaggregation_mode}"
     device, asked = device_of(args), args.disaggregation_transfer_backend
     if (needed := TRANSFER_DEVICES.get(asked, device)) != device:
         yield (
@@ -105,10 +104,4 @@ def _halves(args: ServerArgs) -> Iterator[str]:
         yield (
             "--disaggregation-transfer-backend nixl: the package nixl is not installed: pip "
             "install 'moesaic[nixl]', or give auto"
-        )
-    algorithm = ALGORITHMS.get(name := args.speculative_algorithm or "")
-    if algorithm is not None and algorithm.on_ranks:
-        yield (
-            f"{shown} with --speculative-algorithm {name}: the cache of a draft model is not sent "
-            "between instances yet: leave it out, or give NGRAM to the decode instance"
         )

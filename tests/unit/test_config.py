@@ -359,10 +359,6 @@ def test_missing_file_is_named(tmp_path: Path):
             "--disable-radix-cache",
             "and --disable-radix-cache exclude each other",
         ),
-        (
-            "--disaggregation-mode decode --speculative-algorithm NEXTN",
-            "the cache of a draft model is not sent between instances yet",
-        ),
         ("--speculative-num-draft-tokens 4", "needs --speculative-algorithm"),
         ("--speculative-ngram-capacity 9", "--speculative-ngram-capacity 9 needs --speculative-a"),
         ("--disable-speculative-adaptive", "needs --speculative-algorithm"),

@@ -29,7 +29,7 @@ from moesaic.engine.runner.overlap_calibration import calibrate
 from moesaic.engine.runner.peer_watchdog import PeerWatchdog
 from moesaic.engine.runner.recorded_tokens import StepTokens
 from moesaic.engine.runner.split_step import SplitStep, dummy_agreement
-from moesaic.engine.runner.step_transfers import StepTransfers
+from moesaic.engine.runner.step_transfers import DRAFT, Outgoing, StepTransfers
 from moesaic.engine.runner.steps import COMPILE_SECONDS, AsynchronousSteps
 from moesaic.engine.runner.synchronous_steps import SynchronousSteps
 from moesaic.engine.runner.warm_up import sorted_parts, warm_steps, warm_up
@@ -363,6 +363,20 @@ class ModelRunner:
             torch.cuda.mem_get_info(self.device)[0] / GIB,
             self.step_bytes.total / GIB,
         )
+
+    @property
+    def sent_caches(self) -> list[PagedCache]:
+        """Those that instances send each other: also a draft model's if it is computed from hidden
+        states, which are gone behind their step. What it computes from tokens is not sent."""
+        caches = [self.cache]
+        if self.draft is not None and self.draft.model.reads_target:
+            caches.append(self.draft.cache)
+        return caches
+
+    def send_drafts(self, outgoing: Outgoing) -> None:
+        """Sends a draft model's part of what a step has computed, once it is stored."""
+        for cache in self.sent_caches[DRAFT:]:
+            self.transfers.send(outgoing, cache, DRAFT)
 
     @property
     def _draft_cache_bytes(self) -> int:

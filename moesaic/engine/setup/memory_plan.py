@@ -318,7 +318,8 @@ class ResolvedModel:
         size = self.cache_dtype.itemsize
         draft_cache = 0 if draft is None else draft.cache.bytes_per_token(size)
         role, token_bytes = args.disaggregation_mode, model.cache.bytes_per_token(size)
-        sent = send_buffer_bytes(token_bytes, self.context_length, kind_of(args))
+        sent_bytes = token_bytes + draft_cache * (draft is not None and draft.reads_target)
+        sent = send_buffer_bytes(sent_bytes, self.context_length, kind_of(args))
         moves = args.enable_eplb and experts
         own = [] if draft is None else [one for one in draft.experts if one.context.max_replicas]
         moving = buffer_sizes(args, experts + own, ranks.stage_peers) if moves else None
@@ -345,7 +346,7 @@ class ResolvedModel:
             table_bytes=_table_bytes(model, draft) * self.context_length,  # of one position
             draft_bytes=0 if draft is None else draft.nbytes,
             draft_cache_bytes=draft_cache,
-            staging_bytes_per_token=token_bytes if role == "decode" else 0,
+            staging_bytes_per_token=sent_bytes if role == "decode" else 0,
             outlet_bytes=sent if role == "prefill" else 0,
         )
 

@@ -54,8 +54,9 @@ class DraftPlanner:
 
     @property
     def wanted(self) -> int:
-        """The most drafts of a request that this group would plan; -1 without requests."""
-        if not self._scheduler.has_work:
+        """The most drafts of a request that this group would plan; -1 without requests that may
+        have some: another instance continues the others."""
+        if all(request.kv_target is not None for request in self._scheduler.open_requests()):
             return -1
         if self.drafter is None and not self.steps:
             return 0

@@ -15,13 +15,13 @@ from moesaic.core.stats import MembershipStats
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.setup.memory_plan import collective_bytes, expert_bytes
 from moesaic.engine.setup.moe_setup import describe_backends
-from moesaic.engine.worker.kv_share import kv_share
+from moesaic.engine.worker.kv_share import kv_shares
 
 logger = logging.getLogger(__name__)
 
 MIB: Final = 1 << 20
 # The same on all ranks.
-OF_ALL = ("providers", "overlap_choices", "kv_share")
+OF_ALL = ("providers", "overlap_choices", "kv_shares")
 LOGGED_RANKS: Final = 16
 # Figures of the serving groups that add up to those of the service.
 SUMMED: Final = (
@@ -59,7 +59,7 @@ def rank_info(runner: ModelRunner) -> dict[str, Any]:
         **msgspec.to_builtins(runner.weights.facts),
         "providers": describe_backends(runner.moe),
         "overlap_choices": [choice.facts() for choice in runner.overlap_choices],
-        "kv_share": msgspec.to_builtins(kv_share(runner)),
+        "kv_shares": msgspec.to_builtins(kv_shares(runner)),
         **runner.steps.device_info(),
     }
 
