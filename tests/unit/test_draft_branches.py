@@ -17,10 +17,11 @@ from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
 from moesaic.core.step import PREFILL
 from moesaic.engine.runner.model_runner import ModelRunner
-from moesaic.engine.schedule.plan import PlanItem, StepPlan
+from moesaic.engine.sampling.sampler import SampleRow
+from moesaic.engine.schedule.plan import ItemResult, PlanItem, StepPlan, StepResult
 from moesaic.engine.speculate.draft_branches import Branches, Frontier
 from moesaic.engine.worker.local_core import LocalCore
-from moesaic.layers.paged_cache import PagedCache, SequenceSpan
+from moesaic.layers.paged_cache import PagedCache, PageUpdate, SequenceSpan
 from moesaic.layers.torch_attention import TorchAttention
 from moesaic.models.tiny import materialise
 from tests.unit.test_draft_model import (
@@ -242,6 +243,33 @@ def test_branches_are_those_of_the_model_over_each_path() -> None:
         )
         checked += 1
     assert checked > 3
+
+
+@torch.inference_mode()
+def test_rows_that_the_host_samples_are_stored_where_their_tree_has_them() -> None:
+    """In a step without drafts, as one that looks for a request that breaks it, with a tree of the
+    step before. The cache is that of a step whose tokens are all known at once."""
+    core = make_core(RANDOM, asynchronous=True, **tree_flags())
+    runner, draft = core.runner, core.runner.draft
+    params, tokens = SamplingParams(ignore_eos=True), [7, 6, 8, 9]
+    item = PlanItem(0, [9, 6, 7, 8], 21, 0, num_drafts=3, parents=[0, 0, 2])
+    item.sample = SampleRow(params, 1, 22)
+    plan = StepPlan([item])
+    runner.page_table.write([PageUpdate(0, 0, list(range(1, 11)))])
+    hidden_TH = torch.randn(4, draft.model.hidden_size)
+    stored = []
+    for on_host in ([], [2, 3]):
+        draft.clear(range(11))
+        known = [0 if n in on_host else token for n, token in enumerate(tokens)]
+        found_2R = torch.tensor([known, [0] * 4])
+        rest = draft.begin_store(plan, hidden_TH, found_2R, on_host)
+        assert (rest is not None) == bool(on_host)
+        if rest is not None:  # the last draft of the tree is accepted
+            rest(StepResult([ItemResult(token_ids=[7, 8, 9])]))
+        stored.append(draft.cache.keys.clone())
+    written = stored[0].abs().sum((0, 3, 4)).flatten().nonzero()[:, 0]
+    assert written.tolist() == [4 + 21, 4 + 22, 4 + 23, 4 + 24]
+    torch.testing.assert_close(*stored, atol=1e-5, rtol=0)
 
 
 def test_branches_stay_within_the_context() -> None:
