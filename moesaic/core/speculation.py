@@ -70,8 +70,9 @@ class Speculation:
     draft_model_path: str | None = None
     topk: int = 1
     """Branches that a draft model continues."""
-    has_trees: bool = False
-    """Several drafts may be behind one token."""
+    asks_for_trees: bool = False
+    """The flags allow several drafts behind one token; ModelRunner.verifies_trees tells whether
+    there are any."""
 
     @property
     def num_drafts(self) -> int:

@@ -199,7 +199,7 @@ class ModelRunner:
 
     def _verifies_trees(self, args: ServerArgs) -> bool:
         speculation = speculation_of(args)
-        if speculation is None or not speculation.has_trees:
+        if speculation is None or not speculation.asks_for_trees:
             return False
         if self.kind == "cuda" and self.moe.deterministic and speculation.topk > 1:
             raise ValueError(
