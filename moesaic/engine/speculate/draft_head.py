@@ -31,7 +31,7 @@ class DraftHead:
     @property
     def nbytes(self) -> int:
         """Beside the head that it was made of."""
-        own = [self._head.weight] if isinstance(self._head, CutHead) else []
+        own: list[Tensor] = [self._head.weight] if isinstance(self._head, CutHead) else []
         own += [] if self._tokens_V is None else [self._tokens_V]
         return sum(tensor.nbytes for tensor in own)
 
