@@ -9,7 +9,8 @@ Every question is first answered without faults. Under faults its answer must be
 token and for some questions logprob by logprob, each event a continuation of the one before. The
 server computes deterministically, so that "the same" needs no tolerance. Victims, kinds and moments
 are drawn from a seed; a victim may be starting again, or be in the middle of a recovery. An
-exception is one of the next layer that the rank computes.
+exception is one of the next layer that the rank computes, an error one that a handler of a signal
+raises wherever the rank is.
 """
 
 from __future__ import annotations
@@ -69,9 +70,10 @@ SIGNALS: Final = {
     "kill -9": signal.SIGKILL,
     "SIGSTOP": signal.SIGSTOP,
     "exception": signal.SIGRTMIN + 1,
+    "error": signal.SIGUSR1,
 }
 EXCEPTION: Final = "exception"
-WEIGHTS: Final = {"kill -9": 6, "SIGSTOP": 2, "exception": 2}
+WEIGHTS: Final = {"kill -9": 6, "SIGSTOP": 2, "exception": 2, "error": 2}
 QUESTIONS, CLIENTS = 24, 8
 REQUEST_SECONDS: Final = 120.0
 START_SECONDS: Final = 300.0
@@ -196,8 +198,8 @@ class Fault:
 class Victims:
     """The ranks of a server, found by the names of their processes."""
 
-    def __init__(self, run: Run, world: int) -> None:
-        self._server, self._world = run.pid("fork server"), world
+    def __init__(self, run: Run, world: int, kinds: Sequence[str]) -> None:
+        self._server, self._world, self._kinds = run.pid("fork server"), world, kinds
         supervisor = run.pid("supervisor")
         link = next(
             link
@@ -230,7 +232,7 @@ class Victims:
         if not pids:
             return None
         rank = rng.choice(sorted(pids))
-        (kind,) = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))
+        (kind,) = rng.choices(self._kinds, [WEIGHTS[kind] for kind in self._kinds])
         doing, calm = self._doing(rank), self.is_calm
         if kind == EXCEPTION and not (may_raise and calm):
             kind = "kill -9"
@@ -344,7 +346,13 @@ async def _client(
 
 
 async def chaos(
-    served: Served, world: int, faults: int, seconds: float, seed: int, pace: float
+    served: Served,
+    world: int,
+    faults: int,
+    seconds: float,
+    seed: int,
+    pace: float,
+    kinds: Sequence[str],
 ) -> tuple[Tally, Tally, list[Fault]]:
     """Strikes `faults` times, or for `seconds`: mostly when all ranks are back, after `pace`
     seconds on average, else while they recover."""
@@ -356,7 +364,7 @@ async def chaos(
         for question, answer in zip(questions, answers, strict=True):
             before.count(answer, None, str(question))
             expected[question] = answer.value
-    victims, rng, until = Victims(served.run, world), random.Random(seed), asyncio.Event()
+    victims, rng, until = Victims(served.run, world, kinds), random.Random(seed), asyncio.Event()
     clients = [
         asyncio.create_task(_client(served, number, expected, tally, until))
         for number in range(CLIENTS)
@@ -381,11 +389,18 @@ async def _recovery(victims: Victims, since: float, until: float) -> None:
         await asyncio.sleep(0.02)
 
 
-def run_layout(name: str, faults: int, seconds: float, seed: int = 0, pace: float = 1.0) -> Outcome:
+def run_layout(
+    name: str,
+    faults: int,
+    seconds: float,
+    seed: int = 0,
+    pace: float = 1.0,
+    kinds: Sequence[str] = tuple(WEIGHTS),
+) -> Outcome:
     flags = LAYOUTS[name]
     with serving(flags) as served:
         began = time.monotonic()
-        found = asyncio.run(chaos(served, 4, faults, seconds, seed, pace))
+        found = asyncio.run(chaos(served, 4, faults, seconds, seed, pace, kinds))
         before, tally, struck = found
         took = time.monotonic() - began
         left = _settle(served)
@@ -495,6 +510,7 @@ def main() -> int:
         "python -m bench.elastic", description=__doc__.split("\n\n", maxsplit=1)[0]
     )
     parser.add_argument("--only", action="append", choices=[*LAYOUTS], help="this layout")
+    parser.add_argument("--kind", action="append", choices=[*WEIGHTS], help="of faults")
     parser.add_argument("--faults", type=int, default=100, help="of each layout, at most")
     parser.add_argument("--seconds", type=float, default=60.0, help="of faults, for each layout")
     parser.add_argument("--pace", type=float, default=0.8, help="seconds between two, on average")
@@ -506,7 +522,11 @@ def main() -> int:
         return 0
     found = []
     for name in tqdm(args.only or list(LAYOUTS), desc="layouts"):
-        found.append(run_layout(name, args.faults, args.seconds, args.seed, args.pace))
+        found.append(
+            run_layout(
+                name, args.faults, args.seconds, args.seed, args.pace, args.kind or [*WEIGHTS]
+            )
+        )
         for text in found[-1].shown:
             print(text, file=sys.stderr)
         outcomes = [asdict(outcome) for outcome in found]

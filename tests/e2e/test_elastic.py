@@ -19,6 +19,8 @@ import pytest
 from bench.elastic import GROUPS, LAYOUTS, run_layout
 from bench.fault_run import Run, wait_for
 from moesaic import Engine
+from moesaic.engine.frontend import core_client
+from tests.e2e import interrupted_rank
 
 PROMPTS = [[number + 1] * (5 + 9 * number) for number in range(8)]
 PARAMS = [
@@ -170,6 +172,38 @@ def test_ranks_that_share_requests_wait_for_a_lost_one() -> None:
             log = run.log.read_text()
             assert "waits for its lost ranks: without --enable-dp-attention all ranks" in log
             assert re.search(r"replica 0 has waited for \d\.\d\d s", log)
+        finally:
+            engine.shutdown()
+    finally:
+        run.close()
+
+
+@pytest.mark.timeout(400)
+def test_an_error_between_two_changes_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the leader had half done is not rolled back but given up: others have the truth."""
+    monkeypatch.setattr(core_client, "TARGET", interrupted_rank.TARGET)
+    flags = {"tp_size": 2, "dp_size": 2, "ep_size": 2, "ep_num_redundant_experts": 8}
+    run = Run()
+    try:
+        with run.marked():
+            engine = Engine(**COMMON | flags | {"speculative_algorithm": None})
+        try:
+            wanted = ask(engine)
+            for count, point in enumerate(interrupted_rank.POINTS, 1):
+                pid, number = info(engine)["ranks"][1]["pid"], interrupted_rank.number_of(point)
+                if point == "added, not acknowledged":
+                    os.kill(pid, number)
+                    assert ask(engine) == wanted, point
+                else:
+                    assert during(engine, run, lambda p=pid, n=number: os.kill(p, n)) == wanted, (
+                        point
+                    )
+                wait_for(lambda: all_live(engine), "rank 1", run)
+                assert info(engine)["membership"]["lost"] == count, point
+            log = run.log.read_text()
+            assert log.count(f"ValueError: {interrupted_rank.ERROR}") >= len(
+                interrupted_rank.POINTS
+            )
         finally:
             engine.shutdown()
     finally:

@@ -189,6 +189,8 @@ class Worker:
             except FINAL:
                 raise
             except Exception as error:
+                if not self.loop.is_settled:
+                    raise
                 self._report_failure(error)
 
     def _stop(self) -> None:
