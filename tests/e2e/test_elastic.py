@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from bench import elastic_resize
 from bench.elastic import GROUPS, LAYOUTS, run_layout
 from bench.fault_run import Run, wait_for
 from moesaic import Engine
@@ -147,6 +148,54 @@ def test_answers_survive_the_loss_of_ranks() -> None:
         assert [one for one in run.left() if not one.startswith("descriptors")] == []
     finally:
         run.close()
+
+
+@pytest.mark.timeout(400)
+def test_a_service_grows_beyond_its_start() -> None:
+    """One rank with all experts becomes three, of which one dies on its way, and one again."""
+    flags = {"tp_size": 1, "dp_size": 1, "ep_size": 1, "ep_num_redundant_experts": 0}
+    run = Run()
+    try:
+        with run.marked():
+            engine = Engine(**COMMON | flags | {"enable_dp_attention": False, "max_ep_size": 3})
+        try:
+            assert engine.scale_elastic_ep() == {
+                "is_scaling_elastic_ep": False,
+                "scale_phase": "idle",
+                "effective_ep_size": 1,
+                "target_ep_size": 1,
+                "max_ep_size": 3,
+                "last_error": None,
+            }
+            assert [one["state"] for one in info(engine)["ranks"]][1:] == ["absent"] * 2
+            wanted = ask(engine)
+
+            def grow() -> None:
+                engine.scale_elastic_ep(3)
+                wait_for(lambda: rank_of(run, 2) is not None, "rank 2", run)
+                os.kill(rank_of(run, 2) or 0, signal.SIGKILL)
+
+            assert during(engine, run, grow) == wanted
+            wait_for(lambda: all_live(engine), "ranks", run)
+            assert info(engine)["membership"]["live"] == [0, 1, 2]
+            assert during(engine, run, lambda: engine.scale_elastic_ep(1)) == wanted
+            assert info(engine)["membership"]["live"] == [0]
+            with pytest.raises(ValueError, match=r"4 ranks: give a multiple of 1 up to 3"):
+                engine.scale_elastic_ep(4)
+        finally:
+            engine.shutdown()
+        run.await_gone()
+        assert [one for one in run.left() if not one.startswith("descriptors")] == []
+    finally:
+        run.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_service_of_one_rank_becomes_eight_and_back_under_load() -> None:
+    found = elastic_resize.run([1, 8], period=2.0, seconds=30.0)
+    assert found.is_good, json.dumps([found.refused, found.shown])
+    assert found.asked >= 10 and found.requests > 0 and len(found.reached["1"]) >= 5
 
 
 @pytest.mark.timeout(400)
