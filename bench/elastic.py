@@ -2,7 +2,7 @@
 and is each the one of a run without faults?
 
     python -m bench.elastic                               # all layouts, a minute of faults each
-    python -m bench.elastic --only deepep --faults 20
+    python -m bench.elastic --only deepep --faults 20 --add   # to what the JSON has of this layout
     python -m bench.elastic --markdown                    # no run: the table from the JSON
 
 Every question is first answered without faults. Under faults its answer must be the same, token by
@@ -308,6 +308,37 @@ class Outcome:
     def is_good(self) -> bool:
         return not (self.wrong or self.lost or self.left)
 
+    def __add__(self, other: Outcome) -> Outcome:
+        """Both runs of a layout; of the gaps, the longer ones."""
+        kinds = sorted({*self.stalls, *other.stalls})
+        stalls = {kind: self.stalls.get(kind, []) + other.stalls.get(kind, []) for kind in kinds}
+        return Outcome(
+            layout=self.layout,
+            flags=self.flags,
+            seconds=round(self.seconds + other.seconds, 1),
+            requests=self.requests + other.requests,
+            wrong=self.wrong + other.wrong,
+            lost=self.lost + other.lost,
+            faults=dict(Counter(self.faults) + Counter(other.faults)),
+            doing=dict(Counter(self.doing) + Counter(other.doing)),
+            epochs=self.epochs + other.epochs,
+            stalls={kind: sorted(values) for kind, values in stalls.items()},
+            gaps_before=[
+                max(pair) for pair in zip(self.gaps_before, other.gaps_before, strict=True)
+            ],
+            gaps=[max(pair) for pair in zip(self.gaps, other.gaps, strict=True)],
+            left=self.left + other.left,
+            shown=self.shown + other.shown,
+        )
+
+
+def added(found: Sequence[Outcome], before: Sequence[dict[str, Any]]) -> list[Outcome]:
+    """The outcomes of earlier runs with those of this one."""
+    known = {outcome.layout: outcome for outcome in (Outcome(**one) for one in before)}
+    for one in found:
+        known[one.layout] = known[one.layout] + one if one.layout in known else one
+    return [known[name] for name in LAYOUTS if name in known]
+
 
 async def ask(session: aiohttp.ClientSession, url: str, question: Question) -> Answer:
     answer = Answer()
@@ -515,11 +546,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="of faults, for each layout")
     parser.add_argument("--pace", type=float, default=0.8, help="seconds between two, on average")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--add", action="store_true", help="to the outcomes of the JSON")
     parser.add_argument("--markdown", action="store_true", help="print the table of the JSON")
     args = parser.parse_args()
     if args.markdown:
         print(markdown(json.loads((RESULTS / "elastic.json").read_text())))
         return 0
+    before = json.loads((RESULTS / "elastic.json").read_text())["outcomes"] if args.add else []
     found = []
     for name in tqdm(args.only or list(LAYOUTS), desc="layouts"):
         found.append(
@@ -529,7 +562,7 @@ def main() -> int:
         )
         for text in found[-1].shown:
             print(text, file=sys.stderr)
-        outcomes = [asdict(outcome) for outcome in found]
+        outcomes = [asdict(outcome) for outcome in added(found, before)]
         facts = {**machine(1), "cores": len(os.sched_getaffinity(0))}
         write_json("elastic", {"machine": facts, "seed": args.seed, "outcomes": outcomes})
     print_table(HEADER, rows(outcomes))

@@ -23,7 +23,7 @@ def grown(args: ServerArgs) -> ServerArgs:
         dp_size=most // attention_tp,
         attn_dp_size=most // attention_tp if args.attn_dp_size > 1 else args.attn_dp_size,
         enable_dp_attention=True,
-        elastic_ep_initial_size=start,
+        elastic_ep_initial_size=args.elastic_ep_initial_size or start,
     )
 
 
