@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Final
 
 from moesaic.config.args import ServerArgs
 from moesaic.config.args_parallel import TRANSFER_DEVICES
@@ -12,14 +14,18 @@ from moesaic.config.flags import given
 from moesaic.config.speculation import speculation_problems
 from moesaic.core.speculation import ALGORITHMS
 
+TRY_CUDA: Final = "MOESAIC_ELASTIC_CUDA"
+"""Elasticity of ranks on GPUs is refused without this variable: no GPU has run it yet."""
+
 
 def elastic_problems(args: ServerArgs) -> Iterator[str]:
+    yield from _weight_cache_problems(args)
     if args.elastic_ep_backend is None:
         for typed in given(args, "elastic_ep_join_mode"):
             yield f"{typed} needs --elastic-ep-backend mooncake"
         return
     shown = f"--elastic-ep-backend {args.elastic_ep_backend}"
-    if (device := device_of(args)) != "cpu":
+    if (device := device_of(args)) != "cpu" and not (device == "cuda" and TRY_CUDA in os.environ):
         yield f"{shown} with --device {device}: only CPU ranks are restarted so far; leave it out"
     if args.nnodes > 1:
         yield f"{shown} with --nnodes {args.nnodes}: ranks of one node are restarted so far; give 1"
@@ -46,6 +52,27 @@ def elastic_problems(args: ServerArgs) -> Iterator[str]:
         )
 
 
+def _weight_cache_problems(args: ServerArgs) -> Iterator[str]:
+    if args.weight_cache_mode == "off":
+        return
+    shown = f"--weight-cache-mode {args.weight_cache_mode}"
+    if args.elastic_ep_backend is None:
+        yield (
+            f"{shown} needs --elastic-ep-backend mooncake: without it no rank is started again, "
+            "and weights end with the service"
+        )
+    if (device := device_of(args)) != "cpu":
+        yield (
+            f"{shown} with --device {device}: nothing keeps memory of a GPU when its rank has "
+            "ended so far; give off"
+        )
+    if args.nnodes > 1:
+        yield (
+            f"{shown} with --nnodes {args.nnodes}: only the first node's supervisor keeps memory "
+            "so far; give 1"
+        )
+
+
 def role_problems(args: ServerArgs) -> Iterator[str]:
     if args.disaggregation_mode != "null":
         yield from _halves(args)
@@ -65,7 +92,6 @@ def role_problems(args: ServerArgs) -> Iterator[str]:
 
 def _halves(args: ServerArgs) -> Iterator[str]:
     """What an instance that does one half of its requests cannot have."""
-    shown = f"--disaggregation-mode {args.disaggregation_mode}"
     device, asked = device_of(args), args.disaggregation_transfer_backend
     if (needed := TRANSFER_DEVICES.get(asked, device)) != device:
         yield (
@@ -76,10 +102,4 @@ def _halves(args: ServerArgs) -> Iterator[str]:
         yield (
             "--disaggregation-transfer-backend nixl: the package nixl is not installed: pip "
             "install 'moesaic[nixl]', or give auto"
-        )
-    algorithm = ALGORITHMS.get(name := args.speculative_algorithm or "")
-    if algorithm is not None and algorithm.on_ranks:
-        yield (
-            f"{shown} with --speculative-algorithm {name}: the cache of a draft model is not sent "
-            "between instances yet: leave it out, or give NGRAM to the decode instance"
         )

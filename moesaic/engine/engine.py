@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Unpack
@@ -36,12 +35,11 @@ from moesaic.engine.frontend.engine_limits import EngineLimits
 from moesaic.engine.frontend.engine_thread import Core, EngineThread
 from moesaic.engine.frontend.expert_records import ExpertRecords
 from moesaic.engine.frontend.inflight import InflightRequests
+from moesaic.engine.frontend.input_checks import check_logprobs, check_token_ids
 from moesaic.engine.frontend.inputs import (
     GenerateInput,
     GenerateOptions,
     PromptIds,
-    check_logprobs,
-    check_token_ids,
 )
 from moesaic.engine.frontend.output_queue import DirectDelivery, OutputQueue, OutputSenders
 from moesaic.engine.frontend.outputs import (
@@ -66,7 +64,7 @@ from moesaic.engine.text.tokenizer import load_tokenizer
 from moesaic.engine.worker.local_core import LocalCore
 from moesaic.engine.worker.rank_info import log_ranks
 from moesaic.models.checkpoint import check_folder
-from moesaic.models.locate import changed_folder, own_folder, tokenizer_folder, with_local_folders
+from moesaic.models.locate import changed_folder, own_folder, with_local_folders, with_own_folder
 from moesaic.observe.requests import RequestStats, RequestWatch
 from moesaic.observe.spans import SpanKind
 
@@ -87,8 +85,8 @@ class Engine:
         started = time.monotonic()
         given = resolve(ServerArgs.from_kwargs(**kwargs))
         own = own_folder(given)
-        self.args = _with_local_model(given, changed_folder(given, own))
-        self.server_args = _with_own_folder(self.args, given, own)
+        self.args = with_local_folders(given, changed_folder(given, own))
+        self.server_args = with_own_folder(self.args, given, own)
         """The resolved flags to show: the model's own folder, not one with a changed config."""
         logging.getLogger("moesaic").setLevel(self.args.log_level.upper())
         check_folder(self.args.model_path, has_tensors=self.args.load_format != "dummy")
@@ -499,14 +497,3 @@ def _preferred_params(args: ServerArgs) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"--preferred-sampling-params: {error}") from None
     return found
-
-
-def _with_local_model(args: ServerArgs, folder: str) -> ServerArgs:
-    name = args.served_model_name or args.model_path
-    return replace(with_local_folders(args, folder), served_model_name=name)
-
-
-def _with_own_folder(args: ServerArgs, given: ServerArgs, folder: str) -> ServerArgs:
-    if folder == args.model_path:
-        return args
-    return replace(args, model_path=folder, tokenizer_path=tokenizer_folder(given, folder))

@@ -45,16 +45,25 @@ def tokenizer_folder(args: ServerArgs, model: str) -> str | None:
 
 
 def with_local_folders(args: ServerArgs, folder: str) -> ServerArgs:
-    """The same with folders in the place of names. `folder`: the model's."""
+    """The same with folders in the place of names, which is served by its name still. `folder`: the
+    model's."""
     hub = _Hub(_hub_root(args), None)
     draft, tokens = args.speculative_draft_model_path, args.speculative_token_map
     return replace(
         args,
         model_path=folder,
+        served_model_name=args.served_model_name or args.model_path,
         tokenizer_path=tokenizer_folder(args, folder),
         speculative_draft_model_path=None if draft is None else hub.folder(draft),
         speculative_token_map=None if tokens is None else hub.file(tokens),
     )
+
+
+def with_own_folder(args: ServerArgs, given: ServerArgs, folder: str) -> ServerArgs:
+    """`args` with the model's own folder in the place of one with a changed config."""
+    if folder == args.model_path:
+        return args
+    return replace(args, model_path=folder, tokenizer_path=tokenizer_folder(given, folder))
 
 
 def _hub_root(args: ServerArgs) -> Path:

@@ -2,166 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final
 
-from moesaic.core.stats import GroupStats, MembershipStats, RankStats
+from moesaic.observe import metric_series as series
 from moesaic.observe.metric_types import (
     GROUP,
     LAG_BOUNDS,
-    Labels,
     Metric,
     MetricKind,
     MetricSource,
-    Sample,
     Series,
     SglangName,
-    Snapshot,
 )
-from moesaic.observe.requests import GAP_BOUNDS, LATENCY_BOUNDS, Distribution, RequestStats
+from moesaic.observe.requests import GAP_BOUNDS, LATENCY_BOUNDS
 
 INFO_LABELS: Final = tuple(
     "version model mesh a2a_backend mode runner_backend emulated_link".split()
 )
-
-
-def _requests(
-    value: Callable[[RequestStats], float | Distribution], buckets: tuple[float, ...] = ()
-) -> Series:
-    return Series(MetricSource.REQUESTS, lambda s: [((), value(s.requests))], buckets=buckets)
-
-
-def _groups(value: Callable[[GroupStats], float], hidden: Labels = (GROUP,)) -> Series:
-    def read(snapshot: Snapshot) -> Iterator[Sample]:
-        for group in snapshot.engine.groups:
-            yield (str(group.group),), value(group)
-
-    return Series(MetricSource.SCHEDULERS, read, (GROUP,), hidden)
-
-
-def _drafting(value: Callable[[GroupStats], float]) -> Series:
-    """Of schedulers that may plan drafts."""
-
-    def read(snapshot: Snapshot) -> Iterator[Sample]:
-        for group in snapshot.engine.groups:
-            if group.drafted_tokens:
-                yield (str(group.group),), value(group)
-
-    return Series(MetricSource.SCHEDULERS, read, (GROUP,), hidden=(GROUP,))
-
-
-def _positions(value: Callable[[GroupStats], Sequence[int]]) -> Series:
-    def read(snapshot: Snapshot) -> Iterator[Sample]:
-        for group in snapshot.engine.groups:
-            for position, number in enumerate(value(group), 1):
-                yield (str(group.group), str(position)), number
-
-    return Series(MetricSource.SCHEDULERS, read, (GROUP, "position"), hidden=(GROUP,))
-
-
-def _phases(prefill: str, decode: str) -> Series:
-    def read(snapshot: Snapshot) -> Iterator[Sample]:
-        for group in snapshot.engine.groups:
-            for phase, name in (("prefill", prefill), ("decode", decode)):
-                yield (str(group.group), phase), getattr(group, name)
-
-    return Series(MetricSource.SCHEDULERS, read, (GROUP, "phase"), hidden=(GROUP,))
-
-
-def _ranks(value: Callable[[RankStats], float]) -> Series:
-    def read(snapshot: Snapshot) -> Iterator[Sample]:
-        for rank in snapshot.engine.ranks:
-            yield (str(rank.rank),), value(rank)
-
-    return Series(MetricSource.RANKS, read, ("rank",))
-
-
-def _traffic(quantity: str) -> Series:
-    def read(snapshot: Snapshot) -> Iterator[Sample]:
-        for rank in snapshot.engine.ranks:
-            for backend, traffic in rank.traffic.items():
-                for direction in ("dispatch", "combine"):
-                    amount = getattr(traffic, f"{direction}_{quantity}")
-                    yield (str(rank.rank), backend, direction), amount
-
-    return Series(MetricSource.RANKS, read, ("rank", "backend", "direction"), hidden=("rank",))
-
-
-def _membership(value: Callable[[MembershipStats], float]) -> Series:
-    """Of services that go on without ranks that are lost."""
-
-    def read(snapshot: Snapshot) -> Iterator[Sample]:
-        if snapshot.engine.membership is not None:
-            yield (), value(snapshot.engine.membership)
-
-    return Series(MetricSource.RANKS, read)
-
-
-def _server(value: Callable[[Snapshot], float]) -> Series:
-    return Series(MetricSource.SERVER, lambda s: [((), value(s))])
-
-
-def _labelled(
-    label: str, source: MetricSource, values: Callable[[Snapshot], Mapping[str, float]]
-) -> Series:
-    return Series(source, lambda s: [((name,), n) for name, n in values(s).items()], (label,))
-
-
-def _states(snapshot: Snapshot) -> Iterator[Sample]:
-    for rank in snapshot.engine.ranks:
-        yield (str(rank.rank), rank.place, rank.state), 1
-
-
-def _expert_tokens(snapshot: Snapshot) -> Iterator[Sample]:
-    for load in snapshot.experts:
-        for rank, tokens in load.ranks.items():
-            yield (str(load.layer), str(rank)), tokens
-
-
-def _balancedness(snapshot: Snapshot) -> Iterator[Sample]:
-    for load in snapshot.experts:
-        if load.balancedness is not None:
-            yield (str(load.layer),), load.balancedness
-
-
-def _layer_balance(snapshot: Snapshot) -> Iterator[Sample]:
-    if snapshot.balance is not None:
-        for layer, share in snapshot.balance.layers.items():
-            yield (str(layer),), share
-
-
-def _pass_balance(snapshot: Snapshot) -> Iterator[Sample]:
-    if snapshot.balance is not None:
-        yield (), snapshot.balance.mean
-
-
-def _hidden_ratios(snapshot: Snapshot) -> Iterator[Sample]:
-    for one in snapshot.server.overlap:
-        chosen = one["chosen"]
-        yield (one["kind"], str(one["tokens"]), chosen), one["hidden_ratio"][chosen]
-
-
-def _throughputs(snapshot: Snapshot) -> Iterator[Sample]:
-    for group, tokens in snapshot.throughputs.items():
-        yield (str(group),), tokens
-
-
-def hit_ratio(cached: int, total: int) -> float:
-    return cached / total if total else 0.0
-
-
-def kv_usage(group: GroupStats) -> float:
-    return group.pages_used / group.pages_total if group.pages_total else 0.0
-
-
-def _refused(snapshot: Snapshot) -> float:
-    return sum(n for (_, status), n in snapshot.server.http.items() if status == 429)
-
-
-def _http(snapshot: Snapshot) -> Iterator[Sample]:
-    for (route, status), number in sorted(snapshot.server.http.items()):
-        yield (route, str(status)), number
 
 
 def _also(names: str) -> tuple[SglangName, ...]:
@@ -176,112 +34,112 @@ METRICS: Final[tuple[Metric, ...]] = (
     _counter(
         "requests_total",
         "Requests that ended, by reason: stop, length, abort (by the client) or error.",
-        _labelled("finish_reason", MetricSource.REQUESTS, lambda s: s.requests.ended),
+        series.labelled("finish_reason", MetricSource.REQUESTS, lambda s: s.requests.ended),
         sglang=(
             SglangName("num_requests_total"),
             SglangName("num_aborted_requests_total", only="abort"),
         ),
     ),
-    _gauge("requests_open", "Requests that have not ended.", _requests(lambda r: r.open)),
+    _gauge("requests_open", "Requests that have not ended.", series.requests(lambda r: r.open)),
     _counter(
         "prompt_tokens_total",
         "Prompt tokens, including cached ones; counted at the first output token.",
-        _requests(lambda r: r.prompt_tokens),
+        series.requests(lambda r: r.prompt_tokens),
         sglang=_also("prompt_tokens_total"),
     ),
     _counter(
         "cached_tokens_total",
         "Prompt tokens found in the prefix cache.",
-        _requests(lambda r: r.cached_tokens),
+        series.requests(lambda r: r.cached_tokens),
         sglang=(SglangName("cached_tokens_total", labels={"cache_source": "device"}),),
     ),
     _counter(
         "generation_tokens_total",
         "Tokens sent to clients.",
-        _requests(lambda r: r.generated_tokens),
+        series.requests(lambda r: r.generated_tokens),
         sglang=_also("generation_tokens_total"),
     ),
     _histogram(
         "time_to_first_token_seconds",
         "Time from a request's arrival to its first token.",
-        _requests(lambda r: r.time_to_first_token, LATENCY_BOUNDS),
+        series.requests(lambda r: r.time_to_first_token, LATENCY_BOUNDS),
         sglang=_also("time_to_first_token_seconds"),
     ),
     _histogram(
         "inter_token_latency_seconds",
         "Time between two tokens of an answer.",
-        _requests(lambda r: r.inter_token, GAP_BOUNDS),
+        series.requests(lambda r: r.inter_token, GAP_BOUNDS),
         sglang=_also("inter_token_latency_seconds"),
     ),
     _histogram(
         "e2e_request_latency_seconds",
         "Time from arrival to the last token, for requests that were not aborted.",
-        _requests(lambda r: r.end_to_end, LATENCY_BOUNDS),
+        series.requests(lambda r: r.end_to_end, LATENCY_BOUNDS),
         sglang=_also("e2e_request_latency_seconds"),
     ),
     _histogram(
         "queue_time_seconds",
         "Time from a request's arrival to its first step.",
-        _requests(lambda r: r.queue, LATENCY_BOUNDS),
+        series.requests(lambda r: r.queue, LATENCY_BOUNDS),
         sglang=_also("queue_time_seconds"),
     ),
     _gauge(
         "cache_hit_ratio",
         "Share of prompt tokens found in the prefix cache since the start.",
-        _requests(lambda r: hit_ratio(r.cached_tokens, r.prompt_tokens)),
+        series.requests(lambda r: series.hit_ratio(r.cached_tokens, r.prompt_tokens)),
         sglang=_also("cache_hit_rate"),
     ),
     _gauge(
         "requests_running",
         "Requests in the batch.",
-        _groups(lambda g: g.running),
+        series.groups(lambda g: g.running),
         sglang=_also("num_running_reqs"),
     ),
     _gauge(
         "requests_waiting",
         "Requests in the scheduler's queue.",
-        _groups(lambda g: g.waiting),
+        series.groups(lambda g: g.waiting),
         sglang=_also("num_queue_reqs"),
     ),
     _gauge(
         "kv_cache_usage_ratio",
         "Share of the KV cache's pages that running requests hold.",
-        _groups(kv_usage, hidden=()),
+        series.groups(series.kv_usage, hidden=()),
         sglang=_also("token_usage full_token_usage"),
     ),
     _gauge(
         "kv_cache_used_tokens",
         "Tokens that fit in the pages that running requests hold.",
-        _groups(lambda g: g.pages_used * g.page_size),
+        series.groups(lambda g: g.pages_used * g.page_size),
         sglang=_also("num_used_tokens kv_used_tokens"),
     ),
     _gauge(
         "kv_cache_tokens",
         "Tokens that fit in the KV cache.",
-        _groups(lambda g: g.pages_total * g.page_size),
+        series.groups(lambda g: g.pages_total * g.page_size),
         sglang=_also("max_total_num_tokens"),
     ),
     _gauge(
         "generation_throughput",
         "Tokens generated per second between the last two readings.",
-        Series(MetricSource.SCHEDULERS, _throughputs, (GROUP,), hidden=(GROUP,)),
+        Series(MetricSource.SCHEDULERS, series.throughputs, (GROUP,), hidden=(GROUP,)),
         sglang=_also("gen_throughput"),
     ),
     _counter(
         "preemptions_total",
         "Requests that lost their pages to others; they resume from the tokens already emitted.",
-        _groups(lambda g: g.retractions),
+        series.groups(lambda g: g.retractions),
         sglang=_also("num_retracted_requests_total"),
     ),
     _counter(
         "prompts_arrived_total",
         "Prompts that other instances have computed (--disaggregation-mode decode).",
-        _groups(lambda g: g.prompts_arrived),
+        series.groups(lambda g: g.prompts_arrived),
     ),
     _counter(
         "prompts_recomputed_total",
         "Prompts that did not arrive from another instance, and are computed here.",
-        _groups(lambda g: g.prompts_recomputed),
+        series.groups(lambda g: g.prompts_recomputed),
         sglang=_also("num_transfer_failed_reqs_total"),
     ),
     _gauge(
@@ -292,7 +150,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _counter(
         "computed_tokens_total",
         "Tokens computed in steps: prompt tokens (prefill) and output tokens (decode).",
-        _phases("prompt_tokens", "generated_tokens"),
+        series.phases("prompt_tokens", "generated_tokens"),
         sglang=(
             SglangName("realtime_tokens_total", "prefill", {"mode": "prefill_compute"}),
             SglangName("realtime_tokens_total", "decode", {"mode": "decode"}),
@@ -301,177 +159,181 @@ METRICS: Final[tuple[Metric, ...]] = (
     _counter(
         "steps_total",
         "Forward steps; a step with any prompt tokens is a prefill.",
-        _phases("prefill_steps", "decode_steps"),
+        series.phases("prefill_steps", "decode_steps"),
     ),
     _counter(
         "forward_seconds_total",
         "Seconds spent in steps.",
-        _phases("prefill_seconds", "decode_seconds"),
+        series.phases("prefill_seconds", "decode_seconds"),
     ),
     _counter(
         "failed_steps_total",
         "Steps that raised an error; their requests ended.",
-        _groups(lambda g: g.failed_steps),
+        series.groups(lambda g: g.failed_steps),
     ),
     _counter(
         "spec_verified_total",
         "Drafts that steps have verified, each of one request (speculative decoding).",
-        _drafting(lambda g: g.verified),
+        series.drafting(lambda g: g.verified),
         sglang=_also("spec_verify_calls_total"),
     ),
     _counter(
         "spec_drafted_tokens_total",
         "Tokens of verified drafts, by their position from 1 on.",
-        _positions(lambda g: g.drafted_tokens),
+        series.positions(lambda g: g.drafted_tokens),
     ),
     _counter(
         "spec_accepted_tokens_total",
         "Those that were accepted.",
-        _positions(lambda g: g.accepted_tokens),
+        series.positions(lambda g: g.accepted_tokens),
     ),
     _gauge(
         "spec_accept_length",
         "Tokens that a verified draft gives, with the one that its step samples, since the start.",
-        _drafting(lambda g: 1 + sum(g.accepted_tokens) / max(1, g.verified)),
+        series.drafting(lambda g: 1 + sum(g.accepted_tokens) / max(1, g.verified)),
         sglang=_also("spec_accept_length"),
     ),
     _gauge(
         "spec_accept_rate",
         "Share of drafted tokens that were accepted, since the start.",
-        _drafting(lambda g: hit_ratio(sum(g.accepted_tokens), sum(g.drafted_tokens))),
+        series.drafting(lambda g: series.hit_ratio(sum(g.accepted_tokens), sum(g.drafted_tokens))),
         sglang=_also("spec_accept_rate"),
     ),
     _gauge(
         "spec_num_drafts",
         "The most tokens of a request's draft in the next step; 0 while drafts do not pay.",
-        _drafting(lambda g: g.num_drafts),
+        series.drafting(lambda g: g.num_drafts),
     ),
-    _counter("rank_steps_total", "Steps that a rank took part in.", _ranks(lambda r: r.steps)),
+    _counter(
+        "rank_steps_total", "Steps that a rank took part in.", series.ranks(lambda r: r.steps)
+    ),
     _counter(
         "rank_step_seconds_total",
         "Seconds that a rank spent in steps: compute and wait together.",
-        _ranks(lambda r: r.compute_seconds + r.wait_seconds),
+        series.ranks(lambda r: r.compute_seconds + r.wait_seconds),
     ),
     _counter(
         "rank_compute_seconds_total",
         "Seconds that a rank spent computing.",
-        _ranks(lambda r: r.compute_seconds),
+        series.ranks(lambda r: r.compute_seconds),
     ),
     _counter(
         "rank_wait_seconds_total",
         "Seconds that a rank waited for others; the rank that waits least is the slowest.",
-        _ranks(lambda r: r.wait_seconds),
+        series.ranks(lambda r: r.wait_seconds),
     ),
     _counter(
         "rank_runner_seconds_total",
         "Seconds of a rank's computing that its experts took.",
-        _ranks(lambda r: r.runner_seconds),
+        series.ranks(lambda r: r.runner_seconds),
     ),
     _gauge(
         "rank_state",
         "1 for the current state of a rank.",
-        Series(MetricSource.RANKS, _states, ("rank", "place", "state"), hidden=("place",)),
+        Series(MetricSource.RANKS, series.states, ("rank", "place", "state"), hidden=("place",)),
     ),
     _gauge(
         "rank_state_seconds",
         "Seconds that a rank has been in its current state.",
-        _ranks(lambda r: r.state_age),
+        series.ranks(lambda r: r.state_age),
     ),
     _gauge(
         "ranks_live",
         "Ranks that take part in steps (--elastic-ep-backend).",
-        _membership(lambda m: len(m.live)),
+        series.membership(lambda m: len(m.live)),
     ),
     _counter(
         "rank_losses_total",
         "Ranks that were lost while they served; each is started again.",
-        _membership(lambda m: m.lost),
+        series.membership(lambda m: m.lost),
     ),
     _counter(
         "rank_returns_total",
         "Ranks that were started again and have joined the others.",
-        _membership(lambda m: m.returned),
+        series.membership(lambda m: m.returned),
     ),
     _counter(
         "membership_change_seconds_total",
         "Seconds from losses and returns until all live ranks had adopted them.",
-        _membership(lambda m: m.seconds),
+        series.membership(lambda m: m.seconds),
     ),
     _counter(
         "requests_moved_total",
         "Requests that another serving group continued, as theirs had lost a rank.",
-        _membership(lambda m: m.moved_requests),
+        series.membership(lambda m: m.moved_requests),
     ),
     _counter(
         "experts_reread_bytes_total",
         "Bytes of experts that live ranks read again, as no live rank had them.",
-        _membership(lambda m: m.nbytes),
+        series.membership(lambda m: m.nbytes),
     ),
     _counter(
         "a2a_bytes_total",
         "Bytes that a rank's dispatcher moved to other ranks' experts and back.",
-        _traffic("bytes"),
+        series.traffic("bytes"),
     ),
-    _counter("a2a_rows_total", "Rows that a rank's dispatcher moved.", _traffic("rows")),
+    _counter("a2a_rows_total", "Rows that a rank's dispatcher moved.", series.traffic("rows")),
     _counter(
         "a2a_seconds_total",
         "Seconds that a rank was blocked in dispatch or combine.",
-        _traffic("seconds"),
+        series.traffic("seconds"),
     ),
     _counter(
         "expert_tokens_total",
         "Tokens that the experts of a rank computed.",
-        Series(MetricSource.RANKS, _expert_tokens, ("layer", "rank"), hidden=("rank",)),
+        Series(MetricSource.RANKS, series.expert_tokens, ("layer", "rank"), hidden=("rank",)),
     ),
     _gauge(
         "ep_balancedness",
         "Tokens of a layer's experts since the start: mean over ranks / maximum over ranks.",
-        Series(MetricSource.RANKS, _balancedness, ("layer",)),
+        Series(MetricSource.RANKS, series.balancedness, ("layer",)),
     ),
     _counter(
         "eplb_rebalances_total",
         "Rebalances (--enable-eplb) that have moved experts.",
-        _ranks(lambda r: r.moves.rebalances),
+        series.ranks(lambda r: r.moves.rebalances),
     ),
     _counter(
         "eplb_aborted_total",
         "Rebalances that were dropped: the layers that had not moved kept their placement.",
-        _ranks(lambda r: r.moves.aborted),
+        series.ranks(lambda r: r.moves.aborted),
     ),
     _counter(
         "eplb_moved_bytes_total",
         "Bytes of experts that a rank has received from others.",
-        _ranks(lambda r: r.moves.bytes),
+        series.ranks(lambda r: r.moves.bytes),
     ),
     _counter(
         "eplb_move_seconds_total",
         "Seconds from the beginning of rebalances to their end, while steps go on.",
-        _ranks(lambda r: r.moves.seconds),
+        series.ranks(lambda r: r.moves.seconds),
     ),
     _gauge(
         "ep_pass_balancedness",
         "Rows of the ranks in a forward pass: mean / maximum, averaged over the passes of the last "
         "report and all layers; with --expert-balancedness-report-mode prometheus or both.",
-        Series(MetricSource.RANKS, _pass_balance),
+        Series(MetricSource.RANKS, series.pass_balance),
     ),
     _gauge(
         "ep_layer_pass_balancedness",
         "The same for each layer.",
-        Series(MetricSource.RANKS, _layer_balance, ("layer",)),
+        Series(MetricSource.RANKS, series.layer_balance, ("layer",)),
     ),
     _gauge(
         "requests_queued",
         "Requests in the server's queue, before the engine.",
-        _server(lambda s: s.server.queued),
+        series.server(lambda s: s.server.queued),
         sglang=_also("num_queue_reqs"),
     ),
     _counter(
         "http_requests_total",
         "Responses by route (other: no known route) and status.",
-        Series(MetricSource.SERVER, _http, ("route", "status")),
+        Series(MetricSource.SERVER, series.http, ("route", "status")),
     ),
     _counter(
-        "http_refused_total", "Responses with status 429: the queue was full.", _server(_refused)
+        "http_refused_total",
+        "Responses with status 429: the queue was full.",
+        series.server(series.refused),
     ),
     _histogram(
         "event_loop_lag_seconds",
@@ -481,12 +343,12 @@ METRICS: Final[tuple[Metric, ...]] = (
     _gauge(
         "event_loop_lag_max_seconds",
         "Largest lag of the event loop in the last minute.",
-        _server(lambda s: s.server.loop_lag_max),
+        series.server(lambda s: s.server.loop_lag_max),
     ),
     _gauge(
         "startup_seconds",
         "Seconds that the start took, by stage: tokenizer, model (weights and ranks).",
-        _labelled("stage", MetricSource.SERVER, lambda s: s.server.startup),
+        series.labelled("stage", MetricSource.SERVER, lambda s: s.server.startup),
         sglang=(
             SglangName("startup_time_seconds", "tokenizer", {"phase": "tokenizer_e2e"}),
             SglangName("startup_time_seconds", "model", {"phase": "scheduler_e2e"}),
@@ -496,13 +358,13 @@ METRICS: Final[tuple[Metric, ...]] = (
         "stats_age_seconds",
         "Age of the values of schedulers and ranks; they are read at most once a second unless "
         "requests have ended.",
-        _server(lambda s: s.engine_age),
+        series.server(lambda s: s.engine_age),
     ),
     _gauge(
         "overlap_hidden_ratio",
         "Part of a step's communication that the schedule of --overlap auto hides, measured at "
         "start, by the kind of step, the most tokens of a rank and the schedule.",
-        Series(MetricSource.SERVER, _hidden_ratios, ("kind", "tokens", "schedule")),
+        Series(MetricSource.SERVER, series.hidden_ratios, ("kind", "tokens", "schedule")),
     ),
     _gauge(
         "info",

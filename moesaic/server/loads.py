@@ -14,7 +14,7 @@ import moesaic
 from moesaic.comm.mesh import share
 from moesaic.core.stats import GroupStats
 from moesaic.observe.exposition import CONTENT_TYPE
-from moesaic.observe.metrics import hit_ratio, kv_usage
+from moesaic.observe.metric_series import hit_ratio, kv_usage
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.responses import json_response

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moesaic.engine.frontend.engine_limits import EngineLimits
-from moesaic.engine.frontend.inputs import MAX_SAMPLES
+from moesaic.engine.frontend.input_checks import MAX_SAMPLES
 from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.server.bodies import read_body
 from moesaic.server.context import Context

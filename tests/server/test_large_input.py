@@ -21,7 +21,8 @@ import uvicorn
 from moesaic.core.sampling import MAX_GRAMMAR_BYTES, SamplingParams
 from moesaic.engine.engine import LONG_PROMPT, Engine
 from moesaic.engine.frontend.engine_limits import PromptTooLong
-from moesaic.engine.frontend.inputs import MAX_SAMPLES, GenerateInput
+from moesaic.engine.frontend.input_checks import MAX_SAMPLES
+from moesaic.engine.frontend.inputs import GenerateInput
 from moesaic.server.app import make_app
 from moesaic.server.bodies import (
     MAX_BODY,

@@ -23,7 +23,7 @@ from moesaic.comm.supervise.elastic import ElasticMembership
 from moesaic.comm.supervise.journal import HELD, Journal
 from moesaic.comm.supervise.lead_supervisor import LeadSupervisor, Replica
 from moesaic.comm.supervise.load_balance import LoadBalancer
-from moesaic.comm.supervise.service_spec import ServiceSpec
+from moesaic.comm.supervise.service_spec import ServiceSpec, Timeouts
 from moesaic.comm.supervise.step_rollback import StepRollbacks
 from moesaic.core import messages
 from moesaic.core.messages import Message, decode
@@ -307,6 +307,30 @@ def test_a_rank_that_keeps_dying_ends_the_service() -> None:
     assert service.failed == "rank 2 died; it was lost 3 times in a row (--restart-limit)"
     # Each pause is twice as long as the one before.
     assert service.elastic.ranks[2].restarts == 4
+
+
+def test_a_rank_whose_device_hangs_is_lost_with_the_one_that_died() -> None:
+    """It does not abandon its step: the others would wait for it."""
+    service = Service(MESHES["each rank a group"], 0)
+    service.spec = ServiceSpec(service.mesh, "a:b", timeouts=Timeouts(abandon=20.0), elastic=True)
+    for number in range(4):
+        service.submit(number)
+    service.elastic.on_ranks_lost(service, [1], "rank 1 died")
+    for rank in (0, 3):
+        while service.ranks[rank].inbox:
+            service.ranks[rank].take()
+    while any(service.inbox.values()):
+        service.receive()
+    assert service.rollbacks[0].missing == {2}
+    service.elastic.tick(time.monotonic() + 19.0)
+    assert service.elastic.live == [0, 2, 3]
+    service.elastic.tick(time.monotonic() + 21.0)
+    assert service.elastic.live == [0, 3]
+    service.spec = ServiceSpec(service.mesh, "a:b", elastic=True)  # `run` lets hours pass
+    service.run(600, deaths=0.0)
+    assert not service.failed and not service.journal.open
+    assert service.elastic.live == [0, 1, 2, 3]
+    assert all(len(answer) == LENGTH for answer in service.answers.values())
 
 
 def test_a_loss_says_why_ranks_wait() -> None:

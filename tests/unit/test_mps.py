@@ -23,6 +23,7 @@ from moesaic.comm.launch.mps import (
     crowd,
     describe_daemon,
     start_mps,
+    terminate_client,
 )
 from moesaic.comm.launch.mps_owner import LOGS, PIPES, mps_processes
 from moesaic.comm.launch.service import Service, ServiceSpec
@@ -48,7 +49,8 @@ case "$1" in
 *)
     read -r command
     case "$command" in
-    get_server_list) [ -e "$control" ] ;;
+    get_server_list) [ -e "$control" ] && echo 77 ;;
+    terminate_client*) echo "$command" >> "$FAKE/terminated" ;;
     quit) rm "$control" ;;
     esac
     ;;
@@ -105,6 +107,17 @@ def test_a_daemon_of_our_own(fake: Path, monkeypatch: pytest.MonkeyPatch):
     assert list(mps_processes(pipes)) == []
     assert not Path(pipes).parent.exists()
     mps.stop()
+
+
+def test_a_process_that_is_to_be_killed_computes_no_longer(
+    fake: Path, monkeypatch: pytest.MonkeyPatch
+):
+    assert not terminate_client(4711), "no daemon answers"
+    with start_mps() as mps:
+        for name, value in mps.environment.items():
+            monkeypatch.setenv(name, value)
+        assert terminate_client(4711)
+    assert (fake / "terminated").read_text() == "terminate_client 77 4711\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

@@ -15,6 +15,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from moesaic.comm.errors import PeerTimeout
 from moesaic.comm.lifecycle import Lifecycle, Membership, Participant
+from moesaic.comm.network.held_memory import HeldMemory
 from moesaic.comm.network.store import StoreClient
 from moesaic.comm.network.torch_store import TorchStore
 from moesaic.comm.supervise.control_page import RankStatus
@@ -96,6 +97,11 @@ class Peers(ABC):
     def lasting_memory(self, name: str, length: int) -> str | None:
         """The path of memory that outlives the ranks, so that one that is restarted can map it
         again; None: ranks create it themselves. One rank calls it."""
+        return None
+
+    def held_memory(self) -> tuple[HeldMemory, str] | None:
+        """Where descriptors of memory are kept that outlives the ranks, and the key of those of the
+        next window; None: nothing outlives them. All ranks call it."""
         return None
 
     def collectives(self) -> RankGroup:

@@ -34,6 +34,7 @@ MOST_QUEUES: Final = 8
 left, which CUDA reports as "out of memory". 8 is CUDA's own default."""
 CROWD: Final = "MOESAIC_MPS_CROWD"
 STOP_SECONDS: Final = 20.0
+FENCE_SECONDS: Final = 1.0
 NEEDED: Final = "ranks that share a GPU need it"
 INSTALL: Final = (
     "it comes with NVIDIA's driver; containers get it with "
@@ -138,6 +139,17 @@ def start_mps() -> Mps:
             pipes,
         )
     return _start_own(program)
+
+
+def terminate_client(pid: int) -> bool:
+    """Has the daemon end what a process computes, which is about to be killed: a process that is
+    killed while its kernels run may take others on its daemon along. False if that failed."""
+    program = shutil.which(PROGRAM)
+    servers = "" if program is None else mps_owner.ask(program, "get_server_list", FENCE_SECONDS)
+    if program is None or not servers:
+        return False
+    command = "\n".join(f"terminate_client {server} {pid}" for server in servers.split())
+    return mps_owner.ask(program, command, FENCE_SECONDS) is not None
 
 
 def describe_daemon() -> str:

@@ -106,20 +106,25 @@ def mps_processes(pipes: str | None = None) -> Iterator[int]:
                 yield int(folder.name)
 
 
-def _tell(program: str, command: str, seconds: float) -> bool:
+def ask(program: str, command: str, seconds: float) -> str | None:
+    """What the daemon answers; None if it does not within `seconds`."""
     try:
         done = subprocess.run(
             [program],
             input=f"{command}\n",
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
             timeout=seconds,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _tell(program: str, command: str, seconds: float) -> bool:
+    return ask(program, command, seconds) is not None
 
 
 def _log() -> str:

@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ from moesaic.comm.errors import PeerTimeout, StateLost, WindowAborted
 from moesaic.comm.lifecycle import Lifecycle, Membership
 from moesaic.comm.mesh import RankPlace
 from moesaic.comm.network.handshake import Identity
+from moesaic.comm.network.held_memory import HeldMemory
 from moesaic.comm.network.rendezvous import StoreGroup
 from moesaic.comm.network.store import StoreClient
 from moesaic.comm.supervise.child_process import die_with_fork_server, name_process
@@ -38,6 +40,8 @@ LINGER_MS: Final = 1000
 WAIT_FOR_REQUESTS: Final = "wait for requests"
 # The exit code of a rank that ends because of another one, of which the supervisor knows.
 ABANDONED: Final = 3
+# How long kernels may take to end with their process.
+KERNEL_SECONDS: Final = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +56,9 @@ class RankLink:
         self.timeout = service.timeouts.collective
         """Seconds after which an operation between ranks fails."""
         self.is_ready = False
+        self.returns = spec.returns
+        """Whether the other ranks serve already: what they exchanged at their start is known, and
+        none of them is there to wait for."""
         self._spec = spec
         here = self.mesh.ranks_of_node(self.node)
         self._page = ControlPage.open(spec.control, len(here), here.start)
@@ -89,6 +96,11 @@ class RankLink:
         return self._spec.store.connect(self._spec.service.timeouts.start, own)
 
     @cached_property
+    def held_memory(self) -> HeldMemory:
+        own = Identity(self.rank, self.node)
+        return self._spec.store.connect_memory(self._spec.service.timeouts.start, own)
+
+    @cached_property
     def links(self) -> TcpLinks:
         spec = self._spec
         return TcpLinks(self.rank, self.node, spec.host, spec.store.secret)
@@ -109,6 +121,8 @@ class RankLink:
         group.status, group.collective_timeout = self.status, self.timeout
         group.members, group.lifecycle = tuple(ranks), self.lifecycle
         group.lasts = self._spec.service.elastic
+        if self.mesh.nnodes == 1:
+            group.connect_memory = lambda: self.held_memory
         if across:
             group.links, group.host = self.links, self._spec.host
         return group
@@ -185,6 +199,7 @@ def main(data: bytes) -> None:
     _set_up(spec.rank, spec.service)
     link = RankLink(spec)
     code = _run(link, spec.service.target)
+    _end_kernels(link)
     link.close()
     logging.shutdown()
     sys.stderr.flush()
@@ -214,6 +229,22 @@ def _run(link: RankLink, target: str) -> int:
         link.send(failed)
         return 1
     return 0
+
+
+def _end_kernels(link: RankLink) -> None:
+    """Kernels of a process that ends in their midst may take those of other ranks on the same GPU
+    along: waiting ones return, and the others have a second."""
+    if not torch.cuda.is_initialized():
+        return
+    link.lifecycle.abort("this rank ends")
+
+    def wait() -> None:
+        with suppress(RuntimeError):
+            torch.cuda.synchronize()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    thread.join(KERNEL_SECONDS)
 
 
 def last_lines(error: BaseException) -> str:

@@ -50,6 +50,8 @@ class Role(IntEnum):
     """KV caches for a rank of another instance."""
     ROOM = 5
     """Messages of a decode instance to a prefill instance about the rooms where they meet."""
+    MEMORY = 6
+    """Descriptors of memory that outlives a rank, on a Unix socket."""
 
     @property
     def is_control(self) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 from moesaic.comm.collectives.group import Peers, RankGroup
 from moesaic.comm.errors import PeerTimeout
+from moesaic.comm.network.held_memory import HeldMemory
 from moesaic.comm.network.store import StoreClient
 from moesaic.comm.network.torch_store import TorchStore
 
@@ -42,6 +43,8 @@ class StoreGroup(Peers):
         self._last_complete = ""
         self.collective_timeout = timeout
         self.lasts = False
+        self.connect_memory: Callable[[], HeldMemory] | None = None
+        """Where this node keeps memory of ranks that are lost."""
 
     @cached_property
     def store(self) -> TorchStore:
@@ -93,6 +96,11 @@ class StoreGroup(Peers):
         if self._store is None or not self.lasts:
             return None
         return self._store.memory(f"{self.name}/memory {self._sequence}", name, length)
+
+    def held_memory(self) -> tuple[HeldMemory, str] | None:
+        if self._store is None or not self.lasts or self.connect_memory is None:
+            return None
+        return self.connect_memory(), f"{self.name}/{self._sequence}"
 
     def barrier(self, operation: str) -> None:
         self.all_gather_bytes(b"", operation)

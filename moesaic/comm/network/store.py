@@ -23,6 +23,7 @@ import msgspec
 
 from moesaic.comm.network.connect import connect
 from moesaic.comm.network.handshake import Identity, Role, Session
+from moesaic.comm.network.held_memory import HeldDescriptors, HeldMemory
 from moesaic.comm.network.listener import Listener
 from moesaic.comm.network.message_stream import MessageStream
 from moesaic.comm.network.tls import Connection, Tampered
@@ -76,15 +77,25 @@ class StoreAddress:
 
     def connect(self, seconds: float, identity: Identity) -> StoreClient:
         """Raises OSError if the store is not there within `seconds` or has another secret."""
+        return StoreClient(self._connect(Role.STORE, seconds, identity))
+
+    def connect_memory(self, seconds: float, identity: Identity) -> HeldMemory:
+        """The same, to the memory that is held there; only where the store is on this machine."""
+        assert not self.port, "descriptors go through a Unix socket"
+        connection = self._connect(Role.MEMORY, seconds, identity)
+        assert isinstance(connection, socket.socket)
+        return HeldMemory(connection)
+
+    def _connect(self, role: Role, seconds: float, identity: Identity) -> Connection:
         try:
             open_socket = partial(self._open_socket, min(seconds, ANSWER_SECONDS))
-            connection, _ = connect(open_socket, Role.STORE, identity, self.secret, seconds)
+            connection, _ = connect(open_socket, role, identity, self.secret, seconds)
         except PermissionError as error:
             raise PermissionError(f"the store at {self}: {error}") from error
         except OSError as error:
             raise ConnectionError(f"no store at {self}: {error}") from error
         connection.settimeout(ANSWER_SECONDS)
-        return StoreClient(connection)
+        return connection
 
     def _open_socket(self, seconds: float) -> socket.socket:
         if self.port:
@@ -249,7 +260,7 @@ class LocalStore:
         listening.bind(str(path))
         listening.listen(128)
         self.address = StoreAddress(str(path), 0, secrets.token_bytes(32))
-        handlers = {Role.STORE: StoreTable().serve}
+        handlers = {Role.STORE: StoreTable().serve, Role.MEMORY: HeldDescriptors().serve}
         self._listener = Listener(listening, Identity(-1, 0), self.address.secret, handlers)
 
     def close(self) -> None:

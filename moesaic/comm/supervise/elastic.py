@@ -259,6 +259,7 @@ class ElasticMembership(MembershipPolicy):
         for one in replica.pending[-1:]:
             one.change.experts += adopted.experts
             one.change.nbytes += adopted.nbytes
+            one.change.from_memory += adopted.from_memory
         if not replica.adopting:
             replica.reset.clear()
             self._end_changes(replica)
@@ -274,6 +275,16 @@ class ElasticMembership(MembershipPolicy):
                     why = f"{self._mesh.describe(rank)} did not return within {limit:.0f} s"
                     self._host.fail(why, [rank])
                     return
+        for replica in self._replicas:
+            self._lose_stuck(replica, now)
+
+    def _lose_stuck(self, replica: ElasticReplica, now: float) -> None:
+        """Ranks that do not abandon their step hold up all others."""
+        limit, missing = self._host.spec.timeouts.abandon, sorted(replica.rollbacks.missing)
+        if missing and replica.pending and now - replica.pending[-1].began > limit:
+            which = f"rank{'s' * (len(missing) > 1)} {_numbers(missing)}"
+            cause = f"{which} did not abandon the step within {limit:.0f} s"
+            self.on_ranks_lost(self._host, missing, cause)
 
     def settle(self, number: int, resume: ResumeSteps) -> None:
         """All live ranks have abandoned their step: they go on, or wait for those that are lost."""
@@ -399,10 +410,12 @@ class ElasticMembership(MembershipPolicy):
             totals.moved_requests += change.moved_requests
             totals.experts += change.experts
             totals.nbytes += change.nbytes
+            totals.from_memory += change.from_memory
             totals.seconds += seconds
             logger.info(
                 "epoch %d: adopted by ranks %s %.3f s after %s %s (the step was abandoned after "
-                "%.3f s); %d requests moved, %d experts (%.1f MiB) read again",
+                "%.3f s); %d requests moved, %d experts (%.1f MiB) read again, %d of them from "
+                "memory",
                 replica.epoch,
                 _numbers(change.live),
                 seconds,
@@ -412,6 +425,7 @@ class ElasticMembership(MembershipPolicy):
                 change.moved_requests,
                 change.experts,
                 change.nbytes / MIB,
+                change.from_memory,
             )
         ended = [one.change for one in replica.pending]
         totals.changes = [*totals.changes, *ended][-KEPT_CHANGES:]

@@ -16,6 +16,7 @@ from typing import Final
 import msgspec
 import zmq
 
+from moesaic.comm.launch.mps import terminate_client
 from moesaic.comm.network.node_secret import NO_SECRET, own_secret
 from moesaic.comm.network.quiet_log import QuietLog
 from moesaic.comm.network.store import StoreAddress
@@ -188,7 +189,9 @@ class NodeSupervisor(ABC):
         assert self._store is not None, "start_ranks has been called"
         secret, sockets = own_secret() or NO_SECRET, (self._endpoint, self._routes[rank])
         store, host = self._store, self._host
-        spec = RankSpec(rank, self.spec, self._control, *sockets, store, host, secret)
+        spec = RankSpec(
+            rank, self.spec, self._control, *sockets, store, host, secret, self.is_serving
+        )
         data = msgspec.msgpack.encode(spec)
         name = f"rank{rank} {self._routes[rank].decode()}"
         self._spawner.start(name, "moesaic.comm.launch.rank_link:main", data)
@@ -197,6 +200,8 @@ class NodeSupervisor(ABC):
         """Ends a rank's process and drops what it still sends. Returns whether it is gone."""
         process = self._processes.pop(rank, None)
         if process is not None:
+            if self.spec.gpu_sharers > 1 and process.is_alive() and process.pid is not None:
+                terminate_client(process.pid)
             process.kill()
             self.loop.remove(process.sentinel)
             process.join(FENCE_SECONDS)

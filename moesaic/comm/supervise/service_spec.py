@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,9 @@ class Timeouts:
     """How long another node may be silent."""
     stop: float = 2.0
     """How long ranks may take to end."""
+    abandon: float = math.inf
+    """How long a rank may take to abandon its step when the members change, before it is taken for
+    lost, too. On a GPU, where its waits end at once, nothing else shows that the device hangs."""
 
     @property
     def nodes(self) -> float:
@@ -108,6 +112,8 @@ class RankSpec:
     """The address of this node, for several nodes."""
     secret: bytes = b""
     """What the node shares with other nodes and instances."""
+    returns: bool = False
+    """Whether the other ranks serve already: this one starts in the place of one that was lost."""
 
 
 def split_address(address: str) -> tuple[str, int]:

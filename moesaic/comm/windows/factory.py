@@ -9,6 +9,7 @@ import torch
 
 from moesaic.comm.collectives.group import Peers
 from moesaic.comm.windows.device_window import CpuDeviceWindow, DeviceWindow, layout
+from moesaic.comm.windows.held_window import HeldWindow
 from moesaic.comm.windows.node_window import create_node_window
 from moesaic.comm.windows.signals import MAX_RANKS
 from moesaic.comm.windows.window import (
@@ -69,7 +70,9 @@ def create_device_window(
     # in inference mode cannot be written outside it.
     with torch.device("cpu"), torch.inference_mode(False):
         window: DeviceWindow
-        if device.type == "cpu":
+        if group.size > 1 and (found := group.held_memory()) is not None:
+            window = HeldWindow.create(group, *found, specs, timeout, channels, device, link)
+        elif device.type == "cpu":
             window = CpuDeviceWindow.create(group, specs, timeout, channels, link)
         else:
             # Builds of torch without CUDA do not have what it imports.

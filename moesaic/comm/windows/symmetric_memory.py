@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import faulthandler
 import itertools
-import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -29,12 +28,12 @@ from torch._C._distributed_c10d import (
 
 from moesaic.comm.collectives.group import Peers
 from moesaic.comm.lifecycle import Membership
+from moesaic.comm.windows.agreement import WindowAgreement
+from moesaic.comm.windows.cuda_pieces import check_free
 from moesaic.comm.windows.device_window import DeviceWindow, layout
 from moesaic.comm.windows.shared_memory import round_up
 from moesaic.comm.windows.window import PlaneSpec, layout_of
 from moesaic.core.link import EmulatedLink
-
-logger = logging.getLogger(__name__)
 
 # The driver allocates in such pieces; torch puts its own signals into the same memory.
 PIECE: Final = 2 << 20
@@ -44,11 +43,8 @@ SWITCHES: Final = {
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
-OK, FAILED = b"+", b"-"
 STDERR: Final = 2
-MIB: Final = 1 << 20
 
-T = TypeVar("T")
 _numbers = itertools.count()
 
 
@@ -82,7 +78,7 @@ class SymmetricWindow(DeviceWindow):
         with torch.cuda.device(device):
             rendezvous = SymmetricRendezvous(group, symmetric_bytes(nbytes))
             rendezvous.agree(layout_of(specs, channels))
-            owner = rendezvous.part(lambda: _allocate(group, nbytes, device))
+            owner = rendezvous.part(lambda: _allocate(nbytes, device))
             # All ranks have zeroed their memory before any maps another's.
             gpu = str(torch.cuda.get_device_properties(device).uuid)
             near = len(set(rendezvous.exchange(gpu.encode()))) == 1
@@ -115,11 +111,8 @@ class SymmetricWindow(DeviceWindow):
         self._owners = ()
 
 
-class SymmetricRendezvous(Store):
+class SymmetricRendezvous(WindowAgreement, Store):
     """The exchanges between ranks that create a window, and the store that torch needs.
-
-    Every message begins with a success mark. A rank that fails says so in its next exchange and
-    leaves; the others see it in the same exchange and leave too.
 
     The store supports the two uses that torch makes of it: each rank sets a value under a key that
     ends with its rank and reads those of all; each adds 1 to a value and waits for the last. The
@@ -128,43 +121,10 @@ class SymmetricRendezvous(Store):
     """
 
     def __init__(self, group: Peers, nbytes: int) -> None:
-        super().__init__()
-        self._group, self._nbytes = group, nbytes
+        Store.__init__(self)
+        WindowAgreement.__init__(self, group, nbytes)
         self._value = b""
         self._values: list[bytes] | None = None
-        self._refusal: Exception | None = None
-
-    def exchange(self, data: bytes, mark: bytes = OK) -> list[bytes]:
-        """The data of each rank; raises if any rank failed or is missing."""
-        try:
-            parts = self._group.all_gather_bytes(mark + data, "create a device window")
-            failures = [(r, part[1:]) for r, part in enumerate(parts) if part[:1] == FAILED]
-            if failures:
-                text = "; ".join(f"rank {r}: {why.decode()}" for r, why in failures)
-                size = f"{self._nbytes / MIB:.1f} MiB a rank"
-                raise RuntimeError(f"no window of {size} on the GPU: {text}")
-        except Exception as error:
-            self._refusal = error
-            raise
-        return [part[1:] for part in parts]
-
-    def agree(self, planes: str) -> None:
-        """Checks that all ranks ask for the same planes."""
-        parts = self.exchange(planes.encode())
-        different = [rank for rank, part in enumerate(parts) if part != parts[0]]
-        if different:
-            raise RuntimeError(f"no window: ranks {different} ask for other planes than rank 0")
-
-    def part(self, work: Callable[[], T]) -> T:
-        """Runs this rank's own part; all ranks learn of its failure."""
-        try:
-            return work()
-        except Exception as error:
-            # An exchange of torch's raised it: all ranks know it.
-            if self._refusal is not None:
-                raise self._refusal from error
-            self.exchange(_reason(error).encode(), FAILED)
-            raise
 
     def set(self, key: str, value: str | bytes) -> None:
         self._value = value.encode() if isinstance(value, str) else value
@@ -188,23 +148,9 @@ class SymmetricRendezvous(Store):
             self._values = self.exchange(self._value)
 
 
-def _reason(error: BaseException) -> str:
-    """The first line: torch appends a stack of C++ calls."""
-    return (str(error) or type(error).__name__).splitlines()[0]
-
-
-def _allocate(group: Peers, nbytes: int, device: torch.device) -> Tensor:
+def _allocate(nbytes: int, device: torch.device) -> Tensor:
     """Zeros that other ranks can map."""
-    needed, (free, total) = symmetric_bytes(nbytes), torch.cuda.mem_get_info(device)
-    logger.info(
-        "window of %d ranks: rank %d takes %.1f MiB of %s, which has %.1f of %.1f free",
-        *(group.size, group.rank, needed / MIB, device, free / MIB, total / MIB),
-    )
-    if needed > free:
-        raise RuntimeError(
-            f"{device} has {free / MIB:.1f} MiB free: lower --mem-fraction-static, "
-            f"--chunked-prefill-size or --max-running-requests"
-        )
+    check_free(symmetric_bytes(nbytes), device)
     memory = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
     memory.zero_()
     torch.cuda.synchronize(device)

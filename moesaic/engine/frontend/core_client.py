@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import time
@@ -23,7 +24,7 @@ from moesaic.config.gpus import describe_shares, max_ranks_per_gpu
 from moesaic.core import messages
 from moesaic.core.disagg import KVShare
 from moesaic.core.request import ABORTED, FinishReason, failure
-from moesaic.disagg.likeness import model_digest, prompt_digest
+from moesaic.disagg.likeness import draft_digest, model_digest, prompt_digest
 from moesaic.disagg.lobby import Lobby
 from moesaic.engine.frontend.queries import (
     GROUP_QUERIES,
@@ -41,6 +42,8 @@ from moesaic.observe.spans import SpanKind, Spans
 logger = logging.getLogger(__name__)
 
 TARGET = "moesaic.engine.worker.worker:run"
+# What ranks on GPUs may take to abandon a step whose waits have been ended.
+ABANDON_SECONDS = 20.0
 # What a server may take to stop after its open requests have ended.
 STOP_SECONDS = 15.0
 
@@ -70,8 +73,8 @@ class CoreClient:
         self._num_queries = 0
         self._queries: dict[int, PendingQuery] = {}
         if lobby is not None:
-            groups = [rank["kv_share"] for rank in self.rank_facts]
-            lobby.serve(msgspec.convert(groups, list[KVShare]), service.wake)
+            shares = [rank["kv_shares"] for rank in self.rank_facts]
+            lobby.serve(msgspec.convert(shares, list[list[KVShare]]), service.wake)
 
     @property
     def has_work(self) -> bool:
@@ -303,7 +306,7 @@ def make_lobby(args: ServerArgs) -> Lobby | None:
         text = f"--disaggregation-bootstrap-port {port}: cannot listen at {host}: {error.strerror}"
         raise ValueError(text) from None
     secret = own_secret(file=args.node_secret_file) or NO_SECRET
-    return Lobby(listening, secret, model_digest(args))
+    return Lobby(listening, secret, model_digest(args), draft_digest(args))
 
 
 def serve_node(args: ServerArgs) -> int:
@@ -315,7 +318,11 @@ def serve_node(args: ServerArgs) -> int:
 
 def service_spec(args: ServerArgs, mesh: Mesh) -> ServiceSpec:
     assert args.dist_timeout is not None, "resolve fills it in"
-    timeouts = Timeouts(collective=args.dist_timeout, hang=args.watchdog_timeout)
+    timeouts = Timeouts(
+        collective=args.dist_timeout,
+        hang=args.watchdog_timeout,
+        abandon=ABANDON_SECONDS if args.device == "cuda" else math.inf,
+    )
     return ServiceSpec(
         mesh=mesh,
         target=TARGET,

@@ -11,11 +11,17 @@ from itertools import accumulate
 from typing import Any, TypedDict
 
 from moesaic.core.foreign_fields import BadParameter, drop_foreign
-from moesaic.core.redact import shown, shown_id
+from moesaic.core.redact import shown
 from moesaic.core.request import Request
 from moesaic.core.sampling import ALIASES, GRAMMARS, Grammar, SamplingParams
 from moesaic.engine.frontend.engine_limits import EngineLimits
-from moesaic.engine.frontend.outputs import num_logprobs
+from moesaic.engine.frontend.input_checks import (
+    MAX_SAMPLES,
+    check_distinct,
+    check_group,
+    check_number,
+    check_prompt,
+)
 from moesaic.engine.frontend.request_options import (
     MAX_TOP_LOGPROBS,
     cache_namespace,
@@ -30,12 +36,9 @@ from moesaic.engine.text.grammar_check import GrammarChecker
 from moesaic.engine.text.stop_regex import check_stop_patterns
 from moesaic.engine.text.tokenizer import Tokenizer
 
-MAX_SAMPLES = 4096
 MAX_RID = 256
 # The cost of preparing a request, in characters of its prompt.
 SAMPLE_SIZE = 64
-# The most logprobs of a call over HTTP; each takes about 100 bytes.
-MAX_LOGPROBS = 1 << 20
 SEED_BITS = 63
 SURROGATE = re.compile("[\ud800-\udfff]")
 BOOTSTRAP = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
@@ -197,7 +200,7 @@ class GenerateInput:
                 ids, most = ids_of_prompts[number], MAX_SAMPLES - len(found)
                 samples = call._samples(prompt_ids, ids[0], tokenizer, limits, most)
                 found += [(request, ids) for request in samples]
-        _check_distinct([request for request, _ in found])
+        check_distinct([request for request, _ in found])
         return found
 
     def _calls(self, number: int) -> list[GenerateInput]:
@@ -238,8 +241,8 @@ class GenerateInput:
         most: int,
     ) -> Iterator[Request]:
         """The requests of one prompt; no argument has a value for each of several prompts."""
-        _check_group(self.data_parallel_rank, limits.num_groups)
-        _check_prompt(prompt_ids, limits)
+        check_group(self.data_parallel_rank, limits.num_groups)
+        check_prompt(prompt_ids, limits)
         params = _params(self.sampling_params, tokenizer, limits)
         start, top = self._logprob_range(len(prompt_ids), limits)
         routed = integer("routed_experts_start_len", self.routed_experts_start_len or 0)
@@ -344,7 +347,7 @@ class GenerateInput:
         if self.input_ids is None:
             return self._encoded(tokenizer, limits)
         rows = [self._rows()] if self.is_single else self._rows()
-        _check_number(rows)
+        check_number(rows)
         for number, row in enumerate(rows):
             if hasattr(row, "__len__"):
                 with self._locate_errors(number):
@@ -359,7 +362,7 @@ class GenerateInput:
         texts: Any = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         if not isinstance(texts, list | tuple):
             raise ValueError(f"prompt must be a text or a list of texts, not {shown(texts)}")
-        _check_number(texts)
+        check_number(texts)
         for number, text in enumerate(texts):
             if not isinstance(text, str) or not text:
                 raise ValueError(f"prompt {number} must be a non-empty text, not {shown(text)}")
@@ -393,19 +396,6 @@ def _grammars(requests: Sequence[Request]) -> Iterator[tuple[int, Grammar]]:
         number, position = number + 1, position + params.n
 
 
-def _check_number(prompts: Sequence[Any]) -> None:
-    if len(prompts) > MAX_SAMPLES:
-        raise ValueError(f"{len(prompts)} prompts at once: give at most {MAX_SAMPLES}")
-
-
-def _check_group(group: Any, num_groups: int) -> None:
-    if group is not None and not 0 <= integer("data_parallel_rank", group) < num_groups:
-        raise BadParameter(
-            "data_parallel_rank",
-            f"data_parallel_rank {group} is not one of the {num_groups} groups of this service",
-        )
-
-
 def _num_samples(sampling: Any) -> int:
     if isinstance(sampling, SamplingParams):
         return sampling.n
@@ -416,18 +406,6 @@ def _has_grammar(sampling: Any) -> bool:
     if isinstance(sampling, SamplingParams):
         return sampling.grammar is not None
     return isinstance(sampling, Mapping) and any(name in sampling for name in GRAMMARS)
-
-
-def _check_distinct(requests: Sequence[Request]) -> None:
-    seen: set[str] = set()
-    for request in requests:
-        if request.rid in seen:
-            raise ValueError(
-                f"rid {shown_id(request.rid)} would name two outputs of this call (the samples of "
-                "prompt ID are ID, ID-1, ID-2, ...): give each prompt an id that no other prompt "
-                "or sample has"
-            )
-        seen.add(request.rid)
 
 
 def _plain(value: Any) -> Any:
@@ -481,30 +459,3 @@ def _with_preferred(given: Mapping[str, Any], preferred: Mapping[str, Any]) -> d
 def _seed_of_sample(seed: int, sample: int) -> int:
     """The first sample has the given seed; the seeds of the others are far from it."""
     return (seed + sample * 0x9E3779B97F4A7C15) % 2**SEED_BITS
-
-
-def check_token_ids(ids: Sequence[int], vocab_size: int) -> None:
-    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
-        return
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise ValueError(
-                f"token id {shown(token)} is out of range: this model has ids 0 to {vocab_size - 1}"
-            )
-
-
-def _check_prompt(ids: list[int], limits: EngineLimits) -> None:
-    if not ids:
-        raise ValueError("the prompt is empty: give at least one token")
-    limits.check_tokens(len(ids))
-    check_token_ids(ids, limits.vocab_size)
-
-
-def check_logprobs(requests: Sequence[Request]) -> None:
-    """ValueError if the requested logprobs take too much memory."""
-    entries = sum(num_logprobs(request, 0, request.max_new_tokens) for request in requests)
-    if entries > MAX_LOGPROBS:
-        raise ValueError(
-            f"this could give {entries} logprobs (tokens times alternatives plus one), more than "
-            f"{MAX_LOGPROBS}: lower the number of tokens, alternatives or prompts"
-        )

@@ -229,8 +229,16 @@ class CapturedGraphs(Generic[Key]):
 
     def capture_chosen(self, pool: Any, policy: OverlapPolicy) -> None:
         """Captures those of steps that the policy may choose."""
+        self.capture(pool, self._chosen(policy))
+
+    def postpone(self, policy: OverlapPolicy) -> None:
+        """The same, each in the second step that needs it, like those that were dropped."""
+        self._stream = self._stream or torch.cuda.Stream(self._device)
+        self._dropped |= dict.fromkeys(self._chosen(policy), False)
+
+    def _chosen(self, policy: OverlapPolicy) -> list[Key]:
         keys = ((key, policy.choices(key.prefill, self.tokens_of(key))) for key in self.keys)
-        self.capture(pool, self.uncaptured(key for key, chosen in keys if key.overlap in chosen))
+        return self.uncaptured(key for key, chosen in keys if key.overlap in chosen)
 
     def tokens_of(self, key: Key) -> range:
         """How many tokens of the rank with the most a step may have that runs as this graph. A step

@@ -33,10 +33,12 @@ class PeerWatchdog:
         status: RankStatus | None,
         windows: Sequence[DeviceWindow] = (),
         nccl: Sequence[NcclCollective] = (),
+        returns: bool = False,
     ) -> None:
-        """`status`: None if no supervisor rolls the rank back. `nccl`: what dispatchers use."""
+        """`status`: None if no supervisor rolls the rank back. `nccl`: what dispatchers use.
+        `returns`: whether the others serve while this rank starts."""
         self.lifecycle, self.windows, self._status = lifecycle, tuple(windows), status
-        self._nccl = tuple(nccl)
+        self._nccl, self._returns = tuple(nccl), returns
         self._lost = (-1, "")
         """The generation that has lost a connection, and what is known of it."""
         if status is not None:
@@ -52,7 +54,8 @@ class PeerWatchdog:
         windows = [window for window in found if isinstance(window, DeviceWindow)]
         nccl = [one for one in moe.comm.buffers.values() if isinstance(one, NcclCollective)]
         waits = bool(windows or ranks.device_collectives or nccl)
-        return cls(moe.comm.group.lifecycle, ranks.status if waits else None, windows, nccl)
+        status = ranks.status if waits else None
+        return cls(moe.comm.group.lifecycle, status, windows, nccl, ranks.returns)
 
     @property
     def nbytes(self) -> int:
@@ -73,6 +76,11 @@ class PeerWatchdog:
     def waiting_longer(self, seconds: float) -> AbstractContextManager[object]:
         """Lets kernels launched inside wait at least this long for other ranks."""
         return _all(window.longer_timeout(seconds) for window in self.windows)
+
+    def starting(self, seconds: float) -> AbstractContextManager[object]:
+        """For steps that all ranks run at start: lets kernels wait at least this long for others. A
+        rank that returns runs them by itself."""
+        return self.alone() if self._returns else self.waiting_longer(seconds)
 
     def compiling_only(self) -> AbstractContextManager[object]:
         """Compiles the kernels launched inside without exchanging anything."""

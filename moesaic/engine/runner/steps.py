@@ -45,6 +45,7 @@ from moesaic.engine.runner.row_results import (
     sampled_rows,
 )
 from moesaic.engine.runner.split_step import SplitStep, idle_agreements
+from moesaic.engine.runner.step_transfers import Outgoing
 from moesaic.engine.schedule.plan import (
     NOT_FINITE,
     Ints,
@@ -105,6 +106,8 @@ class DeviceStep:
     masks: Callable[[], dict[MaskKey, GrammarMask]] = dict
     draft: Callable[[Sequence[ItemResult]], None] | None = None
     store: Callable[[StepResult], None] | None = None
+    outgoing: Outgoing = field(default_factory=list)
+    """What other instances get of it."""
     _result: StepResult | None = None
 
     @property
@@ -174,7 +177,7 @@ class AsynchronousSteps:
         """Captures graphs, and runs steps without tokens of this rank, so that no peer waits for
         kernels to compile. `idle_steps`: most tokens of a rank, and whether any prefills."""
         self.capture(policy)
-        with self._runner.watchdog.waiting_longer(COMPILE_SECONDS):
+        with self._runner.watchdog.starting(COMPILE_SECONDS):
             for agreement in idle_agreements(self._runner, idle_steps):
                 step = self._step(agreement)
                 self._run_idle(step, SplitStep.of(self._runner, agreement, step))
@@ -182,13 +185,17 @@ class AsynchronousSteps:
 
     @torch.inference_mode()
     def capture(self, policy: OverlapPolicy) -> None:
-        """Captures the graphs of steps that the policy may choose, and that have none yet."""
+        """Captures the graphs of steps that the policy may choose, and that have none yet. A rank
+        that returns, for which requests may wait, captures those of steps with prompts later."""
         if self._runner.device.type != "cuda":
             return
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        with self._runner.watchdog.waiting_longer(COMPILE_SECONDS):
-            self.mixed_batch.graphs.capture_chosen(self._pool, policy)
+        with self._runner.watchdog.starting(COMPILE_SECONDS):
+            if self._runner.ranks.returns:
+                self.mixed_batch.graphs.postpone(policy)
+            else:
+                self.mixed_batch.graphs.capture_chosen(self._pool, policy)
             self.graphs.capture_chosen(self._pool, policy)
 
     def graph_of(self, plan: StepPlan, agreement: StepAgreement) -> CapturedStep | None:
@@ -213,7 +220,7 @@ class AsynchronousSteps:
         for number in plan.ended:
             self._host_sampled.pop(number, None)
         self._sample_missing_tokens(plan.items)
-        runner.transfers.receive(plan, runner.cache, runner.page_table)
+        runner.transfers.receive(plan, runner.sent_caches, runner.page_table)
         slots = self._future_tokens.slots_for(plan)
         if self._penalties is not None:
             self._penalties.free(plan.ended)
@@ -236,7 +243,8 @@ class AsynchronousSteps:
         if needs_host:
             step.masks = runner.matchers.pending()
         step.event.record()
-        runner.transfers.send(plan, runner.cache, runner.page_table)
+        step.outgoing = runner.transfers.outgoing(plan, runner.cache, runner.page_table)
+        runner.transfers.send(step.outgoing, runner.cache)
         for item in map(step.host_item, step.host_sampled):
             self._host_sampled[item.request_no] = step
         return step
@@ -410,6 +418,7 @@ class AsynchronousSteps:
         result = StepResult(results, routed, *decoded)
         if step.store is not None:
             step.store(result)
+        self._runner.send_drafts(step.outgoing)
         return result
 
     def _sample_on_host(self, step: DeviceStep, logits_LV: Tensor, found: list[ItemResult]) -> None:
@@ -450,6 +459,7 @@ class AsynchronousSteps:
                     self.mixed_batch.graphs.drop()
                 torch.cuda.empty_cache()
             except RuntimeError as error:
+                self.stuck = str(error)
                 logger.error("the GPU is unusable in this process: %s", error)
 
     @property

@@ -15,6 +15,7 @@ from moesaic.comm.collectives.nccl_collective import set_up_nccl
 from moesaic.comm.launch.mps import cramped, crowd
 from moesaic.comm.mesh import Mesh, RankPlace, share
 from moesaic.comm.supervise.control_page import RankStatus
+from moesaic.comm.windows.lasting_memory import LastingMemory
 from moesaic.layers.parallel import Parallel
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,10 @@ class RankContext:
     attention_peers: Peers = field(default_factory=RankGroup.alone)
     status: RankStatus | None = None
     timeout: float = 60.0
+    memory: LastingMemory | None = None
+    """For weights that outlive the rank; None: they end with it."""
+    returns: bool = False
+    """Whether the others serve already, and are not there while this rank starts."""
     on_device: Collective | None = None
     """As `attention`, for layers on a GPU; `attention` and `stage` exchange data of the host."""
     stage_on_device: Collective | None = None
@@ -111,6 +116,12 @@ class RankContext:
             is_last=self.is_last,
             deterministic=deterministic,
         )
+
+    def first_value(self, value: int, operation: str) -> int:
+        """This value, or that of the first process of this rank, if the rank has returned; waits
+        for all ranks of the replica."""
+        values = self.replica.all_gather_bytes(json.dumps(value).encode(), operation)
+        return int(json.loads(values[self.replica.rank]))
 
     def least(self, value: int, operation: str) -> int:
         """The smallest value of all ranks of the replica."""
