@@ -407,6 +407,7 @@ def service_spec(args: ServerArgs, mesh: Mesh, keeper: int = 0) -> ServiceSpec:
         log_level=args.log_level,
         gpu_sharers=max_ranks_per_gpu(gpus_of(args)) if args.device == "cuda" else 0,
         elastic=args.elastic_ep_backend is not None,
+        start_size=args.elastic_ep_initial_size,
         restart_limit=args.restart_limit,
         keeper=keeper,
     )

@@ -100,6 +100,7 @@ class Leader:
         try:
             self._add(new)
         except Exception as error:
+            self.planner.give_up(error, new)
             logger.exception("a request was refused")
             finish = failure(f"refused: {error!r}")
             self._output.deltas.append(messages.RequestDelta(new.request_no, [], finish=finish))

@@ -120,7 +120,10 @@ class LocalCore:
         except Exception as error:
             known = self.planner.num_suspects > 0
             logger.log(logging.INFO if known else logging.ERROR, "a step failed", exc_info=True)
+            settled, self.loop.is_settled = self.loop.is_settled, True
             self._undo_steps(repr(error))
+            if not settled:
+                self.fail_all(f"the engine failed: {error!r}")
 
     @property
     def step_cost(self) -> StepCost:
