@@ -179,9 +179,7 @@ def test_an_expert_is_copied_from_the_memory_of_a_lost_rank() -> None:
 
 
 # Blocks of formats are wider than the tiny model's experts.
-WIDE = {
-    name: {"hidden_size": 128, "moe_intermediate_size": 128} for name in ("fp8", "mxfp4")
-}
+WIDE = {name: {"hidden_size": 128, "moe_intermediate_size": 128} for name in ("fp8", "mxfp4")}
 # Whole models, and how they are quantised while loading.
 MODELS = [
     ("qwen3_moe", None),
