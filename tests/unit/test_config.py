@@ -370,6 +370,15 @@ def test_missing_file_is_named(tmp_path: Path):
             "--elastic-ep-backend mooncake --elastic-ep-join-mode scale",
             "needs --elastic-ep-join-rank-offset",
         ),
+        (
+            "--weight-cache-mode daemon",
+            "--weight-cache-mode daemon needs --elastic-ep-backend mooncake: without it no rank",
+        ),
+        (
+            "--weight-cache-mode daemon --elastic-ep-backend mooncake --nnodes 2 --tp 2 "
+            "--dist-init-addr 10.0.0.1:29500",
+            "only the first node's supervisor keeps memory so far; give 1",
+        ),
         ("--cuda-graph-bs 1 --disable-cuda-graph", "--cuda-graph-bs and --disable-cuda-graph"),
         ("--cuda-graph-bs 1 64 --cuda-graph-max-bs 32", "has 64, more than --cuda-graph-max-bs 32"),
         (
