@@ -125,7 +125,7 @@ def membership(engine: Engine) -> dict[str, Any]:
 )
 def test_twins_survive_the_loss_of_ranks(flags: dict[str, Any], strikes: list[Strike]) -> None:
     pytest.importorskip("moesaic.layers.gpu_attention")
-    with serving(gpu_rank.TWINS, 3, 4, **flags) as (engine, run):
+    with serving(gpu_rank.SOUND_TWINS, 3, 4, **flags) as (engine, run):
         check(engine, run, strikes)
 
 
