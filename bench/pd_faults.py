@@ -376,7 +376,8 @@ async def measure(plan: Plan) -> dict[str, Any]:
             ask = partial(send, clients, width=plan.clients)
             calm = await ask(range(plan.rounds * calls), until=1e12, name="without faults")
             expected = {number: answer for number, answer in calm if number < calls}
-            assert not [answer.error for _, answer in calm if answer.error], "without a fault"
+            lost = [answer.error for _, answer in calm if not answer.seconds]
+            assert not lost, f"without a fault: {lost}"
             assert all(answer.text == expected[n % calls].text for n, answer in calm)
             over = asyncio.Event()
             faults = asyncio.create_task(trial.inject(plan.faults, over))

@@ -77,7 +77,7 @@ def _serve(kind: str, threads: int, pipe: Any) -> None:
     torch.set_num_threads(threads)
     device = torch.device("cuda", 0) if kind == "cuda" else torch.device(kind)
     listening = socket.create_server(("127.0.0.1", 0))
-    receiver = KVReceiver(SHARE, DTYPE, listening, Identity(0, 0), SECRET, device, AUTO)
+    receiver = KVReceiver([SHARE], DTYPE, listening, Identity(0, 0), SECRET, device, AUTO)
     pipe.send(receiver.port)
     while (asked := pipe.recv()) is not None:
         pipe.send(_read_seconds(*asked, device))
@@ -139,11 +139,11 @@ class TransferBench:
         self._transport, self._device, self._pipe = transport, device, pipe
         self._buffer = SendBuffer(MOST_BYTES[device.type], device)
         outlets = KVOutlets(Identity(0, 1), SECRET, self._buffer, transport)
-        self._sender = KVSender([SHARE], 0, outlets)
+        self._sender = KVSender([(SHARE,)], 0, outlets)
         dial = partial(socket.create_connection, ("127.0.0.1", port))
         self._leader, _ = connect(dial, Role.KV, Identity(0, 0), SECRET, 5)
         self._leader.settimeout(60)
-        self._rank = KVRank(0, 0, 0, SHARE, "127.0.0.1", port)
+        self._rank = KVRank(0, 0, 0, (SHARE,), "127.0.0.1", port)
         self._most = min(MOST_TOTAL[device.type], CHUNKS * most_bytes)
         pages = -(-max(self._most, most_bytes + TOKEN_BYTES) // (PAGE * TOKEN_BYTES))
         self._cache = PagedCache(CacheSpec(48, 4, 128, 128), pages, PAGE, DTYPE, device)

@@ -7,6 +7,7 @@ S tokens of a sequence · H hidden · N heads · D head size.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -239,16 +240,27 @@ class Reference:
     def drafts(self, ids: list[int], length: int, steps: int) -> list[int]:
         """The chain behind the first tokens of a text, of which the target has seen all but the
         last."""
+        path = list[int]()
+        for _ in range(steps):
+            path += self.likely(ids, length, path, 1)
+        return path
+
+    @torch.no_grad()
+    def likely(
+        self, ids: list[int], length: int, path: Sequence[int], topk: int
+    ) -> dict[int, float]:
+        """The likeliest tokens behind a path of drafts, best first, and the logarithms of their
+        probabilities."""
         if self._seen is None or self._seen[0] != ids:
             self._seen = ids, self.joined(self.rows(ids))
         next_ids, hidden = ids[1:length], self._seen[1][: length - 1]
-        found: list[int] = []
-        for _ in range(steps):
+        logits, behind = self.outputs(torch.tensor(next_ids), hidden)
+        for token in path:
+            next_ids, hidden = [*next_ids, token], torch.cat((hidden, behind[-1:]))
             logits, behind = self.outputs(torch.tensor(next_ids), hidden)
-            token = int(logits[-1].argmax())
-            found.append(token if self.to_target is None else int(self.to_target[token]))
-            next_ids, hidden = [*next_ids, found[-1]], torch.cat((hidden, behind[-1:]))
-        return found
+        found, tokens = logits[-1].log_softmax(-1).topk(topk)
+        tokens = tokens if self.to_target is None else self.to_target[tokens]
+        return dict(zip(tokens.tolist(), found.tolist(), strict=True))
 
     def train(self, texts: list[list[int]], depth: int, rate: float) -> None:
         """Fits the head's weights to texts, by chains of `depth` tokens."""

@@ -340,6 +340,15 @@ class ElasticArgs:
         "return, or before it, until the service ends; 0: no limit.",
         at_least=0,
     )
+    weight_cache_mode: str = flag(
+        "off",
+        "Where weights of ranks are: daemon keeps them in memory of the supervisor, so that a rank "
+        "that is started again, or one that takes over its experts, finds them there and reads "
+        "nothing from the checkpoint.",
+        choices=("off", "daemon", "client"),
+        built=("off", "daemon"),
+        why="no process keeps weights when the service has ended",
+    )
     mooncake_ib_device: str | None = not_built(
         None, "InfiniBand devices, comma-separated; unset: detected."
     )

@@ -19,6 +19,7 @@ TRY_CUDA: Final = "MOESAIC_ELASTIC_CUDA"
 
 
 def elastic_problems(args: ServerArgs) -> Iterator[str]:
+    yield from _weight_cache_problems(args)
     if args.elastic_ep_backend is None:
         for typed in given(args, "elastic_ep_join_mode", "elastic_ep_initial_size", "max_ep_size"):
             yield f"{typed} needs --elastic-ep-backend mooncake"
@@ -53,6 +54,27 @@ def elastic_problems(args: ServerArgs) -> Iterator[str]:
         )
 
 
+def _weight_cache_problems(args: ServerArgs) -> Iterator[str]:
+    if args.weight_cache_mode == "off":
+        return
+    shown = f"--weight-cache-mode {args.weight_cache_mode}"
+    if args.elastic_ep_backend is None:
+        yield (
+            f"{shown} needs --elastic-ep-backend mooncake: without it no rank is started again, "
+            "and weights end with the service"
+        )
+    if (device := device_of(args)) != "cpu":
+        yield (
+            f"{shown} with --device {device}: nothing keeps memory of a GPU when its rank has "
+            "ended so far; give off"
+        )
+    if args.nnodes > 1:
+        yield (
+            f"{shown} with --nnodes {args.nnodes}: only the first node's supervisor keeps memory "
+            "so far; give 1"
+        )
+
+
 def role_problems(args: ServerArgs) -> Iterator[str]:
     if args.disaggregation_mode != "null":
         yield from _halves(args)
@@ -72,7 +94,6 @@ def role_problems(args: ServerArgs) -> Iterator[str]:
 
 def _halves(args: ServerArgs) -> Iterator[str]:
     """What an instance that does one half of its requests cannot have."""
-    shown = f"--disaggregation-mode {args.disaggregation_mode}"
     device, asked = device_of(args), args.disaggregation_transfer_backend
     if (needed := TRANSFER_DEVICES.get(asked, device)) != device:
         yield (
@@ -83,10 +104,4 @@ def _halves(args: ServerArgs) -> Iterator[str]:
         yield (
             "--disaggregation-transfer-backend nixl: the package nixl is not installed: pip "
             "install 'moesaic[nixl]', or give auto"
-        )
-    algorithm = ALGORITHMS.get(name := args.speculative_algorithm or "")
-    if algorithm is not None and algorithm.on_ranks:
-        yield (
-            f"{shown} with --speculative-algorithm {name}: the cache of a draft model is not sent "
-            "between instances yet: leave it out, or give NGRAM to the decode instance"
         )

@@ -28,8 +28,8 @@ class Room(msgspec.Struct, array_like=True, frozen=True):
 
 
 class KVShare(msgspec.Struct, array_like=True, frozen=True):
-    """The part of every token's KV cache that a rank holds: layers and key/value heads, numbered in
-    the whole model, from the first to before the last."""
+    """The part of every token's entries in a KV cache that a rank holds: layers and key/value
+    heads, numbered in the whole model, from the first to before the last."""
 
     layers: tuple[int, int]
     heads: tuple[int, int]
@@ -44,7 +44,8 @@ class KVRank(msgspec.Struct, array_like=True, frozen=True):
     rank: int
     node: int
     group: int
-    share: KVShare
+    shares: tuple[KVShare, ...]
+    """Of the model's cache, and of that of a draft model which reads the model's hidden states."""
     host: str = ""
     """Empty: the address by which its leader is reached."""
     port: Port = 0

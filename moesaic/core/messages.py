@@ -155,12 +155,14 @@ class ResumeSteps(Message):
 
 class MembersAdopted(Message):
     """From a rank that has adopted the live ranks of an epoch. `experts`: how many it has read into
-    slots of replicas, as no other rank had them, of `nbytes` in all."""
+    slots of replicas, as no other rank had them, of `nbytes` in all; `from_memory` of them from
+    what lost ranks have left, the others from the checkpoint."""
 
     rank: int
     epoch: int
     experts: int = 0
     nbytes: int = 0
+    from_memory: int = 0
     seconds: float = 0.0
 
 

@@ -22,9 +22,11 @@ class Algorithm:
     """Why --speculative-token-map may not name the tokens that are proposed; empty if it may."""
     on_ranks: bool = True
     """A model makes the drafts, on the same ranks as the target; if not, the planner's host."""
+    reads_target: bool = False
+    """Its cache is computed from the target's hidden states; if not, from tokens alone."""
 
 
-EAGLE: Final = Algorithm("moesaic.engine.speculate.eagle", takes_model=True)
+EAGLE: Final = Algorithm("moesaic.engine.speculate.eagle", takes_model=True, reads_target=True)
 ALGORITHMS: Final = {
     "EAGLE": EAGLE,
     "NEXTN": EAGLE,
@@ -32,6 +34,7 @@ ALGORITHMS: Final = {
         "moesaic.engine.speculate.eagle",
         takes_model=True,
         needs_model=True,
+        reads_target=True,
         no_token_map="has a map of its own, in the head's d2t",
     ),
     "STANDALONE": Algorithm(
@@ -67,8 +70,9 @@ class Speculation:
     draft_model_path: str | None = None
     topk: int = 1
     """Branches that a draft model continues."""
-    has_trees: bool = False
-    """Several drafts may be behind one token."""
+    asks_for_trees: bool = False
+    """The flags allow several drafts behind one token; ModelRunner.verifies_trees tells whether
+    there are any."""
 
     @property
     def num_drafts(self) -> int:

@@ -119,6 +119,8 @@ class MembershipChange(msgspec.Struct):
     experts: int = 0
     """Those that live ranks read again, as no other rank had them."""
     nbytes: int = 0
+    from_memory: int = 0
+    """Those of the experts that were in memory which outlived their ranks."""
     abandoned_seconds: float | None = None
     """Until all live ranks had abandoned their step."""
     seconds: float | None = None
@@ -135,6 +137,7 @@ class MembershipStats(msgspec.Struct):
     moved_requests: int = 0
     experts: int = 0
     nbytes: int = 0
+    from_memory: int = 0
     seconds: float = 0.0
     """Of all changes together."""
     changes: list[MembershipChange] = []

@@ -51,5 +51,10 @@ class CacheShape(NamedTuple):
         return f"{self.layers} layers, {self.heads} key/value heads, {dims} of keys and values"
 
 
+def shapes_of(shares: Iterable[Sequence[KVShare]]) -> list[CacheShape]:
+    """Of each cache. `shares`: those of each rank."""
+    return [CacheShape.of(of_cache) for of_cache in zip(*shares, strict=True)]
+
+
 def _ranges(shares: list[KVShare]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     return [share.layers for share in shares], [share.heads for share in shares]

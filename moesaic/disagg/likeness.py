@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 
 from moesaic.config import ServerArgs
+from moesaic.core.speculation import ALGORITHMS
 
 DIGEST_BYTES: Final = 16
 # Of each weight file, at even distances.
@@ -36,6 +37,19 @@ def model_digest(args: ServerArgs) -> bytes:
     else:
         weights = [file_digest(path) for path in sorted(folder.glob("*.safetensors"))]
     return _digest((folder / "config.json").read_bytes(), *weights)
+
+
+def draft_digest(args: ServerArgs) -> bytes:
+    """Of the draft model whose cache is sent; nothing if there is none, or if it can be computed
+    from tokens. Without a folder it is a layer of the checkpoint."""
+    algorithm = ALGORITHMS.get(args.speculative_algorithm or "")
+    if algorithm is None or not algorithm.reads_target:
+        return b""
+    if args.speculative_draft_model_path is None:
+        return _digest(b"a layer of the checkpoint")
+    folder = Path(args.speculative_draft_model_path)
+    files = [file_digest(path) for path in sorted(folder.glob("*.safetensors"))]
+    return _digest((folder / "config.json").read_bytes(), *files)
 
 
 def file_digest(path: Path) -> bytes:

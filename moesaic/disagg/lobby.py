@@ -13,14 +13,14 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from moesaic.comm.network.handshake import Identity, Role, Session
 from moesaic.comm.network.listener import Listener
 from moesaic.core.disagg import KVShare, KVTarget
-from moesaic.disagg.layout import CacheShape
+from moesaic.disagg.layout import CacheShape, shapes_of
 from moesaic.disagg.messages import (
     Announce,
     Beat,
@@ -67,6 +67,7 @@ class MeetingRoom:
     peer: str = ""
     model: bytes = b""
     """As announced, like `wanted`."""
+    draft: bytes = b""
     wanted: bytes = b""
     """The prompt that the decode instance has."""
     prompt: bytes = b""
@@ -90,9 +91,11 @@ class MeetingRoom:
 
 class Lobby:
     """Any thread may call it; connections have their own. The engine's thread takes the events.
-    `model`: the digest of the one that is served."""
+    `model` and `draft` are digests of what is served, and of a draft model whose cache is sent."""
 
-    def __init__(self, listening: socket.socket, secret: bytes, model: bytes) -> None:
+    def __init__(
+        self, listening: socket.socket, secret: bytes, model: bytes, draft: bytes = b""
+    ) -> None:
         self._wake: Callable[[], None] = _nothing
         self._lock = threading.RLock()
         self._rooms: dict[int, MeetingRoom] = {}
@@ -102,14 +105,15 @@ class Lobby:
         """Why rooms ended for which no request had come."""
         self._connections: set[Outbox] = set()
         self._events: deque[LobbyEvent] = deque()
-        self._shape: CacheShape | None = None
+        self._shapes: list[CacheShape] = []
+        """By cache."""
         self._closed = threading.Event()
-        self._listening, self._secret, self._model = listening, secret, model
+        self._listening, self._secret, self._model, self._draft = listening, secret, model, draft
         self._listener: Listener | None = None
 
-    def serve(self, shares: list[KVShare], wake: Callable[[], None]) -> None:
+    def serve(self, shares: Sequence[Sequence[KVShare]], wake: Callable[[], None]) -> None:
         """Once the ranks are ready; `shares` are theirs. An event calls `wake`."""
-        self._shape, self._wake = CacheShape.of(shares), wake
+        self._shapes, self._wake = shapes_of(shares), wake
         identity = Identity(-1, 0)
         self._listener = Listener(self._listening, identity, self._secret, {Role.ROOM: self._serve})
         threading.Thread(target=self._tick, name="lobby", daemon=True).start()
@@ -225,13 +229,15 @@ class Lobby:
                 return
             self._over.pop(half.room, None)
             room.connection, room.peer = connection, peer
-            room.model, room.wanted = half.model, half.prompt
+            room.model, room.draft, room.wanted = half.model, half.draft, half.prompt
             self._compare(half.room, room)
 
     def _offer(self, connection: Outbox, target: KVTarget) -> None:
         number = target.ticket.room
         if not target.ranks:
             raise Malformed("pages of no rank")
+        if len({len(rank.shares) for rank in target.ranks}) != 1:
+            raise Malformed("ranks with different numbers of caches")
         with self._lock:
             room = self._rooms.get(number)
             if room is None or room.connection is not connection:
@@ -256,15 +262,23 @@ class Lobby:
     def _difference(self, room: MeetingRoom) -> str:
         if room.connection is None:
             return ""
-        if room.target is not None and self._shape is not None:
-            theirs = CacheShape.of([rank.share for rank in room.target.ranks])
-            if theirs != self._shape:
-                return f"the instances serve different models: {self._shape} here, {theirs} there"
+        if room.target is not None and self._shapes:
+            theirs = shapes_of([rank.shares for rank in room.target.ranks])
+            for ours, other in zip(self._shapes, theirs, strict=False):
+                if ours != other:
+                    return f"the instances serve different models: {ours} here, {other} there"
         if room.model != self._model:
             return (
                 "the instances serve different models: config.json, the weight files, or "
                 "--random-seed differ"
             )
+        if room.draft and room.draft != self._draft:
+            if not self._draft:
+                return (
+                    "the decode instance makes drafts from the hidden states of prompts: give the "
+                    "prefill instance its --speculative-algorithm and draft model"
+                )
+            return "the instances have different draft models: their files differ"
         if room.is_entered and room.wanted != room.prompt:
             return (
                 "the instances got different prompts: their token ids, extra_key or cache_salt "

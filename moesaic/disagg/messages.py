@@ -32,12 +32,13 @@ class TransferMessage(msgspec.Struct, tag=True, array_like=True):
 
 
 class Announce(TransferMessage):
-    """To a prefill instance: a request waits for this room, though not for its pages yet. `model`
-    and `prompt` are digests (likeness.py)."""
+    """To a prefill instance: a request waits for this room, though not for its pages yet. `model`,
+    `prompt` and `draft` are digests (likeness.py)."""
 
     room: int
     model: bytes
     prompt: bytes
+    draft: bytes = b""
 
 
 class Offer(TransferMessage):
@@ -126,7 +127,8 @@ class Taken(TransferMessage):
 
 class Chunk(TransferMessage):
     """From a rank to a rank of the other instance: keys and then values, each [layers, tokens,
-    heads, channels], of the tokens from `first` up to `stop`. They follow, or are at a `place`."""
+    heads, channels], of the tokens from `first` up to `stop`. They follow, or are at a `place`.
+    `cache` is which of the ranks' caches they are of."""
 
     ticket: Ticket
     first: int
@@ -135,6 +137,7 @@ class Chunk(TransferMessage):
     heads: tuple[int, int]
     dtype: str
     place: Place | None = None
+    cache: NotNegative = 0
 
 
 class PromptResult(TransferMessage):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -32,7 +32,7 @@ from moesaic.disagg.messages import (
     send,
 )
 from moesaic.disagg.send_buffer import ENTRIES
-from moesaic.disagg.staging import StagedCache
+from moesaic.disagg.staging import StagedCache, StagedCaches
 from moesaic.disagg.transports.registry import AUTO, Source, open_source
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class KVReceiver:
 
     def __init__(
         self,
-        share: KVShare,
+        shares: Sequence[KVShare],
         dtype: torch.dtype,
         listening: socket.socket,
         identity: Identity,
@@ -98,10 +98,10 @@ class KVReceiver:
         device: torch.device | str = "cpu",
         transport: str = AUTO,
     ) -> None:
-        self._share, self._dtype = share, dtype
+        self._shares, self._dtype = shares, dtype
         self._device, self._transport = torch.device(device), transport
         self._changed = threading.Condition()
-        self._staged: dict[Ticket, StagedCache] = {}
+        self._staged: dict[Ticket, StagedCaches] = {}
         self._leaders: dict[Ticket, Any] = {}
         """The connection of the leader that opened it."""
         self._closed: dict[Ticket, None] = {}
@@ -111,16 +111,14 @@ class KVReceiver:
         handlers = {Role.KV: self._serve}
         self._listener = Listener(listening, identity, secret, handlers)
 
-    def staged(self, ticket: Ticket) -> StagedCache:
+    def staged(self, ticket: Ticket) -> StagedCaches:
         with self._changed:
             return self._staged[ticket]
 
     @property
     def staged_bytes(self) -> int:
         with self._changed:
-            return sum(
-                one.keys_LTMD.nbytes + one.values_LTMD.nbytes for one in self._staged.values()
-            )
+            return sum(staged.nbytes for staged in self._staged.values())
 
     def close(self) -> None:
         self._listener.close()
@@ -175,7 +173,7 @@ class KVReceiver:
 
     def _open(self, order: Open, leader: Any) -> None:
         try:
-            made = StagedCache(self._share, order.first, order.stop, self._dtype, self._device)
+            made = StagedCaches(self._shares, order.first, order.stop, self._dtype, self._device)
         except torch.OutOfMemoryError as error:
             self._close(order.ticket)
             send(leader, Broken(order.ticket, f"there is no memory for it: {error}"))
@@ -207,20 +205,21 @@ class KVReceiver:
             if size and chunk.place is not None:
                 raise Malformed(f"{size} bytes behind a chunk at a place")
             nbytes = size if chunk.place is None else chunk.place.nbytes
-            staged.check(chunk, nbytes)
+            staged.part(chunk).check(chunk, nbytes)
             feed.tickets.add(chunk.ticket)
             self._keep(feed, staged, chunk, feed.data(chunk, size))
         if chunk.place is not None:
             send(feed.connection, Taken(chunk.place.entry))
 
-    def _keep(self, feed: Feed, staged: StagedCache, chunk: Chunk, data: Tensor) -> None:
+    def _keep(self, feed: Feed, staged: StagedCaches, chunk: Chunk, data: Tensor) -> None:
         """Unless it has come before: a step may be reading it."""
+        part = staged.part(chunk)
         with staged.lock:
             was_complete = staged.is_complete
-            if staged.misses(chunk):
-                feed.write(staged, chunk, data)
-                self._check_source(feed, staged, chunk)
-                staged.add(chunk)
+            if part.misses(chunk):
+                feed.write(part, chunk, data)
+                self._check_source(feed, part, chunk)
+                part.add(chunk)
             is_complete = staged.is_complete
         if is_complete:
             feed.tickets.discard(chunk.ticket)

@@ -199,11 +199,18 @@ class RankOrders:
 
 
 class DecodeRooms:
-    """`ranks`: those of the group, this one first. `model`: its digest."""
+    """`ranks`: those of the group, this one first. `model`, `draft`: digests, as of the Lobby."""
 
-    def __init__(self, ranks: Sequence[KVRank], own: Identity, secret: bytes, model: bytes) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[KVRank],
+        own: Identity,
+        secret: bytes,
+        model: bytes,
+        draft: bytes = b"",
+    ) -> None:
         self._ranks, self._own, self._secret = tuple(ranks), own, secret
-        self._model = model
+        self._model, self._draft = model, draft
         self._lock = threading.RLock()
         self._transfers: dict[int, Transfer] = {}
         """By request."""
@@ -226,7 +233,7 @@ class DecodeRooms:
                 self._fail(transfer, "it has a request already: choose another bootstrap_room")
                 return
             transfer.is_announced = True
-            self._link(room).post(Announce(room.number, self._model, prompt))
+            self._link(room).post(Announce(room.number, self._model, prompt, self._draft))
 
     def offer(self, request_no: int, first: int, stop: int) -> Ticket:
         """Its tokens from `first` up to `stop` have pages: they may come."""

@@ -18,24 +18,36 @@ from moesaic.layers.paged_cache import PagedCache, kv_rows
 
 
 class KVSender:
-    """`shares`: those of all ranks of the group; `own`: this rank's place among them."""
+    """`shares`: those of all ranks of the group, each with one for each of its caches; `own`: this
+    rank's place among them."""
 
-    def __init__(self, shares: Sequence[KVShare], own: int, outlets: KVOutlets) -> None:
-        self._shares, self._own, self._outlets = shares, own, outlets
+    def __init__(self, shares: Sequence[Sequence[KVShare]], own: int, outlets: KVOutlets) -> None:
+        self._shares = [*zip(*shares, strict=True)]
+        """By cache."""
+        self._own, self._outlets = own, outlets
 
-    def send(self, order: KVSend, cache: PagedCache, slots_T: Tensor) -> None:
+    def send(self, order: KVSend, cache: PagedCache, slots_T: Tensor, which: int = 0) -> None:
         """The order's tokens, which are in these slots, to each rank that needs a part of them. The
-        pages may be given away at once: what is sent is a copy."""
-        targets = [rank.share for rank in order.target.ranks]
+        pages may be given away at once: what is sent is a copy. `which`: the number of the
+        `cache`."""
+        if any(which >= len(rank.shares) for rank in order.target.ranks):
+            return  # the other instance makes no such drafts
+        targets = [rank.shares[which] for rank in order.target.ranks]
         for number, rank in enumerate(order.target.ranks):
-            part = piece(self._shares, self._own, targets, number)
+            part = piece(self._shares[which], self._own, targets, number)
             if part.layers and part.heads:
-                self._send_piece(order, rank, part, cache, slots_T)
+                self._send_piece(order, rank, part, cache, slots_T, which)
 
     def _send_piece(
-        self, order: KVSend, rank: KVRank, part: Piece, cache: PagedCache, slots_T: Tensor
+        self,
+        order: KVSend,
+        rank: KVRank,
+        part: Piece,
+        cache: PagedCache,
+        slots_T: Tensor,
+        which: int,
     ) -> None:
-        share, buffer = self._shares[self._own], self._outlets.buffer
+        share, buffer = self._shares[which][self._own], self._outlets.buffer
         layers, heads = _within(part.layers, share.layers), _within(part.heads, share.heads)
         per_token = cache.keys.element_size() * len(part.layers) * len(part.heads)
         per_token *= share.key_dim + share.value_dim
@@ -49,7 +61,7 @@ class KVSender:
             if place is None:
                 return  # the other instance misses it
             gather(cache, layers, heads, slots, buffer.at(place))
-            chunk = Chunk(order.target.ticket, first, stop, *extent, dtype, place)
+            chunk = Chunk(order.target.ticket, first, stop, *extent, dtype, place, which)
             self._outlets.put(rank.host, rank.port, chunk)
 
     @property

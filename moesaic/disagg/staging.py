@@ -6,6 +6,7 @@ L layers and M heads of this rank · T tokens of the transfer · D channels.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from moesaic.layers.paged_cache import PagedCache, kv_rows
 
 class StagedCache:
     """A page may be given away and come back while a transfer is under way: what comes is kept here
-    until a step moves it to the pages that the request has then. Whoever writes holds `lock`."""
+    until a step moves it to the pages that the request has then."""
 
     def __init__(
         self,
@@ -31,7 +32,6 @@ class StagedCache:
         device: torch.device | str = "cpu",
     ) -> None:
         self.share, self.first, self.stop = share, first, stop
-        self.lock = threading.Lock()
         layers, heads = len(range(*share.layers)), len(range(*share.heads))
         shape = (layers, stop - first, heads)
         self.keys_LTMD = torch.empty(*shape, share.key_dim, dtype=dtype, device=device)
@@ -43,10 +43,6 @@ class StagedCache:
             self.allocated.record(torch.cuda.current_stream(self.keys_LTMD.device))
         self._missing_LTM = np.ones(shape, bool)
         self.num_missing = self._missing_LTM.size
-
-    @property
-    def is_complete(self) -> bool:
-        return self.num_missing == 0
 
     def check(self, chunk: Chunk, size: int) -> None:
         """Malformed unless it is a part of this one, and has as many bytes."""
@@ -114,6 +110,45 @@ class StagedCache:
         source = kv_rows(self.keys_LTMD[:, :, None], self.values_LTMD[:, :, None])
         target = kv_rows(cache.keys, cache.values)._replace(slots=slots_T)
         copy_rows(target.keys, target, source, len(slots_T))
+
+
+class StagedCaches:
+    """What has come of one transfer: a part of each cache of the rank. Whoever writes holds
+    `lock`."""
+
+    def __init__(
+        self,
+        shares: Sequence[KVShare],
+        first: int,
+        stop: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.first, self.stop, self.lock = first, stop, threading.Lock()
+        self.parts = [StagedCache(share, first, stop, dtype, device) for share in shares]
+
+    @property
+    def num_missing(self) -> int:
+        return sum(part.num_missing for part in self.parts)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_missing == 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.keys_LTMD.nbytes + part.values_LTMD.nbytes for part in self.parts)
+
+    def part(self, chunk: Chunk) -> StagedCache:
+        """The one that a chunk belongs to."""
+        if chunk.cache >= len(self.parts):
+            raise Malformed(f"{chunk}: this rank has {len(self.parts)} caches")
+        return self.parts[chunk.cache]
+
+    def move_to(self, caches: Sequence[PagedCache], slots_T: Tensor) -> None:
+        """`slots_T`: the slots of these tokens."""
+        for part, cache in zip(self.parts, caches, strict=True):
+            part.move_to(cache, slots_T)
 
 
 def _within_bounds(data: Tensor, dtype: torch.dtype) -> Tensor:

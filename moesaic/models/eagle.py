@@ -13,7 +13,7 @@ head's attention projects · R rows with logits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from moesaic.core.step import PREFILL, Step
 from moesaic.layers.attention import Attention, Heads
 from moesaic.layers.context import AttentionStep, CacheSpec, ForwardContext
-from moesaic.layers.embedding import CutHead, LMHead
+from moesaic.layers.embedding import LMHead
 from moesaic.layers.linear import Linear
 from moesaic.layers.module import MatrixSlot, Module, ModuleList, TensorSlot
 from moesaic.layers.norm import RMSNorm
@@ -93,22 +93,14 @@ class EagleHead(Module):
         self._make_joins()
         self.layer = HeadLayer(made, config, self.rope)
         self.renamed = {"layer": made.files.layer}
-        self.lm_head = self._head()
-        self.token_map_V = None if made.token_map is None else torch.tensor(made.token_map)
+        self.lm_head = None
+        if made.own_head:
+            self.lm_head = replace(config, vocab_size=made.draft_vocab_size).head()
 
     def _make_joins(self) -> None:
         size = self.config.hidden_size
         linear = self.config.linear(size, bias=self.made.files.has("fc.bias"))
         self.fc = Linear(replace(linear, inputs=2 * size))
-
-    def _head(self) -> LMHead | None:
-        made, main = self.made, self._main[1]
-        assert main is not None, "only the last stage predicts"
-        if made.own_head:
-            return replace(self.config, vocab_size=made.draft_vocab_size).head()
-        if made.cuts_target:
-            return CutHead(main, made.token_map or ())
-        return None
 
     def of_target(self, rows_TW: Tensor) -> Tensor:
         """What the head joins, from the target's output."""
@@ -147,22 +139,19 @@ class EagleHead(Module):
         found_TH: Tensor = embedding(ids_T)
         return found_TH
 
-    def logits(self, hidden_RH: Tensor, rows: Sequence[int] = ()) -> Tensor:
-        """Of the head's tokens; `rows` as in the target's `logits`."""
+    def normed(self, hidden_RH: Tensor) -> Tensor:
+        """What `own_or_main_head` takes."""
+        return hidden_RH
+
+    def own_or_main_head(self) -> LMHead:
         head = self.lm_head or self._main[1]
         assert head is not None, "only the last stage predicts"
-        found_RV: Tensor = head(hidden_RH, rows)
-        return found_RV
-
-    def to_target(self, ids_R: Tensor) -> Tensor:
-        """The target's tokens for the head's."""
-        return ids_R if self.token_map_V is None else self.token_map_V[ids_R]
+        return head
 
     @property
     def nbytes(self) -> int:
         """The bytes of all weights but the target's."""
-        mapped = 0 if self.token_map_V is None else self.token_map_V.nbytes
-        return sum(parameter.nbytes for parameter in self.parameters()) + mapped
+        return sum(parameter.nbytes for parameter in self.parameters())
 
     def checkpoint_slots(self) -> Iterator[TensorSlot | MatrixSlot]:
         for slot in self.slots(""):
@@ -221,8 +210,8 @@ class Eagle3Head(EagleHead):
     def _gives_normed(self) -> bool:
         return "norm_output" in self.made.variants
 
-    def logits(self, hidden_RH: Tensor, rows: Sequence[int] = ()) -> Tensor:
-        return super().logits(hidden_RH if self._gives_normed else self.norm(hidden_RH), rows)
+    def normed(self, hidden_RH: Tensor) -> Tensor:
+        return hidden_RH if self._gives_normed else self.norm(hidden_RH)
 
 
 def build_head(made: HeadConfig, main: CausalLM) -> EagleHead:
@@ -240,12 +229,5 @@ def build_head(made: HeadConfig, main: CausalLM) -> EagleHead:
 
 
 def fill_head(head: EagleHead, scheme: Scheme) -> None:
-    """Loads the weights; those of the target are loaded."""
+    """Loads the weights."""
     load_weights(head, head.made.files.folder, scheme, lambda raw: head)
-    copy_shared(head)
-
-
-def copy_shared(head: EagleHead) -> None:
-    """Copies what the head holds of the target's weights."""
-    if isinstance(head.lm_head, CutHead):
-        head.lm_head.copy_rows()

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from moesaic.layers.module import parameter
+from moesaic.moe.placement import EMPTY
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from moesaic.moe.quant.weights import ExpertMatrix, WeightFormat
 from moesaic.moe.runner.base import ExpertWeights
+from moesaic.moe.slot_records import SlotRecords, checksum
 
 INWARD, OUTWARD = 0, 1
 
@@ -50,15 +52,31 @@ class ExpertStore:
             activation is not None and PAYLOAD_FORMATS[activation].has_global_scale
         )
         self.input_scales_e2 = torch.zeros(slots, 2, dtype=torch.float64)
+        self.records: SlotRecords | None = None
+        """What the slots hold, if they are in memory that outlives the rank."""
 
-    def tensors(self, slot: int) -> list[Tensor]:
-        """The slot's part of every tensor, in a fixed order."""
+    @property
+    def stacked(self) -> list[Tensor]:
+        """The tensors of all slots, in a fixed order."""
         weights = self.weights
         stacked = [*weights.w13_eJH.planes.values(), *weights.w2_eHI.planes.values()]
         stacked += [bias for bias in (weights.b13_eJ, weights.b2_eH) if bias is not None]
         if self.has_input_scales:
             stacked.append(self.input_scales_e2)
-        return [tensor[slot] for tensor in stacked]
+        return stacked
+
+    def tensors(self, slot: int) -> list[Tensor]:
+        """The slot's part of every tensor."""
+        return [tensor[slot] for tensor in self.stacked]
+
+    def use_memory(self, stacked: Sequence[Tensor]) -> None:
+        """Makes these the tensors of all slots, of the shapes and types of `stacked`; their bytes
+        are not copied."""
+        for old, new in zip(self.stacked, stacked, strict=True):
+            assert (old.shape, old.dtype) == (new.shape, new.dtype)
+            old.data = new
+        self.weights.w13_eJH.view_plain()
+        self.weights.w2_eHI.view_plain()
 
     def read(self, slot: int) -> list[Tensor]:
         """Flat byte views of the slot's tensors."""
@@ -70,8 +88,26 @@ class ExpertStore:
         sizes, given = [len(view) for view in views], [part.numel() for part in parts]
         if sizes != given:
             raise ValueError(f"slot {slot} holds tensors of {sizes} bytes, but {given} are given")
+        self.forget(slot)
         for view, part in zip(views, parts, strict=True):
             view.copy_(part)
+
+    def forget(self, slot: int) -> None:
+        """Notes that the slot is about to be written."""
+        if self.records is not None:
+            self.records.forget(slot)
+
+    def note(self, slot: int, expert: int) -> None:
+        """Notes that the slot now holds this expert."""
+        if self.records is not None:
+            self.records.note(slot, expert, checksum(self.tensors(slot)))
+
+    def is_intact(self, slot: int) -> bool:
+        """Whether the slot holds the bytes that were noted."""
+        records = self.records
+        assert records is not None
+        known = records.expert(slot) != EMPTY
+        return known and records.checksum(slot) == checksum(self.tensors(slot))
 
     def checksum(self, slot: int) -> int:
         """CRC-32 of the slot's bytes; waits for the device."""

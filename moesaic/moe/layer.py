@@ -19,7 +19,7 @@ from moesaic.moe.context import MoeContext
 from moesaic.moe.expert_load import SlotLoad
 from moesaic.moe.expert_store import INWARD, OUTWARD, ExpertShape, ExpertStore
 from moesaic.moe.formats import CombineInput, DispatchOutput, TopKOutput
-from moesaic.moe.placement import Placement
+from moesaic.moe.placement import EMPTY, Placement
 from moesaic.moe.quant.weights import Planes
 from moesaic.moe.runner.base import ExpertWeights, MoeRunner, MoeRunnerConfig
 from moesaic.moe.runner.host.layouts import kernel_fits
@@ -137,6 +137,14 @@ class FusedMoE(Module):
             self.step_split.update(placement)
         self.load.start_window(self.local_experts)
         self.placement = placement
+
+    def note_experts(self) -> None:
+        """Call it when slots have been written and the placement names their experts: in memory
+        that outlives the rank, what they hold is noted. Costs a pass over the slots' bytes."""
+        records = self.store.records
+        for slot, expert in enumerate(self.local_experts):
+            if records is not None and records.expert(slot) == EMPTY != expert:
+                self.store.note(slot, expert)
 
     def _expert_shape(self) -> ExpertShape:
         """The first rank that shares an expert adds the bias of the down projection."""

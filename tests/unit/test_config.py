@@ -359,10 +359,6 @@ def test_missing_file_is_named(tmp_path: Path):
             "--disable-radix-cache",
             "and --disable-radix-cache exclude each other",
         ),
-        (
-            "--disaggregation-mode decode --speculative-algorithm NEXTN",
-            "the cache of a draft model is not sent between instances yet",
-        ),
         ("--speculative-num-draft-tokens 4", "needs --speculative-algorithm"),
         ("--speculative-ngram-capacity 9", "--speculative-ngram-capacity 9 needs --speculative-a"),
         ("--disable-speculative-adaptive", "needs --speculative-algorithm"),
@@ -1060,5 +1056,5 @@ def test_nixl_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) 
 def test_which_drafts_are_trees(line: str, topk: int, trees: bool):
     args = resolve(parse(f"--model-path m --device cpu --speculative-algorithm {line}"))
     found = speculation_of(args)
-    assert found is not None and (found.topk, found.has_trees) == (topk, trees)
+    assert found is not None and (found.topk, found.asks_for_trees) == (topk, trees)
     assert found.num_draft_tokens == args.speculative_num_draft_tokens and resolve(args) == args

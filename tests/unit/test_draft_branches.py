@@ -4,6 +4,7 @@ the draft model run over each path at once, and the answers against those withou
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,10 +17,11 @@ from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
 from moesaic.core.step import PREFILL
 from moesaic.engine.runner.model_runner import ModelRunner
-from moesaic.engine.schedule.plan import PlanItem, StepPlan
+from moesaic.engine.sampling.sampler import SampleRow
+from moesaic.engine.schedule.plan import ItemResult, PlanItem, StepPlan, StepResult
 from moesaic.engine.speculate.draft_branches import Branches, Frontier
 from moesaic.engine.worker.local_core import LocalCore
-from moesaic.layers.paged_cache import PagedCache, SequenceSpan
+from moesaic.layers.paged_cache import PagedCache, PageUpdate, SequenceSpan
 from moesaic.layers.torch_attention import TorchAttention
 from moesaic.models.tiny import materialise
 from tests.unit.test_draft_model import (
@@ -43,18 +45,34 @@ def successors(path: tuple[int, ...], sequence: int) -> np.ndarray:
     return np.random.default_rng([sequence, *path]).dirichlet(np.ones(WORDS))
 
 
-def search(sequence: int, topk: int, steps: int, most: int) -> list[tuple[int, ...]]:
-    """The likeliest paths first, of those that are behind the `topk` likeliest of their length."""
-    pool, open_paths = dict[tuple[int, ...], float](), {(): 1.0}
+Path = tuple[int, ...]
+
+
+def search(
+    behind: Callable[[Path], Mapping[int, float]], topk: int, steps: int
+) -> dict[Path, float]:
+    """All paths that are found, and how likely they are (logarithms): those behind the `topk`
+    likeliest of each length. `behind`: the `topk` likeliest tokens behind a path."""
+    pool, open_paths = dict[Path, float](), {(): 0.0}
     for _ in range(steps):
-        found = {
-            (*path, token): likely * successors(path, sequence)[token]
+        level = {
+            (*path, token): likely + more
             for path, likely in open_paths.items()
-            for token in np.argsort(-successors(path, sequence))[:topk].tolist()
+            for token, more in behind(path).items()
         }
-        pool |= found
-        open_paths = dict(sorted(found.items(), key=lambda one: -one[1])[:topk])
+        pool |= level
+        open_paths = dict(sorted(level.items(), key=lambda one: -one[1])[:topk])
+    return pool
+
+
+def likeliest(pool: Mapping[Path, float], most: int) -> list[Path]:
     return sorted(pool, key=lambda path: -pool[path])[:most]
+
+
+def paths_of(drafts: Sequence[int], parents: Sequence[int]) -> list[Path]:
+    """The tokens up to each draft of a tree."""
+    rows = range(1, len(drafts) + 1)
+    return [tuple(drafts[n - 1] for n in path_to(parents, row)) for row in rows]
 
 
 @pytest.mark.parametrize(("topk", "steps", "most"), [(1, 3, 3), (2, 1, 2), (3, 3, 12), (4, 4, 30)])
@@ -72,8 +90,12 @@ def test_the_likeliest_branches_are_found(topk: int, steps: int, most: int) -> N
             for n, some in enumerate(paths)
         ]
     for n, (tokens, parents) in enumerate(branches.best(most)):
-        rows = [[tokens[row - 1] for row in path_to(parents, r + 1)] for r in range(len(tokens))]
-        assert [tuple(row) for row in rows] == search(n, topk, steps, most)
+
+        def behind(path: Path, sequence: int = n) -> dict[int, float]:
+            likely = np.log(successors(path, sequence))
+            return {token: likely[token] for token in np.argsort(-likely)[:topk].tolist()}
+
+        assert paths_of(tokens, parents) == likeliest(search(behind, topk, steps), most)
     assert Branches(0, topk).best(most) == []
 
 
@@ -185,7 +207,7 @@ def test_the_second_choice_is_right() -> None:
 
 
 @torch.inference_mode()
-def most_likely(core: LocalCore, ids: list[int], topk: int) -> tuple[list[int], list[float]]:
+def most_likely(core: LocalCore, ids: list[int], topk: int) -> dict[int, float]:
     """What the draft model says behind these tokens, run over them at once."""
     net = core.runner.draft.model.net
     pages = -(-len(ids) // 16)
@@ -193,7 +215,7 @@ def most_likely(core: LocalCore, ids: list[int], topk: int) -> tuple[list[int], 
     span = SequenceSpan(0, len(ids), len(ids), range(1, pages + 1))
     given = torch.tensor(ids), torch.arange(len(ids)), TorchAttention(cache, [span]), PREFILL
     likely, found = net.logits(net(*given)[-1:]).float().log_softmax(-1)[0].topk(topk)
-    return found.tolist(), likely.tolist()
+    return dict(zip(found.tolist(), likely.tolist(), strict=True))
 
 
 def test_branches_are_those_of_the_model_over_each_path() -> None:
@@ -212,25 +234,42 @@ def test_branches_are_those_of_the_model_over_each_path() -> None:
     for length, (drafts, parents) in seen.items():
         if not drafts or length > 20:
             continue
-        tokens, pool = request.token_ids[:length], dict[tuple[int, ...], float]()
-        open_paths = {(): 0.0}
-        for _ in range(steps):
-            level = dict[tuple[int, ...], float]()
-            for path, likely in open_paths.items():
-                for token, more in zip(*most_likely(core, [*tokens, *path], topk), strict=True):
-                    level[(*path, token)] = likely + more
-            pool |= level
-            open_paths = dict(sorted(level.items(), key=lambda one: -one[1])[:topk])
-        want = sorted(pool, key=lambda path: -pool[path])[:most]
-        found = [
-            tuple(drafts[row - 1] for row in path_to(parents, n + 1)) for n in range(len(drafts))
-        ]
+        tokens = request.token_ids[:length]
+        pool = search(lambda path: most_likely(core, [*tokens, *path], topk), topk, steps)  # noqa: B023
+        want, found = likeliest(pool, most), paths_of(drafts, parents)
         assert len(found) == most
         assert [pool[path] for path in found] == pytest.approx(
             [pool[path] for path in want], abs=1e-3
         )
         checked += 1
     assert checked > 3
+
+
+@torch.inference_mode()
+def test_rows_that_the_host_samples_are_stored_where_their_tree_has_them() -> None:
+    """In a step without drafts, as one that looks for a request that breaks it, with a tree of the
+    step before. The cache is that of a step whose tokens are all known at once."""
+    core = make_core(RANDOM, asynchronous=True, **tree_flags())
+    runner, draft = core.runner, core.runner.draft
+    params, tokens = SamplingParams(ignore_eos=True), [7, 6, 8, 9]
+    item = PlanItem(0, [9, 6, 7, 8], 21, 0, num_drafts=3, parents=[0, 0, 2])
+    item.sample = SampleRow(params, 1, 22)
+    plan = StepPlan([item])
+    runner.page_table.write([PageUpdate(0, 0, list(range(1, 11)))])
+    hidden_TH = torch.randn(4, draft.model.hidden_size)
+    stored = []
+    for on_host in ([], [2, 3]):
+        draft.clear(range(11))
+        known = [0 if n in on_host else token for n, token in enumerate(tokens)]
+        found_2R = torch.tensor([known, [0] * 4])
+        rest = draft.begin_store(plan, hidden_TH, found_2R, on_host)
+        assert (rest is not None) == bool(on_host)
+        if rest is not None:  # the last draft of the tree is accepted
+            rest(StepResult([ItemResult(token_ids=[7, 8, 9])]))
+        stored.append(draft.cache.keys.clone())
+    written = stored[0].abs().sum((0, 3, 4)).flatten().nonzero()[:, 0]
+    assert written.tolist() == [4 + 21, 4 + 22, 4 + 23, 4 + 24]
+    torch.testing.assert_close(*stored, atol=1e-5, rtol=0)
 
 
 def test_branches_stay_within_the_context() -> None:

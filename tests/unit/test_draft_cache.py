@@ -8,12 +8,18 @@ from typing import Any
 import pytest
 import torch
 
+from moesaic.core.disagg import KVTarget, Room
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
+from moesaic.disagg.sender import KVSender
+from moesaic.disagg.staging import StagedCaches
 from moesaic.engine.runner.model_runner import ModelRunner
+from moesaic.engine.runner.step_transfers import StepTransfers
 from moesaic.engine.speculate.controller import DraftController
+from moesaic.engine.worker.kv_share import kv_shares
 from moesaic.engine.worker.local_core import LocalCore
 from moesaic.models.tiny import materialise
+from tests.server.serving import wait_until
 from tests.unit.test_draft_model import (
     HOUSE,
     RANDOM,
@@ -22,8 +28,10 @@ from tests.unit.test_draft_model import (
     count_accepted,
     greedy,
     make_core,
+    requests,
     serve,
 )
+from tests.unit.test_kv_transfer import PROMPT, is_complete, outlets_of, receivers
 
 
 class Turns(DraftController):
@@ -207,3 +215,70 @@ def test_the_house_models_drafts_are_right_behind_steps_without(asynchronous: bo
     serve(core, asked)
     assert counts[1] >= 0.95 * counts[0] > 10
     assert core.planner.metrics.counts.failed_steps == 0
+
+
+def halves(core: LocalCore, tokens: int) -> tuple[list[Request], list[StagedCaches]]:
+    """Requests whose prompts are computed by a core and sent, and what came of each."""
+    asked, [share, draft] = requests(RANDOM), kv_shares(core.runner)
+    with receivers([(share, draft)]) as ((receiver,), rooms):
+        outlets = outlets_of(0, "shm")
+        core.runner.transfers = StepTransfers(sender=KVSender([(share, draft)], 0, outlets))
+        tickets = []
+        for request in asked:
+            request.max_new_tokens = tokens
+            rooms.announce(request.request_no, Room(request.request_no, "127.0.0.1", 1), PROMPT)
+            ticket = rooms.offer(request.request_no, 0, len(request.prompt_ids))
+            request.kv_target = KVTarget(ticket, 0, len(request.prompt_ids), rooms._ranks)
+            tickets.append(ticket)
+        try:
+            serve(core, asked)
+        finally:
+            core.runner.transfers = StepTransfers()  # others have the same runner
+        wait_until(lambda: all(is_complete(receiver, ticket) for ticket in tickets), 20)
+        return asked, [receiver.staged(ticket) for ticket in tickets]
+
+
+@pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_another_instance_gets_the_cache_of_a_whole_run(asynchronous: bool, tight: bool) -> None:
+    """Of all prompts, whoever samples the first token, which is in the last entry."""
+    core = make_core(RANDOM, 2, tight=False)
+    whole: dict[int, list[torch.Tensor]] = {}
+    expected = requests(RANDOM)
+
+    def note(number: int) -> None:
+        for request in expected:
+            if len(request.output_ids) > 1 and request.request_no not in whole and request.pages:
+                slots = slots_of(request, core)
+                parts = core.runner.draft.cache.keys, core.runner.draft.cache.values
+                whole[request.request_no] = [part.flatten(1, 2)[:, slots] for part in parts]
+
+    serve(core, expected, note)
+    asked, staged = halves(make_core(RANDOM, 2, asynchronous, tight), 1)
+    for request, other, found in zip(asked, expected, staged, strict=True):
+        assert request.output_ids == other.output_ids[:1]
+        parts = found.parts[1].keys_LTMD, found.parts[1].values_LTMD
+        for part, wanted in zip(parts, whole[other.request_no], strict=True):
+            torch.testing.assert_close(part, wanted, atol=1e-4, rtol=1e-4)
+
+
+def slots_of(request: Request, core: LocalCore) -> torch.Tensor:
+    """Of the prompt."""
+    size = core.planner.kv.page_size
+    pages = torch.tensor(request.pages)
+    places = torch.arange(len(request.prompt_ids))
+    return pages[places // size] * size + places % size
+
+
+def test_a_core_that_others_continue_makes_no_drafts() -> None:
+    core = make_core(RANDOM, 2, tight=False)
+    plans, plan = [], core.planner.plan
+
+    def noted(parts: int = 1) -> Any:
+        step = plan(parts)
+        plans.append(step.plan.draft_steps)
+        return step
+
+    core.planner.plan = noted  # type: ignore[method-assign]
+    halves(core, 1)
+    assert plans and not any(plans)

@@ -26,6 +26,7 @@ from moesaic.models.tiny import materialise
 from tests.e2e.test_ngram import Moody
 from tests.eagle_heads import Head, Reference
 from tests.kernels.triton_cases import GPU
+from tests.unit.test_draft_branches import likeliest, paths_of, search
 from tests.unit.test_draft_model import (
     TIGHT,
     arguments,
@@ -68,11 +69,16 @@ def prompted(number: int, length: int, new_tokens: int = 24) -> Request:
 
 def drafts_of(core: LocalCore, request: Request) -> dict[int, list[int]]:
     """What follows as many tokens of the request."""
-    found: dict[int, list[int]] = {}
+    return {length: drafts for length, (drafts, _) in trees_of(core, request).items()}
+
+
+def trees_of(core: LocalCore, request: Request) -> dict[int, tuple[list[int], list[int]]]:
+    """The same, and the parents of the drafts."""
+    found: dict[int, tuple[list[int], list[int]]] = {}
 
     def note(_: int) -> None:
         if request.drafts:
-            found[len(request.token_ids)] = list(request.drafts)
+            found[len(request.token_ids)] = list(request.drafts), list(request.draft_parents)
 
     serve(core, [request], note)
     return found
@@ -184,6 +190,51 @@ def test_drafts_by_the_code_of_a_gpu(
             wrong += drafts != reference.drafts(request.token_ids, length, STEPS)
     # Matrix units of a GPU round float32 to fewer bits.
     assert total > 15 and wrong <= (0 if device == "cpu" else 0.1 * total)
+
+
+TREES = [(2, 3, 6, True), (3, 3, 9, False), (4, 2, 14, True)]
+"""Branches, levels and tokens of drafts, and whether the head is one of EAGLE-3."""
+
+
+@pytest.mark.parametrize(("topk", "steps", "tokens", "third"), TREES)
+def test_trees_are_those_of_the_reference(
+    topk: int, steps: int, tokens: int, third: bool, tmp_path: Path
+) -> None:
+    """Which searches all paths, each over the whole text; also behind steps that accepted another
+    branch than the first. The answers are those without drafts."""
+    folder, config = target(QWEN)
+    head = Head(config, third=third, changes={"draft_vocab_size": 12} if third else {})
+    head.write(tmp_path)
+    counts = {"speculative_eagle_topk": topk, "speculative_num_draft_tokens": tokens}
+    flags = flags_of(tmp_path, third, **counts | {"speculative_num_steps": steps})
+    core, plain = make_core(QWEN, topk == 2, page_size=4, **flags), make_core(QWEN, False)
+    for part in (core.runner.draft.cache.keys, core.runner.draft.cache.values):
+        part[:, 1:].fill_(math.nan)  # no entry is read that was not written; page 0 is padding
+    moved, move = list[Any](), core.runner.move
+    core.runner.move = lambda slots: (moved.extend(slots), move(slots))
+    # Of the few tokens that the head knows one is often right, on any branch.
+    bias = {} if head.token_map is None else dict.fromkeys(head.token_map.tolist(), 40.0)
+    reference, checked = Reference(head, folder), 0
+    for number, length in enumerate((1, 22, 22)):
+        served, expected = prompted(length, length, 30), prompted(length, length, 30)
+        if number:
+            served.params = expected.params = SamplingParams(logit_bias=bias, ignore_eos=True)
+        found = trees_of(core, served)
+        serve(plain, [expected])
+        assert served.token_ids == expected.token_ids
+        for start, (drafts, parents) in [*found.items()][::4]:
+
+            def behind(path: tuple[int, ...], start: int = start) -> dict[int, float]:
+                return reference.likely(served.token_ids, start, path, topk)  # noqa: B023
+
+            pool = search(behind, topk, steps)
+            paths, want = paths_of(drafts, parents), likeliest(pool, tokens - 1)
+            assert [pool[path] for path in paths] == pytest.approx(
+                [pool[path] for path in want], abs=1e-3
+            )
+            checked += 1
+    assert checked >= 10 and bool(moved) == third
+    assert core.planner.metrics.counts.failed_steps == 0
 
 
 @cache

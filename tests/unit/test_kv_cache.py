@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from moesaic.core.request import ArrivingPrompt, Request, RequestPhase
 from moesaic.core.sampling import SamplingParams
+from moesaic.engine.schedule.inflight import MovedTokens
 from moesaic.engine.schedule.kv_cache import PageAllocator, PrefixTree
 from moesaic.engine.schedule.kv_manager import KVManager
 from moesaic.engine.schedule.scheduler import Scheduler, SchedulerConfig
@@ -330,6 +331,23 @@ def test_the_last_token_is_always_computed(tokens: int, shared: int) -> None:
     _, pages = kv.lookup(make_request([1] * tokens))
     assert len(pages) * 4 == shared
     assert pages == first.pages[: len(pages)]
+
+
+def test_pages_of_lost_drafts_are_not_taken_as_drafted() -> None:
+    """The draft model has computed three pages of a request, and a move in the second was undone:
+    another request knows that the draft model has only the first one."""
+    kv = KVManager(8, 4, True, lambda pages: None)
+    first, second = make_request([1] * 13), make_request([1] * 13, number=1)
+    kv.admit(first, *kv.lookup(first))
+    kv.grow(first, 13)
+    first.num_computed = 13
+    kv.draft_until(first, 13)
+    MovedTokens(first, 6, [7], first.retractions).lose(kv)
+    assert (first.num_computed, first.draft_computed) == (6, 6)
+    first.num_computed = 13  # by steps without drafts
+    kv.share(first, 12)
+    kv.admit(second, *kv.lookup(second))
+    assert (second.num_computed, second.draft_computed) == (12, 4)
 
 
 def test_a_prompt_that_another_computes_is_waited_for() -> None:

@@ -9,7 +9,7 @@ import re
 import select
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -33,7 +33,13 @@ from moesaic.disagg import lobby as lobby_module
 from moesaic.disagg import outlets as outlets_module
 from moesaic.disagg import rooms as rooms_module
 from moesaic.disagg.layout import CacheShape, piece
-from moesaic.disagg.likeness import SAMPLE_BYTES, SAMPLES, model_digest, prompt_digest
+from moesaic.disagg.likeness import (
+    SAMPLE_BYTES,
+    SAMPLES,
+    draft_digest,
+    model_digest,
+    prompt_digest,
+)
 from moesaic.disagg.lobby import Lobby, LobbyEvent
 from moesaic.disagg.messages import (
     Announce,
@@ -156,17 +162,19 @@ class Group:
 
 @contextmanager
 def receivers(
-    group: list[KVShare], dtype: torch.dtype = torch.float32, transport: str = "auto"
+    group: Sequence[KVShare | tuple[KVShare, ...]],
+    dtype: torch.dtype = torch.float32,
+    transport: str = "auto",
 ) -> Iterator[Any]:
-    """A receiver for each rank, and the rooms of their leader."""
-    made = []
+    """A receiver for each rank, and the rooms of their leader. `group`: the shares of each rank, or
+    that of its only cache."""
+    made, ranks = [], []
     for n, one in enumerate(group):
+        own_shares = (one,) if isinstance(one, KVShare) else one
         listening, own = socket.create_server(("127.0.0.1", 0)), Identity(n, 0)
-        made.append(KVReceiver(one, dtype, listening, own, SECRET, "cpu", transport))
-    ranks = [
-        KVRank(n, 0, 0, one, "127.0.0.1", receiver.port)
-        for n, (one, receiver) in enumerate(zip(group, made, strict=True))
-    ]
+        given = dtype, listening, own, SECRET, "cpu", transport
+        made.append(KVReceiver(own_shares, *given))
+        ranks.append(KVRank(n, 0, 0, own_shares, "127.0.0.1", made[-1].port))
     rooms = DecodeRooms(ranks, OWN, SECRET, MODEL)
     made[0].on_result = rooms.on_result
     try:
@@ -180,7 +188,7 @@ def receivers(
 def prefill_lobby() -> Iterator[tuple[Lobby, Room]]:
     listening = socket.create_server(("127.0.0.1", 0))
     lobby = Lobby(listening, SECRET, MODEL)
-    lobby.serve(shares(1, 1, False), lambda: None)
+    lobby.serve([(one,) for one in shares(1, 1, False)], lambda: None)
     try:
         yield lobby, Room(7, "127.0.0.1", listening.getsockname()[1])
     finally:
@@ -247,18 +255,78 @@ def test_what_is_sent_is_received(number: int) -> None:
         chunks = [*pairwise(cuts)]
         for start, stop in [*chunks[:1], *chunks]:
             for n, cache in enumerate(source.caches):
-                sender = KVSender(source.shares, n, outlets[n])
+                sender = KVSender([(one,) for one in source.shares], n, outlets[n])
                 sender.send(KVSend(order, start, stop), cache, source.slots(start, stop))
         sender.finish(order, PromptResult(ticket, [5], [-0.5]))
         wait_until(lambda: all(is_complete(receiver, ticket) for receiver in made), 20)
         for receiver, cache in zip(made, target.caches, strict=True):
-            receiver.staged(ticket).move_to(cache, target.slots(first, tokens))
+            receiver.staged(ticket).move_to([cache], target.slots(first, tokens))
         target.check(whole, first)
         rooms.release(1)
         wait_until(lambda: sum(receiver.staged_bytes for receiver in made) == 0, 20)
     for one_rank in outlets:
         assert set(one_rank.transports.values()) <= {TRANSPORTS[number % 2]}
         wait_until(lambda buffer=one_rank.buffer: buffer.free_bytes == buffer.nbytes)
+
+
+def draft_shares(tp: int, latent: bool) -> list[KVShare]:
+    """Of a draft model of one layer, with other heads than the target's."""
+    config = AttentionConfig(16, HEADS, 2, 2)
+    heads = [range(1) if latent else Heads.of(config, rank, tp).kv for rank in range(tp)]
+    sizes = (7, 0) if latent else (5, 3)
+    return [KVShare((0, 1), (one.start, one.stop), *sizes) for one in heads]
+
+
+@pytest.mark.parametrize("latent", [False, True])
+@pytest.mark.parametrize(("one", "other"), [(1, 4), (4, 2), (2, 2)])
+def test_the_cache_of_a_draft_model_comes_with_it(one: int, other: int, latent: bool) -> None:
+    """Both have to be there; an instance without drafts gets the target's alone."""
+    tokens, torch_type = 9, torch.float32
+    ours, theirs = (
+        (Group(shares(tp, 1, latent), page, torch_type, tokens), draft_shares(tp, latent))
+        for tp, page in ((one, 4), (other, 7))
+    )
+    drafts = [Group(some, group.page_size, torch_type, tokens) for group, some in (ours, theirs)]
+    kinds = (
+        ([(1, 5), (1, 0)] if latent else [(HEADS, 2), (HEADS, 3)]),
+        ([(1, 7), (1, 0)] if latent else [(2, 5), (2, 3)]),
+    )
+    wholes = []
+    for layers, group, dims in zip((LAYERS, 1), (ours[0], drafts[0]), kinds, strict=True):
+        wholes.append([torch.randn(layers, tokens, *each) for each in dims])
+        group.fill(wholes[-1])
+    pairs = [*zip(ours[0].shares, ours[1], strict=True)]
+    outlets = [outlets_of(n, "shm") for n in range(one)]
+    senders = [KVSender(pairs, n, outlet) for n, outlet in enumerate(outlets)]
+
+    def send(target: KVTarget, which: int) -> None:
+        source = (ours[0], drafts[0])[which]
+        order, slots = KVSend(target, 0, tokens), source.slots(0, tokens)
+        for sender, cache in zip(senders, source.caches, strict=True):
+            sender.send(order, cache, slots, which)
+
+    asked = [*zip(theirs[0].shares, theirs[1], strict=True)]
+    with receivers(asked) as (made, rooms):
+        rooms.announce(1, Room(3, "127.0.0.1", 1), PROMPT)
+        ticket = rooms.offer(1, 0, tokens)
+        target = KVTarget(ticket, 0, tokens, rooms._ranks)
+        send(target, 0)
+        draft_entries = [len(range(*share.heads)) * tokens for share in theirs[1]]
+        wait_until(lambda: all(ticket in one._staged for one in made), 20)
+        wait_until(lambda: [one.staged(ticket).num_missing for one in made] == draft_entries, 20)
+        send(target, 1)
+        wait_until(lambda: all(is_complete(receiver, ticket) for receiver in made), 20)
+        for receiver, *caches in zip(made, theirs[0].caches, drafts[1].caches, strict=True):
+            receiver.staged(ticket).move_to(caches, theirs[0].slots(0, tokens))
+        for group, whole in zip((theirs[0], drafts[1]), wholes, strict=True):
+            group.check(whole, 0)
+    with receivers(theirs[0].shares) as (made, rooms):
+        rooms.announce(1, Room(3, "127.0.0.1", 1), PROMPT)
+        ticket = rooms.offer(1, 0, tokens)
+        target = KVTarget(ticket, 0, tokens, rooms._ranks)
+        send(target, 1)
+        send(target, 0)
+        wait_until(lambda: all(is_complete(receiver, ticket) for receiver in made), 20)
 
 
 def chunk_of(ticket: Ticket, **more: Any) -> Chunk:
@@ -288,6 +356,7 @@ BODY = torch.ones(LAYERS * 2 * HEADS * 5).numpy().tobytes()
         (chunk_of(Ticket(1, 1), layers=(0, LAYERS + 1)), BODY, "this rank holds"),
         (chunk_of(Ticket(1, 1), heads=(2, 2)), BODY, "this rank holds"),
         (chunk_of(Ticket(1, 1), dtype="load"), BODY, "this rank holds"),
+        (chunk_of(Ticket(1, 1), cache=1), BODY, "this rank has 1 caches"),
         (Open(Ticket(2, 2), 0, 1), BODY, "bytes behind a Open"),
     ],
 )
@@ -438,7 +507,7 @@ def test_a_link_is_lost_for_any_reason() -> None:
 def test_ports_out_of_range_end_the_connection(port: int) -> None:
     [one] = shares(1, 1, False)
     with prefill_lobby() as (lobby, room), receivers([one]) as (_, rooms):
-        rooms._ranks = (KVRank(0, 0, 0, one, "127.0.0.1", port),)
+        rooms._ranks = (KVRank(0, 0, 0, (one,), "127.0.0.1", port),)
         lobby.enter(1, room.number, PROMPT)
         rooms.announce(1, room, PROMPT)
         rooms.offer(1, 0, 4)
@@ -510,6 +579,23 @@ def test_digests_tell_prompts_and_models_apart(tmp_path: Path) -> None:
     assert unset == zero and len({one, zero, other}) == 3
 
 
+def test_digests_tell_draft_models_apart(tmp_path: Path) -> None:
+    """Only of those whose cache is sent."""
+    for name, data in (("one", b"x"), ("copy", b"x"), ("other", b"y")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").write_bytes(data * 9)
+
+    def digest(algorithm: str | None, name: str | None = None) -> bytes:
+        path = None if name is None else str(tmp_path / name)
+        flags = {"speculative_algorithm": algorithm, "speculative_draft_model_path": path}
+        return draft_digest(ServerArgs(**flags))  # type: ignore[arg-type]
+
+    assert digest(None) == digest("NGRAM") == digest("STANDALONE", "one") == b""
+    assert digest("NEXTN") == digest("EAGLE") != digest("EAGLE", "one") == digest("EAGLE", "copy")
+    assert len({digest("EAGLE3", "one"), digest("EAGLE3", "other"), digest("NEXTN")}) == 3
+
+
 def test_weights_of_the_same_size_differ(tmp_path: Path) -> None:
     """All that is in the header counts, and of the rest what a training changes: a little of
     everything."""
@@ -533,19 +619,20 @@ def test_weights_of_the_same_size_differ(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("enters_first", [False, True])
 @pytest.mark.parametrize(
-    ("prompt", "model", "why"),
+    ("prompt", "model", "drafts", "why"),
     [
-        (prompt_digest([1, 2, 4], ""), MODEL, "the instances got different prompts"),
-        (prompt_digest([1, 2, 3], "key"), MODEL, "the instances got different prompts"),
-        (PROMPT, b"another", "the instances serve different models: config.json, the weight"),
+        (prompt_digest([1, 2, 4], ""), MODEL, b"", "the instances got different prompts"),
+        (prompt_digest([1, 2, 3], "key"), MODEL, b"", "the instances got different prompts"),
+        (PROMPT, b"another", b"", "the instances serve different models: config.json, the weight"),
+        (PROMPT, MODEL, b"a head", "the decode instance makes drafts from the hidden states"),
     ],
 )
 def test_halves_of_others_do_not_meet(
-    prompt: bytes, model: bytes, why: str, enters_first: bool
+    prompt: bytes, model: bytes, drafts: bytes, why: str, enters_first: bool
 ) -> None:
     """Both get told, whoever comes first; the room can then be used."""
     with prefill_lobby() as (lobby, room), receivers(shares(1, 1, False)) as (_, rooms):
-        rooms._model = model
+        rooms._model, rooms._draft = model, drafts
         if enters_first:
             lobby.enter(1, room.number, PROMPT)
         rooms.announce(1, room, prompt)
@@ -557,7 +644,7 @@ def test_halves_of_others_do_not_meet(
             assert f"room 7: {why}" in next_event(source).why
         rooms.release(1)
         assert lobby.state() == rooms.state() == []
-        rooms._model = MODEL
+        rooms._model, rooms._draft = MODEL, b""
         assert meet(lobby, rooms, room, 0, 3).stop == 3
 
 

@@ -23,8 +23,8 @@ HOST, GPU = {"device": "cpu"}, {"device": "cuda", "chunked_prefill_size": 64}
 MOST_BYTES = 2**27
 
 
-def arguments(**flags: Any) -> ServerArgs:
-    args = resolve(ServerArgs(model_path="tiny:qwen3_moe", device="cpu", **flags))
+def arguments(model: str = "tiny:qwen3_moe", **flags: Any) -> ServerArgs:
+    args = resolve(ServerArgs(model_path=model, device="cpu", **flags))
     return replace(args, model_path=model_folder(args))
 
 
@@ -92,6 +92,19 @@ def test_the_redundant_experts_that_fit_are_named(flags: dict[str, Any]) -> None
         assert named(refusal(asked, enough)) == [number]
         assert named(refusal(with_redundant(args, number + 1), more - 1)) == [number]
     assert "does not fit without redundant experts either" in refusal(asked, least[0] - 1)
+
+
+def test_the_draft_layer_has_redundant_experts_too() -> None:
+    """The number that fits counts them, as they are as many as the target's."""
+    model = "tiny:deepseek_v3,num_nextn_predict_layers=1"
+    args = arguments(model, **RANKS, speculative_algorithm="NEXTN")
+    numbers = (1, 4, 7)
+    least = [least_room(with_redundant(args, number)) for number in numbers]
+    plain = [least_room(with_redundant(arguments(model, **RANKS), n)) for n in numbers]
+    assert least[1] - least[0] > 1.2 * (plain[1] - plain[0])
+    for number, enough, more in zip(numbers, least, least[1:], strict=False):
+        asked = with_redundant(args, 7)
+        assert named(refusal(asked, enough)) == named(refusal(asked, more - 1)) == [number]
 
 
 def test_buffers_of_moving_experts_need_room() -> None:

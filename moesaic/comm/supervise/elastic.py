@@ -255,6 +255,7 @@ class ElasticMembership(MembershipPolicy):
         for one in replica.pending[-1:]:
             one.change.experts += adopted.experts
             one.change.nbytes += adopted.nbytes
+            one.change.from_memory += adopted.from_memory
         if not replica.adopting:
             replica.reset.clear()
             self._end_changes(replica)
@@ -405,10 +406,12 @@ class ElasticMembership(MembershipPolicy):
             totals.moved_requests += change.moved_requests
             totals.experts += change.experts
             totals.nbytes += change.nbytes
+            totals.from_memory += change.from_memory
             totals.seconds += seconds
             logger.info(
                 "epoch %d: adopted by ranks %s %.3f s after %s %s (the step was abandoned after "
-                "%.3f s); %d requests moved, %d experts (%.1f MiB) read again",
+                "%.3f s); %d requests moved, %d experts (%.1f MiB) read again, %d of them from "
+                "memory",
                 replica.epoch,
                 _numbers(change.live),
                 seconds,
@@ -418,6 +421,7 @@ class ElasticMembership(MembershipPolicy):
                 change.moved_requests,
                 change.experts,
                 change.nbytes / MIB,
+                change.from_memory,
             )
         ended = [one.change for one in replica.pending]
         totals.changes = [*totals.changes, *ended][-KEPT_CHANGES:]

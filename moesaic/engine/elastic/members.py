@@ -2,8 +2,9 @@
 
 The ranks of a stage tell each other which experts they hold, one small all-gather. From the same
 table each of them computes the same placement: slots of lost ranks are empty, and an expert that
-nobody holds takes the place of a replica, whose rank reads it from the checkpoint. A rank that
-joins holds what it has loaded, and gets to know the others' experts in the same exchange.
+nobody holds takes the place of a replica, whose rank copies it from memory that outlived a lost
+rank, or reads it from the checkpoint. A rank that joins holds what it has loaded or found, and gets
+to know the others' experts in the same exchange.
 
 L layers · P slots · C slots of a rank · E experts.
 """
@@ -12,18 +13,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from moesaic.balance.survivors import adoptions
 from moesaic.comm.supervise.control_page import RankStatus
-from moesaic.config import ServerArgs
 from moesaic.core.messages import MembersAdopted
 from moesaic.core.rank_state import RankState
+from moesaic.engine.elastic.rank_weights import SlotOf
 from moesaic.engine.runner.model_runner import ModelRunner
-from moesaic.models.weights import fill_some_randomly, load_some_weights
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.placement import EMPTY, Placement
 
@@ -31,8 +30,8 @@ from moesaic.moe.placement import EMPTY, Placement
 class RankMembers:
     """The live ranks of this rank's replica, as it knows them. `epoch`: which set of them."""
 
-    def __init__(self, args: ServerArgs, runner: ModelRunner, status: RankStatus) -> None:
-        self._args, self._runner, self._status = args, runner, status
+    def __init__(self, runner: ModelRunner, status: RankStatus) -> None:
+        self._runner, self._status = runner, status
         self.epoch = 1
 
     def adopt(self, epoch: int, active: Sequence[int]) -> MembersAdopted:
@@ -48,20 +47,28 @@ class RankMembers:
     def _adopt_experts(self, active: Sequence[int], done: MembersAdopted) -> None:
         layers = self._runner.moe_layers
         held_LP, versions = self._exchange(layers, active)
-        layout, tensors = layers[0].layout, list[Tensor]()
-        for layer, held_P in zip(layers, held_LP, strict=True):
+        layout, wanted = layers[0].layout, list[SlotOf]()
+        for number, (layer, held_P) in enumerate(zip(layers, held_LP, strict=True)):
             layer.load.placement_version = max(versions)
             found = adoptions(held_P, layer.config.num_experts, layout.slots_per_rank)
             slots = list(held_P)
             for one in found:
                 slots[one.slot] = one.expert
+            own = [
+                SlotOf(number, one.slot - layout.first_slot, one.expert)
+                for one in found
+                if layout.holds(one.slot)
+            ]
+            for slot in own:
+                layer.store.forget(slot.slot)
             if tuple(slots) != layer.placement.slots:
                 layer.update_placement(Placement(layer.config.num_experts, tuple(slots)))
-            own = [one.slot - layout.first_slot for one in found if layout.holds(one.slot)]
+            wanted += own
             done.experts += len(own)
-            tensors += [tensor for slot in own for tensor in layer.store.tensors(slot)]
-        done.nbytes = sum(tensor.nbytes for tensor in tensors)
-        self._read(tensors)
+            parts = (part for one in own for part in layer.store.tensors(one.slot))
+            done.nbytes += sum(part.nbytes for part in parts)
+        self._runner.weights.held = None  # the placements name them now
+        done.from_memory = self._fill(wanted, active)
 
     def _exchange(
         self, layers: Sequence[FusedMoE], active: Sequence[int]
@@ -73,7 +80,7 @@ class RankMembers:
             [
                 *counters,
                 max(layer.load.placement_version for layer in layers),
-                *(expert for layer in layers for expert in layer.local_experts),
+                *(expert for held in self._held(layers) for expert in held),
             ]
         )
         rows = ranks.stage.gather_rows(own_N[None], [1] * ranks.mesh.tp, "tell experts")
@@ -92,15 +99,18 @@ class RankMembers:
         held: list[list[int]] = told_DLC[::width].transpose(0, 1).flatten(1).tolist()
         return held
 
-    def _read(self, tensors: Sequence[Tensor]) -> None:
-        """Fills parts of the model, whose placements name their experts already. Each is progress:
-        the others wait for this rank, which would be taken for one that hangs."""
-        model, args = self._runner.model, self._args
-        if not tensors:
-            return
-        if args.load_format == "dummy":
-            filled = fill_some_randomly(model, args.random_seed or 0, tensors)
-        else:
-            filled = load_some_weights(model, Path(args.model_path), self._runner.scheme, tensors)
-        for _ in filled:
+    def _held(self, layers: Sequence[FusedMoE]) -> list[tuple[int, ...]]:
+        """The experts in this rank's slots: a rank that joins may have found others in memory than
+        its first placement has."""
+        return self._runner.weights.held or [layer.local_experts for layer in layers]
+
+    def _fill(self, wanted: Sequence[SlotOf], active: Sequence[int]) -> int:
+        """Fills slots, whose experts the placements name already; returns how many experts were in
+        the memory of lost ranks. Each is progress: the others wait for this rank, which would be
+        taken for one that hangs."""
+        ranks, in_memory = self._runner.ranks, 0
+        lost = [rank for rank in ranks.mesh.stage_ranks(ranks.place) if rank not in active]
+        for was_there in self._runner.weights.adopt(wanted, lost):
+            in_memory += was_there
             self._status.enter(RankState.COMPUTING, "read experts")
+        return in_memory

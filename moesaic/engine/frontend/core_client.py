@@ -24,7 +24,7 @@ from moesaic.config.gpus import describe_shares, max_ranks_per_gpu
 from moesaic.core import messages
 from moesaic.core.disagg import KVShare
 from moesaic.core.request import ABORTED, FinishReason, failure
-from moesaic.disagg.likeness import model_digest, prompt_digest
+from moesaic.disagg.likeness import draft_digest, model_digest, prompt_digest
 from moesaic.disagg.lobby import Lobby
 from moesaic.engine.frontend.queries import (
     GROUP_QUERIES,
@@ -73,8 +73,8 @@ class CoreClient:
         self._num_queries = 0
         self._queries: dict[int, PendingQuery] = {}
         if lobby is not None:
-            groups = [rank["kv_share"] for rank in self.rank_facts]
-            lobby.serve(msgspec.convert(groups, list[KVShare]), service.wake)
+            shares = [rank["kv_shares"] for rank in self.rank_facts]
+            lobby.serve(msgspec.convert(shares, list[list[KVShare]]), service.wake)
 
     @property
     def has_work(self) -> bool:
@@ -306,7 +306,7 @@ def make_lobby(args: ServerArgs) -> Lobby | None:
         text = f"--disaggregation-bootstrap-port {port}: cannot listen at {host}: {error.strerror}"
         raise ValueError(text) from None
     secret = own_secret(file=args.node_secret_file) or NO_SECRET
-    return Lobby(listening, secret, model_digest(args))
+    return Lobby(listening, secret, model_digest(args), draft_digest(args))
 
 
 def serve_node(args: ServerArgs) -> int:

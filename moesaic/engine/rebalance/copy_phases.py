@@ -124,5 +124,6 @@ class FlipPhase:
         for one in self.flips:
             layer = self.chunk[one.number].layer
             layer.update_placement(Placement(layer.config.num_experts, one.slots))
+            layer.note_experts()
         self.totals.bytes += nbytes
         return True

@@ -29,9 +29,10 @@ class HostMemory:
     ranks: RankContext = field(repr=False)
 
     def room(self, windows: int) -> HostRoom:
-        """What is there before any rank loads weights; `windows` are not filled yet."""
+        """What is there before any rank loads weights; `windows` are not filled yet. A rank that is
+        started again gets what the first start found: its own part of that is free."""
         room = self.left()
-        _wait_for_all(self.ranks)
+        room = replace(room, free=self.ranks.least(room.free, "look at what is free"))
         # Other replicas do not wait: what is free may already lack their weights.
         return room if self.ranks.mesh.replicas == 1 else replace(room, free=room.total)
 

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from zlib import crc32
 
 import torch
@@ -20,6 +19,7 @@ from moesaic.core.process import keep_freed_memory
 from moesaic.core.rank_state import RankState
 from moesaic.core.step import Step
 from moesaic.disagg.send_buffer import SendBuffer
+from moesaic.engine.elastic.rank_weights import RankWeights
 from moesaic.engine.rebalance.rebalancer import Rebalancer
 from moesaic.engine.runner.attention import BACKENDS
 from moesaic.engine.runner.expert_recorder import ExpertRecorder
@@ -29,10 +29,11 @@ from moesaic.engine.runner.overlap_calibration import calibrate
 from moesaic.engine.runner.peer_watchdog import PeerWatchdog
 from moesaic.engine.runner.recorded_tokens import StepTokens
 from moesaic.engine.runner.split_step import SplitStep, dummy_agreement
-from moesaic.engine.runner.step_transfers import StepTransfers
+from moesaic.engine.runner.step_transfers import DRAFT, Outgoing, StepTransfers
 from moesaic.engine.runner.steps import COMPILE_SECONDS, AsynchronousSteps
 from moesaic.engine.runner.synchronous_steps import SynchronousSteps
 from moesaic.engine.runner.warm_up import sorted_parts, warm_steps, warm_up
+from moesaic.engine.runner.weight_source import WeightSource
 from moesaic.engine.schedule.plan import StepAgreement, StepHandle, StepPlan
 from moesaic.engine.schedule.step_budget import CHUNK_MULTIPLE
 from moesaic.engine.setup.device_memory import (
@@ -56,8 +57,7 @@ from moesaic.models.blocks import DecoderLayer, SparseBlock
 from moesaic.models.config import BuildContext
 from moesaic.models.halves import forward_halves
 from moesaic.models.registry import build_model
-from moesaic.models.skewed_routers import skew_routers
-from moesaic.models.weights import fill_randomly, load_weights, sync_input_scales
+from moesaic.models.weights import sync_input_scales
 from moesaic.moe.layer import FusedMoE
 from moesaic.overlap.cost import ChosenOverlap, OverlapChoice
 from moesaic.overlap.policy import policy_of
@@ -183,7 +183,7 @@ class ModelRunner:
 
     def _load_model(self, args: ServerArgs, resolved: ResolvedModel) -> RankShare:
         """Returns what was planned for this rank."""
-        folder, self.parallel = Path(args.model_path), resolved.parallel(self.ranks)
+        self.parallel = resolved.parallel(self.ranks)
         part = resolved.shape_only_part(self.parallel)
         report_buffers(self.moe, part)
         share = resolved.share(args, self.ranks, part)
@@ -191,18 +191,15 @@ class ModelRunner:
         with self.device:
             context = BuildContext(self.context_length, self.moe, self.parallel, resolved.dense)
             self.model = build_model(resolved.raw, context)
-        if args.load_format == "dummy":
-            fill_randomly(self.model, args.random_seed or 0)
-            if args.dummy_router_zipf is not None:
-                skew_routers(self.model, args.dummy_router_zipf, args.random_seed or 0)
-        else:
-            load_weights(self.model, folder, resolved.scheme)
-            sync_input_scales(self.model, folder)
+        source = WeightSource(args, resolved.scheme)
+        self.weights = RankWeights(self.model, source, self.ranks.memory, resolved.raw)
+        if not source.is_random:
+            sync_input_scales(self.model, source.folder)
         return share
 
     def _verifies_trees(self, args: ServerArgs) -> bool:
         speculation = speculation_of(args)
-        if speculation is None or not speculation.has_trees:
+        if speculation is None or not speculation.asks_for_trees:
             return False
         if self.kind == "cuda" and self.moe.deterministic and speculation.topk > 1:
             raise ValueError(
@@ -366,6 +363,20 @@ class ModelRunner:
             torch.cuda.mem_get_info(self.device)[0] / GIB,
             self.step_bytes.total / GIB,
         )
+
+    @property
+    def sent_caches(self) -> list[PagedCache]:
+        """Those that instances send each other: also a draft model's if it is computed from hidden
+        states, which are gone behind their step. What it computes from tokens is not sent."""
+        caches = [self.cache]
+        if self.draft is not None and self.draft.model.reads_target:
+            caches.append(self.draft.cache)
+        return caches
+
+    def send_drafts(self, outgoing: Outgoing) -> None:
+        """Sends a draft model's part of what a step has computed, once it is stored."""
+        for cache in self.sent_caches[DRAFT:]:
+            self.transfers.send(outgoing, cache, DRAFT)
 
     @property
     def _draft_cache_bytes(self) -> int:

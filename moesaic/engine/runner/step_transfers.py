@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from torch import Tensor
 
+from moesaic.core.disagg import KVSend
 from moesaic.disagg.receiver import KVReceiver
 from moesaic.disagg.sender import KVSender
 from moesaic.engine.schedule.plan import PlanItem, StepPlan
 from moesaic.layers.paged_cache import PagedCache, PageTable, to_device
+
+# Of the caches that are sent: the place of a draft model's.
+DRAFT: Final = 1
+Outgoing = list[tuple[KVSend, Tensor]]
+"""What a step sends, and the slots in which it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,21 +28,30 @@ class StepTransfers:
     sender: KVSender | None = None
     receiver: KVReceiver | None = None
 
-    def receive(self, plan: StepPlan, cache: PagedCache, table: PageTable) -> None:
+    def receive(self, plan: StepPlan, caches: Sequence[PagedCache], table: PageTable) -> None:
         """Moves prompts that have arrived to their pages, before the step reads them."""
         for item in plan.items if self.receiver is not None else ():
             if item.kv_from is not None:
                 assert self.receiver is not None
                 staged = self.receiver.staged(item.kv_from)
-                staged.move_to(cache, _slots(item, staged.first, staged.stop, cache, table))
+                slots_T = _slots(item, staged.first, staged.stop, caches[0], table)
+                staged.move_to(caches, slots_T)
 
-    def send(self, plan: StepPlan, cache: PagedCache, table: PageTable) -> None:
-        """Sends what the step has computed."""
-        for item in plan.items if self.sender is not None else ():
-            if (order := item.kv_send) is not None:
-                assert self.sender is not None
-                slots_T = _slots(item, order.first, order.stop, cache, table)
-                self.sender.send(order, cache, slots_T)
+    def outgoing(self, plan: StepPlan, cache: PagedCache, table: PageTable) -> Outgoing:
+        """Of a step that is computed: later ones may change the table."""
+        if self.sender is None:
+            return []
+        orders = ((item, item.kv_send) for item in plan.items)
+        return [
+            (order, _slots(item, order.first, order.stop, cache, table))
+            for item, order in orders
+            if order is not None
+        ]
+
+    def send(self, outgoing: Outgoing, cache: PagedCache, which: int = 0) -> None:
+        for order, slots_T in outgoing:
+            assert self.sender is not None
+            self.sender.send(order, cache, slots_T, which)
 
 
 def _slots(item: PlanItem, first: int, stop: int, cache: PagedCache, table: PageTable) -> Tensor:

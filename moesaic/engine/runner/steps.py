@@ -45,6 +45,7 @@ from moesaic.engine.runner.row_results import (
     sampled_rows,
 )
 from moesaic.engine.runner.split_step import SplitStep, idle_agreements
+from moesaic.engine.runner.step_transfers import Outgoing
 from moesaic.engine.schedule.plan import (
     NOT_FINITE,
     Ints,
@@ -105,6 +106,8 @@ class DeviceStep:
     masks: Callable[[], dict[MaskKey, GrammarMask]] = dict
     draft: Callable[[Sequence[ItemResult]], None] | None = None
     store: Callable[[StepResult], None] | None = None
+    outgoing: Outgoing = field(default_factory=list)
+    """What other instances get of it."""
     _result: StepResult | None = None
 
     @property
@@ -217,7 +220,7 @@ class AsynchronousSteps:
         for number in plan.ended:
             self._host_sampled.pop(number, None)
         self._sample_missing_tokens(plan.items)
-        runner.transfers.receive(plan, runner.cache, runner.page_table)
+        runner.transfers.receive(plan, runner.sent_caches, runner.page_table)
         slots = self._future_tokens.slots_for(plan)
         if self._penalties is not None:
             self._penalties.free(plan.ended)
@@ -240,7 +243,8 @@ class AsynchronousSteps:
         if needs_host:
             step.masks = runner.matchers.pending()
         step.event.record()
-        runner.transfers.send(plan, runner.cache, runner.page_table)
+        step.outgoing = runner.transfers.outgoing(plan, runner.cache, runner.page_table)
+        runner.transfers.send(step.outgoing, runner.cache)
         for item in map(step.host_item, step.host_sampled):
             self._host_sampled[item.request_no] = step
         return step
@@ -414,6 +418,7 @@ class AsynchronousSteps:
         result = StepResult(results, routed, *decoded)
         if step.store is not None:
             step.store(result)
+        self._runner.send_drafts(step.outgoing)
         return result
 
     def _sample_on_host(self, step: DeviceStep, logits_LV: Tensor, found: list[ItemResult]) -> None:

@@ -59,7 +59,7 @@ class SynchronousSteps:
         self._known_rows.learn(plan.items)
         runner.move(plan.moves)
         runner.clear(plan.clear)
-        runner.transfers.receive(plan, runner.cache, runner.page_table)
+        runner.transfers.receive(plan, runner.sent_caches, runner.page_table)
         slots: list[Tensor] | None = [] if plan.is_routed or runner.records_tokens else None
         counts = runner.group_counts(agreement.counts)
         prefill, overlap = agreement.prefill, agreement.overlap
@@ -67,7 +67,8 @@ class SynchronousSteps:
         split = SplitStep.of(runner, agreement, step)
         output, routed = self._batch.run(plan, step, x_TH, split=split), b""
         runner.record_pass(plan, agreement, output.tokens)
-        runner.transfers.send(plan, runner.cache, runner.page_table)
+        outgoing = runner.transfers.outgoing(plan, runner.cache, runner.page_table)
+        runner.transfers.send(outgoing, runner.cache)
         if slots is not None and plan.is_routed:
             routed = self._routed_experts.read(plan, slots, plan.num_tokens).experts()
         if not runner.ranks.is_last:
@@ -78,6 +79,7 @@ class SynchronousSteps:
             runner.draft.run(plan, agreement, output.hidden_TH, result.items)
         elif runner.draft is not None:
             runner.draft.store(plan, output.hidden_TH, result)
+        runner.send_drafts(outgoing)
         return FinishedStep(result)
 
     def results(self, plan: StepPlan, output: EagerOutput, group_rows: Sequence[int]) -> StepResult:

@@ -10,6 +10,7 @@ import msgspec
 
 from moesaic.core.draft_tree import Parents, is_chain, path_of
 from moesaic.core.request import Request
+from moesaic.engine.schedule.kv_manager import KVManager
 from moesaic.engine.schedule.plan import NO_DECODES, Ints, StepAgreement, StepHandle, StepPlan
 from moesaic.engine.schedule.step_budget import StepWork
 
@@ -150,13 +151,12 @@ class MovedTokens(msgspec.Struct, frozen=True, gc=False, eq=False):
         """Whether the request has the pages still."""
         return self.request.retractions == self.retractions
 
-    def lose(self) -> None:
+    def lose(self, kv: KVManager) -> None:
         """The step that moves them was undone, when some ranks may have written behind them:
         they are computed anew."""
         if self.is_current:
-            request, first = self.request, self.first
-            request.num_computed = min(request.num_computed, first)
-            request.draft_computed = min(request.draft_computed, first)
+            self.request.num_computed = min(self.request.num_computed, self.first)
+            kv.draft_again(self.request, self.first)
 
 
 @dataclass(slots=True)
@@ -208,7 +208,7 @@ class InflightStep:
     def work(self) -> StepWork:
         return work_of(self.items, self.plan.decodes.first)
 
-    def undo(self) -> Iterator[Request]:
+    def undo(self, kv: KVManager) -> Iterator[Request]:
         """Restores the requests, after their later steps, and yields them."""
         for item in self.items:
             item.undo()
@@ -221,7 +221,7 @@ class InflightStep:
                 request.num_computed = computed
             yield request
         for moved in self.moved:
-            moved.lose()
+            moved.lose(kv)
 
     @property
     def num_decoding(self) -> int:

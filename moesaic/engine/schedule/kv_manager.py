@@ -90,6 +90,12 @@ class KVManager:
             self._drafted[page] = True
         request.draft_computed = num_tokens
 
+    def draft_again(self, request: Request, num_tokens: int) -> None:
+        """All behind the request's first tokens has to be computed by a draft model again."""
+        for page in request.pages[num_tokens // self.page_size :]:
+            self._drafted[page] = False
+        request.draft_computed = min(request.draft_computed, num_tokens)
+
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Allocates pages for the first `num_tokens` tokens; False if there are too few."""
         missing = self.pages_for(num_tokens) - len(request.pages)

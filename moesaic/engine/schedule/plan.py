@@ -210,9 +210,13 @@ class StepPlan(msgspec.Struct, dict=True):
 
     def positions(self) -> Ints:
         """Of all tokens in their sequences."""
+        return self.places() - self._skipped(self.lengths)
+
+    def places(self) -> Ints:
+        """Where the tokens are stored in their sequences: at their positions, but for trees."""
         lengths = self.lengths
         shifts = self.first - (lengths.cumsum() - lengths)
-        return np.arange(self.num_tokens) + np.repeat(shifts, lengths) - self._skipped(lengths)
+        return np.arange(self.num_tokens) + np.repeat(shifts, lengths)
 
     def _skipped(self, counts: Ints) -> Ints | int:
         """How many of the rows before it each row of trees is not behind; `counts`: rows of each

@@ -173,6 +173,9 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running or self.arriving)
 
+    def open_requests(self) -> Iterator[Request]:
+        return chain(self.running, self.waiting, self.arriving)
+
     def add(self, request: Request) -> None:
         request.phase = RequestPhase.WAITING
         self._queue(request).append(request)

@@ -170,6 +170,8 @@ class StepBytes:
     """The slots of all layers and a copy of them, which requests may ask for."""
     counters: int = 0
     """Of the tokens of each request, for penalties."""
+    drafts: int = 0
+    """Logits of the draft model."""
     graphs: int = 0
     """The largest captured step with prompts: other steps cannot use its memory."""
 

@@ -19,6 +19,7 @@ from moesaic.config import ServerArgs
 from moesaic.config.resolve import CHUNKS
 from moesaic.core.speculation import MOST_DRAFTS
 from moesaic.disagg.send_buffer import send_buffer_bytes
+from moesaic.engine.runner.row_results import LOGIT_ROWS
 from moesaic.engine.setup.dense_setup import dense_weights
 from moesaic.engine.setup.device_memory import (
     GIB,
@@ -65,6 +66,9 @@ DEFAULT_MAX_RUNNING = {"cpu": 64, "cuda": 256}
 # The largest message of a collective and of a pipeline: longer ones are split.
 COLLECTIVE_BYTES = 4 << 20
 MESSAGE_BYTES = 1 << 20
+# A logit of a draft model: in the model's dtype, and in float32; and a probability's logarithm.
+DRAFT_LOGIT_BYTES = 2 + 4
+LOG_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -318,7 +322,8 @@ class ResolvedModel:
         size = self.cache_dtype.itemsize
         draft_cache = 0 if draft is None else draft.cache.bytes_per_token(size)
         role, token_bytes = args.disaggregation_mode, model.cache.bytes_per_token(size)
-        sent = send_buffer_bytes(token_bytes, self.context_length, kind_of(args))
+        sent_bytes = token_bytes + draft_cache * (draft is not None and draft.reads_target)
+        sent = send_buffer_bytes(sent_bytes, self.context_length, kind_of(args))
         moves = args.enable_eplb and experts
         own = [] if draft is None else [one for one in draft.experts if one.context.max_replicas]
         moving = buffer_sizes(args, experts + own, ranks.stage_peers) if moves else None
@@ -339,13 +344,16 @@ class ResolvedModel:
             collective_bytes=collective_bytes(
                 ranks.mesh, self.limits, model.config.hidden_size, moe.dtype, gpu
             ),
-            step=StepBytes.of(model, self.limits, self.context_length),
+            step=replace(
+                StepBytes.of(model, self.limits, self.context_length),
+                drafts=0 if draft is None else _draft_logits(args, self.limits, model),
+            ),
             moving_bytes=moving.nbytes(ranks.mesh.tp, gpu or torch.device("cpu")) if moving else 0,
             host_bytes=moving.host_bytes if moving else 0,
             table_bytes=_table_bytes(model, draft) * self.context_length,  # of one position
             draft_bytes=0 if draft is None else draft.nbytes,
             draft_cache_bytes=draft_cache,
-            staging_bytes_per_token=token_bytes if role == "decode" else 0,
+            staging_bytes_per_token=sent_bytes if role == "decode" else 0,
             outlet_bytes=sent if role == "prefill" else 0,
         )
 
@@ -353,6 +361,14 @@ class ResolvedModel:
 def _table_bytes(model: CausalLM, draft: DraftModel | None) -> int:
     own = None if draft is None else draft.own_rope
     return model.rope.nbytes + (0 if own is None else own.nbytes)
+
+
+def _draft_logits(args: ServerArgs, limits: StepLimits, model: CausalLM) -> int:
+    """Bytes of the logits that a draft model computes at once, while the target's are kept; where
+    it grows trees, also of the logarithms of their probabilities."""
+    topk = args.speculative_eagle_topk or 1
+    each = DRAFT_LOGIT_BYTES + LOG_BYTES * (topk > 1)
+    return min(LOGIT_ROWS, limits.running * topk) * model.config.vocab_size * each
 
 
 def _other_buffers(moe: MoeContext, draft: DraftModel | None) -> int:

@@ -15,6 +15,7 @@ from moesaic.comm.collectives.nccl_collective import set_up_nccl
 from moesaic.comm.launch.mps import cramped, crowd
 from moesaic.comm.mesh import Mesh, RankPlace, share
 from moesaic.comm.supervise.control_page import RankStatus
+from moesaic.comm.windows.lasting_memory import LastingMemory
 from moesaic.layers.parallel import Parallel
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ class RankContext:
     attention_peers: Peers = field(default_factory=RankGroup.alone)
     status: RankStatus | None = None
     timeout: float = 60.0
+    memory: LastingMemory | None = None
+    """For weights that outlive the rank; None: they end with it."""
     returns: bool = False
     """Whether the others serve already, and are not there while this rank starts."""
     on_device: Collective | None = None

@@ -13,7 +13,6 @@ from moesaic.engine.setup.moe_setup import StepLimits, describe_backends
 from moesaic.models.config import BuildContext, RawConfig
 from moesaic.models.registry import build_model
 from moesaic.moe.context import MoeContext
-from moesaic.moe.expert_load import DeviceCounters
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.placement import redundant_slots
 from moesaic.moe.quant.weights import WeightFormat
@@ -25,6 +24,13 @@ OWN_FLAGS = ("moe-runner-backend", "moe-a2a-backend")
 """Those that draft models have behind `--speculative-`, too."""
 
 
+def is_as_target(args: ServerArgs, target: MoeContext, weights: WeightFormat) -> bool:
+    """Whether experts with these weights, of a layer like the target's, are the target's in all
+    but that: they have redundant slots and move as those do. Others have none, and stay."""
+    own = args.speculative_moe_runner_backend, args.speculative_moe_a2a_backend
+    return own == (None, None) and weights == target.weight_format
+
+
 def draft_moe(
     args: ServerArgs,
     target: MoeContext,
@@ -33,13 +39,9 @@ def draft_moe(
     mesh: Mesh,
     raw: RawConfig | None = None,
 ) -> MoeContext:
-    """`weights`: of the draft model's experts. Those of a layer like the target's have redundant
-    slots and move as they do; others have none, and stay. `raw`: the draft model's config, if it is
-    another model."""
+    """`weights`: of the draft model's experts, which are not as the target's. `raw`: the draft
+    model's config, if it is another model."""
     runner, a2a = args.speculative_moe_runner_backend, args.speculative_moe_a2a_backend
-    is_alike = raw is None and weights == target.weight_format
-    if runner is None and a2a is None and is_alike:
-        return replace(target, counters=DeviceCounters())
     problem = replace(
         target.resolved,
         a2a=a2a or args.moe_a2a_backend,

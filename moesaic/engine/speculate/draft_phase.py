@@ -79,6 +79,7 @@ class DraftPhase:
     ) -> None:
         self._runner, self.model, self._speculation = runner, model, speculation
         self.num_steps = num_steps = speculation.num_steps
+        self._grows_trees = speculation.topk > 1
         self._timeout = timeout + runner.ranks.timeout * (runner.ranks.mesh.tp > 1)
         self._uploads = PinnedRing(runner.device, 4 * LOGIT_ROWS, self._timeout)
         self._downloads = PinnedRing(runner.device, num_steps * runner.max_running, self._timeout)
@@ -156,7 +157,7 @@ class DraftPhase:
         drafts to its results; then the device is done. `found_2R`: what it samples; None if the
         host samples some: the passes wait for it."""
         on_host = found_2R is None or self._runner.ranks.attention.size > 1
-        if found_2R is None or on_host or self._speculation.has_trees:
+        if found_2R is None or on_host or self._grows_trees:
             return partial(self.run, plan, agreement, hidden_TH)
         rows = SampledRows.of(plan, self._table.max_pages)
         next_T, rows_R, *columns = self._uploads.upload(*rows.columns())
@@ -199,7 +200,7 @@ class DraftPhase:
         """Sets the `drafts` of `results`, which only the rank that samples has."""
         facts = self._settle(plan, results)
         hidden_TH = self._extend(plan, agreement, facts.next_T, hidden_TH)
-        if self._speculation.has_trees:
+        if self._grows_trees:
             self._add_trees(plan, agreement, facts, hidden_TH, results)
             return
         drafts = self._chain(plan, agreement, facts, hidden_TH)
@@ -238,7 +239,8 @@ class DraftPhase:
         """Stores these rows again. All but the tokens behind them is kept as it is now."""
         numbers = np.repeat(np.arange(plan.num_sequences), plan.lengths)[rows_L]
         positions_L = plan.positions()[rows_L]
-        at = single_tokens(positions_L, plan.rows[numbers] * self._table.max_pages)
+        first_L = plan.rows[numbers] * self._table.max_pages
+        at = single_tokens(plan.places()[rows_L], first_L)
         attention, some_LH = self._attention.attend(at), hidden_TH[rows_L]
 
         def store(result: StepResult) -> None:
@@ -404,7 +406,7 @@ class DraftPhase:
     @property
     def positions_ahead(self) -> int:
         """Positions behind a step's last one that chains or trees fill."""
-        if not self._speculation.has_trees:
+        if not self._grows_trees:
             return self.num_steps - self.model.reads_target
         root = 0 if self.model.reads_target else 1
         return root + self._speculation.topk * (self.num_steps - 1)

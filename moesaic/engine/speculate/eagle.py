@@ -14,12 +14,13 @@ from torch import Tensor
 from moesaic.comm.mesh import Mesh
 from moesaic.config import ServerArgs
 from moesaic.core.step import Step
+from moesaic.engine.speculate.draft_head import DraftHead
 from moesaic.engine.speculate.drafters import DraftRows, DraftSource, register_draft_model
 from moesaic.engine.speculate.nextn import nextn_source
 from moesaic.engine.speculate.token_map import hot_tokens
 from moesaic.layers.context import AttentionStep
 from moesaic.models.blocks import CausalLM
-from moesaic.models.eagle import EagleHead, build_head, copy_shared, fill_head
+from moesaic.models.eagle import EagleHead, build_head, fill_head
 from moesaic.models.eagle_config import HeadConfig, read_head
 from moesaic.models.schemes import Scheme, detect_scheme
 from moesaic.models.weights import fill_randomly
@@ -44,7 +45,9 @@ class EagleDraft:
     experts: Sequence[FusedMoE] = ()
 
     def __init__(self, net: EagleHead) -> None:
-        self.net, self.cache, self.nbytes = net, net.cache, net.nbytes
+        self.net, self.cache, made = net, net.cache, net.made
+        self.head = DraftHead(net.own_or_main_head(), made.token_map, made.cuts_target)
+        self.nbytes = net.nbytes + self.head.nbytes
         self.hidden_size, self.own_rope = net.config.hidden_size, net.rope
 
     def of_target(self, rows_TW: Tensor) -> Tensor:
@@ -60,10 +63,10 @@ class EagleDraft:
         self.net.store(rows.next_ids_T, rows.positions_T, hidden_TH, attention)
 
     def logits(self, hidden_RH: Tensor, counts: Sequence[int]) -> Tensor:
-        return self.net.logits(hidden_RH, counts)
+        return self.head(self.net.normed(hidden_RH), counts)
 
     def to_target(self, ids_R: Tensor) -> Tensor:
-        return self.net.to_target(ids_R)
+        return self.head.to_target(ids_R)
 
 
 @dataclass(frozen=True)
@@ -78,9 +81,9 @@ class EagleSource:
     def load(self, draft: EagleDraft, args: ServerArgs) -> None:
         if args.load_format == "dummy":
             fill_randomly(draft.net, args.random_seed or 0)
-            copy_shared(draft.net)
         else:
             fill_head(draft.net, self.scheme)
+        draft.head.copy_rows()
 
 
 def _source(args: ServerArgs, resolved: ResolvedModel, mesh: Mesh) -> DraftSource:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from moesaic.comm.mesh import Mesh
@@ -15,16 +14,17 @@ from moesaic.config import ServerArgs
 from moesaic.core.speculation import UNQUANTISED
 from moesaic.core.step import Step
 from moesaic.engine.setup.moe_setup import weight_format
-from moesaic.engine.speculate.draft_moe import draft_moe
+from moesaic.engine.speculate.draft_head import DraftHead
+from moesaic.engine.speculate.draft_moe import draft_moe, is_as_target
 from moesaic.engine.speculate.drafters import DraftRows
 from moesaic.engine.speculate.token_map import hot_tokens
 from moesaic.layers.context import AttentionStep
-from moesaic.layers.embedding import CutHead
 from moesaic.models.blocks import CausalLM
 from moesaic.models.checkpoint import FLOATS, Checkpoint
 from moesaic.models.nextn import NextN, OwnWeights, build_nextn, fill_nextn, nextn_layers
 from moesaic.models.weights import fill_randomly
 from moesaic.moe.context import DTYPE_NAMES, MoeContext
+from moesaic.moe.expert_load import DeviceCounters
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
 
@@ -41,13 +41,9 @@ class NextNDraft:
 
     def __init__(self, net: NextN, tokens: Sequence[int] | None = None) -> None:
         """`tokens`: the only ones that it may propose."""
-        self.net, self.cache, self.nbytes = net, net.cache, net.nbytes
-        self.hidden_size = net.config.hidden_size
-        self.cut_head = self.token_map_V = None
-        if tokens is not None:
-            self.cut_head = CutHead(net.own_or_main_head(), tokens)
-            self.token_map_V = torch.tensor(tokens)
-            self.nbytes += self.cut_head.weight.nbytes + self.token_map_V.nbytes
+        self.net, self.cache = net, net.cache
+        self.head = DraftHead(net.own_or_main_head(), tokens, cut=tokens is not None)
+        self.hidden_size, self.nbytes = net.config.hidden_size, net.nbytes + self.head.nbytes
         self.experts = [module for module in net.modules() if isinstance(module, FusedMoE)]
 
     def of_target(self, rows_TW: Tensor) -> Tensor:
@@ -63,13 +59,10 @@ class NextNDraft:
         self.net.store(rows.next_ids_T, rows.positions_T, hidden_TH, attention)
 
     def logits(self, hidden_RH: Tensor, counts: Sequence[int]) -> Tensor:
-        if self.cut_head is None:
-            return self.net.head(hidden_RH, counts)
-        found_RV: Tensor = self.cut_head(hidden_RH, counts)
-        return found_RV
+        return self.head(hidden_RH, counts)
 
     def to_target(self, ids_R: Tensor) -> Tensor:
-        return ids_R if self.token_map_V is None else self.token_map_V[ids_R]
+        return self.head.to_target(ids_R)
 
 
 @dataclass(frozen=True)
@@ -79,12 +72,16 @@ class NextNSource:
     resolved: ResolvedModel
     folder: Path
     own: OwnWeights
-    moe: MoeContext
+    moe: MoeContext | None = None
+    """Of its experts; None: they are as the target's."""
     tokens: Sequence[int] | None = None
 
     def build(self, main: CausalLM) -> NextNDraft:
         """On `main`'s ranks; on the meta device if `main` is a shape."""
-        moe = replace(self.moe, comm=main.config.moe.comm)
+        own, target = self.moe, main.config.moe
+        moe = replace(own or target, comm=target.comm)
+        if own is None:
+            moe = replace(moe, counters=DeviceCounters())
         net = build_nextn(self.resolved.raw, main, self.own, moe, count=1)
         return NextNDraft(net, self.tokens)
 
@@ -93,8 +90,7 @@ class NextNSource:
             fill_randomly(draft.net, args.random_seed or 0)
         else:
             fill_nextn(draft.net, self.folder, self.own, self.resolved.scheme)
-        if draft.cut_head is not None:
-            draft.cut_head.copy_rows()
+        draft.head.copy_rows()
 
 
 def nextn_source(args: ServerArgs, resolved: ResolvedModel, mesh: Mesh) -> NextNSource:
@@ -110,7 +106,9 @@ def nextn_source(args: ServerArgs, resolved: ResolvedModel, mesh: Mesh) -> NextN
             if _has_floats(checkpoint, layers.start):
                 stored = "none"
     format = _format(args, resolved, stored)
-    moe = draft_moe(args, resolved.moe, format, resolved.limits, mesh)
+    moe = None
+    if not is_as_target(args, resolved.moe, format):
+        moe = draft_moe(args, resolved.moe, format, resolved.limits, mesh)
     tokens = hot_tokens(args, resolved.raw.integer("vocab_size"))
     return NextNSource(resolved, folder, own, moe, tokens)
 

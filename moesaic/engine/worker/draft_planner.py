@@ -34,7 +34,7 @@ class DraftPlanner:
         """Tokens that the ranks' draft model proposes at the end of a step, at most."""
         self._fills_gaps = runner.draft is not None and runner.draft.fills_gaps
         self._most_tokens = runner.limits.tokens
-        self.controller = _controller(args)
+        self.controller = _controller(args, runner.verifies_trees)
         """None: requests have all drafts that the drafter proposes."""
         self.agreed: int | None = None
         """What all groups plan next, as each with requests has wanted; None: this one decides."""
@@ -54,8 +54,9 @@ class DraftPlanner:
 
     @property
     def wanted(self) -> int:
-        """The most drafts of a request that this group would plan; -1 without requests."""
-        if not self._scheduler.has_work:
+        """The most drafts of a request that this group would plan; -1 without requests that may
+        have some: another instance continues the others."""
+        if all(request.kv_target is not None for request in self._scheduler.open_requests()):
             return -1
         if self.drafter is None and not self.steps:
             return 0
@@ -187,9 +188,9 @@ class DraftPlanner:
             controller.observe_step(requests, ms, step.drafting)
 
 
-def _controller(args: ServerArgs) -> DraftController | None:
+def _controller(args: ServerArgs, trees: bool) -> DraftController | None:
     speculation = speculation_of(args)
     if speculation is None:
         return None
     adaptive = not args.disable_speculative_adaptive
-    return DraftController(speculation.num_drafts, adaptive, speculation.has_trees)
+    return DraftController(speculation.num_drafts, adaptive, trees)

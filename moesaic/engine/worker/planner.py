@@ -294,7 +294,7 @@ class Planner:
         for step in reversed([*steps]):
             self._new_pages += step.plan.clear if step.has_requests else []
             self._ended += step.plan.ended if step.has_requests else []
-            for request in step.undo():
+            for request in step.undo(self.kv):
                 if request.request_no in self.states:
                     suspects[request] = None
         self.scheduler.restart()

@@ -15,13 +15,13 @@ from moesaic.core.stats import MembershipStats
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.setup.memory_plan import collective_bytes, expert_bytes
 from moesaic.engine.setup.moe_setup import describe_backends
-from moesaic.engine.worker.kv_share import kv_share
+from moesaic.engine.worker.kv_share import kv_shares
 
 logger = logging.getLogger(__name__)
 
 MIB: Final = 1 << 20
 # The same on all ranks.
-OF_ALL = ("providers", "overlap_choices", "kv_share")
+OF_ALL = ("providers", "overlap_choices", "kv_shares")
 LOGGED_RANKS: Final = 16
 # Figures of the serving groups that add up to those of the service.
 SUMMED: Final = (
@@ -40,8 +40,10 @@ MEMORY: Final = ("weight_bytes", "expert_bytes", "cache_bytes", "buffer_bytes")
 
 def rank_info(runner: ModelRunner) -> dict[str, Any]:
     """Describes this rank. `weight_bytes` include `expert_bytes`; `buffer_bytes` are those of
-    dispatchers and collectives; `experts`: the logical expert in each slot."""
+    dispatchers and collectives; `experts`: the logical expert in each slot; `lasting_bytes`: of
+    weights in memory that outlives the rank, of which `mapped_bytes` were there."""
     layers, config = runner.moe_layers, runner.model.config
+    held = runner.weights.held or [layer.local_experts for layer in layers]
     buffers = runner.moe.buffers(layer.dispatcher.config for layer in layers).total
     gpu = runner.device if runner.kind == "cuda" else None
     sizes = (config.hidden_size, config.dtype, gpu)
@@ -53,10 +55,11 @@ def rank_info(runner: ModelRunner) -> dict[str, Any]:
         "buffer_bytes": buffers + collective_bytes(runner.ranks.mesh, runner.limits, *sizes),
         "moe_layers": [layer.dispatcher.config.layer for layer in layers],
         "first_slot": layers[0].layout.first_slot if layers else 0,
-        "experts": list(layers[0].local_experts) if layers else [],
+        "experts": list(held[0]) if layers else [],
+        **msgspec.to_builtins(runner.weights.facts),
         "providers": describe_backends(runner.moe),
         "overlap_choices": [choice.facts() for choice in runner.overlap_choices],
-        "kv_share": msgspec.to_builtins(kv_share(runner)),
+        "kv_shares": msgspec.to_builtins(kv_shares(runner)),
         **runner.steps.device_info(),
     }
 
@@ -73,18 +76,28 @@ def log_rank(number: int, rank: Mapping[str, Any], mesh: Mesh) -> None:
     weights, experts, cache, buffers = (rank[key] / MIB for key in MEMORY)
     layers = len(rank["moe_layers"])
     logger.info(
-        "%s: %s of %d MoE layer%s; weights %.1f MiB (experts %.1f MiB), KV cache %.1f MiB, "
+        "%s: %s of %d MoE layer%s; weights %.1f MiB%s (experts %.1f MiB), KV cache %.1f MiB, "
         "buffers %.1f MiB; process %d",
         mesh.describe(number),
         describe_experts(rank["experts"]),
         layers,
         "" if layers == 1 else "s",
         weights,
+        _kept(rank),
         experts,
         cache,
         buffers,
         rank["pid"],
     )
+
+
+def _kept(rank: Mapping[str, Any]) -> str:
+    """Where weights are, if they outlive the rank, and whether they were there."""
+    if not rank["lasting_bytes"]:
+        return ""
+    mapped = rank["mapped_bytes"] / MIB
+    found = f", {mapped:.1f} MiB of them found there" if mapped else ""
+    return f" in memory that outlives ranks{found}"
 
 
 def describe_experts(experts: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ from moesaic.comm.network.handshake import Identity
 from moesaic.comm.supervise.address import numeric
 from moesaic.config import ServerArgs
 from moesaic.core.disagg import KVRank, KVShare, Ticket
-from moesaic.disagg.likeness import model_digest
+from moesaic.disagg.likeness import draft_digest, model_digest
 from moesaic.disagg.messages import Chunk
 from moesaic.disagg.outlets import KVOutlets
 from moesaic.disagg.receiver import KVReceiver
@@ -24,7 +24,8 @@ from moesaic.disagg.staging import StagedCache
 from moesaic.disagg.transports.registry import transport_of
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.runner.step_transfers import StepTransfers
-from moesaic.engine.worker.kv_share import kv_share
+from moesaic.engine.worker.kv_share import kv_shares
+from moesaic.layers.paged_cache import PagedCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,43 +40,45 @@ def make_transfers(args: ServerArgs, runner: ModelRunner, link: RankLink) -> Ran
     role, own = args.disaggregation_mode, Identity(link.rank, link.node)
     if role == "null":
         return RankTransfers()
-    share, receiver, host = kv_share(runner), None, link.host
+    shares, receiver, host = kv_shares(runner), None, link.host
     if runner.device.type == "cuda":
-        _warm_up(runner, share)
+        for share, cache in zip(shares, runner.sent_caches, strict=True):
+            _warm_up(share, cache)
     if role == "decode":
         listening = _listen(host or numeric(args.host), is_only_node=not host)
         dtype, asked = runner.cache.keys.dtype, args.disaggregation_transfer_backend
-        given = share, dtype, listening, own, link.secret, runner.device, asked
+        given = shares, dtype, listening, own, link.secret, runner.device, asked
         receiver = KVReceiver(*given)
         here = listening.getsockname()[0]
         host = host or (here if ipaddress.ip_address(here).is_loopback else "")
     group, port = link.mesh.group_of(link.place), 0 if receiver is None else receiver.port
-    rank = KVRank(link.rank, link.node, group, share, host, port)
+    rank = KVRank(link.rank, link.node, group, shares, host, port)
     encoded = msgspec.msgpack.encode(rank)
     found = runner.ranks.replica.all_gather_bytes(encoded, "tell the parts of the KV cache")
     known = [msgspec.msgpack.decode(data, type=KVRank) for data in found]
     ranks = [one for one in known if one.group == group]
     if receiver is None:
         outlets, numbers = _outlets(args, runner, link), [one.rank for one in ranks]
-        sender = KVSender([one.share for one in ranks], numbers.index(link.rank), outlets)
+        sender = KVSender([one.shares for one in ranks], numbers.index(link.rank), outlets)
         return RankTransfers(sender=sender)
     if not link.place.is_leader:
         return RankTransfers(receiver=receiver)
     assert ranks[0] == rank, "the leader is the first rank of its group"
-    rooms = DecodeRooms(ranks, own, link.secret, model_digest(args))
+    rooms = DecodeRooms(ranks, own, link.secret, model_digest(args), draft_digest(args))
     receiver.on_result = rooms.on_result
     return RankTransfers(receiver=receiver, rooms=rooms)
 
 
-def _warm_up(runner: ModelRunner, share: KVShare) -> None:
+def _warm_up(share: KVShare, cache: PagedCache) -> None:
     """Compiles what copies caches on a GPU, with the slot that pads and is zero."""
-    cache, first = runner.cache, torch.zeros(1, dtype=torch.int64, device=runner.device)
+    device = cache.keys.device
+    first = torch.zeros(1, dtype=torch.int64, device=device)
     layers, heads = len(range(*share.layers)), len(range(*share.heads))
     size = layers * heads * (share.key_dim + share.value_dim) * cache.keys.element_size()
-    data = torch.empty(size, dtype=torch.uint8, device=runner.device)
+    data = torch.empty(size, dtype=torch.uint8, device=device)
     gather(cache, slice(0, layers), slice(0, heads), first, data)
     data.zero_()
-    staged = StagedCache(share, 0, 1, cache.keys.dtype, runner.device)
+    staged = StagedCache(share, 0, 1, cache.keys.dtype, device)
     dtype = str(cache.keys.dtype).removeprefix("torch.")
     staged.write(Chunk(Ticket(0, 0), 0, 1, share.layers, share.heads, dtype), data)
     staged.move_to(cache, first)

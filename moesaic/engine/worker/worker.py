@@ -20,6 +20,7 @@ from moesaic.comm.collectives.pipeline import Pipe
 from moesaic.comm.errors import PeerTimeout, WindowAborted
 from moesaic.comm.launch.rank_link import RankLink, last_lines
 from moesaic.comm.supervise.control_page import EpochChanged, StepRolledBack
+from moesaic.comm.windows.lasting_memory import LastingMemory
 from moesaic.config import ServerArgs
 from moesaic.core import messages
 from moesaic.engine.elastic.members import RankMembers
@@ -65,7 +66,7 @@ class Worker:
     def __init__(self, link: RankLink) -> None:
         self.link, self.mesh, self.place = link, link.mesh, link.place
         self.args = ServerArgs(**link.config)
-        self.ranks = join(link)
+        self.ranks = join(link, lasting=self.args.weight_cache_mode != "off")
         self.runner = ModelRunner(self.args, self.ranks)
         link.status.spans = self.runner.spans
         self.transfers = self.runner.transfers = make_transfers(self.args, self.runner, link)
@@ -82,7 +83,7 @@ class Worker:
         """Those that came before it slept: a later stage may be several of them behind."""
         self._rollback: messages.RollbackStep | None = None
         self._last_error = ""
-        self.members = RankMembers(self.args, self.runner, self.link.status)
+        self.members = RankMembers(self.runner, self.link.status)
 
     def _make_leader(self) -> Leader | None:
         if not self.place.is_leader:
@@ -262,8 +263,8 @@ class Worker:
         return leader.rollback(self.loop.inflight, error, alone)
 
 
-def join(link: RankLink) -> RankContext:
-    """Connects to the ranks that this one computes with."""
+def join(link: RankLink, lasting: bool = False) -> RankContext:
+    """Connects to the ranks that this one computes with. `lasting`: weights outlive the rank."""
     mesh, place = link.mesh, link.place
     stage_name = f"{place.replica} {place.stage}"
     stage_peers = link.group(f"stage {stage_name}", mesh.stage_ranks(place))
@@ -284,6 +285,7 @@ def join(link: RankLink) -> RankContext:
         attention_peers=attention_peers,
         status=link.status,
         timeout=timeout,
+        memory=LastingMemory(link.store, link.rank) if lasting else None,
         returns=link.returns,
     )
 

@@ -162,8 +162,13 @@ class ExpertMatrix:
             name: torch.empty((experts, parts, *shape), dtype=stored if format.quantised else dtype)
             for name, (shape, stored) in format.planes(rows, cols).items()
         }
-        self.plain = None if format.quantised else self.planes["values"].flatten(1, 2)
+        self.plain: Tensor | None
         """[E, parts * N, K] where nothing needs decoding."""
+        self.view_plain()
+
+    def view_plain(self) -> None:
+        """Call it when a plane has got other memory."""
+        self.plain = None if self.format.quantised else self.planes["values"].flatten(1, 2)
 
     @property
     def nbytes(self) -> int:
