@@ -27,6 +27,8 @@ from tests.e2e.poison_rank import Poison
 
 TWINS: Final = "tests.gpu_rank:run_twins"
 SOUND_TWINS: Final = "tests.gpu_rank:run_sound_twins"
+FRAGILE_TWINS: Final = "tests.gpu_rank:run_fragile_twins"
+LOST_DEVICE: Final = "CUDA error: an illegal memory access was encountered"
 POISONED: Final = "tests.gpu_rank:run_poisoned"
 # Tokens of mixed steps that are captured.
 MIXED_SIZES: Final = (4, 12, 19)
@@ -44,6 +46,21 @@ def run_twins(link: RankLink) -> None:
 def run_sound_twins(link: RankLink) -> None:
     """The same without poison, which answers that are computed again may have."""
     _twin(link).serve()
+
+
+def run_fragile_twins(link: RankLink) -> None:
+    """Another rank's death takes their device with it, as it may on an MPS daemon. Those that are
+    started again are sound."""
+    rank = _twin(link)
+    if not link.returns:
+        steps, drop = rank.runner.steps, rank.runner.steps.drop
+
+        def fail() -> None:
+            drop()
+            steps.stuck = LOST_DEVICE
+
+        steps.drop = fail  # type: ignore[method-assign]
+    rank.serve()
 
 
 def _twin(link: RankLink) -> ranks.Worker:
