@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import count
 from typing import Any
 
@@ -353,6 +354,25 @@ def pool_of_one(work: Any) -> Any:
     future = pool.submit(work)
     pool.shutdown(wait=False)
     return lambda: future.result(90)
+
+
+@pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")
+@pytest.mark.timeout(300)
+def test_caches_that_are_read_by_nixl(one_rank: Engine) -> None:
+    """Meshes and pages differ; one instance asks for NIXL, the other takes what it is offered."""
+    nixl = {"disaggregation_transfer_backend": "nixl"}
+    call: dict[str, Any] = {"input_ids": prompts(), "sampling_params": GREEDY}
+    expected: Any = one_rank.generate(return_logprob=True, **call)
+    with ExitStack() as stack:
+        prefill = {"tp_size": 2, "page_size": 4, "chunked_prefill_size": 16, **nixl}
+        pair = start(stack, "qwen3_moe", prefill, {"page_size": 16})
+        for _ in range(2):
+            found = pair.generate(return_logprob=True, **call)
+            assert without_times(found) == without_times(expected)
+        assert pair.counts()[:2] == (2 * len(prompts()), 0)
+        used = pair.prefill.get_server_info()["kv_transports"]
+        assert set(used.values()) == {"nixl"}, used
+        pair.check_idle()
 
 
 DPA = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "moe_a2a_backend": "deepep"}
