@@ -169,7 +169,9 @@ def test_no_prompt_is_computed_twice(pair: Pair, one_rank: Engine) -> None:
     pair.check_idle()
 
 
-def test_a_half_that_does_not_come(pair: Pair, one_rank: Engine) -> None:
+def test_a_half_that_does_not_come(
+    pair: Pair, one_rank: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A decode instance computes the prompt itself; a prefill instance waits without a rank."""
     before, expected = pair.counts(), one_rank.generate(input_ids=[5, 6, 7], sampling_params=GREEDY)
     with ThreadPoolExecutor(1) as pool:
@@ -177,9 +179,13 @@ def test_a_half_that_does_not_come(pair: Pair, one_rank: Engine) -> None:
         answer = pool.submit(lambda: pair.decode.generate(**call, **pair.where()))
         wait_until(lambda: len(pair.prefill.get_server_info()["rooms"]) == 1)
         [theirs] = pair.prefill.get_server_info()["rooms"]
-        [ours] = pair.decode.get_server_info()["rooms"]
+        [ours] = pair.decode.get_rooms()
         assert theirs["phase"] == "waits for its request" and theirs["room"] == ours["room"]
         assert (ours["phase"], ours["peer"]) == ("waits for prefill", f"127.0.0.1:{pair.port}")
+        with monkeypatch.context() as silent:  # ranks that do not answer in time
+            silent.setattr(pair.decode._thread, "query", lambda what: [])
+            [told] = pair.decode.get_rooms()
+        assert told == ours | {"phase": "waits for its rank", "seconds": told["seconds"]}
         found: Any = answer.result(60)
     assert without_times([found]) == without_times([expected])  # type: ignore[list-item]
     assert pair.counts()[:2] == (before[0], before[1] + 1)
