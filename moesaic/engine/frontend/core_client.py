@@ -297,6 +297,9 @@ class CoreClient:
         if query.what in SUPERVISOR_QUERIES:
             query.answer.set_result(query.overview)
             return
+        if query.what == "rooms":
+            query.answer.set_result([room for rooms in values for room in rooms])
+            return
         if query.what == "flush_cache":
             query.answer.set_result(sum(values))
             return
@@ -317,7 +320,7 @@ class CoreClient:
         now = time.monotonic()
         late = [number for number, query in self._queries.items() if query.deadline <= now]
         for query in map(self._queries.pop, late):
-            if query.every and (query.replies or query.overview):
+            if query.what == "rooms" or (query.every and (query.replies or query.overview)):
                 self._resolve(query)
                 continue
             missing = query.expected - len(query.replies)

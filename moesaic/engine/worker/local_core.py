@@ -94,7 +94,8 @@ class LocalCore:
 
     def ask(self, what: str, answer: Future[Any], options: Mapping[str, Any] | None = None) -> None:
         if what in GROUP_QUERIES:
-            answer.set_result(self.info() if what == "info" else self.planner.kv.flush())
+            answers = {"info": self.info, "flush_cache": self.planner.kv.flush, "rooms": list}
+            answer.set_result(answers[what]())
             return
         now = time.monotonic_ns()
         value = self.stats.answer(what, dict(options or {}))
