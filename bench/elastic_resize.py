@@ -24,14 +24,11 @@ from bench.elastic import (
     CLIENTS,
     QUESTIONS,
     SETTLE_SECONDS,
-    Question,
     Served,
-    Tally,
-    _client,
     _figures,
-    ask,
     serving,
 )
+from bench.elastic_client import Question, Tally, ask, client
 
 FLAGS: Final = "--tp 1 --moe-a2a-backend deepep"
 # A size that takes longer than this is asked for again in vain, and another one is next.
@@ -73,7 +70,7 @@ async def resize(served: Served, sizes: Sequence[int], period: float, seconds: f
             before.count(answer, None, str(question))
             expected[question] = answer.value
         clients = [
-            asyncio.create_task(_client(served, number, expected, tally, until))
+            asyncio.create_task(client(served.url, number, expected, tally, until))
             for number in range(CLIENTS)
         ]
         began = time.monotonic()
