@@ -293,7 +293,7 @@ def test_a_rank_that_cannot_start_again_ends_the_service() -> None:
 
 def rank_of(run: Run, rank: int) -> int | None:
     """The process of a rank, if it is there."""
-    for path in Path(f"/proc/{run.pid('fork server')}/task").glob("*/children"):
+    for path in Path(f"/proc/{run.find('fork server')}/task").glob("*/children"):
         for pid in path.read_text().split():
             with suppress(OSError):
                 if Path(f"/proc/{pid}/comm").read_text().strip() == f"moesaic-rank-{rank}":
