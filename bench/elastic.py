@@ -2,15 +2,16 @@
 process and its supervisor: is an answer lost, and is each the one of a run without faults?
 
     python -m bench.elastic                               # all layouts, a minute of faults each
-    python -m bench.elastic --only deepep --faults 20
+    python -m bench.elastic --only deepep --faults 20 --add   # to what the JSON has of this layout
     python -m bench.elastic --markdown                    # no run: the table from the JSON
 
 Every question is first answered without faults. Under faults its answer must be the same, token by
 token and for some questions logprob by logprob, each event a continuation of the one before. The
 server computes deterministically, so that "the same" needs no tolerance. Victims, kinds and moments
 are drawn from a seed; a victim may be starting again, or be in the middle of a recovery. An
-exception is one of the next layer that the rank computes. Clients of a lost HTTP process ask again
-by the id of their request, and streams go on behind the last event that they have.
+exception is one of the next layer that the rank computes, an error one that a handler of a signal
+raises wherever the rank is. Clients of a lost HTTP process ask again by the id of their request,
+and streams go on behind the last event that they have.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tqdm import tqdm
 
 from bench.common import RESULTS, machine, print_table, write_json
 from bench.elastic_client import Question, Tally, ask, client
-from bench.elastic_faults import EXCEPTION, HEADS, Fault, Served, Victims, serving
+from bench.elastic_faults import EXCEPTION, HEADS, WEIGHTS, Fault, Served, Victims, serving
 
 GROUPS: Final = "--tp 4 --ep 4 --dp 4 --enable-dp-attention --ep-num-redundant-experts 4"
 LAYOUTS: Final = {
@@ -83,8 +84,6 @@ class Outcome:
     """By kind, and by what the rank was doing."""
     doing: dict[str, int]
     epochs: int
-    reconnects: int
-    """How often a client lost its connection and asked again."""
     stalls: dict[str, list[float]]
     """The longest gap that each fault lies in, by kind, sorted; of faults that found all ranks
     live and were not followed by another one at once."""
@@ -93,14 +92,54 @@ class Outcome:
     gaps: list[float]
     left: list[str]
     shown: list[str]
+    reconnects: int = 0
+    """How often a client lost its connection and asked again."""
 
     @property
     def is_good(self) -> bool:
         return not (self.wrong or self.lost or self.left)
 
+    def __add__(self, other: Outcome) -> Outcome:
+        """Both runs of a layout; of the gaps, the longer ones."""
+        kinds = sorted({*self.stalls, *other.stalls})
+        stalls = {kind: self.stalls.get(kind, []) + other.stalls.get(kind, []) for kind in kinds}
+        return Outcome(
+            layout=self.layout,
+            flags=self.flags,
+            seconds=round(self.seconds + other.seconds, 1),
+            requests=self.requests + other.requests,
+            wrong=self.wrong + other.wrong,
+            lost=self.lost + other.lost,
+            faults=dict(Counter(self.faults) + Counter(other.faults)),
+            doing=dict(Counter(self.doing) + Counter(other.doing)),
+            epochs=self.epochs + other.epochs,
+            reconnects=self.reconnects + other.reconnects,
+            stalls={kind: sorted(values) for kind, values in stalls.items()},
+            gaps_before=[
+                max(pair) for pair in zip(self.gaps_before, other.gaps_before, strict=True)
+            ],
+            gaps=[max(pair) for pair in zip(self.gaps, other.gaps, strict=True)],
+            left=self.left + other.left,
+            shown=self.shown + other.shown,
+        )
+
+
+def added(found: Sequence[Outcome], before: Sequence[dict[str, Any]]) -> list[Outcome]:
+    """The outcomes of earlier runs with those of this one."""
+    known = {outcome.layout: outcome for outcome in (Outcome(**one) for one in before)}
+    for one in found:
+        known[one.layout] = known[one.layout] + one if one.layout in known else one
+    return [known[name] for name in LAYOUTS if name in known]
+
 
 async def chaos(
-    served: Served, heads: bool, faults: int, seconds: float, seed: int, pace: float
+    served: Served,
+    heads: bool,
+    faults: int,
+    seconds: float,
+    seed: int,
+    pace: float,
+    kinds: Sequence[str],
 ) -> tuple[Tally, Tally, list[Fault]]:
     """Strikes `faults` times, or for `seconds`: mostly when all ranks are back, after `pace`
     seconds on average, else while they recover."""
@@ -112,7 +151,7 @@ async def chaos(
         for question, answer in zip(questions, answers, strict=True):
             before.count(answer, None, str(question))
             expected[question] = answer.value
-    victims, rng, until = Victims(served.run, 4, heads), random.Random(seed), asyncio.Event()
+    victims, rng, until = Victims(served.run, 4, kinds, heads), random.Random(seed), asyncio.Event()
     clients = [
         asyncio.create_task(client(served.url, number, expected, tally, until))
         for number in range(CLIENTS)
@@ -137,11 +176,18 @@ async def _recovery(victims: Victims, since: float, until: float) -> None:
         await asyncio.sleep(0.02)
 
 
-def run_layout(name: str, faults: int, seconds: float, seed: int = 0, pace: float = 1.0) -> Outcome:
+def run_layout(
+    name: str,
+    faults: int,
+    seconds: float,
+    seed: int = 0,
+    pace: float = 1.0,
+    kinds: Sequence[str] = tuple(WEIGHTS),
+) -> Outcome:
     flags = LAYOUTS[name]
     with serving(flags) as served:
         began = time.monotonic()
-        found = asyncio.run(chaos(served, name in HEAD, faults, seconds, seed, pace))
+        found = asyncio.run(chaos(served, name in HEAD, faults, seconds, seed, pace, kinds))
         before, tally, struck = found
         took = time.monotonic() - began
         left = _settle(served)
@@ -267,21 +313,28 @@ def main() -> int:
         "python -m bench.elastic", description=__doc__.split("\n\n", maxsplit=1)[0]
     )
     parser.add_argument("--only", action="append", choices=[*LAYOUTS], help="this layout")
+    parser.add_argument("--kind", action="append", choices=[*WEIGHTS], help="of faults")
     parser.add_argument("--faults", type=int, default=100, help="of each layout, at most")
     parser.add_argument("--seconds", type=float, default=60.0, help="of faults, for each layout")
     parser.add_argument("--pace", type=float, default=0.8, help="seconds between two, on average")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--add", action="store_true", help="to the outcomes of the JSON")
     parser.add_argument("--markdown", action="store_true", help="print the table of the JSON")
     args = parser.parse_args()
     if args.markdown:
         print(markdown(json.loads((RESULTS / "elastic.json").read_text())))
         return 0
+    before = json.loads((RESULTS / "elastic.json").read_text())["outcomes"] if args.add else []
     found = []
     for name in tqdm(args.only or list(LAYOUTS), desc="layouts"):
-        found.append(run_layout(name, args.faults, args.seconds, args.seed, args.pace))
+        found.append(
+            run_layout(
+                name, args.faults, args.seconds, args.seed, args.pace, args.kind or [*WEIGHTS]
+            )
+        )
         for text in found[-1].shown:
             print(text, file=sys.stderr)
-        outcomes = [asdict(outcome) for outcome in found]
+        outcomes = [asdict(outcome) for outcome in added(found, before)]
         facts = {**machine(1), "cores": len(os.sched_getaffinity(0))}
         write_json("elastic", {"machine": facts, "seed": args.seed, "outcomes": outcomes})
     print_table(HEADER, rows(outcomes))

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +29,10 @@ SIGNALS: Final = {
     "kill -9": signal.SIGKILL,
     "SIGSTOP": signal.SIGSTOP,
     "exception": signal.SIGRTMIN + 1,
+    "error": signal.SIGUSR1,
 }
 EXCEPTION: Final = "exception"
-WEIGHTS: Final = {"kill -9": 6, "SIGSTOP": 2, "exception": 2}
+WEIGHTS: Final = {"kill -9": 6, "SIGSTOP": 2, "exception": 2, "error": 2}
 # Victims besides ranks, and how likely each is.
 HEADS: Final = ("http", "supervisor")
 HEAD_WEIGHTS: Final = {"rank": 4, "http": 5, "supervisor": 1}
@@ -54,8 +55,8 @@ class Victims:
     """The ranks of a server, found by the names of their processes. `heads`: its HTTP process and
     its supervisor are victims, too."""
 
-    def __init__(self, run: Run, world: int, heads: bool = False) -> None:
-        self._run, self._world, self._heads = run, world, heads
+    def __init__(self, run: Run, world: int, kinds: Sequence[str], heads: bool = False) -> None:
+        self._run, self._world, self._kinds, self._heads = run, world, kinds, heads
         self._server = self._supervisor = 0
         self._page: ControlPage | None = None
 
@@ -113,7 +114,7 @@ class Victims:
         if not pids:
             return None
         rank = rng.choice(sorted(pids))
-        (kind,) = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))
+        (kind,) = rng.choices(self._kinds, [WEIGHTS[kind] for kind in self._kinds])
         doing, calm = self._doing(rank), self.is_calm
         if kind == EXCEPTION and not (may_raise and calm):
             kind = "kill -9"

@@ -26,6 +26,9 @@ from moesaic.moe.dispatch.base import BaseDispatcher
 from tests.e2e.poison_rank import Poison
 
 TWINS: Final = "tests.gpu_rank:run_twins"
+SOUND_TWINS: Final = "tests.gpu_rank:run_sound_twins"
+FRAGILE_TWINS: Final = "tests.gpu_rank:run_fragile_twins"
+LOST_DEVICE: Final = "CUDA error: an illegal memory access was encountered"
 POISONED: Final = "tests.gpu_rank:run_poisoned"
 # Tokens of mixed steps that are captured.
 MIXED_SIZES: Final = (4, 12, 19)
@@ -35,9 +38,35 @@ BUCKETS: Final = "MOESAIC_TEST_BUCKETS"
 
 def run_twins(link: RankLink) -> None:
     """All that a GPU runs but its kernels, whose twins compute here."""
+    rank = _twin(link)
+    StepPoison(rank.runner)
+    rank.serve()
+
+
+def run_sound_twins(link: RankLink) -> None:
+    """The same without poison, which answers that are computed again may have."""
+    _twin(link).serve()
+
+
+def run_fragile_twins(link: RankLink) -> None:
+    """Another rank's death takes their device with it, as it may on an MPS daemon. Those that are
+    started again are sound."""
+    rank = _twin(link)
+    if not link.returns:
+        steps, drop = rank.runner.steps, rank.runner.steps.drop
+
+        def fail() -> None:
+            drop()
+            steps.stuck = LOST_DEVICE
+
+        steps.drop = fail  # type: ignore[method-assign]
+    rank.serve()
+
+
+def _twin(link: RankLink) -> ranks.Worker:
     model_runner.compute_device = lambda *_: torch.device("cpu")
     link.config = {**link.config, "device": "cuda", "cuda_graph_bs_prefill": MIXED_SIZES}
-    _serve(link)
+    return _started(link)
 
 
 def run_poisoned(link: RankLink) -> None:
@@ -93,7 +122,7 @@ def _note_buckets(path: Path) -> None:
     MixedGraphs.run = noted  # type: ignore[method-assign]
 
 
-def _serve(link: RankLink) -> None:
+def _started(link: RankLink) -> ranks.Worker:
     if BUCKETS in os.environ:
         _note_buckets(Path(os.environ[BUCKETS]))
     with IdleSteps() as idle:
@@ -110,8 +139,7 @@ def _serve(link: RankLink) -> None:
     assert idle.steps == rows and len(rows) >= len(steps) * (mesh.dp > 1), (
         f"idle at start: {idle.steps}"
     )
-    StepPoison(rank.runner)
-    rank.serve()
+    return rank
 
 
 def main() -> int:

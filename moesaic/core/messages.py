@@ -188,11 +188,12 @@ class SlowStep(Message):
 
 class Failed(Message):
     """From a rank that cannot go on. `waited`: its wait for other ranks timed out, so that one of
-    them is more likely at fault."""
+    them is more likely at fault. `request_no`: the request that may be the cause; -1: none."""
 
     rank: int
     error: str
     waited: bool = False
+    request_no: int = -1
 
 
 class Fault(Message):

@@ -71,6 +71,8 @@ class NewRequest(msgspec.Struct, array_like=True):
     """Where the KV cache of its prompt goes once it is computed."""
     key: str = ""
     """Names it and its client, who may ask for its answer again; empty: nobody will."""
+    is_suspect: bool = False
+    """What was done for it has failed once: if it fails again, it ends with the error."""
 
 
 class RequestPhase(Enum):

@@ -27,6 +27,7 @@ from moesaic.core.redact import shown
 from moesaic.core.request import Request
 from moesaic.core.sampling import Grammar, SamplingParams
 from moesaic.core.stats import EngineStats
+from moesaic.disagg.allowed_hosts import AllowedHosts, bootstrap_hosts
 from moesaic.engine.errors import QueueFull as QueueFull
 from moesaic.engine.frontend import routed_experts
 from moesaic.engine.frontend.admission import CallAdmission
@@ -174,6 +175,7 @@ class Engine:
             preferred=_preferred_params(self.args),
             role=self.args.disaggregation_mode,
             request_numbers=count(0 if self._keeper is None else self._keeper.life << LIFE_BITS),
+            bootstrap_hosts=AllowedHosts(bootstrap_hosts(self.args)),
         )
 
     def __enter__(self) -> Engine:
@@ -285,6 +287,14 @@ class Engine:
         info: dict[str, Any] = self._thread.query("info")
         shown = self.server_args
         return info | {"model_path": shown.model_path, "tokenizer_path": shown.tokenizer_path}
+
+    def get_rooms(self) -> list[dict[str, Any]]:
+        """The open requests that two instances share, with their phases and peers; also those of
+        which the ranks do not tell in time."""
+        if self._inflight.lobby is not None:
+            return self._inflight.lobby.state()
+        found: list[dict[str, Any]] = self._thread.query("rooms")
+        return found + self._inflight.rooms_except({one["room"] for one in found})
 
     def request_stats(self) -> RequestStats:
         """Counts of requests since the start; it never waits."""

@@ -104,9 +104,7 @@ def load_weights(
     scheme = scheme or detect_scheme(RawConfig.read(folder), folder)
     with _paused_collector():
         slots = list(model.checkpoint_slots())
-        device = _device(slots[0]) if slots else torch.device("cpu")
-        upload = None if device.type == "cpu" else PinnedCopy(device)
-        with Checkpoint(folder, upload) as checkpoint:
+        with Checkpoint(folder, _upload_to(slots)) as checkpoint:
             loader = Loader(checkpoint, scheme)
             found = loader.find_all(slots)
             _check_tensors(model, found, loader, whole)
@@ -124,22 +122,31 @@ def load_some_weights(
 ) -> Iterator[None]:
     """Reads only those weights of a loaded model that are in `tensors`, parts of its own, one for
     each item."""
-    with Checkpoint(folder, None) as checkpoint:
+    slots = slots_within(model, tensors)
+    with Checkpoint(folder, _upload_to(slots)) as checkpoint:
         loader = Loader(checkpoint, scheme)
-        for slot, reader in loader.find_all(slots_within(model, tensors)):
+        for slot, reader in loader.find_all(slots):
             loader.fill(slot, reader)
             yield
 
 
+def _upload_to(slots: Sequence[Slot]) -> PinnedCopy | None:
+    """How tensors come to the device of the slots; None: they stay on the host."""
+    device = _device(slots[0]) if slots else torch.device("cpu")
+    return None if device.type == "cpu" else PinnedCopy(device)
+
+
 def fill_some_randomly(model: Loadable, seed: int, tensors: Sequence[Tensor]) -> Iterator[None]:
     """As `load_some_weights`, with what `fill_randomly` gives these tensors."""
-    for slot in slots_within(model, tensors):
-        _fill_slot(slot, seed, direct=False)
+    slots = slots_within(model, tensors)
+    direct = _is_direct(slots)
+    for slot in slots:
+        _fill_slot(slot, seed, direct)
         yield
 
 
 def slots_within(model: Loadable, tensors: Sequence[Tensor]) -> list[Slot]:
-    """The slots of a model on the host that fill a part of one of these tensors."""
+    """The slots that fill a part of one of these tensors."""
     spans = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors]
     return [
         slot
@@ -284,9 +291,11 @@ def fill_randomly(model: Loadable, seed: int, *, direct: bool | None = None) -> 
     otherwise whole tensors are drawn and encoded.
     """
     slots = list(model.checkpoint_slots())
-    if direct is None:
-        direct = any(_device(slot).type == "cuda" for slot in slots)
-    _fill_slots(slots, seed, direct)
+    _fill_slots(slots, seed, _is_direct(slots) if direct is None else direct)
+
+
+def _is_direct(slots: Sequence[Slot]) -> bool:
+    return any(_device(slot).type == "cuda" for slot in slots)
 
 
 def _fill_slots(slots: Sequence[Slot], seed: int, direct: bool) -> None:

@@ -30,6 +30,7 @@ from moesaic.engine.setup.graph_sizes import graph_sizes, verify_graph_sizes
 from moesaic.engine.worker.local_core import LocalCore
 from moesaic.kernels.sampling import greedy_rows
 from moesaic.models.tiny import FAMILIES, materialise
+from moesaic.overlap.policy import policy_of
 
 pytestmark = pytest.mark.timeout(300)
 FUTURE = -1
@@ -549,6 +550,14 @@ def test_dropped_graphs_are_captured_again(monkeypatch: pytest.MonkeyPatch) -> N
     for key in (four, four, four, one, one):
         cache.run(key)
     assert (ran, replayed) == ([four, four, four, one], [one])
+    # A rank that returns has none at first.
+    late = GraphCache((1, 4), ran.append, torch.device("cpu"))
+    monkeypatch.setattr(late, "_capture", capture)
+    late.postpone(policy_of("off", (Overlap.OFF,)))
+    ran.clear(), replayed.clear()
+    for key in (four, one, four, one, four):
+        late.run(key)
+    assert (ran, replayed) == ([four, one], [four, one, four])
 
 
 def test_a_graph_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,3 +153,24 @@ def test_kernels_of_a_rank_apart_leave_no_trace(page: ControlPage):
     meet(mine)
     with pytest.raises(PeerTimeout):
         watch.lifecycle.check()
+
+
+def test_a_rank_that_returns_starts_alone(page: ControlPage):
+    """The others serve, so that its kernels neither wait for them nor signal; then they do."""
+    (mine, other), status = owners(timeout=0.05), page.status(0)
+    watch = PeerWatchdog(mine.lifecycle, status, [mine.window], returns=True)
+    with watch.starting(60.0):
+        meet(mine)
+        watch.lifecycle.check()
+    assert other.window.signals.flag(1, 0).tolist() == [0, 0]
+    for owner in (mine, other):
+        owner.lifecycle.restart(Membership(1, (0, 1)))
+    signal(other.window.call(0, OPERATION))
+    meet(mine)
+    watch.lifecycle.check()
+    with (
+        PeerWatchdog(mine.lifecycle, None, [mine.window]).starting(0.2),
+        pytest.raises(PeerTimeout),
+    ):
+        meet(mine)
+        watch.lifecycle.check()

@@ -154,33 +154,33 @@ class ElasticMembership(MembershipPolicy):
             return "only attention groups (--enable-dp-attention) of one replica come and go"
         if not 0 < size <= mesh.world or size % mesh.attention_tp:
             return (
-                f"{size} ranks: give a multiple of {mesh.attention_tp} up to {mesh.world}, with "
-                "which the service was started"
+                f"{size} ranks: give a multiple of {mesh.attention_tp} up to {mesh.world}, for "
+                "which the service is laid out (--max-ep-size)"
             )
         if why := self._cannot_serve(self._replicas[0], range(size)):
-            return f"{size} ranks: {why}"
-        away = [rank for rank in range(self._size) if not self.ranks[rank].is_live]
-        if away or self._replicas[0].pending:
-            return f"ranks {_numbers(away)} are on their way: ask again when they are live"
+            sizes = range(size, mesh.world + 1, mesh.attention_tp)
+            least = next(n for n in sizes if not self._cannot_serve(self._replicas[0], range(n)))
+            return f"{size} ranks: {why}. Sizes from {least} to {mesh.world} work"
         before, self._size = self._size, size
         for rank in range(before, size):
-            self.ranks[rank].restart_at, self.ranks[rank].since = now, now
-        if removed := list(range(size, before)):
-            self._remove(removed, now)
-        self._phase = {-1: "serving_reduced", 1: "serving_expanded"}.get(
-            (size > before) - (size < before), self._phase
-        )
+            self.ranks[rank] = RankLife(is_live=False, since=now, restart_at=now)
+        self._remove(range(size, before), now)
+        if size != before:
+            self._phase = "serving_expanded" if size > before else "serving_reduced"
         return ""
 
-    def _remove(self, ranks: list[int], now: float) -> None:
+    def _remove(self, ranks: Sequence[int], now: float) -> None:
+        """Those that had not joined yet leave without a change."""
+        removed = [rank for rank in ranks if self.ranks[rank].is_live]
         for rank in ranks:
             if not self._host.kill_rank(rank):
                 self._host.fail(f"{self._mesh.describe(rank)} cannot be ended", [rank])
                 return
             self._host.answer_for(rank)
-            self.ranks[rank].is_live = False
-        cause = f"{_numbers(ranks)} are removed: the service is to have {self._size} ranks"
-        self._change(self._replicas[0], REMOVED, ranks, cause, now)
+            self.ranks[rank] = RankLife(is_live=False, since=now)
+        if removed:
+            cause = f"{_numbers(removed)} are removed: the service is to have {self._size} ranks"
+            self._change(self._replicas[0], REMOVED, removed, cause, now)
 
     def is_watched(self, rank: int) -> bool:
         """Whether a rank that makes no progress holds others up: not while these wait for one that
@@ -204,6 +204,10 @@ class ElasticMembership(MembershipPolicy):
                     if why
                     else "a rank that is lost is restarted, and the others go on meanwhile",
                 )
+        start = self._host.spec.start_size
+        if start is not None and (why := self.scale(start)):
+            self._host.fail(f"the service cannot start with fewer ranks: {why}", [])
+        self._phase = "idle"
 
     def on_ranks_lost(self, service: EndableService, ranks: Sequence[int], cause: str) -> None:
         if not self._host.is_serving:

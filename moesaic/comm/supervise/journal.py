@@ -127,14 +127,19 @@ class Journal:
         for number in moved:
             if self.open[number].group != HELD:
                 self.balancer.withdraw(number)
-                self.open[number].group = HELD
+                self._place(number, HELD)
         if not self.balancer.has_groups:
             return {}
         replays, found = [self.replay(number) for number in moved], dict[int, list[NewRequest]]()
         for replay, group in zip(replays, self.balancer.assign(replays), strict=True):
-            self.open[replay.request_no].group = group
+            self._place(replay.request_no, group)
             found.setdefault(group, []).append(replay)
         return found
+
+    def _place(self, request_no: int, group: int) -> None:
+        self.open[request_no].group = group
+        if request_no in self._arriving:
+            self._arriving[request_no] = group
 
     def replay(self, request_no: int) -> NewRequest:
         """The request that, submitted to any group, continues an open one."""
@@ -149,6 +154,11 @@ class Journal:
             self._drop(number)
         starts = range(0, len(deltas), ENDED_AT_ONCE)
         return [StepOutput(deltas[start : start + ENDED_AT_ONCE]) for start in starts]
+
+    def suspect(self, request_no: int) -> None:
+        """Its group failed while it did something for this request alone."""
+        if (entry := self.open.get(request_no)) is not None:
+            entry.request.is_suspect = True
 
     def is_served(self, request_no: int) -> bool:
         """Whether a group has the request, and does not lose it at this moment."""

@@ -431,6 +431,8 @@ class LeadSupervisor(NodeSupervisor):
             ranks = [self._facts[rank] for rank in range(self.mesh.world)]
             if self.elastic is not None:
                 self.elastic.note_ready(ranks[0])
+                if self.exit_code is not None:
+                    return
             if "cache_tokens" in ranks[0]:
                 self._balancer.limit_cache(ranks[0]["cache_tokens"])
             ready = self._ready()
@@ -454,6 +456,7 @@ class LeadSupervisor(NodeSupervisor):
 
     def _on_failed(self, failed: messages.Failed) -> None:
         """A rank whose wait timed out is not at fault if another rank is seen not to take part."""
+        self.journal.suspect(failed.request_no)
         seen = self.snapshots(time.monotonic())
         where = f"; {seen[failed.rank]}" if failed.rank in seen else ""
         message = f"{self.mesh.describe(failed.rank)} failed: {failed.error}{where}"

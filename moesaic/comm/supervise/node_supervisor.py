@@ -234,7 +234,8 @@ class NodeSupervisor(ABC):
             rank, self.spec, self._control, *sockets, store, host, secret, self.is_serving
         )
         data = msgspec.msgpack.encode(spec)
-        self._spawner.start(f"rank{rank}", "moesaic.comm.launch.rank_link:main", data)
+        name = f"rank{rank} {self._routes[rank].decode()}"
+        self._spawner.start(name, "moesaic.comm.launch.rank_link:main", data)
 
     def kill_rank(self, rank: int) -> bool:
         """Ends a rank's process and drops what it still sends. Returns whether it is gone."""
@@ -301,7 +302,12 @@ class NodeSupervisor(ABC):
                 text = f"{why}; the fork server may have failed to load"
                 self.fail_with(Fault(text, supervisor=True))
             else:
-                self._processes[int(started.name.removeprefix("rank"))] = started
+                rank, route = started.name.removeprefix("rank").split()
+                if self._routes[int(rank)] != route.encode():  # it was to be ended meanwhile
+                    started.kill()
+                    started.join(FENCE_SECONDS)
+                    continue
+                self._processes[int(rank)] = started
                 self.loop.add(started.sentinel, self._on_rank_end)
 
     def _on_rank_end(self) -> None:

@@ -71,6 +71,9 @@ class ServiceSpec:
     """The most ranks on one GPU; several need CUDA's MPS."""
     elastic: bool = False
     """Whether the service goes on without a rank that is lost, and restarts it."""
+    start_size: int | None = None
+    """The ranks that run at the start, if fewer than all: the others end once all have been ready,
+    which the layout of shared memory needs."""
     restart_limit: int = 0
     """How often in a row a rank may be lost at once after its start; 0: no limit."""
     keeper: int = 0

@@ -299,6 +299,9 @@ class CoreClient:
         if query.what in SUPERVISOR_QUERIES:
             query.answer.set_result(query.overview)
             return
+        if query.what == "rooms":
+            query.answer.set_result([room for rooms in values for room in rooms])
+            return
         if query.what == "flush_cache":
             query.answer.set_result(sum(values))
             return
@@ -319,7 +322,7 @@ class CoreClient:
         now = time.monotonic()
         late = [number for number, query in self._queries.items() if query.deadline <= now]
         for query in map(self._queries.pop, late):
-            if query.every and (query.replies or query.overview):
+            if query.what == "rooms" or (query.every and (query.replies or query.overview)):
                 self._resolve(query)
                 continue
             missing = query.expected - len(query.replies)
@@ -409,6 +412,7 @@ def service_spec(args: ServerArgs, mesh: Mesh, keeper: int = 0) -> ServiceSpec:
         log_level=args.log_level,
         gpu_sharers=max_ranks_per_gpu(gpus_of(args)) if args.device == "cuda" else 0,
         elastic=args.elastic_ep_backend is not None,
+        start_size=args.elastic_ep_initial_size,
         restart_limit=args.restart_limit,
         keeper=keeper,
     )

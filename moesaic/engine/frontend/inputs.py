@@ -264,7 +264,7 @@ class GenerateInput:
             raise ValueError(f"more than {MAX_SAMPLES} outputs at once: ask several times")
         room = limits.max_sequence - len(prompt_ids)
         length = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
-        meeting = meeting_room(self, limits.role) if length else None
+        meeting = meeting_room(self, limits.role, limits.bootstrap_hosts) if length else None
         seed = params.sampling_seed
         if seed is None and self.request_id:
             seed = seed_of(self.request_id)
