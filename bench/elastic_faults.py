@@ -150,12 +150,14 @@ class Served:
 
 
 @contextmanager
-def serving(flags: str) -> Iterator[Served]:
-    """The server of these flags; its processes are gone afterwards."""
+def serving(flags: str, hook: str = "") -> Iterator[Served]:
+    """The server of these flags; its processes are gone afterwards. `hook`: a command for its
+    events."""
     run = Run()
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     words = ["serve", MODEL, "--port", str(port), *FLAGS.split(), *flags.split()]
+    words += ["--elastic-event-command", hook] if hook else []
     with run.log.open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "bench.faulty_rank", *words],

@@ -4,10 +4,12 @@ again by the id of their request get the answers of a run without faults, and no
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -24,8 +26,14 @@ QUESTIONS = [Question.draw(number) for number in (0, 1, 2, 3, 15)]
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(f"{FLAGS} --moe-a2a-backend deepep") as found:
+def events(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file in which a hook collects events."""
+    return tmp_path_factory.mktemp("hook") / "events"
+
+
+@pytest.fixture(scope="module")
+def served(events: Path) -> Iterator[Served]:
+    with serving(f"{FLAGS} --moe-a2a-backend deepep", f"tee -a {events}") as found:
         yield found
 
 
@@ -60,13 +68,21 @@ def during(served: Served, expected: list[Any], strike: Callable[[], None]) -> T
     return tally
 
 
+def told(events: Path, process: str) -> list[dict[str, Any]]:
+    """The events of a kind of process, which have come by now."""
+    lines = events.read_text().splitlines() if events.exists() else []
+    return [one for one in map(json.loads, lines) if one["process"] == process]
+
+
 def losses(served: Served) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = httpx.get(f"{served.url}/server_info").json()["losses"]["last"]
     return found
 
 
 @pytest.mark.timeout(300)
-def test_streams_survive_the_http_process(served: Served, expected: list[Any]) -> None:
+def test_streams_survive_the_http_process(
+    served: Served, expected: list[Any], events: Path
+) -> None:
     pid, ranks = served.run.pid("http"), served.run.pid("supervisor")
     tally = during(served, expected, lambda: os.kill(pid, signal.SIGKILL))
     assert tally.reconnects >= len(QUESTIONS)
@@ -74,6 +90,11 @@ def test_streams_survive_the_http_process(served: Served, expected: list[Any]) -
     (loss,) = losses(served)
     assert (loss["process"], loss["requests"]) == ("http", len(QUESTIONS)) and loss["seconds"]
     assert f"the HTTP process {pid} was killed by signal 9" in loss["cause"]
+    wait_for(lambda: len(told(events, "http")) == 2, "two events", served.run)
+    assert {one["state"] for one in told(events, "http")} == {"begun", "done"}
+    (done,) = (one for one in told(events, "http") if one["state"] == "done")
+    assert (done["requests"], done["cause"]) == (loss["requests"], loss["cause"])
+    assert done["seconds"] == pytest.approx(loss["seconds"], abs=0.5)
 
 
 @pytest.mark.timeout(300)
@@ -97,12 +118,13 @@ def test_an_answer_that_has_ended_is_given_again(served: Served, expected: list[
 
 
 @pytest.mark.timeout(300)
-def test_streams_survive_the_supervisor(served: Served, expected: list[Any]) -> None:
+def test_streams_survive_the_supervisor(served: Served, expected: list[Any], events: Path) -> None:
     pid = served.run.pid("supervisor")
     tally = during(served, expected, lambda: os.kill(pid, signal.SIGKILL))
     assert tally.reconnects == 0 and served.run.pid("supervisor") != pid
     loss = losses(served)[-1]
     assert (loss["process"], loss["requests"]) == ("supervisor", len(QUESTIONS))
+    wait_for(lambda: len(told(events, "supervisor")) == 2, "two events", served.run)
     assert re.search(r"moesaic_supervisor_losses_total 1", httpx.get(f"{served.url}/metrics").text)
 
 
@@ -126,3 +148,14 @@ def test_a_signal_ends_all_of_it(served: Served) -> None:
     served.run.await_gone()
     assert served.run.left() == []
     wait_for(lambda: "the server has stopped" in served.run.log.read_text(), "end", served.run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_all_ends_with_the_keeper() -> None:
+    with serving(f"{FLAGS} --moe-a2a-backend deepep") as served:
+        served.run.learn()
+        os.kill(served.process.pid, signal.SIGKILL)
+        served.process.wait()
+        served.run.await_gone()
+        assert served.run.left() == []
