@@ -1,5 +1,5 @@
-"""Ranks of a server are killed, stopped and made to raise while clients stream: is an answer lost,
-and is each the one of a run without faults?
+"""Ranks of a server are killed, stopped and made to raise while clients stream, and so are its HTTP
+process and its supervisor: is an answer lost, and is each the one of a run without faults?
 
     python -m bench.elastic                               # all layouts, a minute of faults each
     python -m bench.elastic --only deepep --faults 20 --add   # to what the JSON has of this layout
@@ -10,7 +10,8 @@ token and for some questions logprob by logprob, each event a continuation of th
 server computes deterministically, so that "the same" needs no tolerance. Victims, kinds and moments
 are drawn from a seed; a victim may be starting again, or be in the middle of a recovery. An
 exception is one of the next layer that the rank computes, an error one that a handler of a signal
-raises wherever the rank is.
+raises wherever the rank is. Clients of a lost HTTP process ask again by the id of their request,
+and streams go on behind the last event that they have.
 """
 
 from __future__ import annotations
@@ -21,15 +22,12 @@ import json
 import os
 import random
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
@@ -37,17 +35,9 @@ from tqdm import tqdm
 
 from bench.common import RESULTS, machine, print_table, write_json
 from bench.elastic_client import Question, Tally, ask, client
-from bench.fault_run import Run, wait_for
-from moesaic.comm.supervise.control_page import HEAD_BYTES, STATUS_BYTES, ControlPage
-from moesaic.core.rank_state import RankState
+from bench.elastic_faults import EXCEPTION, HEADS, WEIGHTS, Fault, Served, Victims, serving
 
-ROOT: Final = Path(__file__).parents[1]
-MODEL: Final = "tiny:qwen3_moe"
 GROUPS: Final = "--tp 4 --ep 4 --dp 4 --enable-dp-attention --ep-num-redundant-experts 4"
-FLAGS: Final = (
-    "--elastic-ep-backend mooncake --restart-limit 0 --enable-deterministic-inference "
-    "--max-total-tokens 4096 --num-threads 1 --skip-server-warmup"
-)
 LAYOUTS: Final = {
     "none": f"{GROUPS} --moe-a2a-backend none",
     "deepep": f"{GROUPS} --moe-a2a-backend deepep",
@@ -66,15 +56,10 @@ LAYOUTS: Final = {
         "--tp 4 --ep 4 --dp 4 --enable-dp-attention --moe-a2a-backend deepep"
     ),
     "TP 2, PP 2": "--tp 2 --pp 2 --ep 2 --moe-a2a-backend deepep",
+    "deepep, head too": f"{GROUPS} --moe-a2a-backend deepep",
 }
-SIGNALS: Final = {
-    "kill -9": signal.SIGKILL,
-    "SIGSTOP": signal.SIGSTOP,
-    "exception": signal.SIGRTMIN + 1,
-    "error": signal.SIGUSR1,
-}
-EXCEPTION: Final = "exception"
-WEIGHTS: Final = {"kill -9": 6, "SIGSTOP": 2, "exception": 2, "error": 2}
+# The layouts in which the HTTP process and the supervisor are victims, too.
+HEAD: Final = ("deepep, head too",)
 QUESTIONS, CLIENTS = 24, 8
 START_SECONDS: Final = 300.0
 SETTLE_SECONDS: Final = 60.0
@@ -85,104 +70,6 @@ CALM_SHARE: Final = 0.75
 ALONE_SECONDS: Final = 1.0
 # A second error in the steps that look for the cause of the first would be blamed on a request.
 SEARCH_SECONDS: Final = 5.0
-
-
-@dataclass(frozen=True)
-class Fault:
-    kind: str
-    rank: int
-    doing: str
-    when: float
-    calm: bool
-    """All ranks were live before it."""
-
-
-class Victims:
-    """The ranks of a server, found by the names of their processes."""
-
-    def __init__(self, run: Run, world: int, kinds: Sequence[str]) -> None:
-        self._server, self._world, self._kinds = run.pid("fork server"), world, kinds
-        supervisor = run.pid("supervisor")
-        link = next(
-            link
-            for link in Path(f"/proc/{supervisor}/fd").iterdir()
-            if "moesaic-control" in os.readlink(link)
-        )
-        seats = (link.stat().st_size - HEAD_BYTES) // STATUS_BYTES
-        self._page = ControlPage.open(str(link), seats)
-        self.supervisor = supervisor
-
-    def pids(self) -> dict[int, int]:
-        found = {}
-        for path in Path(f"/proc/{self._server}/task").glob("*/children"):
-            for pid in path.read_text().split():
-                with suppress(OSError, ValueError):
-                    name = Path(f"/proc/{pid}/comm").read_text().strip()
-                    found[int(name.removeprefix("rank"))] = int(pid)
-        return found
-
-    @property
-    def is_calm(self) -> bool:
-        """Whether all ranks are live, and no step is abandoned."""
-        ranks = range(self._world)
-        return self._page.live == (1 << self._world) - 1 and not any(
-            self._doing(rank) in ("start", "recovery") for rank in ranks
-        )
-
-    def strike(self, rng: random.Random, may_raise: bool) -> Fault | None:
-        pids = self.pids()
-        if not pids:
-            return None
-        rank = rng.choice(sorted(pids))
-        (kind,) = rng.choices(self._kinds, [WEIGHTS[kind] for kind in self._kinds])
-        doing, calm = self._doing(rank), self.is_calm
-        if kind == EXCEPTION and not (may_raise and calm):
-            kind = "kill -9"
-        try:
-            os.kill(pids[rank], SIGNALS[kind])
-        except ProcessLookupError:
-            return None
-        return Fault(kind, rank, doing, time.monotonic(), calm)
-
-    def _doing(self, rank: int) -> str:
-        seen = self._page.snapshot(rank)
-        if seen.state in (RankState.ABSENT, RankState.STARTING):
-            return "start"
-        if "abandon" in seen.operation or "tell experts" in seen.operation:
-            return "recovery"
-        if seen.state == RankState.IDLE:
-            return "idle"
-        return "prefill" if "normal" in seen.operation else "step"
-
-
-@dataclass(frozen=True)
-class Served:
-    url: str
-    run: Run
-    process: subprocess.Popen[bytes]
-
-
-@contextmanager
-def serving(flags: str) -> Iterator[Served]:
-    """The server of these flags; its processes are gone afterwards."""
-    run = Run()
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    words = ["serve", MODEL, "--port", str(port), *FLAGS.split(), *flags.split()]
-    with run.log.open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "bench.faulty_rank", *words],
-            env=run.environment,
-            stdout=log,
-            stderr=log,
-            cwd=ROOT,
-        )
-    try:
-        wait_for(lambda: "ready: http" in run.log.read_text(), "server", run)
-        yield Served(f"http://127.0.0.1:{port}", run, process)
-    finally:
-        run.close()
-        process.wait()
 
 
 @dataclass
@@ -205,6 +92,8 @@ class Outcome:
     gaps: list[float]
     left: list[str]
     shown: list[str]
+    reconnects: int = 0
+    """How often a client lost its connection and asked again."""
 
     @property
     def is_good(self) -> bool:
@@ -224,6 +113,7 @@ class Outcome:
             faults=dict(Counter(self.faults) + Counter(other.faults)),
             doing=dict(Counter(self.doing) + Counter(other.doing)),
             epochs=self.epochs + other.epochs,
+            reconnects=self.reconnects + other.reconnects,
             stalls={kind: sorted(values) for kind, values in stalls.items()},
             gaps_before=[
                 max(pair) for pair in zip(self.gaps_before, other.gaps_before, strict=True)
@@ -244,7 +134,7 @@ def added(found: Sequence[Outcome], before: Sequence[dict[str, Any]]) -> list[Ou
 
 async def chaos(
     served: Served,
-    world: int,
+    heads: bool,
     faults: int,
     seconds: float,
     seed: int,
@@ -261,7 +151,7 @@ async def chaos(
         for question, answer in zip(questions, answers, strict=True):
             before.count(answer, None, str(question))
             expected[question] = answer.value
-    victims, rng, until = Victims(served.run, world, kinds), random.Random(seed), asyncio.Event()
+    victims, rng, until = Victims(served.run, 4, kinds, heads), random.Random(seed), asyncio.Event()
     clients = [
         asyncio.create_task(client(served.url, number, expected, tally, until))
         for number in range(CLIENTS)
@@ -297,7 +187,7 @@ def run_layout(
     flags = LAYOUTS[name]
     with serving(flags) as served:
         began = time.monotonic()
-        found = asyncio.run(chaos(served, 4, faults, seconds, seed, pace, kinds))
+        found = asyncio.run(chaos(served, name in HEAD, faults, seconds, seed, pace, kinds))
         before, tally, struck = found
         took = time.monotonic() - began
         left = _settle(served)
@@ -317,6 +207,7 @@ def run_layout(
         faults=dict(Counter(fault.kind for fault in struck)),
         doing=dict(Counter(fault.doing for fault in struck)),
         epochs=log.count(": adopted by "),
+        reconnects=tally.reconnects,
         stalls=_stalls(tally, struck),
         gaps_before=_figures(before),
         gaps=_figures(tally),
@@ -375,6 +266,7 @@ HEADER: Final = (
     *("stall by kill: median", "longest", "by SIGSTOP: median", "longest"),
     *("gap without faults: median", "P99", "left"),
 )
+HEAD_HEADER: Final = ("fault", "number", "stall: median", "longest")
 
 
 def row(name: str, outcomes: Sequence[dict[str, Any]]) -> list[str]:
@@ -395,11 +287,25 @@ def rows(outcomes: Sequence[dict[str, Any]]) -> list[list[str]]:
     return [*(row(one["layout"], [one]) for one in outcomes), row("all", outcomes)]
 
 
+def head_rows(outcomes: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """For each fault of the HTTP process and of the supervisor: how many, and their stalls."""
+    found = []
+    kinds = sorted({kind for one in outcomes for kind in one["faults"] if kind.startswith(HEADS)})
+    for kind in kinds:
+        number = sum(one["faults"].get(kind, 0) for one in outcomes)
+        stalls = sorted(value for one in outcomes for value in one["stalls"].get(kind, ()))
+        figures = [f"{_share(stalls, part):.2f}" if stalls else "" for part in (0.5, 1.0)]
+        found.append([kind, str(number), *figures])
+    return found
+
+
 def markdown(results: dict[str, Any]) -> str:
     table = [HEADER, ["---"] * len(HEADER), *rows(results["outcomes"])]
+    heads = [HEAD_HEADER, ["---"] * len(HEAD_HEADER), *head_rows(results["outcomes"])]
     told = results["machine"]
     first = f"{told['cores']} cores of {told['cpu']}, torch {told['torch']}; seconds."
-    return "\n".join([first, "", *(f"| {' | '.join(one)} |" for one in table)])
+    lines = [[f"| {' | '.join(one)} |" for one in part] for part in (table, heads)]
+    return "\n".join([first, "", *lines[0], "", *lines[1]])
 
 
 def main() -> int:
@@ -432,6 +338,7 @@ def main() -> int:
         facts = {**machine(1), "cores": len(os.sched_getaffinity(0))}
         write_json("elastic", {"machine": facts, "seed": args.seed, "outcomes": outcomes})
     print_table(HEADER, rows(outcomes))
+    print_table(HEAD_HEADER, head_rows(outcomes))
     return int(not all(outcome.is_good for outcome in found))
 
 

@@ -14,7 +14,8 @@ from typing import Any, Final
 
 import aiohttp
 
-REQUEST_SECONDS: Final = 120.0
+# Only ends what hangs: after each loss of the supervisor ranks load again.
+REQUEST_SECONDS: Final = 600.0
 # Before a client that has lost its connection connects again.
 RECONNECT_SECONDS: Final = 0.05
 SHOWN: Final = 5
@@ -132,9 +133,11 @@ class Tally:
             self.shown.append(text[:400])
 
 
-async def ask(session: aiohttp.ClientSession, url: str, question: Question) -> Answer:
-    """Asks until there is an end or an error that is not that of a connection."""
-    answer, request_id = Answer(), uuid.uuid4().hex
+async def ask(
+    session: aiohttp.ClientSession, url: str, question: Question, answer: Answer | None = None
+) -> Answer:
+    """Asks until there is an end or an error that is not that of a connection. `answer`: grows."""
+    answer, request_id = answer or Answer(), uuid.uuid4().hex
     try:
         async with asyncio.timeout(REQUEST_SECONDS):
             while not (answer.done or answer.error):

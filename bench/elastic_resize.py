@@ -20,15 +20,9 @@ from typing import Any, Final
 import aiohttp
 
 from bench.common import machine, print_table, write_json
-from bench.elastic import (
-    CLIENTS,
-    QUESTIONS,
-    SETTLE_SECONDS,
-    Served,
-    _figures,
-    serving,
-)
+from bench.elastic import CLIENTS, QUESTIONS, SETTLE_SECONDS, _figures
 from bench.elastic_client import Question, Tally, ask, client
+from bench.elastic_faults import Served, serving
 
 FLAGS: Final = "--tp 1 --moe-a2a-backend deepep"
 # A size that takes longer than this is asked for again in vain, and another one is next.

@@ -66,8 +66,11 @@ class Run:
         return [pid for pid in found if mark in _read(pid, "environ").split(b"\0")]
 
     def find(self, name: str) -> int | None:
-        """supervisor, fork server, rank0, rank1, …, once it can be told from the others."""
+        """http (of an elastic server), supervisor, fork server, rank0, rank1, …, once it can be
+        told from the others."""
         pids = self.pids()
+        if name == "http":
+            return next((pid for pid in pids if _name(pid) == "moesaic-http"), None)
         heads = [pid for pid in pids if b"moesaic.comm.supervise.main" in _read(pid, "cmdline")]
         if not heads or name == "supervisor":
             return heads[0] if heads else None

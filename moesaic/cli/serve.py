@@ -129,4 +129,4 @@ def _serve(args: ServerArgs) -> int:
         from moesaic.server.run import serve
     if args.elastic_ep_backend is None:
         return serve(args, listener)
-    return keep(partial(serve, args, listener), args.restart_limit)
+    return keep(partial(serve, args, listener), args)

@@ -337,8 +337,20 @@ class ElasticArgs:
     restart_limit: int = flag(
         10,
         "With --elastic-ep-backend: how often in a row a rank may be lost within a second of its "
-        "return, or before it, until the service ends; 0: no limit.",
+        "return, or before it, until the service ends; so may the HTTP process and the supervisor. "
+        "0: no limit.",
         at_least=0,
+    )
+    elastic_event_command: str | None = flag(
+        None,
+        "With --elastic-ep-backend: a command to run for each loss and return of a process, with "
+        "the event as JSON on its standard input, for up to 10 s.",
+        metavar="COMMAND",
+    )
+    elastic_event_url: str | None = flag(
+        None,
+        "The same as a POST to this URL.",
+        metavar="URL",
     )
     weight_cache_mode: str = flag(
         "off",

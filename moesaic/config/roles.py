@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Final
@@ -14,6 +16,7 @@ from moesaic.config.flags import given
 from moesaic.config.speculation import speculation_problems
 from moesaic.core.speculation import ALGORITHMS
 
+HOOKS: Final = ("elastic_event_command", "elastic_event_url")
 TRY_CUDA: Final = "MOESAIC_ELASTIC_CUDA"
 """Elasticity of ranks on GPUs is refused without this variable: no GPU has run it yet."""
 
@@ -21,9 +24,10 @@ TRY_CUDA: Final = "MOESAIC_ELASTIC_CUDA"
 def elastic_problems(args: ServerArgs) -> Iterator[str]:
     yield from _weight_cache_problems(args)
     if args.elastic_ep_backend is None:
-        for typed in given(args, "elastic_ep_join_mode"):
+        for typed in given(args, "elastic_ep_join_mode", *HOOKS):
             yield f"{typed} needs --elastic-ep-backend mooncake"
         return
+    yield from _hook_problems(args)
     shown = f"--elastic-ep-backend {args.elastic_ep_backend}"
     if (device := device_of(args)) != "cpu" and not (device == "cuda" and TRY_CUDA in os.environ):
         yield f"{shown} with --device {device}: only CPU ranks are restarted so far; leave it out"
@@ -50,6 +54,21 @@ def elastic_problems(args: ServerArgs) -> Iterator[str]:
             "--elastic-ep-join-mode scale needs --elastic-ep-join-rank-offset: "
             "the number of ranks that already run"
         )
+
+
+def _hook_problems(args: ServerArgs) -> Iterator[str]:
+    url, command = args.elastic_event_url, args.elastic_event_command
+    if url is not None and not url.startswith(("http://", "https://")):
+        yield f"--elastic-event-url {url}: give one that begins with http:// or https://"
+    if command is None:
+        return
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        yield f"--elastic-event-command {command!r}: {error}"
+        return
+    if not words or shutil.which(words[0]) is None:
+        yield f"--elastic-event-command {command!r}: there is no such program; give its path"
 
 
 def _weight_cache_problems(args: ServerArgs) -> Iterator[str]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
+
+KEPT_LOSSES: Final = 64
 
 
 class TrafficStats(msgspec.Struct, array_like=True):
@@ -152,10 +156,34 @@ class ServiceLoss(msgspec.Struct):
     cause: str
     when: float
     """Seconds since the epoch of the clock."""
-    requests: int
+    requests: int = 0
     """Those that were open and go on."""
     seconds: float | None = None
     """Until they went on; None: they have not."""
+
+
+class ServiceLosses(msgspec.Struct):
+    """What happened to the HTTP process and the supervisor of an elastic service."""
+
+    http: int = 0
+    """How often it was lost since the start."""
+    supervisor: int = 0
+    seconds: float = 0.0
+    """Until requests went on, of all losses together."""
+    last: list[ServiceLoss] = []
+
+    def add(self, loss: ServiceLoss) -> None:
+        setattr(self, loss.process, getattr(self, loss.process) + 1)
+        self.last = [*self.last, loss][-KEPT_LOSSES:]
+        self.seconds += loss.seconds or 0.0
+
+    def note_return(self, process: str, requests: int, seconds: float) -> list[ServiceLoss]:
+        """It is here again, and so many requests go on; returns the losses that this completes."""
+        found = [one for one in self.last if one.process == process and one.seconds is None]
+        for loss in found:
+            loss.requests, loss.seconds = requests, seconds
+            self.seconds += seconds
+        return found
 
 
 class EngineStats(msgspec.Struct):
@@ -168,5 +196,5 @@ class EngineStats(msgspec.Struct):
     """Logical experts of a layer."""
     membership: MembershipStats | None = None
     """Where ranks may be lost."""
-    losses: list[ServiceLoss] | None = None
-    """Where the HTTP process and the supervisor may be lost: each time that one was."""
+    losses: ServiceLosses | None = None
+    """Where the HTTP process and the supervisor may be lost."""

@@ -74,7 +74,11 @@ ROWS: Final = {
         Panel("Time in state", "s", "rank_state_seconds", 6),
         Panel("Experts' share of computing", "percentunit", "rank_runner_seconds_total", 6),
         Panel("Live ranks", "short", "ranks_live", 6),
-        Panel("Losses and returns", "ops", "rank_losses_total rank_returns_total"),
+        Panel(
+            "Losses and returns",
+            "ops",
+            "rank_losses_total rank_returns_total http_losses_total supervisor_losses_total",
+        ),
         Panel(
             "Time to adopt losses and returns", "percentunit", "membership_change_seconds_total", 6
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from moesaic.core.stats import GroupStats, MembershipStats, RankStats
+from moesaic.core.stats import GroupStats, MembershipStats, RankStats, ServiceLosses
 from moesaic.observe.metric_types import GROUP, Labels, MetricSource, Sample, Series, Snapshot
 from moesaic.observe.requests import Distribution, RequestStats
 
@@ -77,6 +77,16 @@ def membership(value: Callable[[MembershipStats], float]) -> Series:
     def read(snapshot: Snapshot) -> Iterator[Sample]:
         if snapshot.engine.membership is not None:
             yield (), value(snapshot.engine.membership)
+
+    return Series(MetricSource.RANKS, read)
+
+
+def losses(value: Callable[[ServiceLosses], float]) -> Series:
+    """Of services that go on without their HTTP process or their supervisor."""
+
+    def read(snapshot: Snapshot) -> Iterator[Sample]:
+        if snapshot.engine.losses is not None:
+            yield (), value(snapshot.engine.losses)
 
     return Series(MetricSource.RANKS, read)
 

@@ -253,6 +253,21 @@ METRICS: Final[tuple[Metric, ...]] = (
         series.membership(lambda m: m.returned),
     ),
     _counter(
+        "http_losses_total",
+        "HTTP processes that were lost; each is started again (--elastic-ep-backend).",
+        series.losses(lambda lost: lost.http),
+    ),
+    _counter(
+        "supervisor_losses_total",
+        "Supervisors that were lost; each is started again, and all ranks with it.",
+        series.losses(lambda lost: lost.supervisor),
+    ),
+    _counter(
+        "service_loss_seconds_total",
+        "Seconds from these losses until requests went on.",
+        series.losses(lambda lost: lost.seconds),
+    ),
+    _counter(
         "membership_change_seconds_total",
         "Seconds from losses and returns until all live ranks had adopted them.",
         series.membership(lambda m: m.seconds),

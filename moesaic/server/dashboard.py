@@ -69,6 +69,7 @@ async def data(context: Context, request: Request) -> Response:
             "groups": [msgspec.structs.asdict(group) for group in stats.groups],
             "ranks": [_rank(rank) for rank in stats.ranks],
             "membership": msgspec.to_builtins(stats.membership),
+            "losses": msgspec.to_builtins(stats.losses),
             "experts": {"number": stats.num_experts, "layers": live.poll.experts},
             "routing": context.engine.routing_info(stats),
             "loop_lag_max": live.lag.max,

@@ -37,7 +37,7 @@ class StreamMark(msgspec.Struct, array_like=True):
         try:
             return _decoder.decode(base64.b64decode(text + "=" * (-len(text) % 4), b"-_", True))
         except (ValueError, msgspec.MsgspecError) as error:
-            text = f"Last-Event-ID is not the id of an event of a router: {error}"
+            text = f"Last-Event-ID is not the id of an event of a stream: {error}"
             raise ValueError(text) from None
 
 

@@ -18,18 +18,21 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from types import FrameType
 from typing import Final
 
 import msgspec
 
-from moesaic.comm.launch.keeper_link import KeeperLink, Note, note_return
+from moesaic.comm.launch.keeper_link import KeeperLink, Note
 from moesaic.comm.launch.supervisor_process import FoundSupervisor, SupervisorAddress
 from moesaic.comm.supervise.child_process import die_with_parent, name_process
+from moesaic.comm.supervise.event_hook import EventHooks, event_of_loss
 from moesaic.comm.supervise.process_watch import describe_exit, process_state
 from moesaic.comm.supervise.restarts import Restarts
+from moesaic.config import ServerArgs
 from moesaic.core.process import STOP_SIGNALS, handling_signals
-from moesaic.core.stats import ServiceLoss
+from moesaic.core.stats import ServiceLoss, ServiceLosses
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +43,12 @@ STOPPED_SECONDS: Final = 0.5
 # What supervisors may take to end in order.
 END_SECONDS: Final = 10.0
 READ_BYTES: Final = 1 << 16
-KEPT_LOSSES: Final = 64
 
 
-def keep(serve: Callable[[KeeperLink], int], restart_limit: int) -> int:
+def keep(serve: Callable[[KeeperLink], int], args: ServerArgs) -> int:
     """Calls `serve` in a process of its own, and again in another one when that is lost; the exit
     status. Like a fork it returns in all of these processes."""
-    keeper = Keeper(restart_limit)
+    keeper = Keeper(args.restart_limit, EventHooks(asdict(args)))
     with handling_signals(keeper.on_signal):
         while (link := keeper.next_life()) is None:
             keeper.watch()
@@ -57,14 +59,15 @@ def keep(serve: Callable[[KeeperLink], int], restart_limit: int) -> int:
 
 
 class Keeper:
-    def __init__(self, restart_limit: int) -> None:
+    def __init__(self, restart_limit: int, hooks: EventHooks) -> None:
+        self._hooks = hooks
         name_process("moesaic-keeper")
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self.status: int | None = None
         """The exit status, once the server has ended."""
         self._restarts, self._limit = Restarts(), restart_limit
-        self._losses: list[ServiceLoss] = []
+        self._losses = ServiceLosses()
         self._lost = time.monotonic()
         self._supervisor: SupervisorAddress | None = None
         self._starting = 0
@@ -124,8 +127,8 @@ class Keeper:
         pause = self._restarts.next_pause(lived, self._limit)
         if self._ready is not None:
             self._lost = now
-            loss = ServiceLoss("http", cause, time.time(), 0)
-            self._losses = [*self._losses, loss][-KEPT_LOSSES:]
+            self._losses.add(ServiceLoss("http", cause, time.time()))
+            self._hooks.tell(event_of_loss(self._losses.last[-1]))
         if pause is None:
             times = f"it was lost {self._limit} times in a row (--restart-limit)"
             logger.error("the server ends: %s; %s", cause, times)
@@ -190,7 +193,7 @@ class Keeper:
         if note.supervisor is not None:
             self._supervisor, self._starting = note.supervisor, 0
         if note.loss is not None:
-            self._losses = [*self._losses, note.loss][-KEPT_LOSSES:]
+            self._losses.add(note.loss)
         self._has_ended = self._has_ended or note.ended
         if note.ready:
             self._ready = time.monotonic()
@@ -201,7 +204,9 @@ class Keeper:
     def _note_return(self, requests: int) -> None:
         assert self._ready is not None
         seconds = self._ready - self._lost
-        note_return(self._losses, requests, seconds)
+        returned = self._losses.note_return("http", requests, seconds)
+        for loss in returned:
+            self._hooks.tell(event_of_loss(loss))
         logger.info(
             "the HTTP process is back after %.2f s; %d requests have gone on", seconds, requests
         )

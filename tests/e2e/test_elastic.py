@@ -148,7 +148,9 @@ def test_answers_survive_the_loss_of_ranks() -> None:
                 with run.marked():
                     assert during(engine, run, partial(os.kill, pid, number)) == wanted
                 assert run.pid("supervisor") != pid
-            losses = info(engine)["losses"]
+            told = info(engine)["losses"]
+            assert (told["http"], told["supervisor"]) == (0, 2)
+            losses = told["last"]
             assert [one["process"] for one in losses] == ["supervisor"] * 2
             assert all(one["requests"] and one["seconds"] for one in losses)
             causes = [one["cause"] for one in losses]

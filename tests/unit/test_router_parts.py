@@ -144,7 +144,7 @@ def test_an_answer_that_ends_earlier_is_noticed(path: str, is_unseen: bool) -> N
 
 @pytest.mark.parametrize("text", ["x", "ä", "kQ", "!!!!", "kIKh"])
 def test_ids_that_no_router_made(text: str) -> None:
-    with pytest.raises(ValueError, match="Last-Event-ID is not the id of an event of a router"):
+    with pytest.raises(ValueError, match="Last-Event-ID is not the id of an event of a stream"):
         StreamMark.decode(text)
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
 
 from moesaic.comm.launch.supervisor_process import FoundSupervisor, SupervisorAddress
-from moesaic.core.stats import ServiceLoss
+from moesaic.core.stats import ServiceLoss, ServiceLosses
 
 
 class Note(msgspec.Struct, omit_defaults=True):
@@ -40,7 +39,7 @@ class KeeperLink:
     life: int = 0
     lost: float = 0.0
     supervisor: SupervisorAddress | None = None
-    losses: list[ServiceLoss] = field(default_factory=list)
+    losses: ServiceLosses = field(default_factory=ServiceLosses)
 
     def tell(self, note: Note) -> None:
         with suppress(BrokenPipeError):  # this process ends with its keeper
@@ -48,7 +47,7 @@ class KeeperLink:
 
     def note_ready(self, requests: int) -> None:
         """The server accepts connections; ranks compute so many requests of the former process."""
-        note_return(self.losses, requests, time.monotonic() - self.lost)
+        self.losses.note_return("http", requests, time.monotonic() - self.lost)
         self.tell(Note(ready=True, requests=requests))
 
     def find(self) -> FoundSupervisor | None:
@@ -58,10 +57,3 @@ class KeeperLink:
         with suppress(OSError):
             return FoundSupervisor(self.supervisor)
         return None
-
-
-def note_return(losses: Sequence[ServiceLoss], requests: int, seconds: float) -> None:
-    """Completes the losses after which an HTTP process is here again."""
-    for loss in losses:
-        if loss.process == "http" and loss.seconds is None:
-            loss.requests, loss.seconds = requests, seconds

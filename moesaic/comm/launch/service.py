@@ -99,7 +99,11 @@ class Service:
         that fails, and ValueError, before anything starts, if nodes cannot connect to --dist-init-
         addr. `environment`: additional variables of the ranks."""
         found = None if keeper is None else keeper.find()
-        if found is not None:
+        if found is not None and spec.gpu_sharers > 1:
+            logger.warning("the MPS daemon has ended with the HTTP process: the ranks start again")
+            found.end(MARGIN, ask=True)
+            found.close()
+        elif found is not None:
             service = cls(spec, environment, keeper, found)
             try:
                 service.connect()

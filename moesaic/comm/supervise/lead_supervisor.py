@@ -18,6 +18,7 @@ from moesaic.comm.network.store import LocalStore
 from moesaic.comm.supervise.address import family_of, numeric
 from moesaic.comm.supervise.config_check import differences, facts_of
 from moesaic.comm.supervise.elastic import ElasticMembership
+from moesaic.comm.supervise.event_hook import EventHooks
 from moesaic.comm.supervise.journal import HELD, Journal
 from moesaic.comm.supervise.load_balance import LoadBalancer
 from moesaic.comm.supervise.node_supervisor import NodeSupervisor
@@ -75,6 +76,7 @@ class LeadSupervisor(NodeSupervisor):
         self._open_queries: dict[int, messages.Query] = {}
         """Where ranks may be lost: questions, and below who has not replied."""
         self._awaited: dict[int, set[int]] = {}
+        self._hooks = EventHooks(spec.config)
         self.elastic: ElasticMembership | None = None
         if spec.elastic:
             rollbacks = [replica.rollbacks for replica in self._replicas]
@@ -113,6 +115,7 @@ class LeadSupervisor(NodeSupervisor):
         self.journal.kept.expire(now)
         if self.elastic is not None:
             self.elastic.tick(now)
+            self._hooks.tell_changes(self.elastic.stats.changes)
         if not self.watch.is_fair:
             self._watchdog.pause()
             return

@@ -19,13 +19,14 @@ from moesaic.comm.launch.service import Service, ServiceSpec, Timeouts, host_ran
 from moesaic.comm.mesh import Mesh, mesh_of
 from moesaic.comm.network.node_secret import NO_SECRET, own_secret
 from moesaic.comm.supervise.address import numeric
+from moesaic.comm.supervise.event_hook import EventHooks
 from moesaic.config import ServerArgs
 from moesaic.config.devices import gpus_of
 from moesaic.config.gpus import describe_shares, max_ranks_per_gpu
 from moesaic.core import messages
 from moesaic.core.disagg import KVShare
 from moesaic.core.request import ABORTED, FinishReason, failure
-from moesaic.core.stats import ServiceLoss
+from moesaic.core.stats import ServiceLosses
 from moesaic.disagg.likeness import draft_digest, model_digest, prompt_digest
 from moesaic.disagg.lobby import Lobby
 from moesaic.engine.frontend.queries import (
@@ -77,7 +78,8 @@ class CoreClient:
         """Spans of this process."""
         self._restart: SupervisorRestart | None = None
         if args.elastic_ep_backend is not None:
-            self._restart = SupervisorRestart(args.restart_limit, service.keeper)
+            hooks = EventHooks(asdict(args))
+            self._restart = SupervisorRestart(args.restart_limit, hooks, service.keeper)
         self._num_queries = 0
         self._queries: dict[int, PendingQuery] = {}
         if lobby is not None:
@@ -124,7 +126,7 @@ class CoreClient:
         return self._restart is not None and self._restart.is_away
 
     @property
-    def losses(self) -> list[ServiceLoss] | None:
+    def losses(self) -> ServiceLosses | None:
         return None if self._restart is None else self._restart.losses
 
     def _leave_lobby(self, lobby: Lobby) -> None:

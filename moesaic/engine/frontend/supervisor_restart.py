@@ -8,12 +8,12 @@ from typing import Final
 
 from moesaic.comm.launch.keeper_link import KeeperLink, Note
 from moesaic.comm.launch.service import Service
+from moesaic.comm.supervise.event_hook import EventHooks, event_of_loss
 from moesaic.comm.supervise.restarts import Restarts
-from moesaic.core.stats import ServiceLoss
+from moesaic.core.stats import ServiceLoss, ServiceLosses
 
 logger = logging.getLogger(__name__)
 
-KEPT_LOSSES: Final = 64
 # The longest pause of the engine's thread: it takes commands in between.
 NAP_SECONDS: Final = 0.05
 
@@ -22,9 +22,9 @@ class SupervisorRestart:
     """While the service `is_away`, requests stay with the client, which submits them again with the
     tokens that they have. `limit`: --restart-limit."""
 
-    def __init__(self, limit: int, keeper: KeeperLink | None = None) -> None:
-        self._keeper = keeper
-        self.losses: list[ServiceLoss] = [] if keeper is None else keeper.losses
+    def __init__(self, limit: int, hooks: EventHooks, keeper: KeeperLink | None = None) -> None:
+        self._keeper, self._hooks = keeper, hooks
+        self.losses = ServiceLosses() if keeper is None else keeper.losses
         self._restarts, self._limit = Restarts(), limit
         self._since = time.monotonic()
         """When the service became ready, or was lost."""
@@ -41,8 +41,8 @@ class SupervisorRestart:
             return f"{cause}; it was lost {self._limit} times in a row (--restart-limit)"
         if not self.is_away:
             self.is_away, self._since = True, now
-            self.losses = [*self.losses, ServiceLoss("supervisor", cause, time.time(), requests)]
-            self.losses = self.losses[-KEPT_LOSSES:]
+            self.losses.add(ServiceLoss("supervisor", cause, time.time(), requests))
+            self._hooks.tell(event_of_loss(self.losses.last[-1]))
         self._start_at = now + pause
         logger.warning(
             "%s; it starts again in %.1f s, all ranks too; %d requests wait", cause, pause, requests
@@ -77,12 +77,10 @@ class SupervisorRestart:
 
     def note_ready(self, requests: int) -> None:
         self.is_away, before, self._since = False, self._since, time.monotonic()
-        loss = self.losses[-1]
-        loss.requests, loss.seconds = requests, self._since - before
+        seconds = self._since - before
+        self.losses.note_return("supervisor", requests, seconds)
+        self._hooks.tell(event_of_loss(self.losses.last[-1]))
         if self._keeper is not None:
-            self._keeper.tell(Note(loss=loss))
-        logger.info(
-            "the supervisor and all ranks are back after %.2f s; %d requests go on",
-            loss.seconds,
-            requests,
-        )
+            self._keeper.tell(Note(loss=self.losses.last[-1]))
+        text = "the supervisor and all ranks are back after %.2f s; %d requests go on"
+        logger.info(text, seconds, requests)

@@ -89,7 +89,7 @@ class Page {
     }
     this.ranks.show(data.ranks, data.when);
     byId("membership").hidden = !data.membership;
-    byId("membership").textContent = data.membership ? membership(data.membership, data.ranks.length) : "";
+    byId("membership").textContent = data.membership ? membership(data.membership, data.ranks.length, data.losses) : "";
     this.maps.show(data.experts, data.when);
     this.chat.groups = data.groups;
     this.path.know(data);

@@ -84,12 +84,18 @@ function total(rank) {
 }
 
 // What a service that goes on without lost ranks says of them.
-export function membership(told, number) {
+export function membership(told, number, losses) {
   const parts = [`${told.live.length} of ${number} ranks live`, `${told.lost} lost`, `${told.returned} returned`];
   const last = told.changes[told.changes.length - 1];
   if (last) {
     const ended = last.seconds === null ? "going on" : `adopted after ${seconds(last.seconds)}`;
     parts.push(`last: ${last.cause} (${ended})`);
+  }
+  const lost = losses && losses.last[losses.last.length - 1];
+  if (lost) {
+    parts.push(`HTTP process lost ${losses.http}, supervisor ${losses.supervisor} times`);
+    const back = lost.seconds === null ? "is away" : `back after ${seconds(lost.seconds)}`;
+    parts.push(`last: ${lost.cause} (${back})`);
   }
   return parts.join(" · ");
 }
