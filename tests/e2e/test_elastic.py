@@ -138,7 +138,7 @@ def test_answers_survive_the_loss_of_ranks() -> None:
             state = engine.scale_elastic_ep()
             assert (state["scale_phase"], state["effective_ep_size"]) == ("serving_expanded", 4)
             log = run.log.read_text()
-            assert len(re.findall(r"rank \d \(.*\) returns after", log)) == 5
+            assert len(re.findall(r"rank \d \([^)]*\) returns after", log)) == 5
             assert "had returned (the step was abandoned after" in log and "read again" in log
             assert re.search(r"waits for its lost ranks: 2 ranks have 6 slots for 8 experts", log)
         finally:
