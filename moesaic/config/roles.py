@@ -38,10 +38,10 @@ def elastic_problems(args: ServerArgs) -> Iterator[str]:
             f"{shown} with --disaggregation-mode {args.disaggregation_mode}: KV caches on their "
             "way do not outlive a rank yet; leave one of them out"
         )
-    if args.overlap == "auto":
+    if args.overlap == "auto" and device != "cpu":
         yield (
-            f"{shown} with --overlap auto: a rank that is restarted cannot measure with the "
-            "others; give --overlap tbo, sbo or off"
+            f"{shown} with --overlap auto on {device}: graphs of measured steps have not been "
+            "tried with ranks that are restarted; give --overlap tbo, sbo or off"
         )
     algorithm = ALGORITHMS.get(name := args.speculative_algorithm or "")
     if algorithm is not None and algorithm.on_ranks:

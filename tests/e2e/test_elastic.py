@@ -139,7 +139,7 @@ def test_answers_survive_the_loss_of_ranks() -> None:
             state = engine.scale_elastic_ep()
             assert (state["scale_phase"], state["effective_ep_size"]) == ("serving_expanded", 4)
             log = run.log.read_text()
-            assert len(re.findall(r"rank \d \(.*\) returns after", log)) == 5
+            assert len(re.findall(r"rank \d \([^)]*\) returns after", log)) == 5
             assert "had returned (the step was abandoned after" in log and "read again" in log
             assert re.search(r"waits for its lost ranks: 2 ranks have 6 slots for 8 experts", log)
             # All ranks end with their supervisor, and no request does.
@@ -201,6 +201,39 @@ def test_a_service_grows_beyond_its_start() -> None:
             engine.shutdown()
         run.await_gone()
         assert [one for one in run.left() if not one.startswith("descriptors")] == []
+    finally:
+        run.close()
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "overlap", ["auto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tbo", "sbo"))]
+)
+def test_a_rank_returns_to_steps_that_overlap(overlap: str) -> None:
+    """With auto it does not measure again: its choices must be those of the others."""
+    flags: dict[str, Any] = {"tp_size": 2, "dp_size": 2, "ep_size": 2, "overlap": overlap}
+    flags |= {"model_path": "tiny:deepseek_v3", "ep_num_redundant_experts": 8}
+    flags |= {"max_running_requests": 8, "speculative_algorithm": None}
+    run = Run()
+    try:
+        with run.marked():
+            engine = Engine(**COMMON | flags)
+        try:
+            wanted = ask(engine)
+            choices = info(engine)["overlap_choices"]
+            assert bool(choices) == (overlap == "auto")
+            for rank in (1, 0):
+                pid = info(engine)["ranks"][rank]["pid"]
+                assert during(engine, run, lambda pid=pid: os.kill(pid, signal.SIGKILL)) == wanted
+                wait_for(lambda: all_live(engine), f"rank {rank}", run)
+            assert ask(engine) == wanted
+            found = info(engine)
+            assert found["membership"]["returned"] == 2
+            assert found["overlap_choices"] == choices
+            log = run.log.read_text()
+            assert ("as it was measured when the service started" in log) == (overlap == "auto")
+        finally:
+            engine.shutdown()
     finally:
         run.close()
 

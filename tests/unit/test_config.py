@@ -321,10 +321,6 @@ def test_missing_file_is_named(tmp_path: Path):
         ),
         ("--max-ep-size 8", "--max-ep-size 8 needs --elastic-ep-backend mooncake"),
         (
-            "--elastic-ep-backend mooncake --overlap auto --enable-dp-attention --dp 2 --tp 2",
-            "give --overlap tbo, sbo or off",
-        ),
-        (
             "--elastic-ep-backend mooncake --nnodes 2 --tp 2 --dist-init-addr 10.0.0.1:29500",
             "ranks of one node are restarted so far; give 1",
         ),

@@ -147,6 +147,9 @@ class Service:
     def start_rank(self, rank: int) -> None:
         self.starting.add(rank)
 
+    def strike(self, ranks: Sequence[int]) -> None:
+        pass
+
     def kill_rank(self, rank: int) -> bool:
         self.starting.discard(rank)
         process = self.ranks.pop(rank, None)

@@ -46,6 +46,8 @@ class Peers(ABC):
     host: str = LOOPBACK
     """This rank's address for connections between nodes."""
     status: RankStatus | None = None
+    repeats: bool = False
+    """Whether this rank's predecessor has made its last exchange, with the same outcome."""
 
     @cached_property
     def members(self) -> tuple[int, ...]:

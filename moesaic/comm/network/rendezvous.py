@@ -73,7 +73,8 @@ class StoreGroup(Peers):
         try:
             if self.lasts:
                 kept = [part for part in self._store.get_now(keys) if part is not None]
-                if len(kept) == self.size:
+                self.repeats = len(kept) == self.size
+                if self.repeats:
                     return kept
             self._store.set(keys[self.rank], data)
             check = None if self.status is None else self.status.check

@@ -36,6 +36,9 @@ from moesaic.core.stats import MembershipChange, MembershipStats
 logger = logging.getLogger(__name__)
 
 KEPT_CHANGES: Final = 64
+# How long a rank that has started waits for others that start, to join with them: each join makes
+# all ranks redo a step.
+JOIN_SECONDS: Final = 0.25
 LOST, RETURNED, REMOVED = "lost", "returned", "removed"
 WORDS: Final = {LOST: "were lost", RETURNED: "had returned", REMOVED: "were removed"}
 MIB: Final = 1 << 20
@@ -58,6 +61,8 @@ class RankLife:
     restart_at: float | None = None
     """When its process is to be started; None: it has been."""
     restarts: Restarts = field(default_factory=Restarts)
+    ready_at: float | None = None
+    """Since when its process could serve, until it joins."""
 
 
 @dataclass(slots=True)
@@ -87,6 +92,9 @@ class ElasticHost(Protocol):
     def fail(self, message: str, ranks: Sequence[int]) -> None: ...
 
     def start_rank(self, rank: int) -> None: ...
+
+    def strike(self, ranks: Sequence[int]) -> None:
+        """Kills their processes, and waits for none to be gone."""
 
     def kill_rank(self, rank: int) -> bool:
         """Whether its process is gone."""
@@ -172,6 +180,7 @@ class ElasticMembership(MembershipPolicy):
     def _remove(self, ranks: Sequence[int], now: float) -> None:
         """Those that had not joined yet leave without a change."""
         removed = [rank for rank in ranks if self.ranks[rank].is_live]
+        self._host.strike(ranks)
         for rank in ranks:
             if not self._host.kill_rank(rank):
                 self._host.fail(f"{self._mesh.describe(rank)} cannot be ended", [rank])
@@ -214,6 +223,7 @@ class ElasticMembership(MembershipPolicy):
             service.fail(cause, ranks)
             return
         now = time.monotonic()
+        self._host.strike(ranks)
         for rank in ranks:
             if not self._host.kill_rank(rank):
                 service.fail(f"{cause}; its process cannot be killed", [rank])
@@ -237,14 +247,27 @@ class ElasticMembership(MembershipPolicy):
                 self._change(replica, LOST, here, cause, now)
 
     def on_ready(self, rank: int) -> None:
-        """A rank that was restarted can serve."""
-        now, life = time.monotonic(), self.ranks[rank]
-        away = now - life.since
-        life.is_live, life.since = True, now
-        self.totals.returned += 1
-        replica = self._replicas[self._mesh.place(rank).replica]
-        cause = f"{self._mesh.describe(rank)} returns after {away:.2f} s"
-        self._change(replica, RETURNED, [rank], cause, now)
+        """A rank that was started can serve."""
+        now = time.monotonic()
+        self.ranks[rank].ready_at = now
+        self._join(self._replicas[self._mesh.place(rank).replica], now)
+
+    def _join(self, replica: ElasticReplica, now: float) -> None:
+        """Ranks that start at about the same time join together, unless the others wait anyway."""
+        here = [rank for rank in self._mesh.ranks_of_replica(replica.number) if rank < self._size]
+        away = {rank: self.ranks[rank] for rank in here if not self.ranks[rank].is_live}
+        ready = {rank: life.ready_at for rank, life in away.items() if life.ready_at is not None}
+        starting = any(life.ready_at is life.restart_at is None for life in away.values())
+        in_use = replica.waits_since is None and len(away) < len(here)
+        if not ready or (starting and in_use and now - min(ready.values()) < JOIN_SECONDS):
+            return
+        told = []
+        for rank in ready:
+            life = away[rank]
+            told.append(f"{self._mesh.describe(rank)} returns after {now - life.since:.2f} s")
+            life.is_live, life.since, life.ready_at = True, now, None
+        self.totals.returned += len(ready)
+        self._change(replica, RETURNED, list(ready), ", ".join(told), now)
 
     def on_adopted(self, adopted: MembersAdopted) -> None:
         replica = self._replicas[self._mesh.place(adopted.rank).replica]
@@ -271,6 +294,7 @@ class ElasticMembership(MembershipPolicy):
                     self._host.fail(why, [rank])
                     return
         for replica in self._replicas:
+            self._join(replica, now)
             self._lose_stuck(replica, now)
 
     def _lose_stuck(self, replica: ElasticReplica, now: float) -> None:
@@ -333,7 +357,7 @@ class ElasticMembership(MembershipPolicy):
         """False if the rank has been lost too often in a row."""
         life, limit = self.ranks[rank], self._host.spec.restart_limit
         pause = life.restarts.next_pause(now - life.since if life.is_live else 0.0, limit)
-        life.since = now
+        life.since, life.ready_at = now, None
         if pause is not None:
             life.restart_at = now + pause
         return pause is not None

@@ -237,6 +237,12 @@ class NodeSupervisor(ABC):
         name = f"rank{rank} {self._routes[rank].decode()}"
         self._spawner.start(name, "moesaic.comm.launch.rank_link:main", data)
 
+    def strike(self, ranks: Sequence[int]) -> None:
+        """Kills the processes of the ranks that are here, and waits for none to be gone."""
+        for rank in ranks:
+            if (process := self._processes.get(rank)) is not None:
+                process.kill()
+
     def kill_rank(self, rank: int) -> bool:
         """Ends a rank's process and drops what it still sends. Returns whether it is gone."""
         process = self._processes.pop(rank, None)
