@@ -2,14 +2,15 @@
 and is each the one of a run without faults?
 
     python -m bench.elastic                               # all layouts, a minute of faults each
-    python -m bench.elastic --only deepep --faults 20
+    python -m bench.elastic --only deepep --faults 20 --add   # to what the JSON has of this layout
     python -m bench.elastic --markdown                    # no run: the table from the JSON
 
 Every question is first answered without faults. Under faults its answer must be the same, token by
 token and for some questions logprob by logprob, each event a continuation of the one before. The
 server computes deterministically, so that "the same" needs no tolerance. Victims, kinds and moments
 are drawn from a seed; a victim may be starting again, or be in the middle of a recovery. An
-exception is one of the next layer that the rank computes.
+exception is one of the next layer that the rank computes, an error one that a handler of a signal
+raises wherever the rank is.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,6 +36,7 @@ import aiohttp
 from tqdm import tqdm
 
 from bench.common import RESULTS, machine, print_table, write_json
+from bench.elastic_client import Question, Tally, ask, client
 from bench.fault_run import Run, wait_for
 from moesaic.comm.supervise.control_page import HEAD_BYTES, STATUS_BYTES, ControlPage
 from moesaic.core.rank_state import RankState
@@ -69,118 +71,20 @@ SIGNALS: Final = {
     "kill -9": signal.SIGKILL,
     "SIGSTOP": signal.SIGSTOP,
     "exception": signal.SIGRTMIN + 1,
+    "error": signal.SIGUSR1,
 }
 EXCEPTION: Final = "exception"
-WEIGHTS: Final = {"kill -9": 6, "SIGSTOP": 2, "exception": 2}
+WEIGHTS: Final = {"kill -9": 6, "SIGSTOP": 2, "exception": 2, "error": 2}
 QUESTIONS, CLIENTS = 24, 8
-REQUEST_SECONDS: Final = 120.0
 START_SECONDS: Final = 300.0
 SETTLE_SECONDS: Final = 60.0
 # A stall that began this much after a fault is not the fault's.
 BLAMED_SECONDS: Final = 0.8
-SHOWN: Final = 5
 # How often it waits until ranks have recovered.
 CALM_SHARE: Final = 0.75
 ALONE_SECONDS: Final = 1.0
 # A second error in the steps that look for the cause of the first would be blamed on a request.
 SEARCH_SECONDS: Final = 5.0
-
-
-@dataclass(frozen=True)
-class Question:
-    number: int
-    length: int
-    tokens: int
-    temperature: float
-    logprobs: bool
-    text: bool
-    """Over /v1/completions, else /generate."""
-
-    @classmethod
-    def draw(cls, number: int) -> Question:
-        rng = random.Random(number)
-        seeded, text = number % 2 == 1, number % 4 == 3
-        length, tokens = rng.randint(3, 220), rng.randint(20, 90)
-        logprobs = number % 6 == 0
-        return cls(number, length, tokens, 0.8 if seeded else 0.0, logprobs, text)
-
-    @property
-    def path(self) -> str:
-        return "/v1/completions" if self.text else "/generate"
-
-    def body(self) -> dict[str, Any]:
-        rng = random.Random(self.number)
-        prompt = [rng.randrange(3, 250) for _ in range(self.length)]
-        shared = {"temperature": self.temperature, "ignore_eos": True}
-        if self.text:
-            more = {"model": "default", "prompt": prompt, "max_tokens": self.tokens, "stream": True}
-            return shared | more | {"seed": self.number}
-        sampling = shared | {"max_new_tokens": self.tokens, "sampling_seed": self.number}
-        body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
-        return body | ({"return_logprob": True} if self.logprobs else {})
-
-
-@dataclass
-class Answer:
-    """What a stream has brought, and when each of its events came."""
-
-    parts: list[Any] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
-    broken: str = ""
-    done: bool = False
-    error: str = ""
-
-    def take(self, line: bytes, text: bool) -> None:
-        data = line.removeprefix(b"data: ")
-        if data == b"[DONE]":
-            self.done = True
-            return
-        told = json.loads(data)
-        if "error" in told:
-            self.error = str(told["error"])
-            return
-        self.times.append(time.monotonic())
-        if text:
-            self.parts += [choice["text"] for choice in told["choices"]]
-            return
-        ids, before = told["output_ids"], len(self.parts)
-        scores = told["meta_info"].get("output_token_logprobs") or [None] * len(ids)
-        found = [[token, score and score[0]] for token, score in zip(ids, scores, strict=True)]
-        if found[:before] != self.parts:
-            self.broken = f"event {len(self.times)} does not continue the one before"
-        self.parts = found
-        reason = told["meta_info"]["finish_reason"]
-        if reason is not None and reason["type"] == "abort":
-            self.error = str(reason)
-
-    @property
-    def value(self) -> Any:
-        return "".join(self.parts) if self.parts and isinstance(self.parts[0], str) else self.parts
-
-
-@dataclass
-class Tally:
-    right: int = 0
-    wrong: int = 0
-    lost: int = 0
-    shown: list[str] = field(default_factory=list)
-    gaps: list[tuple[float, float]] = field(default_factory=list)
-    """Begin and end of the time between two events of a stream."""
-
-    def count(self, answer: Answer, expected: Any, what: str) -> None:
-        self.gaps += list(zip(answer.times, answer.times[1:], strict=False))
-        if answer.error or not answer.done:
-            self.lost += 1
-            self._show(f"{what}: {answer.error or 'no end'}")
-        elif answer.broken or (expected is not None and answer.value != expected):
-            self.wrong += 1
-            self._show(f"{what}: {answer.broken or 'another answer'}")
-        else:
-            self.right += 1
-
-    def _show(self, text: str) -> None:
-        if len(self.shown) < SHOWN:
-            self.shown.append(text[:400])
 
 
 @dataclass(frozen=True)
@@ -196,8 +100,8 @@ class Fault:
 class Victims:
     """The ranks of a server, found by the names of their processes."""
 
-    def __init__(self, run: Run, world: int) -> None:
-        self._server, self._world = run.pid("fork server"), world
+    def __init__(self, run: Run, world: int, kinds: Sequence[str]) -> None:
+        self._server, self._world, self._kinds = run.pid("fork server"), world, kinds
         supervisor = run.pid("supervisor")
         link = next(
             link
@@ -230,7 +134,7 @@ class Victims:
         if not pids:
             return None
         rank = rng.choice(sorted(pids))
-        (kind,) = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))
+        (kind,) = rng.choices(self._kinds, [WEIGHTS[kind] for kind in self._kinds])
         doing, calm = self._doing(rank), self.is_calm
         if kind == EXCEPTION and not (may_raise and calm):
             kind = "kill -9"
@@ -306,45 +210,46 @@ class Outcome:
     def is_good(self) -> bool:
         return not (self.wrong or self.lost or self.left)
 
-
-async def ask(session: aiohttp.ClientSession, url: str, question: Question) -> Answer:
-    answer = Answer()
-    try:
-        async with (
-            asyncio.timeout(REQUEST_SECONDS),
-            session.post(url + question.path, json=question.body()) as response,
-        ):
-            if response.status != 200:
-                answer.error = f"HTTP {response.status}: {(await response.text())[:200]}"
-                return answer
-            async for line in _lines(response):
-                answer.take(line, question.text)
-    except TimeoutError:
-        answer.error = f"no end within {REQUEST_SECONDS:g} s"
-    except aiohttp.ClientError as error:
-        answer.error = repr(error)
-    return answer
-
-
-async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    async for line in response.content:
-        if line.strip():
-            yield line.strip()
+    def __add__(self, other: Outcome) -> Outcome:
+        """Both runs of a layout; of the gaps, the longer ones."""
+        kinds = sorted({*self.stalls, *other.stalls})
+        stalls = {kind: self.stalls.get(kind, []) + other.stalls.get(kind, []) for kind in kinds}
+        return Outcome(
+            layout=self.layout,
+            flags=self.flags,
+            seconds=round(self.seconds + other.seconds, 1),
+            requests=self.requests + other.requests,
+            wrong=self.wrong + other.wrong,
+            lost=self.lost + other.lost,
+            faults=dict(Counter(self.faults) + Counter(other.faults)),
+            doing=dict(Counter(self.doing) + Counter(other.doing)),
+            epochs=self.epochs + other.epochs,
+            stalls={kind: sorted(values) for kind, values in stalls.items()},
+            gaps_before=[
+                max(pair) for pair in zip(self.gaps_before, other.gaps_before, strict=True)
+            ],
+            gaps=[max(pair) for pair in zip(self.gaps, other.gaps, strict=True)],
+            left=self.left + other.left,
+            shown=self.shown + other.shown,
+        )
 
 
-async def _client(
-    served: Served, number: int, expected: dict[Question, Any], tally: Tally, until: asyncio.Event
-) -> None:
-    rng = random.Random(number)
-    async with aiohttp.ClientSession() as session:
-        while not until.is_set():
-            question = rng.choice(list(expected))
-            answer = await ask(session, served.url, question)
-            tally.count(answer, expected[question], str(question))
+def added(found: Sequence[Outcome], before: Sequence[dict[str, Any]]) -> list[Outcome]:
+    """The outcomes of earlier runs with those of this one."""
+    known = {outcome.layout: outcome for outcome in (Outcome(**one) for one in before)}
+    for one in found:
+        known[one.layout] = known[one.layout] + one if one.layout in known else one
+    return [known[name] for name in LAYOUTS if name in known]
 
 
 async def chaos(
-    served: Served, world: int, faults: int, seconds: float, seed: int, pace: float
+    served: Served,
+    world: int,
+    faults: int,
+    seconds: float,
+    seed: int,
+    pace: float,
+    kinds: Sequence[str],
 ) -> tuple[Tally, Tally, list[Fault]]:
     """Strikes `faults` times, or for `seconds`: mostly when all ranks are back, after `pace`
     seconds on average, else while they recover."""
@@ -356,9 +261,9 @@ async def chaos(
         for question, answer in zip(questions, answers, strict=True):
             before.count(answer, None, str(question))
             expected[question] = answer.value
-    victims, rng, until = Victims(served.run, world), random.Random(seed), asyncio.Event()
+    victims, rng, until = Victims(served.run, world, kinds), random.Random(seed), asyncio.Event()
     clients = [
-        asyncio.create_task(_client(served, number, expected, tally, until))
+        asyncio.create_task(client(served.url, number, expected, tally, until))
         for number in range(CLIENTS)
     ]
     end = time.monotonic() + seconds
@@ -381,11 +286,18 @@ async def _recovery(victims: Victims, since: float, until: float) -> None:
         await asyncio.sleep(0.02)
 
 
-def run_layout(name: str, faults: int, seconds: float, seed: int = 0, pace: float = 1.0) -> Outcome:
+def run_layout(
+    name: str,
+    faults: int,
+    seconds: float,
+    seed: int = 0,
+    pace: float = 1.0,
+    kinds: Sequence[str] = tuple(WEIGHTS),
+) -> Outcome:
     flags = LAYOUTS[name]
     with serving(flags) as served:
         began = time.monotonic()
-        found = asyncio.run(chaos(served, 4, faults, seconds, seed, pace))
+        found = asyncio.run(chaos(served, 4, faults, seconds, seed, pace, kinds))
         before, tally, struck = found
         took = time.monotonic() - began
         left = _settle(served)
@@ -495,21 +407,28 @@ def main() -> int:
         "python -m bench.elastic", description=__doc__.split("\n\n", maxsplit=1)[0]
     )
     parser.add_argument("--only", action="append", choices=[*LAYOUTS], help="this layout")
+    parser.add_argument("--kind", action="append", choices=[*WEIGHTS], help="of faults")
     parser.add_argument("--faults", type=int, default=100, help="of each layout, at most")
     parser.add_argument("--seconds", type=float, default=60.0, help="of faults, for each layout")
     parser.add_argument("--pace", type=float, default=0.8, help="seconds between two, on average")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--add", action="store_true", help="to the outcomes of the JSON")
     parser.add_argument("--markdown", action="store_true", help="print the table of the JSON")
     args = parser.parse_args()
     if args.markdown:
         print(markdown(json.loads((RESULTS / "elastic.json").read_text())))
         return 0
+    before = json.loads((RESULTS / "elastic.json").read_text())["outcomes"] if args.add else []
     found = []
     for name in tqdm(args.only or list(LAYOUTS), desc="layouts"):
-        found.append(run_layout(name, args.faults, args.seconds, args.seed, args.pace))
+        found.append(
+            run_layout(
+                name, args.faults, args.seconds, args.seed, args.pace, args.kind or [*WEIGHTS]
+            )
+        )
         for text in found[-1].shown:
             print(text, file=sys.stderr)
-        outcomes = [asdict(outcome) for outcome in found]
+        outcomes = [asdict(outcome) for outcome in added(found, before)]
         facts = {**machine(1), "cores": len(os.sched_getaffinity(0))}
         write_json("elastic", {"machine": facts, "seed": args.seed, "outcomes": outcomes})
     print_table(HEADER, rows(outcomes))

@@ -233,6 +233,7 @@ def _describe_layout(layout: MemoryPlan, found: Findings) -> dict[str, Any]:
         "context_length": model.context_length,
         "cache_tokens": tokens,
         "ranks": ranks,
+        "lasting_weights": layout.args.weight_cache_mode != "off",
         "node_bytes": [
             sum(rank["total_bytes"] for rank in ranks if rank["node"] == node)
             for node in range(mesh.nnodes)

@@ -147,6 +147,9 @@ def _totals(layout: dict[str, Any], machine: dict[str, Any]) -> Iterator[str]:
         f"  a node takes {size(most)}, buffers counted as if filled; this machine has "
         f"{size(memory['total_bytes'])}, {size(memory['free_bytes'])} free"
     )
+    if layout["lasting_weights"]:
+        kept = sum(rank["dense_bytes"] + rank["expert_bytes"] for rank in ranks)
+        yield f"  {size(kept)} of weights are in memory that outlives ranks, and nowhere else"
     on_node = layout["mesh"]["world"] // layout["mesh"]["nnodes"]
     if on_node > machine["cpu"]["cores"]:
         yield f"  {on_node} ranks of a node share {machine['cpu']['cores']} cores: they take turns"

@@ -23,6 +23,7 @@ from moesaic.comm.supervise.child_process import die_with_parent
 from moesaic.config.args import ServerArgs
 from moesaic.config.parser import FlagParser
 from moesaic.config.resolve import resolve
+from moesaic.server.keeper import keep
 from moesaic.server.listen import bind
 
 logger = logging.getLogger(__name__)
@@ -126,4 +127,6 @@ def _serve(args: ServerArgs) -> int:
     listener = bind(args.host, args.port)
     with requires_extra("the HTTP server", "server", "fastapi", "starlette", "uvicorn"):
         from moesaic.server.run import serve
-    return serve(args, listener)
+    if args.elastic_ep_backend is None:
+        return serve(args, listener)
+    return keep(partial(serve, args, listener), args.restart_limit)

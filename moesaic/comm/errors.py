@@ -63,6 +63,19 @@ class ConnectionLost(RuntimeError):
     """A connection between ranks is lost although they live: the step fails, and is tried again."""
 
 
+class StateLost(BaseException):
+    """A rank was interrupted where it changes what it knows of its requests: another process
+    continues them, so that nothing in this one but its end may catch it. `request_no`: the request
+    that may be the cause; -1: none."""
+
+    def __init__(self, message: str, request_no: int = -1) -> None:
+        super().__init__(message, request_no)
+        self.request_no = request_no
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class RankFailed(RuntimeError):
     """A function raised, died or timed out on some local ranks. `failures`: the reasons in
     the order of detection, the likely cause first. `results`: what the other ranks returned."""

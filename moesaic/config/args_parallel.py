@@ -367,10 +367,16 @@ class ElasticArgs:
         aliases=("--ep-join-rank-offset",),
         at_least=0,
     )
-    elastic_ep_initial_size: int | None = not_built(
-        None, "Ranks at the start of the service.", at_least=1
+    elastic_ep_initial_size: int | None = flag(
+        None,
+        "With --elastic-ep-backend: ranks at the start, if fewer than --ep-size, to which "
+        "/scale_elastic_ep grows the service. --ep-num-redundant-experts are those of this many.",
+        at_least=1,
     )
-    max_ep_size: int | None = not_built(
-        None, "Most ranks to which the service may grow.", at_least=1
+    max_ep_size: int | None = flag(
+        None,
+        "With --elastic-ep-backend: most ranks to which /scale_elastic_ep may grow the service, "
+        "of which --tp-size run at the start.",
+        at_least=1,
     )
     elastic_ep_scale_timeout: float = not_built(600.0, "Timeout in seconds for joining.", above=0)

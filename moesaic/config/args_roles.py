@@ -178,6 +178,12 @@ class DisaggregationArgs:
         at_least=1,
         at_most=65535,
     )
+    disaggregation_bootstrap_allow: tuple[str, ...] | None = flag(
+        None,
+        "Addresses, networks and names of prefill instances that a decode instance may connect to, "
+        "as requests name them. Unset: loopback and private networks; loopback alone if --host is.",
+        metavar="HOST",
+    )
     disaggregation_ib_device: str | None = not_built(
         None, "InfiniBand devices, comma-separated.", why="UCX_NET_DEVICES tells nixl which to use"
     )

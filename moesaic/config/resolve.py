@@ -25,6 +25,7 @@ from moesaic.config.devices import (
 )
 from moesaic.config.flags import check, convert, given, nearest, refuse_unbuilt, show, specs
 from moesaic.config.gpus import crowding_warning
+from moesaic.config.growth import grown, growth_problems
 from moesaic.config.idle_balancing import idle_balancing
 from moesaic.config.overlap import (
     link_contradictions,
@@ -71,6 +72,7 @@ def resolve(args: ServerArgs) -> ServerArgs:
     for spec in specs(ServerArgs).values():
         check(spec, convert(spec, getattr(args, spec.field)))
     refuse_unbuilt(args)
+    args = _grown(args)
     problem = next(contradictions(args), None)
     if problem is not None:
         raise ValueError(problem)
@@ -90,6 +92,21 @@ def resolve(args: ServerArgs) -> ServerArgs:
     if device_of(args) == "cuda" and (crowd := crowding_warning(gpus_of(args))):
         logger.warning("%s", crowd)
     return replace(args, **{change.field: change.value for change in flag_changes(args)})
+
+
+def _grown(args: ServerArgs) -> ServerArgs:
+    found = grown(args)
+    if found is not args:
+        logger.info(
+            "--max-ep-size %d: laid out for --tp-size %d --ep-size %d --dp-size %d; ranks at the "
+            "start: %d",
+            found.tp_size,
+            found.tp_size,
+            found.ep_size,
+            found.dp_size,
+            args.tp_size,
+        )
+    return found
 
 
 def problems(args: ServerArgs) -> Iterator[str]:
@@ -209,6 +226,7 @@ def contradictions(args: ServerArgs) -> Iterator[str]:
     yield from balance_contradictions(args)
     yield from link_contradictions(args)
     yield from elastic_problems(args)
+    yield from growth_problems(args)
     yield from _graphs(args)
     yield from role_problems(args)
     yield from _https(args)

@@ -21,7 +21,7 @@ TRY_CUDA: Final = "MOESAIC_ELASTIC_CUDA"
 def elastic_problems(args: ServerArgs) -> Iterator[str]:
     yield from _weight_cache_problems(args)
     if args.elastic_ep_backend is None:
-        for typed in given(args, "elastic_ep_join_mode", "elastic_ep_initial_size", "max_ep_size"):
+        for typed in given(args, "elastic_ep_join_mode"):
             yield f"{typed} needs --elastic-ep-backend mooncake"
         return
     shown = f"--elastic-ep-backend {args.elastic_ep_backend}"
@@ -47,8 +47,6 @@ def elastic_problems(args: ServerArgs) -> Iterator[str]:
             f"{shown} with --speculative-algorithm {name}: the experts of a draft model are not "
             "taken over yet; give NGRAM, or leave one of them out"
         )
-    if args.max_ep_size is not None and args.max_ep_size < args.ep_size:
-        yield f"--max-ep-size is {args.max_ep_size}: give at least --ep-size {args.ep_size}"
     if args.elastic_ep_join_mode == "scale" and args.elastic_ep_join_rank_offset == 0:
         yield (
             "--elastic-ep-join-mode scale needs --elastic-ep-join-rank-offset: "

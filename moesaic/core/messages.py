@@ -33,7 +33,18 @@ class PassedSubmit(Submit, tag="Submit"):
 
 
 class Abort(Message):
+    """`keep`: the client's process has ended it, by a stop string say, and its answer is good."""
+
     request_no: int
+    keep: bool = False
+
+
+class Attached(Message):
+    """To the client: a request that it has submitted continues one of a former client's, whose
+    number it has from now on. A StepOutput with all of its answer so far follows."""
+
+    request_no: int
+    former: int
 
 
 class Runnable(Message):
@@ -177,18 +188,21 @@ class SlowStep(Message):
 
 class Failed(Message):
     """From a rank that cannot go on. `waited`: its wait for other ranks timed out, so that one of
-    them is more likely at fault."""
+    them is more likely at fault. `request_no`: the request that may be the cause; -1: none."""
 
     rank: int
     error: str
     waited: bool = False
+    request_no: int = -1
 
 
 class Fault(Message):
-    """From the supervisor: the service and its open requests end. `ranks`: those at fault."""
+    """From the supervisor: the service and its open requests end. `ranks`: those at fault.
+    `supervisor`: it is at fault itself, and another one could serve."""
 
     message: str
     ranks: list[int] = []
+    supervisor: bool = False
 
 
 class Stop(Message):
@@ -199,7 +213,8 @@ class Stop(Message):
 
 class Hello(Message):
     """The first message of a client or a node to the supervisor, and of node 0 to a node that it
-    admits. `node`: 0 for the client. `facts`: what all nodes must have in common."""
+    admits. `node`: 0 for the client. `facts`: what all nodes must have in common; the pid of a
+    client."""
 
     node: int = 0
     facts: dict[str, Any] = {}
@@ -222,6 +237,7 @@ class Beat(Message):
 AnyMessage = (
     Submit
     | Abort
+    | Attached
     | Runnable
     | Query
     | QueryReply

@@ -69,6 +69,10 @@ class NewRequest(msgspec.Struct, array_like=True):
     """Where another instance computes its prompt, or continues it."""
     kv_target: KVTarget | None = None
     """Where the KV cache of its prompt goes once it is computed."""
+    key: str = ""
+    """Names it and its client, who may ask for its answer again; empty: nobody will."""
+    is_suspect: bool = False
+    """What was done for it has failed once: if it fails again, it ends with the error."""
 
 
 class RequestPhase(Enum):

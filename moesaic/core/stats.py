@@ -144,6 +144,20 @@ class MembershipStats(msgspec.Struct):
     """The last ones, and those in progress."""
 
 
+class ServiceLoss(msgspec.Struct):
+    """A loss of the HTTP process or of the supervisor, which was started again."""
+
+    process: str
+    """http or supervisor."""
+    cause: str
+    when: float
+    """Seconds since the epoch of the clock."""
+    requests: int
+    """Those that were open and go on."""
+    seconds: float | None = None
+    """Until they went on; None: they have not."""
+
+
 class EngineStats(msgspec.Struct):
     when: float
     """Seconds since the epoch."""
@@ -154,3 +168,5 @@ class EngineStats(msgspec.Struct):
     """Logical experts of a layer."""
     membership: MembershipStats | None = None
     """Where ranks may be lost."""
+    losses: list[ServiceLoss] | None = None
+    """Where the HTTP process and the supervisor may be lost: each time that one was."""

@@ -103,7 +103,8 @@ class Lobby:
         """By request."""
         self._over: dict[int, str] = {}
         """Why rooms ended for which no request had come."""
-        self._connections: set[Outbox] = set()
+        self._announced: dict[Outbox, set[int]] = {}
+        """By the connection of a decode instance: its rooms."""
         self._events: deque[LobbyEvent] = deque()
         self._shapes: list[CacheShape] = []
         """By cache."""
@@ -121,7 +122,7 @@ class Lobby:
     def close(self) -> None:
         self._closed.set()
         with self._lock:
-            connections = list(self._connections)
+            connections = list(self._announced)
         deadline = time.monotonic() + CLOSE_SECONDS
         for connection in connections:
             connection.flush(deadline)
@@ -147,7 +148,7 @@ class Lobby:
                 self._add_event(LobbyEvent(request_no, None, why))
                 return
             if (why := self._over.pop(number, "")) and room.connection is None:
-                del self._rooms[number], self._room_of[request_no]
+                self._remove(number)
                 self._add_event(LobbyEvent(request_no, None, f"room {number}: {why}"))
                 return
             room.is_entered, room.since, room.prompt = True, time.monotonic(), prompt
@@ -157,9 +158,11 @@ class Lobby:
     def leave(self, request_no: int, why: str) -> None:
         """The request has ended; `why` it failed, or nothing."""
         with self._lock:
-            number = self._room_of.pop(request_no, None)
-            room = None if number is None else self._rooms.pop(number)
-        if number is None or room is None or room.connection is None:
+            number = self._room_of.get(request_no)
+            if number is None:
+                return
+            room = self._remove(number)
+        if room.connection is None:
             return
         is_sent = room.target is not None and not why
         room.connection.post(Computed(number) if is_sent else Refused(number, why))
@@ -192,7 +195,7 @@ class Lobby:
         connection.settimeout(SILENCE_SECONDS)
         peer, why = Outbox(connection), "closed its connection"
         with self._lock:
-            self._connections.add(peer)
+            self._announced[peer] = set()
         try:
             while True:
                 message, size = receive(connection)
@@ -228,6 +231,7 @@ class Lobby:
                 connection.post(Refused(half.room, why))
                 return
             self._over.pop(half.room, None)
+            self._announced[connection].add(half.room)
             room.connection, room.peer = connection, peer
             room.model, room.draft, room.wanted = half.model, half.draft, half.prompt
             self._compare(half.room, room)
@@ -255,7 +259,7 @@ class Lobby:
                 room.connection.post(Refused(number, why))
             room.is_refused = True
             if room.request_no is not None and room.is_entered:
-                del self._rooms[number], self._room_of[room.request_no]
+                self._remove(number)
                 self._add_event(LobbyEvent(room.request_no, None, f"room {number}: {why}"))
         return not why
 
@@ -291,12 +295,20 @@ class Lobby:
             room = self._rooms.get(number)
             if room is None or room.connection is not connection:
                 return
-            del self._rooms[number]
+            self._remove(number)
             if room.request_no is not None:
-                self._room_of.pop(room.request_no, None)
                 self._add_event(LobbyEvent(room.request_no, None, f"room {number}: {why}"))
             else:
                 self._remember(number, why)
+
+    def _remove(self, number: int) -> MeetingRoom:
+        """With the lock."""
+        room = self._rooms.pop(number)
+        if room.request_no is not None:
+            self._room_of.pop(room.request_no, None)
+        if room.connection is not None:
+            self._announced.get(room.connection, set()).discard(number)
+        return room
 
     def _remember(self, number: int, why: str) -> None:
         self._over[number] = why
@@ -305,30 +317,27 @@ class Lobby:
 
     def _lose(self, connection: Outbox, why: str) -> None:
         with self._lock:
-            self._connections.discard(connection)
-            lost = [n for n, room in self._rooms.items() if room.connection is connection]
-            for number in lost:
+            for number in self._announced.pop(connection, set()):
                 self._withdraw(connection, number, why)
 
     def _tick(self) -> None:
         """Beats, and ends waits for a half that does not come."""
         while not self._closed.wait(BEAT_SECONDS):
             with self._lock:
-                for connection in self._connections:
+                for connection in self._announced:
                     if connection.is_empty:
                         connection.post(Beat())
                 for number in [n for n, room in self._rooms.items() if _is_late(room)]:
                     self._end_wait(number)
 
     def _end_wait(self, number: int) -> None:
-        room = self._rooms.pop(number)
+        room = self._remove(number)
         if room.request_no is None:
             why = f"the prefill instance got no such request in {REQUEST_SECONDS:g} s"
             self._remember(number, why)
             if room.connection is not None:
                 room.connection.post(Refused(number, why))
             return
-        del self._room_of[room.request_no]
         why = (
             f"no decode instance came to room {number} in {DECODE_SECONDS:g} s: send the request "
             "to both instances, with the same bootstrap_room"

@@ -86,7 +86,8 @@ class Feed:
 class KVReceiver:
     """`on_result`: what a leader does with a PromptResult. Connections have threads; the thread of
     the steps calls `staged`. A chunk for a ticket that is not open is read and dropped.
-    `transport`: what this rank reads by, of what it is offered."""
+    `transport`: what this rank reads by, of what it is offered. `most_tokens`: those that may be
+    on their way at once."""
 
     def __init__(
         self,
@@ -97,9 +98,11 @@ class KVReceiver:
         secret: bytes,
         device: torch.device | str = "cpu",
         transport: str = AUTO,
+        most_tokens: int = 1 << 40,
     ) -> None:
         self._shares, self._dtype = shares, dtype
         self._device, self._transport = torch.device(device), transport
+        self._most_tokens = most_tokens
         self._changed = threading.Condition()
         self._staged: dict[Ticket, StagedCaches] = {}
         self._leaders: dict[Ticket, Any] = {}
@@ -114,6 +117,11 @@ class KVReceiver:
     def staged(self, ticket: Ticket) -> StagedCaches:
         with self._changed:
             return self._staged[ticket]
+
+    @property
+    def _staged_tokens(self) -> int:
+        with self._changed:
+            return sum(staged.stop - staged.first for staged in self._staged.values())
 
     @property
     def staged_bytes(self) -> int:
@@ -172,6 +180,14 @@ class KVReceiver:
         send(feed.connection, Opened(why))
 
     def _open(self, order: Open, leader: Any) -> None:
+        tokens, most = order.stop - order.first, self._most_tokens - self._staged_tokens
+        if not 0 <= order.first <= order.stop:
+            raise Malformed(f"an Open of tokens {order.first} to {order.stop}")
+        if tokens > most:
+            why = f"there is room for {most} tokens, and the transfer has {tokens}"
+            self._close(order.ticket)
+            send(leader, Broken(order.ticket, why))
+            return
         try:
             made = StagedCaches(self._shares, order.first, order.stop, self._dtype, self._device)
         except torch.OutOfMemoryError as error:

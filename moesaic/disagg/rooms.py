@@ -25,6 +25,7 @@ from msgspec.structs import replace
 from moesaic.comm.network.connect import connect
 from moesaic.comm.network.handshake import Identity, Role
 from moesaic.core.disagg import KVRank, KVTarget, Room, Ticket
+from moesaic.disagg.allowed_hosts import AllowedHosts
 from moesaic.disagg.messages import (
     Announce,
     Arrived,
@@ -52,6 +53,7 @@ SILENCE_SECONDS: Final = 3.0
 ARRIVE_SECONDS: Final = 10.0
 TICK_SECONDS: Final = 0.5
 EPOCH_BITS: Final = 62
+ARRIVES: Final = "arrives"
 
 
 class RoomEvent(NamedTuple):
@@ -85,8 +87,16 @@ class Transfer:
             return "is here"
         if self.ticket is None:
             return "waits for pages"
-        is_coming = self.arrived or self.result is not None or self.computed_at is not None
-        return "arrives" if is_coming else "waits for prefill"
+        return ARRIVES if self.is_coming else "waits for prefill"
+
+    @property
+    def is_coming(self) -> bool:
+        return bool(self.arrived) or self.result is not None or self.computed_at is not None
+
+    def begin_to_arrive(self) -> None:
+        """Before the first thing that has come is noted."""
+        if not self.is_coming:
+            self.since = time.monotonic()
 
 
 class BootstrapLink:
@@ -97,10 +107,12 @@ class BootstrapLink:
         address: tuple[str, int],
         own: Identity,
         secret: bytes,
+        allowed: AllowedHosts,
         on_message: Callable[[TransferMessage], None],
         on_lost: Callable[[str], None],
     ) -> None:
         self._address, self._own, self._secret = address, own, secret
+        self._allowed = allowed
         self._on_message, self._on_lost = on_message, on_lost
         self._lock = threading.Lock()
         self._waiting: list[TransferMessage] | None = []
@@ -161,7 +173,7 @@ class BootstrapLink:
         plain: list[socket.socket] = []
 
         def dial() -> socket.socket:
-            plain[:] = [socket.create_connection(self._address, CONNECT_SECONDS)]
+            plain[:] = [self._allowed.connect(*self._address, CONNECT_SECONDS)]
             return plain[0]
 
         made, _ = connect(dial, Role.ROOM, self._own, self._secret, CONNECT_SECONDS, waits=False)
@@ -199,7 +211,8 @@ class RankOrders:
 
 
 class DecodeRooms:
-    """`ranks`: those of the group, this one first. `model`, `draft`: digests, as of the Lobby."""
+    """`ranks`: those of the group, this one first. `model`, `draft`: digests, as of the Lobby.
+    `allowed`: the prefill instances that are connected to."""
 
     def __init__(
         self,
@@ -207,13 +220,16 @@ class DecodeRooms:
         own: Identity,
         secret: bytes,
         model: bytes,
-        draft: bytes = b"",
+        draft: bytes,
+        allowed: AllowedHosts,
     ) -> None:
         self._ranks, self._own, self._secret = tuple(ranks), own, secret
-        self._model, self._draft = model, draft
+        self._model, self._draft, self._allowed = model, draft, allowed
         self._lock = threading.RLock()
         self._transfers: dict[int, Transfer] = {}
         """By request."""
+        self._waiting: dict[str, dict[int, Transfer]] = {}
+        """Those that are not over, by the prefill instance's address and the room."""
         self._by_ticket: dict[Ticket, Transfer] = {}
         self._links: dict[str, BootstrapLink] = {}
         self._events: deque[RoomEvent] = deque()
@@ -227,12 +243,12 @@ class DecodeRooms:
     def announce(self, request_no: int, room: Room, prompt: bytes) -> None:
         """The request waits for pages. `prompt`: its digest."""
         with self._lock:
-            is_taken = any(one.room == room and not one.is_over for one in self._transfers.values())
             transfer = self._transfers[request_no] = Transfer(request_no, room)
-            if is_taken:  # messages name rooms only: the prefill instance is not told
+            waiting = self._waiting.setdefault(room.address, {})
+            if room.number in waiting:  # messages name rooms only: the prefill instance is not told
                 self._fail(transfer, "it has a request already: choose another bootstrap_room")
                 return
-            transfer.is_announced = True
+            waiting[room.number], transfer.is_announced = transfer, True
             self._link(room).post(Announce(room.number, self._model, prompt, self._draft))
 
     def offer(self, request_no: int, first: int, stop: int) -> Ticket:
@@ -254,6 +270,7 @@ class DecodeRooms:
             transfer = self._transfers.pop(request_no, None)
             if transfer is None:
                 return
+            self._forget(transfer)
             if transfer.ticket is not None:
                 del self._by_ticket[transfer.ticket]
         if transfer.ticket is not None:
@@ -281,6 +298,7 @@ class DecodeRooms:
                     "phase": transfer.phase,
                     "peer": transfer.room.address,
                     "seconds": round(now - transfer.since, 3),
+                    **({"why": self._missing(transfer)} if transfer.phase == ARRIVES else {}),
                 }
                 for transfer in self._transfers.values()
             ]
@@ -289,6 +307,7 @@ class DecodeRooms:
         with self._lock:
             transfer = self._by_ticket.get(result.ticket)
             if transfer is not None and transfer.result is None:
+                transfer.begin_to_arrive()
                 transfer.result = result
                 self._check(transfer)
 
@@ -298,8 +317,8 @@ class DecodeRooms:
             if link is None:
                 heard = partial(self._on_prefill, room.address)
                 lost = partial(self._on_lost, room.address)
-                address = room.host, room.port
-                link = BootstrapLink(address, self._own, self._secret, heard, lost)
+                given = (room.host, room.port), self._own, self._secret, self._allowed
+                link = BootstrapLink(*given, heard, lost)
                 self._links[room.address] = link
             return link
 
@@ -313,6 +332,7 @@ class DecodeRooms:
             if isinstance(message, Broken):
                 self._fail(transfer, message.why)
             else:
+                transfer.begin_to_arrive()
                 transfer.arrived.add(rank)
                 self._check(transfer)
 
@@ -320,27 +340,37 @@ class DecodeRooms:
         if not isinstance(message, Refused | Computed):
             return
         with self._lock:
-            for transfer in self._transfers.values():
-                if (transfer.room.number, transfer.room.address) != (message.room, address):
-                    continue
-                if isinstance(message, Refused):
-                    transfer.is_announced = False
-                    self._fail(transfer, message.why)
-                else:
-                    transfer.computed_at = transfer.computed_at or time.monotonic()
+            transfer = self._waiting.get(address, {}).get(message.room)
+            if transfer is None:
+                return
+            if isinstance(message, Refused):
+                transfer.is_announced = False
+                self._fail(transfer, message.why)
+            else:
+                self._note_computed(transfer)
 
     def _on_lost(self, address: str, why: str) -> None:
         """What is on its way from its ranks may still come; the next room tries again."""
         with self._lock:
             self._links.pop(address, None)
-            for transfer in self._transfers.values():
-                if transfer.room.address != address:
-                    continue
+            for transfer in list(self._waiting.get(address, {}).values()):
                 transfer.is_announced = False
                 if transfer.result is None and transfer.computed_at is None:
                     self._fail(transfer, why)
                 else:
-                    transfer.computed_at = transfer.computed_at or time.monotonic()
+                    self._note_computed(transfer)
+
+    def _note_computed(self, transfer: Transfer) -> None:
+        transfer.begin_to_arrive()
+        transfer.computed_at = transfer.computed_at or time.monotonic()
+
+    def _forget(self, transfer: Transfer) -> None:
+        """It is over."""
+        waiting = self._waiting.get(transfer.room.address, {})
+        if waiting.get(transfer.room.number) is transfer:
+            del waiting[transfer.room.number]
+        if not waiting:
+            self._waiting.pop(transfer.room.address, None)
 
     def _check(self, transfer: Transfer) -> None:
         is_here = transfer.result is not None and len(transfer.arrived) == len(self._ranks)
@@ -364,6 +394,7 @@ class DecodeRooms:
 
     def _end(self, transfer: Transfer, event: RoomEvent) -> None:
         transfer.is_over, transfer.since = True, time.monotonic()
+        self._forget(transfer)
         self._events.append(event)
         os.eventfd_write(self.wakeup_fd, 1)
 
@@ -374,13 +405,15 @@ class DecodeRooms:
             with self._lock:
                 for link in self._links.values():
                     link.beat()
-                for transfer in self._transfers.values():
+                waiting = [one for rooms in self._waiting.values() for one in rooms.values()]
+                for transfer in waiting:
                     computed = transfer.computed_at
                     if computed is not None and now - computed > ARRIVE_SECONDS:
-                        self._fail(transfer, f"not all has come: {self._missing(transfer)}")
+                        when = f"{ARRIVE_SECONDS:g} s after the prompt was computed"
+                        self._fail(transfer, f"{self._missing(transfer)} {when}")
 
     def _missing(self, transfer: Transfer) -> str:
         late = [rank.rank for rank in self._ranks if rank.rank not in transfer.arrived]
-        parts = [f"ranks {late} miss keys and values"] * bool(late)
+        parts = [f"keys and values of ranks {late}"] * bool(late)
         parts += ["the first token"] * (transfer.result is None)
-        return f"{' and '.join(parts)} {ARRIVE_SECONDS:g} s after the prompt was computed"
+        return f"not all has come: {' and '.join(parts)}"

@@ -13,11 +13,13 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator, Sequence
 from contextlib import aclosing
 from functools import cached_property, partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Unpack
 
 import torch
 
+from moesaic.comm.launch.keeper_link import KeeperLink
 from moesaic.comm.mesh import mesh_of
 from moesaic.config import ServerArgs, resolve
 from moesaic.config.flags import json_object, without_secrets
@@ -25,6 +27,7 @@ from moesaic.core.redact import shown
 from moesaic.core.request import Request
 from moesaic.core.sampling import Grammar, SamplingParams
 from moesaic.core.stats import EngineStats
+from moesaic.disagg.allowed_hosts import AllowedHosts, bootstrap_hosts
 from moesaic.engine.errors import QueueFull as QueueFull
 from moesaic.engine.frontend import routed_experts
 from moesaic.engine.frontend.admission import CallAdmission
@@ -74,6 +77,8 @@ SamplingOptions = dict[str, Any] | list[dict[str, Any]] | None
 Output = dict[str, Any]
 # Longer prompts are tokenised in a thread, because they would block the event loop.
 LONG_PROMPT: Final = 2048
+# Requests of one HTTP process: those of the next have higher numbers.
+LIFE_BITS: Final = 40
 
 
 class Engine:
@@ -81,7 +86,10 @@ class Engine:
     runs in a thread of this process unless `apart` asks for a process; several ranks are always
     processes, which end with this one. Any thread or task may call `generate` at any time."""
 
-    def __init__(self, *, apart: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, *, apart: bool = False, keeper: KeeperLink | None = None, **kwargs: Any
+    ) -> None:
+        """`keeper`: of a server's process that may be lost and started again."""
         started = time.monotonic()
         given = resolve(ServerArgs.from_kwargs(**kwargs))
         own = own_folder(given)
@@ -98,6 +106,7 @@ class Engine:
         self.tokenizer = load_tokenizer(self.args.tokenizer_path, self.args.chat_template)
         prepared = time.monotonic()
         self.mesh = mesh_of(self.args)
+        self._keeper = keeper
         self._core: Core = self._make_core(apart)
         self.startup_seconds = {
             "tokenizer": prepared - started,
@@ -137,7 +146,12 @@ class Engine:
             core = LocalCore(args)
             log_ranks(core.rank_facts, self.mesh)
             return core
-        return start_ranks(args, self.mesh)
+        return start_ranks(args, self.mesh, self._keeper)
+
+    def note_serving(self) -> None:
+        """Tells the keeper, if there is one, that requests may come."""
+        if self._keeper is not None:
+            self._keeper.note_ready(self._core.found_requests)
 
     def _make_limits(self) -> EngineLimits:
         facts, tokenizer, folder = self._core.facts, self.tokenizer, self.args.tokenizer_path
@@ -160,6 +174,8 @@ class Engine:
             grammars=GrammarChecker(setup, self.args.grammar_backend),
             preferred=_preferred_params(self.args),
             role=self.args.disaggregation_mode,
+            request_numbers=count(0 if self._keeper is None else self._keeper.life << LIFE_BITS),
+            bootstrap_hosts=AllowedHosts(bootstrap_hosts(self.args)),
         )
 
     def __enter__(self) -> Engine:
@@ -272,6 +288,14 @@ class Engine:
         shown = self.server_args
         return info | {"model_path": shown.model_path, "tokenizer_path": shown.tokenizer_path}
 
+    def get_rooms(self) -> list[dict[str, Any]]:
+        """The open requests that two instances share, with their phases and peers; also those of
+        which the ranks do not tell in time."""
+        if self._inflight.lobby is not None:
+            return self._inflight.lobby.state()
+        found: list[dict[str, Any]] = self._thread.query("rooms")
+        return found + self._inflight.rooms_except({one["room"] for one in found})
+
     def request_stats(self) -> RequestStats:
         """Counts of requests since the start; it never waits."""
         return self._watch.stats(len(self._inflight))
@@ -308,7 +332,9 @@ class Engine:
 
     def get_stats(self) -> EngineStats:
         """Counters since the start; for a rank that is late, the supervisor's view of it."""
-        return engine_stats(self._thread.query("stats"), self._core.facts.num_experts)
+        stats = engine_stats(self._thread.query("stats"), self._core.facts.num_experts)
+        stats.losses = self._core.losses
+        return stats
 
     def rebalance(
         self, dry_run: bool = False, timeout: float = REBALANCE_SECONDS

@@ -18,11 +18,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from moesaic.core.request_id import LAST_EVENT_ID, REQUEST_ID
 from moesaic.router.args import RouterArgs, contradiction
 from moesaic.router.discovery import ClusterApi, discoveries_of
-from moesaic.router.event_ids import NOTHING, StreamMark
 from moesaic.router.halves import Call
-from moesaic.router.proxy import HOP, READ_BUFFER, Proxy, Resumption, unavailable
+from moesaic.router.proxy import HOP, READ_BUFFER, Proxy, unavailable
 from moesaic.router.routes import check_access, not_passed_on, route_of
 from moesaic.router.workers import HealthChecks, workers_of
 from moesaic.server.auth import is_foreign_page, is_loopback, is_own_name
@@ -32,16 +32,15 @@ from moesaic.server.errors import Refusal
 from moesaic.server.http_protocol import ConnectionLimits
 from moesaic.server.listen import bind
 from moesaic.server.responses import while_connected
+from moesaic.server.resume import NUMBERED, Resumption
 from moesaic.server.run import config_of, max_connections
 
 logger = logging.getLogger(__name__)
 
 # Routes whose requests two instances share.
-SHARED: Final = ("/generate", "/v1/chat/completions", "/v1/completions")
+SHARED: Final = NUMBERED
 ABORT: Final = "/abort_request"
 OWN_PATHS: Final = frozenset(("/health", "/workers", "/metrics"))
-# Names a request for its client, whichever router and instances serve it.
-REQUEST_ID: Final = "x-request-id"
 ID_BYTES: Final = 16
 # Requests that clients may have open, if the limit of open files allows it.
 MOST_OPEN: Final = 1 << 14
@@ -108,7 +107,7 @@ class Router:
             return headers, send(request.method, where, data, headers)
         body = _json_object(data)
         headers.pop("content-type", None)
-        resumes = _resumption(headers.pop("last-event-id", None))
+        resumes = Resumption.of(headers.pop(LAST_EVENT_ID, None))
         return headers, proxy.generate(Call.of(path, body, headers[REQUEST_ID]), headers, resumes)
 
     def _check_origin(self, request: Request) -> None:
@@ -169,19 +168,6 @@ class Router:
         routes = [Route(path, handler, methods=["GET"]) for path, handler in own]
         routes.append(Route("/{path:path}", self.handle, methods=METHODS))
         return Starlette(routes=routes, lifespan=self.running)
-
-
-def _resumption(last_event_id: str | None) -> Resumption:
-    if last_event_id is None or last_event_id in NOTHING:
-        return Resumption(wants_ids=last_event_id is not None)
-    try:
-        mark = StreamMark.decode(last_event_id)
-    except ValueError as error:
-        raise Refusal(400, str(error), "Last-Event-ID") from None
-    if any(choice.has_tools for choice in mark.choices):
-        why = "a stream with calls of tools cannot be continued: send the request without this"
-        raise Refusal(400, why, "Last-Event-ID")
-    return Resumption(True, mark)
 
 
 def _json_object(data: bytes) -> dict[str, Any]:

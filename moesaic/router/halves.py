@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import secrets
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any, Final
 
+from moesaic.core.request_id import SEED_BITS, seed_of
 from moesaic.router.workers import Worker
 
 ROOM_BITS: Final = 63
-SEED_BITS: Final = 62
 # Characters of an answer whose length is not limited.
 UNKNOWN_LENGTH: Final = 1024
 # Fields that say where a prompt is computed, which the router decides: an instance connects there.
@@ -33,7 +32,7 @@ class Call:
         body = {name: value for name, value in body.items() if name not in WHERE}
         if _prompts(body) is not None:
             return cls(path, body)  # one seed for all would make equal prompts' answers equal
-        seed = _seed_of(request_id)
+        seed = seed_of(request_id) if request_id else secrets.randbits(SEED_BITS)
         if path == "/generate":
             given = body.get("sampling_params")
             params = {} if given is None else given  # an instance refuses what is no object
@@ -74,13 +73,6 @@ class Call:
         second = {**self.body, **where}
         first = {name: value for name, value in second.items() if name != "stream_options"}
         return {**first, "stream": False}, second
-
-
-def _seed_of(request_id: str) -> int:
-    if not request_id:
-        return secrets.randbits(SEED_BITS)
-    found = blake2b(request_id.encode(errors="surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(found) >> (64 - SEED_BITS)
 
 
 def _prompts(body: dict[str, Any]) -> int | None:

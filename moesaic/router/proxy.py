@@ -17,12 +17,12 @@ from starlette.types import Receive, Scope, Send
 from yarl import URL
 
 from moesaic.router.args import RouterArgs
-from moesaic.router.event_ids import StreamMark
 from moesaic.router.halves import Call
 from moesaic.router.policies import POLICIES
-from moesaic.router.replay import Diverged, StreamReplay
 from moesaic.router.workers import Worker
 from moesaic.server.errors import TYPES
+from moesaic.server.replay import Diverged, StreamReplay
+from moesaic.server.resume import NO_IDS, Resumption
 
 logger = logging.getLogger(__name__)
 
@@ -82,20 +82,6 @@ class RouterStats:
     retries: int = 0
     resumed: int = 0
     """Streams that another instance has continued."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resumption:
-    """What the client of a stream has of it, from another router."""
-
-    wants_ids: bool = False
-    mark: StreamMark | None = None
-
-    def replay(self, path: str) -> StreamReplay:
-        return StreamReplay(path) if self.mark is None else StreamReplay.resumed(path, self.mark)
-
-
-NO_IDS: Final = Resumption()
 
 
 class Events(StreamingResponse):

@@ -113,9 +113,9 @@ async def server_info(context: Context, _: Request) -> Response:
 
 
 async def pd_state(context: Context, _: Request) -> Response:
-    info = await context.in_thread(context.engine.get_server_info)
+    rooms = await context.in_thread(context.engine.get_rooms)
     mode = context.args.disaggregation_mode
-    return json_response({"disaggregation_mode": mode, "rooms": info["rooms"]})
+    return json_response({"disaggregation_mode": mode, "rooms": rooms})
 
 
 async def flush_cache(context: Context, _: Request) -> Response:

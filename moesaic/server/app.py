@@ -35,6 +35,7 @@ from moesaic.server.context import CLOSE_AND_RETRY, Context
 from moesaic.server.errors import INTERNAL, Refusal
 from moesaic.server.live_stats import ROUTE, CountResponses
 from moesaic.server.paths import TrailingSlash, unknown_path, wrong_method
+from moesaic.server.resume import resumable, resumption_of
 from moesaic.server.routes import CLIENT, Route, plain_path
 
 logger = logging.getLogger(__name__)
@@ -124,7 +125,12 @@ def _endpoint(context: Context, methods: Mapping[str, Route]) -> Endpoint:
                 refuse_browsers(request)
             if route.generates and (reason := context.unavailable_reason):
                 raise Refusal(503, reason, headers=CLOSE_AND_RETRY)
-            response = await route.handler(context, request)
+            if not route.generates:
+                response = await route.handler(context, request)
+            else:
+                resumption = resumption_of(context, request)
+                response = await route.handler(context, request)
+                response = resumable(context, request, response, resumption)
             add_warning_header(request, response)
             return response
         except Refusal as refusal:

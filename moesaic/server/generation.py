@@ -17,6 +17,7 @@ from moesaic.server.context import CLOSE_AND_RETRY, Context
 from moesaic.server.errors import Refusal
 from moesaic.server.request_log import CallLog
 from moesaic.server.responses import while_connected
+from moesaic.server.resume import request_id_of
 from moesaic.server.routes import CLIENT
 
 
@@ -50,7 +51,8 @@ async def stream(
     fail, and the status of the response can still say so. Errors are Refusals. `keep_failures`: a
     failed answer is one of the updates and does not end the others."""
     direct = DirectDelivery()
-    updates = _updates(context, call, True, client_of(request), direct)
+    request_id = request_id_of(context, request)
+    updates = _updates(context, call, True, client_of(request), direct, request_id)
     try:
         first = await while_connected(request, _first(updates))
         if first is None:
@@ -65,14 +67,16 @@ async def stream(
 
 async def collect(context: Context, request: Request, call: GenerateInput) -> list[RequestUpdate]:
     """The last update of each answer, in the order of the prompts. Errors are Refusals."""
-    return await while_connected(request, collect_for(client_of(request), context, call))
+    client, request_id = client_of(request), request_id_of(context, request)
+    return await while_connected(request, collect_for(client, context, call, request_id))
 
 
 async def collect_for(
-    client: Hashable | None, context: Context, call: GenerateInput
+    client: Hashable | None, context: Context, call: GenerateInput, request_id: str = ""
 ) -> list[RequestUpdate]:
     """Like `collect`; a call of no client skips the queue."""
-    last = {update.index: update async for update in _updates(context, call, False, client)}
+    updates = _updates(context, call, False, client, request_id=request_id)
+    last = {update.index: update async for update in updates}
     return [last[index] for index in sorted(last)]
 
 
@@ -87,11 +91,13 @@ async def _updates(
     stream: bool,
     client: Hashable | None,
     direct: DirectDelivery | None = None,
+    request_id: str = "",
 ) -> AsyncGenerator[RequestUpdate, None]:
     if context.engine.fault:
         raise Refusal(503, context.engine.fault, headers=CLOSE_AND_RETRY)
     admission = _admission(context, call, client)
-    updates = context.engine.stream(call.sent_by(client, stream), admission, direct)
+    sent = call.sent_by(client, stream, request_id)
+    updates = context.engine.stream(sent, admission, direct)
     log = CallLog(context.args, call)
     try:
         async for update in updates:

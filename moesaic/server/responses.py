@@ -176,8 +176,8 @@ class EventStream(Response):
         on_start: Callable[[BodyWriter], None] | None = None,
         tail: Callable[[], bytes] = bytes,
     ) -> None:
-        self._source, self._on_error, self._end = source, on_error, end
-        self._on_start, self._tail = on_start, tail
+        self.source, self.on_error, self.end = source, on_error, end
+        self._on_start, self.tail = on_start, tail
         self.status_code, self.background = 200, None
         self.raw_headers = [*self.head]
 
@@ -187,14 +187,14 @@ class EventStream(Response):
             with suppress(ClientDisconnect):
                 await while_connected(Request(scope, receive), self._send(scope, send))
         finally:
-            await self._source.aclose()
+            await self.source.aclose()
 
     async def _send(self, scope: Scope, send: Send) -> None:
         """Sends an error as an event, because the status is already sent."""
         writer: BodyWriter | None = scope.get(BODY_WRITER)
         error, started = b"", False
         try:
-            async for data in self._source:
+            async for data in self.source:
                 if not started:
                     started = True
                     if writer is not None and writer.start(self.raw_headers, data):
@@ -206,13 +206,13 @@ class EventStream(Response):
                 else:
                     await send({"type": RESPONSE_BODY, "body": data, "more_body": True})
         except Refusal as refusal:
-            error = self._on_error(refusal)
+            error = self.on_error(refusal)
         except Exception:
             logger.exception("a stream failed")
-            error = self._on_error(Refusal(500, INTERNAL))
+            error = self.on_error(Refusal(500, INTERNAL))
         if not started:
             await self._send_head(None, send)
-        last = self._tail() + error + self._end
+        last = self.tail() + error + self.end
         await send({"type": RESPONSE_BODY, "body": last, "more_body": False})
 
     async def _send_head(self, writer: BodyWriter | None, send: Send) -> None:

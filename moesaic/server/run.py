@@ -6,6 +6,7 @@ import asyncio
 import gc
 import ipaddress
 import logging
+import os
 import resource
 import signal
 import socket
@@ -21,6 +22,7 @@ from typing import Final
 import uvicorn
 from starlette.types import ASGIApp
 
+from moesaic.comm.launch.keeper_link import KeeperLink, Note
 from moesaic.config import ServerArgs
 from moesaic.core.process import STOP_SIGNALS, forget_api_keys, handling_signals
 from moesaic.engine.engine import Engine
@@ -48,8 +50,9 @@ STILL_LOADING_SECONDS: Final = 10.0
 PROBES: Final = frozenset(route.path for route in ROUTES if route.probe)
 
 
-def serve(args: ServerArgs, listener: socket.socket) -> int:
-    """Serves until a signal (status 0) or a fault of the engine (status 1)."""
+def serve(args: ServerArgs, listener: socket.socket, keeper: KeeperLink | None = None) -> int:
+    """Serves until a signal (status 0) or a fault of the engine (status 1). `keeper`: starts this
+    process again if it is lost."""
     keys = Keys.of(args)  # a wrong key is an error before anything is loaded
     check_certificate(args)
     set_up_request_log(args)
@@ -61,17 +64,29 @@ def serve(args: ServerArgs, listener: socket.socket) -> int:
     start = StartSignals()
     with handling_signals(start.end), closing(listener):
         with _progress(args.model_path):
-            engine = Engine(apart=True, **asdict(args))
+            engine = Engine(apart=True, keeper=keeper, **asdict(args))
         try:
-            if not args.skip_server_warmup:
+            if not args.skip_server_warmup and (keeper is None or not keeper.life):
                 warm_up(engine)
             server = Server(engine, listener, keys, start)
             with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-                runner.run(server.serve_until_stopped())
+                _run(runner, server, keeper)
             return 1 if engine.fault else 0
         finally:
             engine.shutdown()
             logger.info("the server has stopped")
+
+
+def _run(runner: asyncio.Runner, server: Server, keeper: KeeperLink | None) -> None:
+    try:
+        runner.run(server.serve_until_stopped())
+    except Exception:
+        if keeper is None:
+            raise
+        logger.exception("the HTTP process failed")
+        os._exit(1)  # its keeper starts another one, for which ranks go on
+    if keeper is not None:
+        keeper.tell(Note(ended=True))
 
 
 def warm_up(engine: Engine) -> None:
@@ -146,6 +161,7 @@ class Server(uvicorn.Server):
         host, port = self._listener.getsockname()[:2]
         logger.info("The server is fired up and ready to roll!")
         scheme = "https" if self.config.is_ssl else "http"
+        self._engine.note_serving()
         print(f"ready: {scheme}://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
 
     def _on_signal(self, number: signal.Signals) -> None:

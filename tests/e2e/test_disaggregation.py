@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import count
 from typing import Any
 
@@ -168,7 +169,9 @@ def test_no_prompt_is_computed_twice(pair: Pair, one_rank: Engine) -> None:
     pair.check_idle()
 
 
-def test_a_half_that_does_not_come(pair: Pair, one_rank: Engine) -> None:
+def test_a_half_that_does_not_come(
+    pair: Pair, one_rank: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A decode instance computes the prompt itself; a prefill instance waits without a rank."""
     before, expected = pair.counts(), one_rank.generate(input_ids=[5, 6, 7], sampling_params=GREEDY)
     with ThreadPoolExecutor(1) as pool:
@@ -176,9 +179,13 @@ def test_a_half_that_does_not_come(pair: Pair, one_rank: Engine) -> None:
         answer = pool.submit(lambda: pair.decode.generate(**call, **pair.where()))
         wait_until(lambda: len(pair.prefill.get_server_info()["rooms"]) == 1)
         [theirs] = pair.prefill.get_server_info()["rooms"]
-        [ours] = pair.decode.get_server_info()["rooms"]
+        [ours] = pair.decode.get_rooms()
         assert theirs["phase"] == "waits for its request" and theirs["room"] == ours["room"]
         assert (ours["phase"], ours["peer"]) == ("waits for prefill", f"127.0.0.1:{pair.port}")
+        with monkeypatch.context() as silent:  # ranks that do not answer in time
+            silent.setattr(pair.decode._thread, "query", lambda what: [])
+            [told] = pair.decode.get_rooms()
+        assert told == ours | {"phase": "waits for its rank", "seconds": told["seconds"]}
         found: Any = answer.result(60)
     assert without_times([found]) == without_times([expected])  # type: ignore[list-item]
     assert pair.counts()[:2] == (before[0], before[1] + 1)
@@ -353,6 +360,25 @@ def pool_of_one(work: Any) -> Any:
     future = pool.submit(work)
     pool.shutdown(wait=False)
     return lambda: future.result(90)
+
+
+@pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")
+@pytest.mark.timeout(300)
+def test_caches_that_are_read_by_nixl(one_rank: Engine) -> None:
+    """Meshes and pages differ; one instance asks for NIXL, the other takes what it is offered."""
+    nixl = {"disaggregation_transfer_backend": "nixl"}
+    call: dict[str, Any] = {"input_ids": prompts(), "sampling_params": GREEDY}
+    expected: Any = one_rank.generate(return_logprob=True, **call)
+    with ExitStack() as stack:
+        prefill = {"tp_size": 2, "page_size": 4, "chunked_prefill_size": 16, **nixl}
+        pair = start(stack, "qwen3_moe", prefill, {"page_size": 16})
+        for _ in range(2):
+            found = pair.generate(return_logprob=True, **call)
+            assert without_times(found) == without_times(expected)
+        assert pair.counts()[:2] == (2 * len(prompts()), 0)
+        used = pair.prefill.get_server_info()["kv_transports"]
+        assert set(used.values()) == {"nixl"}, used
+        pair.check_idle()
 
 
 DPA = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "moe_a2a_backend": "deepep"}

@@ -11,14 +11,18 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench import elastic_resize
 from bench.elastic import GROUPS, LAYOUTS, run_layout
 from bench.fault_run import Run, wait_for
 from moesaic import Engine
+from moesaic.engine.frontend import core_client
+from tests.e2e import interrupted_rank
 
 PROMPTS = [[number + 1] * (5 + 9 * number) for number in range(8)]
 PARAMS = [
@@ -138,6 +142,18 @@ def test_answers_survive_the_loss_of_ranks() -> None:
             assert len(re.findall(r"rank \d \(.*\) returns after", log)) == 5
             assert "had returned (the step was abandoned after" in log and "read again" in log
             assert re.search(r"waits for its lost ranks: 2 ranks have 6 slots for 8 experts", log)
+            # All ranks end with their supervisor, and no request does.
+            for number in (signal.SIGKILL, signal.SIGSTOP):
+                pid = run.pid("supervisor")
+                with run.marked():
+                    assert during(engine, run, partial(os.kill, pid, number)) == wanted
+                assert run.pid("supervisor") != pid
+            losses = info(engine)["losses"]
+            assert [one["process"] for one in losses] == ["supervisor"] * 2
+            assert all(one["requests"] and one["seconds"] for one in losses)
+            causes = [one["cause"] for one in losses]
+            assert "exit code -9" in causes[0] and "hangs" in causes[1]
+            run.learn()
         finally:
             engine.shutdown()
         run.await_gone()
@@ -145,6 +161,54 @@ def test_answers_survive_the_loss_of_ranks() -> None:
         assert [one for one in run.left() if not one.startswith("descriptors")] == []
     finally:
         run.close()
+
+
+@pytest.mark.timeout(400)
+def test_a_service_grows_beyond_its_start() -> None:
+    """One rank with all experts becomes three, of which one dies on its way, and one again."""
+    flags = {"tp_size": 1, "dp_size": 1, "ep_size": 1, "ep_num_redundant_experts": 0}
+    run = Run()
+    try:
+        with run.marked():
+            engine = Engine(**COMMON | flags | {"enable_dp_attention": False, "max_ep_size": 3})
+        try:
+            assert engine.scale_elastic_ep() == {
+                "is_scaling_elastic_ep": False,
+                "scale_phase": "idle",
+                "effective_ep_size": 1,
+                "target_ep_size": 1,
+                "max_ep_size": 3,
+                "last_error": None,
+            }
+            assert [one["state"] for one in info(engine)["ranks"]][1:] == ["absent"] * 2
+            wanted = ask(engine)
+
+            def grow() -> None:
+                engine.scale_elastic_ep(3)
+                wait_for(lambda: rank_of(run, 2) is not None, "rank 2", run)
+                os.kill(rank_of(run, 2) or 0, signal.SIGKILL)
+
+            assert during(engine, run, grow) == wanted
+            wait_for(lambda: all_live(engine), "ranks", run)
+            assert info(engine)["membership"]["live"] == [0, 1, 2]
+            assert during(engine, run, lambda: engine.scale_elastic_ep(1)) == wanted
+            assert info(engine)["membership"]["live"] == [0]
+            with pytest.raises(ValueError, match=r"4 ranks: give a multiple of 1 up to 3"):
+                engine.scale_elastic_ep(4)
+        finally:
+            engine.shutdown()
+        run.await_gone()
+        assert [one for one in run.left() if not one.startswith("descriptors")] == []
+    finally:
+        run.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_service_of_one_rank_becomes_eight_and_back_under_load() -> None:
+    found = elastic_resize.run([1, 8], period=2.0, seconds=30.0)
+    assert found.is_good, json.dumps([found.refused, found.shown])
+    assert found.asked >= 10 and found.requests > 0 and len(found.reached["1"]) >= 5
 
 
 @pytest.mark.timeout(400)
@@ -170,6 +234,38 @@ def test_ranks_that_share_requests_wait_for_a_lost_one() -> None:
             log = run.log.read_text()
             assert "waits for its lost ranks: without --enable-dp-attention all ranks" in log
             assert re.search(r"replica 0 has waited for \d\.\d\d s", log)
+        finally:
+            engine.shutdown()
+    finally:
+        run.close()
+
+
+@pytest.mark.timeout(400)
+def test_an_error_between_two_changes_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the leader had half done is not rolled back but given up: others have the truth."""
+    monkeypatch.setattr(core_client, "TARGET", interrupted_rank.TARGET)
+    flags = {"tp_size": 2, "dp_size": 2, "ep_size": 2, "ep_num_redundant_experts": 8}
+    run = Run()
+    try:
+        with run.marked():
+            engine = Engine(**COMMON | flags | {"speculative_algorithm": None})
+        try:
+            wanted = ask(engine)
+            for count, point in enumerate(interrupted_rank.POINTS, 1):
+                pid, number = info(engine)["ranks"][1]["pid"], interrupted_rank.number_of(point)
+                if point == "added, not acknowledged":
+                    os.kill(pid, number)
+                    assert ask(engine) == wanted, point
+                else:
+                    assert during(engine, run, lambda p=pid, n=number: os.kill(p, n)) == wanted, (
+                        point
+                    )
+                wait_for(lambda: all_live(engine), "rank 1", run)
+                assert info(engine)["membership"]["lost"] == count, point
+            log = run.log.read_text()
+            assert log.count(f"ValueError: {interrupted_rank.ERROR}") >= len(
+                interrupted_rank.POINTS
+            )
         finally:
             engine.shutdown()
     finally:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +73,15 @@ def flip_bit(run: Run, number: int) -> None:
         memory.write(bytes([byte ^ 8]))
 
 
+def held(engine: Engine, rank: int) -> Any:
+    """The experts in a rank's slots, layer by layer."""
+    return engine.routing_info()["ranks"][rank]["experts"]
+
+
 @pytest.mark.timeout(300)
 def test_weights_outlive_ranks(tmp_path: Path) -> None:
     folder = make_tiny_checkpoint("qwen3_moe", tmp_path / "model")
-    weights = folder / "model.safetensors"
+    checkpoint = folder / "model.safetensors"
     run = Run()
     try:
         with run.marked():
@@ -83,26 +89,43 @@ def test_weights_outlive_ranks(tmp_path: Path) -> None:
         try:
             run.learn()
             wanted = ask(engine)
-            bytes_there = [one["lasting_bytes"] for one in engine.get_server_info()["ranks"]]
-            weights = weights.rename(folder / "away")
+            away = checkpoint.rename(folder / "away")
+            found: list[Any] = []
+            thread = threading.Thread(target=lambda: found.extend(ask(engine)))
+            begin = run.step()
+            thread.start()
+            wait_for(lambda: run.step() > begin + 8, "steps", run)
             kill(engine, run, 1)
-            assert ask(engine) == wanted
-            facts = engine.get_server_info()["ranks"][1]
-            assert facts["mapped_bytes"] == facts["lasting_bytes"] == bytes_there[1] > 0
-            # Both ranks that have an expert: the third one finds it in the memory of one of them.
+            thread.join(60)
+            assert found == wanted == ask(engine)
+            rank = engine.get_server_info()["ranks"][1]
+            assert rank["mapped_bytes"] == rank["lasting_bytes"] >= rank["weight_bytes"] > 0
+            # Nobody else had experts 4 to 7: the others found them in the memory of rank 1.
+            told = engine.get_server_info()["membership"]
+            assert told["experts"] == told["from_memory"] == 4 * len(held(engine, 0))
+            (state,) = engine.rebalance()
+            assert state["last"]["outcome"] == "moved"
+            before = held(engine, 0)
+            assert before != [[0, 1, 2, 3]] * len(before)
             kill(engine, run, 0)
-            kill(engine, run, 2)
+            assert held(engine, 0) == before, "what the slots held last"
             assert ask(engine) == wanted
-            # Experts have moved since, also while a rank was lost, and stay where they are.
-            moved = engine.rebalance_experts(wait=True)
-            placed = engine.get_server_info()["placement"]["version"]
-            kill(engine, run, 0)
-            assert ask(engine) == wanted, moved
-            assert engine.get_server_info()["placement"]["version"] >= placed
             told = engine.get_server_info()["membership"]
             assert told["experts"] == told["from_memory"]
-            # What is damaged is read from the checkpoint.
-            away.rename(folder / "model.safetensors")
+            away.rename(checkpoint)
+            flip_bit(run, 2)
+            kill(engine, run, 0, 1, 2)
+            assert ask(engine) == wanted
+            rank = engine.get_server_info()["ranks"]
+            assert sum(one["mapped_bytes"] < one["lasting_bytes"] for one in rank) == 1
+            log = run.log.read_text()
+            assert re.search(
+                r"\[rank 0 DP0\] weights: 0\.\d MiB in memory that outlives ranks", log
+            )
+            assert re.search(r"\[rank 0 DP0\] weights: 0\.\d MiB mapped from memory, compared", log)
+            assert (
+                len(re.findall(r"weights: .* (not whole|differ from their checksums):", log)) == 1
+            )
         finally:
             engine.shutdown()
         run.await_gone()

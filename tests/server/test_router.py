@@ -28,7 +28,6 @@ from moesaic.cli.router import _with_ports
 from moesaic.engine.frontend.core_client import CoreClient
 from moesaic.router.app import Router
 from moesaic.router.args import RouterArgs
-from moesaic.router.event_ids import ChoiceMark, StreamMark
 from moesaic.router.halves import Call
 from moesaic.router.proxy import MAX_EVENT
 from moesaic.router.workers import Worker, workers_of
@@ -36,6 +35,7 @@ from moesaic.server.app import ROUTES
 from moesaic.server.bodies import MAX_BODY
 from moesaic.server.context import DRAINING
 from moesaic.server.errors import Refusal
+from moesaic.server.event_ids import ChoiceMark, StreamMark
 from moesaic.server.routes import ADMIN
 from tests.server.serving import Listening, held, listening, served, wait_until
 

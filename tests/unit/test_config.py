@@ -339,11 +339,46 @@ def test_missing_file_is_named(tmp_path: Path):
         ),
         (
             "--elastic-ep-backend mooncake --tp 4 --ep 4 --max-ep-size 2",
-            "give at least --ep-size 4",
+            "give at least --tp-size 4",
+        ),
+        (
+            "--elastic-ep-backend mooncake --tp 4 --ep 4 --elastic-ep-initial-size 5",
+            "give at most --tp-size 4",
+        ),
+        (
+            "--elastic-ep-backend mooncake --tp 2 --pp 2 --max-ep-size 4",
+            "--max-ep-size with --pp-size 2: each stage needs all of its ranks",
+        ),
+        (
+            "--elastic-ep-backend mooncake --tp 2 --dp 2 --max-ep-size 4",
+            "--max-ep-size with 2 replicas (--dp-size): give --enable-dp-attention, too",
+        ),
+        (
+            "--elastic-ep-backend mooncake --tp 2 --ep 2 --max-ep-size 4",
+            "all ranks compute each request; give --enable-dp-attention --dp-size 2",
+        ),
+        (
+            "--elastic-ep-backend mooncake --tp 4 --ep 2 --dp 4 --enable-dp-attention "
+            "--max-ep-size 8",
+            "several ranks share each expert; give --ep-size 4",
+        ),
+        (
+            "--elastic-ep-backend mooncake --tp 4 --ep 4 --dp 2 --enable-dp-attention "
+            "--max-ep-size 7",
+            "--max-ep-size is 7: attention groups have 2 ranks; give a multiple",
         ),
         (
             "--elastic-ep-backend mooncake --elastic-ep-join-mode scale",
             "needs --elastic-ep-join-rank-offset",
+        ),
+        (
+            "--weight-cache-mode daemon",
+            "--weight-cache-mode daemon needs --elastic-ep-backend mooncake: without it no rank",
+        ),
+        (
+            "--weight-cache-mode daemon --elastic-ep-backend mooncake --nnodes 2 --tp 2 "
+            "--dist-init-addr 10.0.0.1:29500",
+            "only the first node's supervisor keeps memory so far; give 1",
         ),
         ("--cuda-graph-bs 1 --disable-cuda-graph", "--cuda-graph-bs and --disable-cuda-graph"),
         ("--cuda-graph-bs 1 64 --cuda-graph-max-bs 32", "has 64, more than --cuda-graph-max-bs 32"),
@@ -428,6 +463,22 @@ def test_contradictions(line: str, message: str):
         resolve(args)
     missing = unbuilt(args)
     assert str(caught.value) == ("not built yet: " + "; ".join(missing) if missing else found)
+
+
+@pytest.mark.parametrize(
+    ("line", "sizes"),
+    [
+        ("--tp 1 --max-ep-size 8", (8, 8, 8, 1)),
+        ("--tp 4 --ep 4 --dp 2 --enable-dp-attention --max-ep-size 6", (6, 6, 3, 4)),
+        ("--tp 4 --ep 4 --dp 4 --enable-dp-attention --max-ep-size 4", (4, 4, 4, None)),
+        ("--tp 6 --ep 6 --dp 3 --enable-dp-attention --elastic-ep-initial-size 2", (6, 6, 3, 2)),
+    ],
+)
+def test_a_service_is_laid_out_for_its_most_ranks(line: str, sizes: tuple[int, ...]) -> None:
+    args = resolve(parse(f"--model-path m --device cpu --elastic-ep-backend mooncake {line}"))
+    assert (args.tp_size, args.ep_size, args.dp_size, args.elastic_ep_initial_size) == sizes
+    assert args.enable_dp_attention and args.enable_dp_lm_head and args.moe_dense_tp_size == 1
+    assert resolve(args) == args
 
 
 KNOWN = {

@@ -347,6 +347,7 @@ def test_backends_without_a_model(capsys: pytest.CaptureFixture[str]):
 
 def test_text(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]):
     line = f"{folders['qwen3_moe']} --tp 4 {DPA} --moe-a2a-backend mori --max-total-tokens 1024"
+    line += " --elastic-ep-backend mooncake --weight-cache-mode daemon"
     assert main(["doctor", *line.split()]) == 0
     text = capsys.readouterr().out
     for title in ("Machine\n", "All-to-all backends (fp32", "Runner backends", "Layout of"):
@@ -359,6 +360,7 @@ def test_text(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]):
         for r in range(4)
     ]
     assert "KV cache of 1024 tokens on every rank, at most 512 bytes a token and rank" in text
+    assert re.search(r"  1\.\d MiB of weights are in memory that outlives ranks, and n", text)
 
 
 def test_nothing_is_loaded(folders: dict[str, Path]):

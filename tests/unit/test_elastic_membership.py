@@ -12,6 +12,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,9 +109,9 @@ class Service:
 
     is_serving = True
 
-    def __init__(self, mesh: Mesh, seed: int) -> None:
+    def __init__(self, mesh: Mesh, seed: int, start: int | None = None, slots: int = SLOTS) -> None:
         self.mesh, self.random = mesh, random.Random(seed)
-        self.spec = ServiceSpec(mesh, "a:b", elastic=True, restart_limit=0)
+        self.spec = ServiceSpec(mesh, "a:b", elastic=True, restart_limit=0, start_size=start)
         self.journal = Journal(LoadBalancer(mesh.num_groups, "auto"))
         self.inbox: dict[Rank, deque[Message]] = {}
         self.ranks: dict[int, Rank] = {}
@@ -127,9 +128,9 @@ class Service:
             for number in range(mesh.replicas)
         ]
         self.elastic = ElasticMembership(self, self.rollbacks)
-        self.elastic.note_ready({"experts": [0] * SLOTS, "num_experts": EXPERTS})
         for rank in range(mesh.world):
             self._create(rank)
+        self.elastic.note_ready({"experts": [0] * slots, "num_experts": EXPERTS})
 
     def _create(self, rank: int) -> None:
         self.ranks[rank] = Rank(self, rank)
@@ -231,7 +232,7 @@ class Service:
             choices = [self.step_some]
             choices += [self.receive] * 4 * any(self.inbox.values())
             choices += [self.start] * bool(self.starting)
-            if self.random.random() < deaths:
+            if self.random.random() < deaths and (self.ranks or self.starting):
                 self.die()
             elif self.random.random() < deaths and self.ranks:
                 self.fail_step()
@@ -290,6 +291,7 @@ def test_an_abort_that_a_lost_rank_had_not_heard_of() -> None:
         service.submit(number)
     lead: Any = SimpleNamespace(journal=service.journal, mesh=service.mesh)
     lead.send_rank, lead.send_client = service.send_rank, service.send_client
+    lead._abort = partial(LeadSupervisor._abort, lead)
     LeadSupervisor.on_client(lead, messages.Abort(2))
     group = service.journal.open[2].group
     service.elastic.on_ranks_lost(service, [group], f"rank {group} died")
@@ -306,7 +308,7 @@ def test_a_rank_that_keeps_dying_ends_the_service() -> None:
             service.elastic.on_ranks_lost(service, [2], "rank 2 died")
     assert service.failed == "rank 2 died; it was lost 3 times in a row (--restart-limit)"
     # Each pause is twice as long as the one before.
-    assert service.elastic.ranks[2].restarts == 4
+    assert service.elastic.ranks[2].restarts.total == 4
 
 
 def test_a_rank_whose_device_hangs_is_lost_with_the_one_that_died() -> None:
@@ -376,6 +378,31 @@ def test_ranks_are_removed_and_come_back() -> None:
         assert service_refuses(name) == (
             "only attention groups (--enable-dp-attention) of one replica come and go"
         )
+
+
+def test_a_service_grows_beyond_its_start_and_shrinks_to_one_rank() -> None:
+    """At any moment, also while the ranks of the size before are on their way."""
+    mesh = Mesh(tp=8, dp=8, ep=8, dense_tp=1, vocab_tp=1)
+    for seed in range(30):
+        service = Service(mesh, seed, start=2, slots=EXPERTS)
+        assert service.elastic.live == [0, 1] and not service.failed
+        assert service.elastic.scaling["scale_phase"] == "idle"
+        for number in range(8):
+            service.submit(number)
+        for size in [*service.random.choices(range(1, 9), k=6), 1, 8, 1]:
+            assert service.elastic.scale(size) == ""
+            service.run(service.random.choice([2, 40]), deaths=0.02)
+        service.run(900, deaths=0.0)
+        assert service.elastic.live == [0] and list(service.ranks) == [0] and not service.starting
+        wanted = list(range(LENGTH))
+        assert all(answer == wanted for answer in service.answers.values()), (seed, service.answers)
+        assert service.elastic.scaling["scale_phase"] == "serving_reduced" and not service.failed
+    service = Service(mesh, 0, start=3)
+    assert service.elastic.scale(2) == (
+        "2 ranks: 2 ranks have 6 slots for 8 experts of a layer: more --ep-num-redundant-experts "
+        "would do. Sizes from 3 to 8 work"
+    )
+    assert "fewer ranks: 1 ranks: 1 ranks have 3 slots" in Service(mesh, 0, start=1).failed
 
 
 def test_ranks_that_are_away_are_not_to_blame() -> None:

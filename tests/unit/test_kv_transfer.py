@@ -32,6 +32,7 @@ from moesaic.core.disagg import KVRank, KVSend, KVShare, KVTarget, Room, Ticket
 from moesaic.disagg import lobby as lobby_module
 from moesaic.disagg import outlets as outlets_module
 from moesaic.disagg import rooms as rooms_module
+from moesaic.disagg.allowed_hosts import LOOPBACK, PRIVATE, AllowedHosts, bootstrap_hosts
 from moesaic.disagg.layout import CacheShape, piece
 from moesaic.disagg.likeness import (
     SAMPLE_BYTES,
@@ -43,6 +44,7 @@ from moesaic.disagg.likeness import (
 from moesaic.disagg.lobby import Lobby, LobbyEvent
 from moesaic.disagg.messages import (
     Announce,
+    Broken,
     Chunk,
     Close,
     Offer,
@@ -65,6 +67,7 @@ from tests.server.serving import wait_until
 
 SECRET = b"of both instances alike"
 OWN = Identity(0, 0)
+LOCAL = AllowedHosts(LOOPBACK)
 PROMPT, MODEL = prompt_digest([1, 2, 3], ""), b"the digest of it"
 LAYERS, HEADS = 6, 4
 
@@ -175,7 +178,7 @@ def receivers(
         given = dtype, listening, own, SECRET, "cpu", transport
         made.append(KVReceiver(own_shares, *given))
         ranks.append(KVRank(n, 0, 0, own_shares, "127.0.0.1", made[-1].port))
-    rooms = DecodeRooms(ranks, OWN, SECRET, MODEL)
+    rooms = DecodeRooms(ranks, OWN, SECRET, MODEL, b"", LOCAL)
     made[0].on_result = rooms.on_result
     try:
         yield made, rooms
@@ -459,9 +462,7 @@ def test_waits_end_and_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
         meet(lobby, rooms, Room(8, room.host, room.port), 0, 4)
         lobby.leave(1, "")
         why = next_event(rooms).why
-        assert why.startswith(
-            "room 8: not all has come: ranks [0, 1] miss keys and values and the "
-        )
+        assert why.startswith("room 8: not all has come: keys and values of ranks [0, 1] and the ")
         rooms.release(1)
         rooms.announce(2, Room(9, "127.0.0.1", 1), PROMPT)
         assert "the prefill instance at 127.0.0.1:1 is lost" in next_event(rooms).why
@@ -473,7 +474,7 @@ def test_other_models_and_secrets_are_refused() -> None:
         rooms.announce(1, room, PROMPT)
         rooms.offer(1, 0, 4)
         assert "the instances serve different models: 6 layers, 4 key" in next_event(rooms).why
-        stranger = DecodeRooms([], OWN, b"of somebody else entirely", MODEL)
+        stranger = DecodeRooms([], OWN, b"of somebody else entirely", MODEL, b"", LOCAL)
         stranger.announce(2, Room(9, room.host, room.port), PROMPT)
         assert "is lost: it does not know this node's secret" in next_event(stranger).why
 
@@ -489,12 +490,103 @@ class Call:
 def test_hosts_that_no_lookup_takes(host: str) -> None:
     text = f"bootstrap_host is {host!r}: give the host of the prefill"
     with pytest.raises(ValueError, match=re.escape(text)):
-        meeting_room(Call(host), "decode")
+        meeting_room(Call(host), "decode", LOCAL)
 
 
 @pytest.mark.parametrize("host", ["node-1.example.org.", "10.0.0.7", "::1", "fe80::1%eth0", "käse"])
 def test_hosts_that_a_lookup_takes(host: str) -> None:
-    assert meeting_room(Call(host), "decode") == Room(1, host, 8998)
+    allowed = AllowedHosts((*PRIVATE, *LOOPBACK, "fe80::/10"))
+    assert meeting_room(Call(host), "decode", allowed) == Room(1, host, 8998)
+
+
+@pytest.mark.parametrize(
+    ("own", "nodes", "given", "asked", "passes"),
+    [
+        ("127.0.0.1", 1, None, "127.0.0.9", True),
+        ("127.0.0.1", 1, None, "10.0.0.7", False),
+        ("127.0.0.1", 2, None, "10.0.0.7", True),
+        ("0.0.0.0", 1, None, "10.0.0.7", True),
+        ("0.0.0.0", 1, None, "::ffff:192.168.0.2", True),
+        ("::", 1, None, "fd00::7", True),
+        ("::", 1, None, "169.254.169.254", False),
+        ("::", 1, None, "::ffff:8.8.8.8", False),
+        ("0.0.0.0", 1, None, "fe80::1%eth0", False),
+        ("0.0.0.0", 1, ("8.8.8.0/24",), "8.8.8.8", True),
+        ("0.0.0.0", 1, ("8.8.8.8", "prefill-0"), "10.0.0.7", False),
+        ("0.0.0.0", 1, ("0.0.0.0/0", "::/0"), "169.254.169.254", True),
+    ],
+)
+def test_hosts_that_are_not_allowed(
+    own: str, nodes: int, given: tuple[str, ...] | None, asked: str, passes: bool
+) -> None:
+    flags: dict[str, Any] = {"host": own, "nnodes": nodes, "disaggregation_mode": "decode"}
+    args = ServerArgs(**flags, disaggregation_bootstrap_allow=given)
+    allowed = AllowedHosts(bootstrap_hosts(args))
+    if passes:
+        assert meeting_room(Call(asked), "decode", allowed) == Room(1, asked, 8998)
+        return
+    text = f"bootstrap_host: this instance does not connect to {asked}, only to "
+    with pytest.raises(ValueError, match=re.escape(text)):
+        meeting_room(Call(asked), "decode", allowed)
+
+
+def test_names_are_those_of_allowed_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name may be given to any address after it was looked up: that one is connected to."""
+    found = {"inside": "127.0.0.1", "outside": "203.0.113.7", "listed": "127.0.0.1"}
+    lookup = socket.getaddrinfo
+
+    def look_up(host: str, *more: Any, **options: Any) -> Any:
+        return lookup(found.pop(host, host), *more, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        AllowedHosts(LOOPBACK).connect("inside", port, 5).close()
+        AllowedHosts(("LISTED.",)).connect("listed", port, 5).close()
+        with pytest.raises(PermissionError, match=r"outside, which is 203\.0\.113\.7, only to"):
+            AllowedHosts(LOOPBACK).connect("outside", port, 5)
+
+
+def test_a_transfer_that_cannot_fit_gets_no_memory() -> None:
+    """Whoever orders it."""
+    [one] = shares(1, 1, False)
+    with receivers([one]) as ((receiver,), _):
+        receiver._most_tokens = 6
+        leader = talk(receiver, *(frame(Open(Ticket(n, 1), 0, 4)) for n in (1, 2)))
+        assert receive(leader)[0] == Broken(
+            Ticket(2, 1), "there is room for 2 tokens, and the transfer has 4"
+        )
+        for order in (Close(Ticket(1, 1)), Open(Ticket(3, 1), 9, 15)):
+            leader.sendall(b"".join(frame(order)))
+        wait_until(lambda: Ticket(3, 1) in receiver._staged)
+        assert Ticket(1, 1) not in receiver._staged
+        leader.sendall(b"".join(frame(Open(Ticket(4, 1), 4, 3))))
+        with pytest.raises(ConnectionError):
+            receive(leader)
+        leader.close()
+
+
+def test_seconds_are_those_of_the_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what has not come yet is named."""
+    now = [1000.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
+    monkeypatch.setattr(rooms_module, "time", clock)
+    with prefill_lobby() as (_, room), receivers(shares(2, 1, False)) as (_, rooms):
+
+        def told() -> tuple[str, float, str]:
+            [one] = rooms.state()
+            assert (one["room"], one["peer"]) == (7, room.address)
+            return one["phase"], one["seconds"], one.get("why", "")
+
+        rooms.announce(1, room, PROMPT)
+        first, now[0] = rooms._transfers[1].since, 1003.0
+        assert told()[:2] == ("waits for pages", round(1003.0 - first, 3))
+        ticket = rooms.offer(1, 0, 4)
+        now[0] = 1005.0
+        assert told() == ("waits for prefill", 2.0, "")
+        rooms.on_result(PromptResult(ticket, [5]))
+        now[0] = 1008.0
+        assert told() == ("arrives", 3.0, "not all has come: keys and values of ranks [0, 1]")
 
 
 def test_a_link_is_lost_for_any_reason() -> None:

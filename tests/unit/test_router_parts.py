@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from moesaic.router.args import POLICIES
-from moesaic.router.event_ids import StreamMark
 from moesaic.router.halves import Call
 from moesaic.router.policies import BLOCK, MOST_AHEAD, CacheAware
 from moesaic.router.policies import POLICIES as CLASSES
-from moesaic.router.replay import Diverged, StreamReplay
 from moesaic.router.workers import Worker
+from moesaic.server.event_ids import StreamMark
+from moesaic.server.replay import Diverged, StreamReplay
 
 # --- streams that begin anew ---
 

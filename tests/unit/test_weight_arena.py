@@ -1,4 +1,4 @@
-"""Weights in memory that outlives a rank: two runners of one process, one after the other, stand for
+"""Weights in memory that outlives a rank: two runners of one process, one after the other, are
 a rank and the one that is started in its place. E experts · H hidden."""
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from moesaic.comm.network.handshake import Identity
 from moesaic.comm.network.store import LocalStore
 from moesaic.comm.windows.lasting_memory import LastingMemory
 from moesaic.config import ServerArgs, resolve
+from moesaic.config.roles import elastic_problems
 from moesaic.engine.elastic.weight_arena import (
     PAGE,
     ArenaLayout,
@@ -179,9 +180,7 @@ def test_an_expert_is_copied_from_the_memory_of_a_lost_rank() -> None:
 
 
 # Blocks of formats are wider than the tiny model's experts.
-WIDE = {
-    name: {"hidden_size": 128, "moe_intermediate_size": 128} for name in ("fp8", "mxfp4")
-}
+WIDE = {name: {"hidden_size": 128, "moe_intermediate_size": 128} for name in ("fp8", "mxfp4")}
 # Whole models, and how they are quantised while loading.
 MODELS = [
     ("qwen3_moe", None),
@@ -298,3 +297,9 @@ def test_dummy_weights_are_not_made_again(memory: LastingMemory, tmp_path: Path)
     wanted = answers(start(memory, folder, **flags))
     again = start(memory, folder, **flags)
     assert again.rank_facts[0]["mapped_bytes"] > 0 and answers(again) == wanted
+
+
+def test_gpus_are_refused() -> None:
+    flags = {"weight_cache_mode": "daemon", "elastic_ep_backend": "mooncake", "device": "cuda"}
+    problems = list(elastic_problems(ServerArgs(model_path="m", **flags)))
+    assert any("nothing keeps memory of a GPU when its rank has ended" in one for one in problems)

@@ -19,7 +19,7 @@ import torch
 import zmq
 from tqdm import tqdm
 
-from moesaic.comm.errors import PeerTimeout, WindowAborted
+from moesaic.comm.errors import PeerTimeout, StateLost, WindowAborted
 from moesaic.comm.lifecycle import Lifecycle, Membership
 from moesaic.comm.mesh import RankPlace
 from moesaic.comm.network.handshake import Identity
@@ -218,13 +218,15 @@ def _run(link: RankLink, target: str) -> int:
             return 0
         logger.info("abandoned: %s", error)
         return ABANDONED
-    except Exception as error:
+    except (Exception, StateLost) as error:
         # A ValueError before the rank is ready is a refusal: its message is enough.
         refused = isinstance(error, ValueError) and not link.is_ready
         level = logging.DEBUG if refused else logging.ERROR
         logger.log(level, "rank %d failed", link.rank, exc_info=True)
         waited = isinstance(error, PeerTimeout)
-        link.send(Failed(link.rank, last_lines(error), waited=waited))
+        request_no = error.request_no if isinstance(error, StateLost) else -1
+        failed = Failed(link.rank, last_lines(error), waited=waited, request_no=request_no)
+        link.send(failed)
         return 1
     return 0
 
@@ -245,7 +247,7 @@ def _end_kernels(link: RankLink) -> None:
     thread.join(KERNEL_SECONDS)
 
 
-def last_lines(error: Exception) -> str:
+def last_lines(error: BaseException) -> str:
     """The error, and where it was raised."""
     text = "".join(traceback.format_exception_only(error)).strip()
     frames = traceback.extract_tb(error.__traceback__)

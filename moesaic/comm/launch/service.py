@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-import select
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,17 +17,21 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-import msgspec
 import zmq
 
+from moesaic.comm.launch.keeper_link import KeeperLink, Note
 from moesaic.comm.launch.mps import start_mps
+from moesaic.comm.launch.supervisor_process import (
+    FoundSupervisor,
+    StartedSupervisor,
+    SupervisorProcess,
+)
 from moesaic.comm.network.node_secret import own_secret
 from moesaic.comm.supervise.address import check_init_address
-from moesaic.comm.supervise.main import LENGTH_BYTES
 from moesaic.comm.supervise.process_watch import process_state
 from moesaic.comm.supervise.service_spec import ServiceSpec, Timeouts
 from moesaic.core.messages import AnyMessage, Fault, Hello, Message, Ready, Stop, decode, encode
-from moesaic.core.process import NODE_SECRET, child_environment, handling_signals
+from moesaic.core.process import NODE_SECRET, handling_signals
 
 __all__ = ["Service", "ServiceSpec", "Timeouts", "host_ranks"]
 
@@ -39,21 +41,27 @@ logger = logging.getLogger(__name__)
 MARGIN: Final = 30.0
 # How often to check whether the supervisor is stopped, which no event reports.
 LOOK_SECONDS: Final = 0.2
-# How long the last message of a supervisor that has ended may take to be read.
-LAST_MESSAGE_MS: Final = 2000
 
 
 class Service:
     """The supervisor of this node, and through it all ranks. One thread sends and receives.
     `receive` returns the outputs of the serving groups; on nodes other than node 0 only the end."""
 
-    def __init__(self, spec: ServiceSpec, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        spec: ServiceSpec,
+        environment: Mapping[str, str] | None = None,
+        keeper: KeeperLink | None = None,
+        found: FoundSupervisor | None = None,
+    ) -> None:
+        """`keeper`: of a service that outlives this process. `found`: its supervisor, which a
+        former process has started; its spec is the same."""
         environment = dict(environment or {})
         secret = own_secret(os.environ | environment, spec.secret_file)
         if spec.mesh.nnodes > 1:
             check_init_address(spec.node_rank, spec.dist_init_addr or "", secret, spec.host)
         environment[NODE_SECRET] = secret.decode()
-        self._mps = start_mps() if spec.gpu_sharers > 1 else None
+        self._mps = start_mps() if spec.gpu_sharers > 1 and found is None else None
         """Starts before any rank opens CUDA, and ends after the last."""
         self.spec = spec
         self.stop_message = Stop()
@@ -67,8 +75,11 @@ class Service:
         self._is_woken = False
         self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         shared = {} if self._mps is None else self._mps.for_ranks(spec.gpu_sharers)
+        self.keeper = keeper
         # The caller's variables take precedence.
-        self._process = _spawn(spec, shared | environment)
+        self._process: SupervisorProcess = found or StartedSupervisor(spec, shared | environment)
+        if keeper is not None and found is None:
+            keeper.tell(Note(starting=self._process.pid))
         self.folder: Path | None = None
         """The folder of the supervisor's sockets; removed at the end of the service."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -78,18 +89,35 @@ class Service:
         self._poller = zmq.Poller()
 
     @classmethod
-    def start(cls, spec: ServiceSpec, environment: Mapping[str, str] | None = None) -> Service:
+    def start(
+        cls,
+        spec: ServiceSpec,
+        environment: Mapping[str, str] | None = None,
+        keeper: KeeperLink | None = None,
+    ) -> Service:
         """Returns when all ranks of all nodes are ready. Raises RuntimeError with the reason if
         that fails, and ValueError, before anything starts, if nodes cannot connect to --dist-init-
         addr. `environment`: additional variables of the ranks."""
-        service = cls(spec, environment)
+        found = None if keeper is None else keeper.find()
+        if found is not None:
+            service = cls(spec, environment, keeper, found)
+            try:
+                service.connect()
+                return service
+            except RuntimeError as error:
+                logger.warning("%s: the ranks start again", error)
+        service = cls(spec, environment, keeper)
         service.connect()
         return service
+
+    def successor(self) -> Service:
+        """A service like this one, which has ended."""
+        return Service(self.spec, keeper=self.keeper)
 
     def connect(self) -> None:
         """Waits until the service is ready; ends it if that fails."""
         try:
-            self._connect_socket()
+            self.open()
             self._await_ready()
         except BaseException:
             self.close()
@@ -124,7 +152,7 @@ class Service:
             self._is_woken = False
         if (message := self._take()) is not None:
             return message
-        if self._process.stdout is not None and self._process.stdout.fileno() in ready:
+        if self._process.end_fd in ready:
             return self._on_end()
         return None
 
@@ -143,10 +171,9 @@ class Service:
             return
         if self._process.poll() is None and self.folder is not None:
             self.send(self.stop_message)
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._await_exit(deadline)
-        self._process.stdin.close()
-        self._process.stdout.close()
+        # Ranks end with the supervisor in every case.
+        self._process.end(deadline, ask=self.folder is None)
+        self._process.close()
         self._socket.close()
         self._context.term()
         with self._wakeup_lock:
@@ -158,31 +185,16 @@ class Service:
         if self._mps is not None:
             self._mps.stop()
 
-    def _await_exit(self, seconds: float) -> None:
-        """Ranks end with the supervisor in every case."""
-        if self.folder is None:
-            self._process.terminate()
-        try:
-            self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def _connect_socket(self) -> None:
-        """Reads the address of the supervisor's socket, and connects to it."""
-        assert self._process.stdout is not None
-        pipe = self._process.stdout.fileno()
-        ready, _, _ = select.select([pipe], [], [], MARGIN)
-        line = self._process.stdout.readline().decode().strip() if ready else "error is silent"
-        kind, _, text = line.partition(" ")
-        if kind != "ok":
-            raise RuntimeError(f"the supervisor did not start: {text or 'its log tells why'}")
-        route, _, folder = text.partition(" ")
-        self.folder = Path(folder)
-        self._socket.identity = route.encode()
-        self._socket.connect(f"ipc://{folder}/client")
-        self._socket.send(encode(Hello()))
-        for source in (self._socket, pipe, self._wakeup_fd):
+    def open(self) -> None:
+        """Connects to the supervisor, which has started; ranks may need much longer."""
+        address = self._process.address(MARGIN)
+        self.folder = Path(address.folder)
+        if self.keeper is not None:
+            self.keeper.tell(Note(supervisor=address))
+        self._socket.identity = address.route.encode()
+        self._socket.connect(f"ipc://{address.folder}/client")
+        self._socket.send(encode(Hello(facts={"pid": os.getpid()})))
+        for source in (self._socket, self._process.end_fd, self._wakeup_fd):
             self._poller.register(source, zmq.POLLIN)
 
     def _await_ready(self) -> None:
@@ -216,7 +228,8 @@ class Service:
         seconds = now - self._stopped
         self._fault = Fault(
             f"the supervisor hangs: its process {pid} has been stopped (state T) for "
-            f"{seconds:.1f} s; it is ended, and all ranks with it"
+            f"{seconds:.1f} s; it is ended, and all ranks with it",
+            supervisor=True,
         )
         self._process.kill()
         return True
@@ -233,15 +246,14 @@ class Service:
     def _on_end(self) -> AnyMessage:
         """The supervisor has ended. Unless a signal killed it, it has sent a last message, which
         libzmq's thread may still have to read."""
-        code = self._process.wait()
-        if code >= 0:
-            self._socket.poll(LAST_MESSAGE_MS)
+        died, patience = self._process.describe_end()
+        self._socket.poll(patience)
         if (message := self._take()) is not None:
             return message
-        if code == 0:
-            self._fault = Fault("the service was stopped")
+        if died:
+            self._fault = Fault(f"{died}, and all ranks with it", supervisor=True)
         else:
-            self._fault = Fault(f"the supervisor died (exit code {code}), and all ranks with it")
+            self._fault = Fault("the service was stopped")
         return self._fault
 
 
@@ -289,19 +301,3 @@ class _Leaving:
         logger.info("%s: node %d leaves", name, self._service.spec.node_rank)
         self._service.stop_message = Stop(f"it was stopped by {name}")
         sys.exit(0 if self._service.facts else 128 + number)
-
-
-def _spawn(spec: ServiceSpec, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "moesaic.comm.supervise.main"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**child_environment(NODE_SECRET), **environment},
-        start_new_session=True,
-        bufsize=0,
-    )
-    assert process.stdin is not None
-    data = msgspec.msgpack.encode(spec)
-    with suppress(BrokenPipeError):
-        process.stdin.write(len(data).to_bytes(LENGTH_BYTES, "little") + data)
-    return process

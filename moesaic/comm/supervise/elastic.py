@@ -20,6 +20,7 @@ import msgspec
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.supervise.journal import Journal
 from moesaic.comm.supervise.membership_policy import EndableService, MembershipPolicy
+from moesaic.comm.supervise.restarts import Restarts
 from moesaic.comm.supervise.service_spec import ServiceSpec
 from moesaic.comm.supervise.step_rollback import StepRollbacks
 from moesaic.core.messages import (
@@ -34,11 +35,6 @@ from moesaic.core.stats import MembershipChange, MembershipStats
 
 logger = logging.getLogger(__name__)
 
-# A rank that is lost this soon after its return may be lost for the same reason again.
-SHORT_LIFE: Final = 1.0
-# The pause before a rank starts again, doubled with each short life in a row.
-FIRST_PAUSE: Final = 0.5
-LONGEST_PAUSE: Final = 30.0
 KEPT_CHANGES: Final = 64
 LOST, RETURNED, REMOVED = "lost", "returned", "removed"
 WORDS: Final = {LOST: "were lost", RETURNED: "had returned", REMOVED: "were removed"}
@@ -61,8 +57,7 @@ class RankLife:
     """When it returned, or was lost."""
     restart_at: float | None = None
     """When its process is to be started; None: it has been."""
-    restarts: int = 0
-    short_lives: int = 0
+    restarts: Restarts = field(default_factory=Restarts)
 
 
 @dataclass(slots=True)
@@ -159,33 +154,33 @@ class ElasticMembership(MembershipPolicy):
             return "only attention groups (--enable-dp-attention) of one replica come and go"
         if not 0 < size <= mesh.world or size % mesh.attention_tp:
             return (
-                f"{size} ranks: give a multiple of {mesh.attention_tp} up to {mesh.world}, with "
-                "which the service was started"
+                f"{size} ranks: give a multiple of {mesh.attention_tp} up to {mesh.world}, for "
+                "which the service is laid out (--max-ep-size)"
             )
         if why := self._cannot_serve(self._replicas[0], range(size)):
-            return f"{size} ranks: {why}"
-        away = [rank for rank in range(self._size) if not self.ranks[rank].is_live]
-        if away or self._replicas[0].pending:
-            return f"ranks {_numbers(away)} are on their way: ask again when they are live"
+            sizes = range(size, mesh.world + 1, mesh.attention_tp)
+            least = next(n for n in sizes if not self._cannot_serve(self._replicas[0], range(n)))
+            return f"{size} ranks: {why}. Sizes from {least} to {mesh.world} work"
         before, self._size = self._size, size
         for rank in range(before, size):
-            self.ranks[rank].restart_at, self.ranks[rank].since = now, now
-        if removed := list(range(size, before)):
-            self._remove(removed, now)
-        self._phase = {-1: "serving_reduced", 1: "serving_expanded"}.get(
-            (size > before) - (size < before), self._phase
-        )
+            self.ranks[rank] = RankLife(is_live=False, since=now, restart_at=now)
+        self._remove(range(size, before), now)
+        if size != before:
+            self._phase = "serving_expanded" if size > before else "serving_reduced"
         return ""
 
-    def _remove(self, ranks: list[int], now: float) -> None:
+    def _remove(self, ranks: Sequence[int], now: float) -> None:
+        """Those that had not joined yet leave without a change."""
+        removed = [rank for rank in ranks if self.ranks[rank].is_live]
         for rank in ranks:
             if not self._host.kill_rank(rank):
                 self._host.fail(f"{self._mesh.describe(rank)} cannot be ended", [rank])
                 return
             self._host.answer_for(rank)
-            self.ranks[rank].is_live = False
-        cause = f"{_numbers(ranks)} are removed: the service is to have {self._size} ranks"
-        self._change(self._replicas[0], REMOVED, ranks, cause, now)
+            self.ranks[rank] = RankLife(is_live=False, since=now)
+        if removed:
+            cause = f"{_numbers(removed)} are removed: the service is to have {self._size} ranks"
+            self._change(self._replicas[0], REMOVED, removed, cause, now)
 
     def is_watched(self, rank: int) -> bool:
         """Whether a rank that makes no progress holds others up: not while these wait for one that
@@ -209,6 +204,10 @@ class ElasticMembership(MembershipPolicy):
                     if why
                     else "a rank that is lost is restarted, and the others go on meanwhile",
                 )
+        start = self._host.spec.start_size
+        if start is not None and (why := self.scale(start)):
+            self._host.fail(f"the service cannot start with fewer ranks: {why}", [])
+        self._phase = "idle"
 
     def on_ranks_lost(self, service: EndableService, ranks: Sequence[int], cause: str) -> None:
         if not self._host.is_serving:
@@ -333,12 +332,11 @@ class ElasticMembership(MembershipPolicy):
     def _plan_restart(self, rank: int, now: float) -> bool:
         """False if the rank has been lost too often in a row."""
         life, limit = self.ranks[rank], self._host.spec.restart_limit
-        is_short = not life.is_live or now - life.since < SHORT_LIFE
-        life.short_lives = life.short_lives + 1 if life.restarts and is_short else 0
-        life.restarts += 1
-        pause = FIRST_PAUSE * 2 ** (life.short_lives - 1) if life.short_lives else 0.0
-        life.restart_at, life.since = now + min(pause, LONGEST_PAUSE), now
-        return not limit or life.short_lives < limit
+        pause = life.restarts.next_pause(now - life.since if life.is_live else 0.0, limit)
+        life.since = now
+        if pause is not None:
+            life.restart_at = now + pause
+        return pause is not None
 
     def _change(
         self, replica: ElasticReplica, kind: str, ranks: list[int], cause: str, now: float

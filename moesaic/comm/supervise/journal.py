@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -9,8 +10,9 @@ from typing import Final
 
 import msgspec
 
+from moesaic.comm.supervise.kept_answers import KeptAnswers, may_be_kept, merged
 from moesaic.comm.supervise.load_balance import LoadBalancer
-from moesaic.core.messages import RequestDelta, StepOutput
+from moesaic.core.messages import RequestDelta, StepOutput, encode
 from moesaic.core.request import ABORTED, FinishReason, NewRequest
 
 # Requests that one message ends.
@@ -27,16 +29,28 @@ class OpenRequest:
     emitted: list[int]
     is_aborted: bool = False
     """Its group was told to end it."""
+    key: str = ""
+    """What its client asks for it by, if it may."""
+    is_orphan: bool = False
+    """Its client's process was lost."""
+    told: RequestDelta | None = None
+    """What its client got, if it has a key."""
+
+    def answer(self, request_no: int) -> RequestDelta:
+        told = self.told or RequestDelta(request_no, [])
+        return msgspec.structs.replace(told, token_ids=list(self.emitted))
 
 
 class Journal:
-    """Also tells the balancer what requests do. Finished requests are dropped."""
+    """Also tells the balancer what requests do. Finished requests are dropped, but for the answers
+    that clients may ask for again."""
 
     def __init__(self, balancer: LoadBalancer) -> None:
         self.open: dict[int, OpenRequest] = {}
         self.balancer = balancer
         self._arriving: dict[int, int] = {}
         """The group of each request that waits for another instance."""
+        self.kept = KeptAnswers()
 
     def assign(self, requests: Sequence[NewRequest]) -> list[int]:
         """Returns the group that serves each request, HELD if there is none now."""
@@ -45,7 +59,9 @@ class Journal:
         else:
             groups = [HELD] * len(requests)
         for request, group in zip(requests, groups, strict=True):
-            self.open[request.request_no] = OpenRequest(request, group, list(request.emitted))
+            entry = OpenRequest(request, group, list(request.emitted))
+            entry.key = request.key if may_be_kept(request) else ""
+            self.open[request.request_no] = entry
             if request.room is not None and request.kv_target is None:
                 self._arriving[request.request_no] = group
         return groups
@@ -70,8 +86,39 @@ class Journal:
                 continue
             entry.emitted += delta.token_ids
             self.balancer.note_tokens(delta.request_no, len(delta.token_ids))
+            if entry.key:
+                entry.told = merged(entry.told, delta)
             if delta.finish is not None:
+                if delta.finish.type != "abort":
+                    self.keep(delta.request_no)
                 self._drop(delta.request_no)
+
+    def keep(self, request_no: int) -> None:
+        """Keeps the answer of a request that ends."""
+        entry = self.open[request_no]
+        if entry.key:
+            self.kept.add(entry.key, entry.answer(request_no), time.monotonic())
+            entry.key = ""
+
+    def lose_client(self) -> list[int]:
+        """Returns the requests that nobody will ask for, and ought to be ended."""
+        for entry in self.open.values():
+            entry.is_orphan = bool(entry.key)
+        return [number for number, entry in self.open.items() if not entry.is_orphan]
+
+    def attach(self, request: NewRequest) -> tuple[int, bytes] | None:
+        """The number of the request that this one asks for again, and all of its answer so far, as
+        an encoded StepOutput. None for a new one."""
+        if not request.key:
+            return None
+        for number, entry in self.open.items():
+            if entry.key == request.key:
+                if not entry.is_orphan:  # somebody has it: the same answer is computed twice
+                    return None
+                entry.is_orphan = False
+                return number, encode(StepOutput([entry.answer(number)]))
+        kept = self.kept.find(request.key)
+        return None if kept is None else (kept.number, kept.data)
 
     def move(self, groups: Collection[int]) -> dict[int, list[NewRequest]]:
         """Assigns the requests of these groups anew, and those that are held. Returns what to
@@ -80,14 +127,19 @@ class Journal:
         for number in moved:
             if self.open[number].group != HELD:
                 self.balancer.withdraw(number)
-                self.open[number].group = HELD
+                self._place(number, HELD)
         if not self.balancer.has_groups:
             return {}
         replays, found = [self.replay(number) for number in moved], dict[int, list[NewRequest]]()
         for replay, group in zip(replays, self.balancer.assign(replays), strict=True):
-            self.open[replay.request_no].group = group
+            self._place(replay.request_no, group)
             found.setdefault(group, []).append(replay)
         return found
+
+    def _place(self, request_no: int, group: int) -> None:
+        self.open[request_no].group = group
+        if request_no in self._arriving:
+            self._arriving[request_no] = group
 
     def replay(self, request_no: int) -> NewRequest:
         """The request that, submitted to any group, continues an open one."""
@@ -102,6 +154,11 @@ class Journal:
             self._drop(number)
         starts = range(0, len(deltas), ENDED_AT_ONCE)
         return [StepOutput(deltas[start : start + ENDED_AT_ONCE]) for start in starts]
+
+    def suspect(self, request_no: int) -> None:
+        """Its group failed while it did something for this request alone."""
+        if (entry := self.open.get(request_no)) is not None:
+            entry.request.is_suspect = True
 
     def is_served(self, request_no: int) -> bool:
         """Whether a group has the request, and does not lose it at this moment."""

@@ -110,6 +110,7 @@ class LeadSupervisor(NodeSupervisor):
         if not self.is_serving:
             self._check_start(now)
             return
+        self.journal.kept.expire(now)
         if self.elastic is not None:
             self.elastic.tick(now)
         if not self.watch.is_fair:
@@ -149,17 +150,32 @@ class LeadSupervisor(NodeSupervisor):
         match message:
             case messages.Submit(requests):
                 self._submit(requests)
-            case messages.Abort(request_no):
-                entry = self.journal.open.get(request_no)
-                if entry is not None and entry.group != HELD:
-                    entry.is_aborted = True
-                    self.send_rank(self.mesh.leader(entry.group), encode(message))
-                if entry is not None and not self.journal.is_served(request_no):
-                    self.send_client(self.journal.abort(request_no))
+            case messages.Abort(request_no, keep):
+                if request_no in self.journal.open:
+                    if keep:
+                        self.journal.keep(request_no)
+                    self._abort(request_no)
             case messages.Query():
                 self._ask(message)
             case _:
                 super().on_client(message)
+                if isinstance(message, messages.Hello) and self.is_serving:
+                    self.send_client(self._ready())
+
+    def _abort(self, request_no: int) -> None:
+        entry = self.journal.open[request_no]
+        if entry.group != HELD:
+            entry.is_aborted = True
+            self.send_rank(self.mesh.leader(entry.group), encode(messages.Abort(request_no)))
+        if not self.journal.is_served(request_no):
+            self.send_client(self.journal.abort(request_no))
+
+    def lose_client(self) -> None:
+        """Requests go on whose clients may ask for them again."""
+        super().lose_client()
+        for number in self.journal.lose_client():
+            self._abort(number)
+        logger.warning("the client is lost; %d requests go on", len(self.journal.open))
 
     def on_rank(self, rank: int, message: AnyMessage, data: bytes) -> None:
         """Outputs and replies are passed on without being encoded again."""
@@ -278,6 +294,9 @@ class LeadSupervisor(NodeSupervisor):
         for request in requests:
             if request.request_no in self.journal.open or request.request_no in accepted:
                 self._refuse(request.request_no)
+            elif (found := self.journal.attach(request)) is not None:
+                self.send_client(messages.Attached(request.request_no, found[0]))
+                self.send_client(found[1])
             else:
                 accepted[request.request_no] = request
         groups = self.journal.assign(list(accepted.values()))
@@ -409,11 +428,18 @@ class LeadSupervisor(NodeSupervisor):
             ranks = [self._facts[rank] for rank in range(self.mesh.world)]
             if self.elastic is not None:
                 self.elastic.note_ready(ranks[0])
+                if self.exit_code is not None:
+                    return
             if "cache_tokens" in ranks[0]:
                 self._balancer.limit_cache(ranks[0]["cache_tokens"])
-            ready = messages.Ready(0, {**ranks[0], "ranks": ranks})
+            ready = self._ready()
             self.tell_nodes(ready)
             self.send_client(ready)
+
+    def _ready(self) -> messages.Ready:
+        ranks = [self._facts[rank] for rank in range(self.mesh.world)]
+        facts = {**ranks[0], "ranks": ranks, "open_requests": len(self.journal.open)}
+        return messages.Ready(0, facts)
 
     def _check_start(self, now: float) -> None:
         if now - self._started < self.spec.timeouts.start:
@@ -427,6 +453,7 @@ class LeadSupervisor(NodeSupervisor):
 
     def _on_failed(self, failed: messages.Failed) -> None:
         """A rank whose wait timed out is not at fault if another rank is seen not to take part."""
+        self.journal.suspect(failed.request_no)
         seen = self.snapshots(time.monotonic())
         where = f"; {seen[failed.rank]}" if failed.rank in seen else ""
         message = f"{self.mesh.describe(failed.rank)} failed: {failed.error}{where}"

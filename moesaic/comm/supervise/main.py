@@ -27,6 +27,7 @@ from moesaic.comm.supervise.lead_supervisor import LeadSupervisor
 from moesaic.comm.supervise.node_supervisor import NodeSupervisor
 from moesaic.comm.supervise.run_folder import RunFolder
 from moesaic.comm.supervise.service_spec import ServiceSpec
+from moesaic.core.messages import Fault
 
 LENGTH_BYTES: Final = 8
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ def _run(node: NodeSupervisor) -> int:
         return node.run()
     except Exception as error:
         logger.exception("the supervisor failed")
-        node.fail(f"the supervisor failed: {error!r}", [])
+        node.fail_with(Fault(f"the supervisor failed: {error!r}", supervisor=True))
         return 1
 
 
@@ -93,8 +94,16 @@ def _read(pipe: int, length: int) -> bytes:
 
 
 def _watch_client(node: NodeSupervisor, pipe: int) -> None:
-    """Stops the service when the client's pipe or process ends: a child may keep the pipe open."""
+    """Stops the service when the client's pipe or process ends: a child may keep the pipe open.
+    Where a keeper starts clients again it is the keeper's end that does."""
+    if node.spec.keeper:
 
+        def abandoned() -> None:
+            node.has_client = False
+            node.stop("the process that keeps the service ended")
+
+        node.loop.add(os.pidfd_open(node.spec.keeper), abandoned)
+        return
     number = f"node {node.spec.node_rank}'s" if node.mesh.nnodes > 1 else "the"
 
     def gone() -> None:

@@ -29,6 +29,7 @@ from moesaic.comm.supervise.spawner import Spawner, kill_children
 from moesaic.core.messages import (
     AnyMessage,
     Fault,
+    Hello,
     Message,
     NoMessage,
     RollbackStep,
@@ -78,10 +79,14 @@ class NodeSupervisor(ABC):
         self.loop.add(self._ranks, self._on_ranks)
         self.client_route = new_route()
         self.client = self.socket(zmq.ROUTER)
+        # The client of a service that is kept may be lost, and another take its place.
+        self.client.setsockopt(zmq.ROUTER_HANDOVER, bool(spec.keeper))
         self.client.bind(f"ipc://{folder}/client")
         self.loop.add(self.client, self._on_client)
         self.has_client = False
         """Whether the client is connected; it then logs how the service ends."""
+        self._client_process = -1
+        self._client_lost = time.monotonic()
         self.policy: MembershipPolicy = EndService()
         self.reported: set[int] = set()
         """Ranks that have reported their own failure, which node 0 handles."""
@@ -92,13 +97,21 @@ class NodeSupervisor(ABC):
         # The client connects before anything can fail, so that it learns of every failure.
         while self.exit_code is None and not self.has_client:
             self.loop.once(TICK)
+            self._await_client()
         if self.exit_code is None:
             self.start()
         while self.exit_code is None:
             self.loop.once(TICK)
             if self.exit_code is None:
                 self.tick(time.monotonic())
+                self._await_client()
         return self.exit_code
+
+    def _await_client(self) -> None:
+        """A service that is kept serves nobody while its client is lost."""
+        away = time.monotonic() - self._client_lost
+        if self.spec.keeper and not self.has_client and away > self.spec.timeouts.client:
+            self.stop(f"no client has come for {away:.0f} s")
 
     @abstractmethod
     def start(self) -> None:
@@ -112,6 +125,31 @@ class NodeSupervisor(ABC):
         """Handles a message from the client."""
         if isinstance(message, Stop):
             self.stop(message.reason)
+        elif isinstance(message, Hello) and self.spec.keeper:
+            self._watch_client(message.facts["pid"])
+
+    def lose_client(self) -> None:
+        """The client of a service that is kept is lost; another one will come."""
+        self.has_client, self._client_lost = False, time.monotonic()
+
+    def _watch_client(self, pid: int) -> None:
+        self._forget_client()
+        try:
+            self._client_process = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self.lose_client()
+            return
+        self.loop.add(self._client_process, self._on_client_end)
+
+    def _forget_client(self) -> None:
+        if self._client_process >= 0:
+            self.loop.remove(self._client_process)
+            os.close(self._client_process)
+            self._client_process = -1
+
+    def _on_client_end(self) -> None:
+        self._forget_client()
+        self.lose_client()
 
     @abstractmethod
     def tell_nodes(self, message: Message) -> None:
@@ -123,8 +161,11 @@ class NodeSupervisor(ABC):
 
     def fail(self, message: str, ranks: Sequence[int], *, tell: bool = True) -> None:
         """Ends the service, on all nodes if `tell`; `ranks` are at fault."""
+        self.fail_with(Fault(message, list(ranks)), tell=tell)
+
+    def fail_with(self, fault: Fault, *, tell: bool = True) -> None:
+        message, ranks = fault.message, fault.ranks
         if self.end(1, logging.ERROR, f"the service ends: {message}"):
-            fault = Fault(message, list(ranks))
             if tell:
                 self.tell_nodes(fault)
             self.fence(ranks, message)
@@ -193,7 +234,8 @@ class NodeSupervisor(ABC):
             rank, self.spec, self._control, *sockets, store, host, secret, self.is_serving
         )
         data = msgspec.msgpack.encode(spec)
-        self._spawner.start(f"rank{rank}", "moesaic.comm.launch.rank_link:main", data)
+        name = f"rank{rank} {self._routes[rank].decode()}"
+        self._spawner.start(name, "moesaic.comm.launch.rank_link:main", data)
 
     def kill_rank(self, rank: int) -> bool:
         """Ends a rank's process and drops what it still sends. Returns whether it is gone."""
@@ -257,9 +299,15 @@ class NodeSupervisor(ABC):
         for started in self._spawner.started.drain():
             if isinstance(started, Exception):
                 why = f"no process can be started: {started!r}"
-                self.fail(f"{why}; the fork server may have failed to load", [])
+                text = f"{why}; the fork server may have failed to load"
+                self.fail_with(Fault(text, supervisor=True))
             else:
-                self._processes[int(started.name.removeprefix("rank"))] = started
+                rank, route = started.name.removeprefix("rank").split()
+                if self._routes[int(rank)] != route.encode():  # it was to be ended meanwhile
+                    started.kill()
+                    started.join(FENCE_SECONDS)
+                    continue
+                self._processes[int(rank)] = started
                 self.loop.add(started.sentinel, self._on_rank_end)
 
     def _on_rank_end(self) -> None:

@@ -34,6 +34,8 @@ class Timeouts:
     """How long another node may be silent."""
     stop: float = 2.0
     """How long ranks may take to end."""
+    client: float = 300.0
+    """How long a service that is kept waits for its next client."""
     abandon: float = math.inf
     """How long a rank may take to abandon its step when the members change, before it is taken for
     lost, too. On a GPU, where its waits end at once, nothing else shows that the device hangs."""
@@ -69,8 +71,13 @@ class ServiceSpec:
     """The most ranks on one GPU; several need CUDA's MPS."""
     elastic: bool = False
     """Whether the service goes on without a rank that is lost, and restarts it."""
+    start_size: int | None = None
+    """The ranks that run at the start, if fewer than all: the others end once all have been ready,
+    which the layout of shared memory needs."""
     restart_limit: int = 0
     """How often in a row a rank may be lost at once after its start; 0: no limit."""
+    keeper: int = 0
+    """The process whose end ends the service, which its client's does not; 0: there is none."""
 
     def __post_init__(self) -> None:
         mesh = self.mesh

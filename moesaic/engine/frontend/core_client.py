@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from moesaic.comm.launch.keeper_link import KeeperLink
 from moesaic.comm.launch.service import Service, ServiceSpec, Timeouts, host_ranks
 from moesaic.comm.mesh import Mesh, mesh_of
 from moesaic.comm.network.node_secret import NO_SECRET, own_secret
@@ -24,6 +25,7 @@ from moesaic.config.gpus import describe_shares, max_ranks_per_gpu
 from moesaic.core import messages
 from moesaic.core.disagg import KVShare
 from moesaic.core.request import ABORTED, FinishReason, failure
+from moesaic.core.stats import ServiceLoss
 from moesaic.disagg.likeness import draft_digest, model_digest, prompt_digest
 from moesaic.disagg.lobby import Lobby
 from moesaic.engine.frontend.queries import (
@@ -32,6 +34,7 @@ from moesaic.engine.frontend.queries import (
     PendingQuery,
     QueryTimeout,
 )
+from moesaic.engine.frontend.supervisor_restart import SupervisorRestart
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.setup.memory_plan import check_plan
 from moesaic.engine.worker.planner import ModelFacts
@@ -62,6 +65,8 @@ class CoreClient:
         self.lobby = lobby
         """Where requests of a prefill instance wait for those that continue them."""
         self.facts = msgspec.convert(service.facts, ModelFacts)
+        self.found_requests = msgspec.convert(service.facts.get("open_requests", 0), int)
+        """Those of a former process that ranks computed when this one started."""
         self.states: dict[int, RequestState] = {}
         """The open requests, by number."""
         self.fault = ""
@@ -70,6 +75,9 @@ class CoreClient:
         self.providers: dict[str, Any] = self.rank_facts[0]["providers"]
         self.front = Spans()
         """Spans of this process."""
+        self._restart: SupervisorRestart | None = None
+        if args.elastic_ep_backend is not None:
+            self._restart = SupervisorRestart(args.restart_limit, service.keeper)
         self._num_queries = 0
         self._queries: dict[int, PendingQuery] = {}
         if lobby is not None:
@@ -105,8 +113,19 @@ class CoreClient:
             self._submit(state)
 
     def _submit(self, state: RequestState) -> None:
+        if self.is_away:  # all open requests are submitted once it is back
+            return
         state.held = time.monotonic() - state.request.created
         self.service.send(messages.Submit([state.request.submission()]))
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the service was lost and is not ready again."""
+        return self._restart is not None and self._restart.is_away
+
+    @property
+    def losses(self) -> list[ServiceLoss] | None:
+        return None if self._restart is None else self._restart.losses
 
     def _leave_lobby(self, lobby: Lobby) -> None:
         """Submits requests that another instance continues, and ends those that none does."""
@@ -140,8 +159,9 @@ class CoreClient:
     def ask(self, what: str, answer: Future[Any], options: Mapping[str, Any] | None = None) -> None:
         """Queries the leader of each serving group, or every rank. `answer` is set with the last
         reply; after a timeout, without the missing ones."""
-        if self.fault:
-            answer.set_exception(RuntimeError(self.fault))
+        if self.fault or self.is_away:
+            away = QueryTimeout("the supervisor was lost; it starts again, and all ranks with it")
+            answer.set_exception(RuntimeError(self.fault) if self.fault else away)
             return
         self._num_queries += 1
         mesh, every = self.service.spec.mesh, what not in GROUP_QUERIES
@@ -153,6 +173,9 @@ class CoreClient:
 
     def step(self) -> None:
         """Waits for one message, or to be woken."""
+        if self._restart is not None and self._restart.is_waiting:
+            self._start_again(self._restart)
+            return
         message = self.service.receive(self._timeout())
         self._expire()
         if self.lobby is not None:
@@ -166,17 +189,59 @@ class CoreClient:
             self.front.add(SpanKind.DETOKENISE, begin, tokens=num_tokens)
         elif isinstance(message, messages.QueryReply):
             self._reply(message)
-        elif isinstance(message, messages.Ready):  # of a rank that was restarted
-            self.rank_facts[message.rank] = message.facts
-            log_rank(message.rank, message.facts, self.service.spec.mesh)
+        elif isinstance(message, messages.Attached):
+            self._attach(message)
+        elif isinstance(message, messages.Ready) and self._restart is not None:
+            self._note_ready(message, self._restart)
         elif isinstance(message, messages.Fault):
-            self.fault = message.message
-            if self.lobby is not None:  # decode instances need not wait for it
-                self.lobby.close()
-            logger.error("%s", message.message)
-            if self.on_failure is not None:
-                self.on_failure(message.message)
-            self.fail_all(message.message)
+            self._on_fault(message)
+
+    def _attach(self, attached: messages.Attached) -> None:
+        """Goes on with a request of a former process, which has begun it."""
+        if (state := self.states.pop(attached.request_no, None)) is None:  # it has ended here
+            self.service.send(messages.Abort(attached.former))
+            return
+        state.request.request_no = attached.former
+        self.states[attached.former] = state
+
+    def _on_fault(self, fault: messages.Fault) -> None:
+        text, restart = fault.message, self._restart
+        if restart is not None and (fault.supervisor or restart.is_away):
+            late = QueryTimeout(text)
+            for query in self._queries.values():
+                query.answer.set_exception(late)
+            self._queries.clear()
+            if not (text := restart.lose(self.service, text, len(self.states))):
+                return
+        self.fault = text
+        if self.lobby is not None:  # decode instances need not wait for it
+            self.lobby.close()
+        logger.error("%s", text)
+        if self.on_failure is not None:
+            self.on_failure(text)
+        self.fail_all(text)
+
+    def _start_again(self, restart: SupervisorRestart) -> None:
+        """Starts a service that was lost, when it is time."""
+        if not restart.is_due:
+            return
+        try:
+            self.service = restart.start(self.service)
+        except (OSError, RuntimeError) as error:
+            self._on_fault(messages.Fault(str(error), supervisor=True))
+
+    def _note_ready(self, ready: messages.Ready, restart: SupervisorRestart) -> None:
+        """Of a rank that was restarted, or of the service: then open requests go on there."""
+        if not restart.is_away:
+            self.rank_facts[ready.rank] = ready.facts
+            log_rank(ready.rank, ready.facts, self.service.spec.mesh)
+            return
+        self.rank_facts = ready.facts["ranks"]
+        log_ranks(self.rank_facts, self.service.spec.mesh)
+        restart.note_ready(len(self.states))
+        for state in self.states.values():
+            state.request.emitted = state.request.output_ids
+            self._submit(state)
 
     def _take_tokens(self, output: messages.StepOutput) -> None:
         """Appends the tokens of the requests that got nothing else."""
@@ -232,12 +297,16 @@ class CoreClient:
         if query.what in SUPERVISOR_QUERIES:
             query.answer.set_result(query.overview)
             return
+        if query.what == "rooms":
+            query.answer.set_result([room for rooms in values for room in rooms])
+            return
         if query.what == "flush_cache":
             query.answer.set_result(sum(values))
             return
         facts = query.overview, self.facts.num_experts, query.membership
         info = service_info(asdict(self.args), values, *facts)
         info["rooms"] += [] if self.lobby is None else self.lobby.state()
+        info["losses"] = msgspec.to_builtins(self.losses)
         query.answer.set_result(info)
 
     def _timeout(self) -> float | None:
@@ -251,7 +320,7 @@ class CoreClient:
         now = time.monotonic()
         late = [number for number, query in self._queries.items() if query.deadline <= now]
         for query in map(self._queries.pop, late):
-            if query.every and (query.replies or query.overview):
+            if query.what == "rooms" or (query.every and (query.replies or query.overview)):
                 self._resolve(query)
                 continue
             missing = query.expected - len(query.replies)
@@ -266,7 +335,8 @@ class CoreClient:
     def _cancel(self, state: RequestState, reason: FinishReason) -> None:
         """Ends a request that its rank still computes."""
         self._finish(state, reason)
-        self.service.send(messages.Abort(state.request.request_no))
+        keep = reason.type != "abort"
+        self.service.send(messages.Abort(state.request.request_no, keep))
 
     def _finish(self, state: RequestState, reason: FinishReason) -> None:
         del self.states[state.request.request_no]
@@ -280,16 +350,18 @@ def _why_not(reason: FinishReason) -> str:
     return (reason.message or "it failed") if reason.type == "abort" else ""
 
 
-def start_ranks(args: ServerArgs, mesh: Mesh) -> CoreClient:
-    """Returns once all ranks of all nodes can serve."""
-    check_plan(args)
+def start_ranks(args: ServerArgs, mesh: Mesh, keeper: KeeperLink | None = None) -> CoreClient:
+    """Returns once all ranks of all nodes can serve; those of a former process, if they live."""
+    if keeper is None or not keeper.life:  # ranks that live have the memory already
+        check_plan(args)
     sizes = ("tp", "ep", "dp", "pp", "replicas", "nnodes")
     shape = [f"{name} {getattr(mesh, name)}" for name in sizes if getattr(mesh, name) > 1]
     logger.info("starting %d ranks: %s", mesh.world, ", ".join(shape) or "no parallelism")
     if args.device == "cuda":
         logger.info("%s", describe_shares(gpus_of(args)))
     lobby = make_lobby(args)
-    core = CoreClient(args, Service.start(service_spec(args, mesh)), lobby)
+    spec = service_spec(args, mesh, 0 if keeper is None else keeper.pid)
+    core = CoreClient(args, Service.start(spec, keeper=keeper), lobby)
     log_ranks(core.rank_facts, mesh)
     return core
 
@@ -316,7 +388,7 @@ def serve_node(args: ServerArgs) -> int:
     return host_ranks(Service(service_spec(args, mesh_of(args))), patience)
 
 
-def service_spec(args: ServerArgs, mesh: Mesh) -> ServiceSpec:
+def service_spec(args: ServerArgs, mesh: Mesh, keeper: int = 0) -> ServiceSpec:
     assert args.dist_timeout is not None, "resolve fills it in"
     timeouts = Timeouts(
         collective=args.dist_timeout,
@@ -338,5 +410,7 @@ def service_spec(args: ServerArgs, mesh: Mesh) -> ServiceSpec:
         log_level=args.log_level,
         gpu_sharers=max_ranks_per_gpu(gpus_of(args)) if args.device == "cuda" else 0,
         elastic=args.elastic_ep_backend is not None,
+        start_size=args.elastic_ep_initial_size,
         restart_limit=args.restart_limit,
+        keeper=keeper,
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from moesaic.disagg.allowed_hosts import AllowedHosts
 from moesaic.engine.text.grammar_check import GrammarChecker
 
 
@@ -34,6 +35,7 @@ class EngineLimits:
     """Sampling parameters that requests may leave out."""
     role: str = "null"
     """--disaggregation-mode."""
+    bootstrap_hosts: AllowedHosts = field(default_factory=lambda: AllowedHosts(()))
 
     @property
     def max_sequence(self) -> int:

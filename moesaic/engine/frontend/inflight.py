@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from moesaic.core.redact import shown_id
 from moesaic.core.request import ABORTED, FinishReason, Request, failure
@@ -47,6 +49,24 @@ class InflightRequests:
     def requests(self) -> list[Request]:
         with self._lock:
             return [state.request for state in self._states.values()]
+
+    def rooms_except(self, told: Collection[int]) -> list[dict[str, Any]]:
+        """Rooms of requests that have no token yet, but those with these numbers."""
+        now = time.monotonic()
+        with self._lock:
+            found = [(state.request, state in self._waiting) for state in self._states.values()]
+        return [
+            {
+                "room": request.room.number,
+                "phase": "waits in the queue" if waits else "waits for its rank",
+                "peer": request.room.address,
+                "seconds": round(now - request.created, 3),
+            }
+            for request, waits in found
+            if request.room is not None
+            and request.room.number not in told
+            and not (request.output_ids or request.finish_reason)
+        ]
 
     def submit(self, states: Sequence[RequestState]) -> None:
         with self._lock:

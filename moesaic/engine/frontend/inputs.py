@@ -13,7 +13,9 @@ from typing import Any, TypedDict
 from moesaic.core.foreign_fields import BadParameter, drop_foreign
 from moesaic.core.redact import shown
 from moesaic.core.request import Request
+from moesaic.core.request_id import seed_of
 from moesaic.core.sampling import ALIASES, GRAMMARS, Grammar, SamplingParams
+from moesaic.engine.frontend.answer_key import answer_key
 from moesaic.engine.frontend.engine_limits import EngineLimits
 from moesaic.engine.frontend.input_checks import (
     MAX_SAMPLES,
@@ -100,6 +102,9 @@ class GenerateInput:
     """Waits in its own line for new grammars to be checked, and may abort the call."""
     stream: bool = False
     """Whether outputs come while they grow, or once at the end."""
+    request_id: str = ""
+    """By which the client may ask for the answers again; requests without a seed take theirs from
+    it."""
     return_text_in_logprobs: bool = False
     return_routed_experts: Any = False
     routed_experts_start_len: Any = 0
@@ -130,13 +135,14 @@ class GenerateInput:
         object.__setattr__(self, "data_parallel_rank", self.routed_dp_rank)
         object.__setattr__(self, "routed_dp_rank", None)
 
-    def sent_by(self, client: Hashable, stream: bool) -> GenerateInput:
+    def sent_by(self, client: Hashable, stream: bool, request_id: str = "") -> GenerateInput:
         """The call of this client. It is not checked again, unlike by `replace`."""
         call = object.__new__(GenerateInput)
         for name in _FIELDS:
             object.__setattr__(call, name, getattr(self, name))
         object.__setattr__(call, "client", client)
         object.__setattr__(call, "stream", stream)
+        object.__setattr__(call, "request_id", request_id)
         return call
 
     @classmethod
@@ -196,11 +202,16 @@ class GenerateInput:
         for number, (prompt_ids, call) in enumerate(
             zip(prompts, self._calls(len(prompts)), strict=True)
         ):
+            if number and call.request_id:  # equal prompts have different answers
+                call = call.sent_by(call.client, call.stream, f"{call.request_id}/{number}")
             with self._locate_errors(number):
                 ids, most = ids_of_prompts[number], MAX_SAMPLES - len(found)
                 samples = call._samples(prompt_ids, ids[0], tokenizer, limits, most)
                 found += [(request, ids) for request in samples]
         check_distinct([request for request, _ in found])
+        if self.request_id:
+            for number, (request, _) in enumerate(found):
+                request.key = answer_key(self.request_id, request, number)
         return found
 
     def _calls(self, number: int) -> list[GenerateInput]:
@@ -253,8 +264,10 @@ class GenerateInput:
             raise ValueError(f"more than {MAX_SAMPLES} outputs at once: ask several times")
         room = limits.max_sequence - len(prompt_ids)
         length = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
-        meeting = meeting_room(self, limits.role) if length else None
+        meeting = meeting_room(self, limits.role, limits.bootstrap_hosts) if length else None
         seed = params.sampling_seed
+        if seed is None and self.request_id:
+            seed = seed_of(self.request_id)
         if seed is None:  # both instances have the same
             seed = limits.seeds.getrandbits(SEED_BITS) if meeting is None else meeting.number
         if meeting is not None and limits.role == "prefill":

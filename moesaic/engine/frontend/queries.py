@@ -15,13 +15,16 @@ from moesaic.core.stats import EngineStats, MembershipStats, RankStats
 from moesaic.engine.worker.rank_stats import RankStatsReply
 
 # Queries to the leaders of serving groups; all others go to every rank.
-GROUP_QUERIES: Final = ("info", "flush_cache")
+GROUP_QUERIES: Final = ("info", "flush_cache", "rooms")
 # Those to the supervisor alone.
 SUPERVISOR_QUERIES: Final = ("scaling",)
 # Ranks reply between two steps; later replies are left out of the statistics.
 STATS_SECONDS: Final = 3.0
+# Who asks where a request waits is not to wait for a rank that is stopped.
+ROOM_SECONDS: Final = 1.0
 # Other queries wait longer, since a prompt of a large model may take long.
 ANSWER_SECONDS: Final = 60.0
+SECONDS: Final = {"stats": STATS_SECONDS, "rooms": ROOM_SECONDS}
 # Client timeout; a backstop for when no per-rank timeout fires.
 CALLER_SECONDS: Final = ANSWER_SECONDS + 5.0
 
@@ -63,7 +66,7 @@ class PendingQuery:
     @property
     def deadline(self) -> float:
         """In seconds on the monotonic clock."""
-        return self.sent / 1e9 + (STATS_SECONDS if self.what == "stats" else ANSWER_SECONDS)
+        return self.sent / 1e9 + SECONDS.get(self.what, ANSWER_SECONDS)
 
     def record(self, reply: QueryReply) -> None:
         if reply.group < 0:

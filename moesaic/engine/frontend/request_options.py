@@ -9,6 +9,7 @@ from typing import Any, Final, Protocol
 from moesaic.core.disagg import Room
 from moesaic.core.foreign_fields import BadParameter
 from moesaic.core.redact import shown
+from moesaic.disagg.allowed_hosts import AllowedHosts
 
 # Also of `token_ids_logprob`.
 MAX_TOP_LOGPROBS: Final = 1024
@@ -38,8 +39,9 @@ def integer(name: str, value: Any) -> int:
     return operator.index(value)
 
 
-def meeting_room(call: HasRoom, role: str) -> Room | None:
-    """Where this instance, of this --disaggregation-mode, meets the other one."""
+def meeting_room(call: HasRoom, role: str, allowed: AllowedHosts) -> Room | None:
+    """Where this instance, of this --disaggregation-mode, meets the other one. `allowed`: the hosts
+    that it connects to."""
     number, host, port = call.bootstrap_room, call.bootstrap_host, call.bootstrap_port
     if number is None:
         return None
@@ -59,6 +61,8 @@ def meeting_room(call: HasRoom, role: str) -> Room | None:
         given = repr(host) if isinstance(host, str) and len(host) <= MAX_HOST else shown(host)
         text = f"bootstrap_host is {given}: give the host of the prefill instance"
         raise BadParameter("bootstrap_host", text)
+    if role == "decode" and (text := allowed.refusal(host)):
+        raise BadParameter("bootstrap_host", f"bootstrap_host: {text}")
     return Room(number, host if isinstance(host, str) else "", port)
 
 

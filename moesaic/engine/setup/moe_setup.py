@@ -106,7 +106,7 @@ def moe_problem(
     layers = [module.config for module in model.modules() if isinstance(module, FusedMoE)]
     experts = layers[0].num_experts if layers else 0
     shared = layers[0].num_shared if layers else 0
-    routed, asked = experts - shared, args.ep_num_redundant_experts
+    routed, asked = experts - shared, redundant_experts(args, model, mesh)
     most = routed * (mesh.ep - 1)  # an expert on every rank
     if experts and mesh.ep > 1 and asked > most:
         raise ValueError(
@@ -130,6 +130,17 @@ def moe_problem(
         experts=experts,
         redundant=redundant_slots(routed, asked, mesh.ep) + shared * (mesh.ep - 1),
     )
+
+
+def redundant_experts(args: ServerArgs, model: CausalLM, mesh: Mesh) -> int:
+    """Those of all ranks. A service that starts with fewer is given those of these, and each rank
+    that joins has as many slots."""
+    start, asked = args.elastic_ep_initial_size, args.ep_num_redundant_experts
+    layers = [module.config for module in model.modules() if isinstance(module, FusedMoE)]
+    if start is None or not layers:
+        return asked
+    routed = layers[0].num_experts - layers[0].num_shared
+    return (routed + redundant_slots(routed, asked, start)) // start * mesh.ep - routed
 
 
 def moe_context(
@@ -168,7 +179,7 @@ def moe_context(
         overlaps=Overlap.SBO in schedules_of(args.overlap),
         max_tokens=-(-limits.tokens // sharers),
         max_decode_tokens=-(-limits.decode_tokens // sharers),
-        redundant_experts=args.ep_num_redundant_experts,
+        redundant_experts=redundant_experts(args, model, mesh),
         dispatch_algorithm=algorithm,
         waterfill=args.enable_waterfill,
         # All redundant slots may go to one expert.

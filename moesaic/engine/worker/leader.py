@@ -48,8 +48,7 @@ class Leader:
             self.planner.abort(message.request_no)
             self.report()
         elif isinstance(message, messages.Query):
-            flush = message.what == "flush_cache"
-            value = self.planner.kv.flush() if flush else self._info()
+            value = self._answer(message.what)
             self.link.send(messages.QueryReply(message.number, self.group, value))
         self.advance()
 
@@ -58,8 +57,12 @@ class Leader:
         if self.arrivals is not None and self.arrivals.advance():
             self.report()
 
-    def _info(self) -> dict[str, Any]:
+    def _answer(self, what: str) -> Any:
+        if what == "flush_cache":
+            return self.planner.kv.flush()
         rooms = [] if self.arrivals is None else self.arrivals.state()
+        if what == "rooms":
+            return rooms
         transports = {} if self._sender is None else self._sender.transports
         return self.planner.info() | {"rooms": rooms, "kv_transports": transports}
 
@@ -100,6 +103,7 @@ class Leader:
         try:
             self._add(new)
         except Exception as error:
+            self.planner.give_up(error, new)
             logger.exception("a request was refused")
             finish = failure(f"refused: {error!r}")
             self._output.deltas.append(messages.RequestDelta(new.request_no, [], finish=finish))

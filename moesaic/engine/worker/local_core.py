@@ -34,6 +34,8 @@ class LocalCore:
 
     fault: str = ""
     lobby: None = None
+    losses: None = None
+    found_requests = 0
     on_failure: Callable[[str], None] | None = None
 
     def __init__(
@@ -92,7 +94,8 @@ class LocalCore:
 
     def ask(self, what: str, answer: Future[Any], options: Mapping[str, Any] | None = None) -> None:
         if what in GROUP_QUERIES:
-            answer.set_result(self.info() if what == "info" else self.planner.kv.flush())
+            answers = {"info": self.info, "flush_cache": self.planner.kv.flush, "rooms": list}
+            answer.set_result(answers[what]())
             return
         now = time.monotonic_ns()
         value = self.stats.answer(what, dict(options or {}))
@@ -118,7 +121,10 @@ class LocalCore:
         except Exception as error:
             known = self.planner.num_suspects > 0
             logger.log(logging.INFO if known else logging.ERROR, "a step failed", exc_info=True)
+            settled, self.loop.is_settled = self.loop.is_settled, True
             self._undo_steps(repr(error))
+            if not settled:
+                self.fail_all(f"the engine failed: {error!r}")
 
     @property
     def step_cost(self) -> StepCost:

@@ -11,10 +11,11 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from moesaic.comm.errors import StateLost
 from moesaic.config import ServerArgs
 from moesaic.config.speculation import speculation_of
 from moesaic.core.redact import shown_id
-from moesaic.core.request import ABORTED, FinishReason, Request, failure
+from moesaic.core.request import ABORTED, FinishReason, NewRequest, Request, failure
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.sampling.token_history import TokenHistory
 from moesaic.engine.schedule.inflight import (
@@ -90,6 +91,8 @@ class Planner:
         drafter: Drafter | None = None,
     ) -> None:
         self.runner = runner
+        self._is_replaceable = args.elastic_ep_backend is not None
+        """Whether others continue its requests if its process ends."""
         self._new_pages: list[int] = []
         """Allocated since the last plan; the next step clears them."""
         self.kv = KVManager(
@@ -132,7 +135,7 @@ class Planner:
 
     @property
     def num_suspects(self) -> int:
-        """Sets of requests that are still to be retried in isolation, after a failed step."""
+        """Sets of requests that are still to be retried by themselves."""
         return len(self._quarantine)
 
     def info(self) -> dict[str, Any]:
@@ -198,16 +201,24 @@ class Planner:
                     "request %s could not be ended cleanly", shown_id(state.request.rid)
                 )
 
+    def give_up(self, error: Exception, request: NewRequest | None = None) -> None:
+        """Raises StateLost where others can continue: half of a change may be done, and the error
+        may be no request's. A request that was moved for this before is the cause."""
+        if self._is_replaceable and not (request is not None and request.is_suspect):
+            request_no = -1 if request is None else request.request_no
+            raise StateLost(f"the state of requests is lost: {error!r}", request_no) from error
+
     def plan(self, parts: int = 1) -> InflightStep:
-        """The next step, with an empty plan if there is nothing to compute. `parts`: how many
-        steps share the decoding requests. A request that breaks the plan is found and ended as one
-        that breaks a step; an error that no request causes ends all of them."""
+        """The next step, empty if there is nothing to compute. `parts`: how many steps share the
+        decoding requests. A request that breaks the plan is found and ended as one that breaks a
+        step; an error that no request causes ends all of them."""
         self.drafts.skip()
         try:
             chosen = self._try_suspects()
             if chosen is NO_WORK and self.scheduler.has_work:
                 chosen = self._choose(parts)
         except Exception as error:
+            self.give_up(error)
             logger.exception("no step can be planned; all %d requests end", len(self.states))
             self.fail_all(f"the engine failed: {error!r}")
             chosen = NO_WORK
@@ -245,7 +256,7 @@ class Planner:
         try:
             drafts = self.drafts.propose()
             ahead = self.runner.overlaps and not drafts
-            schedule = self.scheduler.schedule(parts, ahead=ahead, drafts=drafts)
+            schedule = self._schedule(parts=parts, ahead=ahead, drafts=drafts)
             return self._plan_work(schedule)
         except Exception as error:
             logger.exception("a step could not be planned")
@@ -265,7 +276,7 @@ class Planner:
             if not suspects:
                 continue
             try:
-                chosen = self._plan_work(self.scheduler.schedule(only=frozenset(suspects)))
+                chosen = self._plan_work(self._schedule(only=frozenset(suspects)))
             except Exception as error:
                 logger.info("a step could not be planned", exc_info=True)
                 self.report_failure(suspects, repr(error), alone=True)
@@ -275,6 +286,14 @@ class Planner:
                 self._quarantine.put_back([r for r in suspects if r not in tried])
                 return chosen
         return NO_WORK
+
+    def _schedule(self, **options: Any) -> Schedule:
+        """An error may leave pages and queues half changed."""
+        try:
+            return self.scheduler.schedule(**options)
+        except Exception as error:
+            self.give_up(error)
+            raise
 
     def _plan_work(self, schedule: Schedule) -> PlannedWork:
         if schedule.is_empty:
@@ -304,7 +323,10 @@ class Planner:
         """A step with these requests failed. `alone`: no other serving group was in it."""
         self.metrics.counts.failed_steps += bool(suspects)
         culprit = self._quarantine.report_failure(suspects, alone=alone)
-        if culprit is not None:
+        if culprit is not None and self._is_replaceable and not culprit.is_suspect:
+            culprit.is_suspect = True
+            self._quarantine.put_back([culprit])  # what does not come again is not its fault
+        elif culprit is not None:
             logger.error("request %s made a step fail: %s", shown_id(culprit.rid), error)
             self._fail(culprit, f"the step failed: {error}")
 
@@ -364,6 +386,7 @@ class Planner:
         self.scheduler.decode_table.update(request)
 
     def _fail_token(self, request: Request, error: Exception) -> None:
+        self.give_up(error, request)
         logger.error("request %s failed", shown_id(request.rid), exc_info=error)
         self._fail(request, f"its token could not be applied: {error!r}")
 

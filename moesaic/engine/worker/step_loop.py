@@ -46,6 +46,9 @@ class StepLoop:
         """Called with a slow step, its seconds and the usual ones."""
         self.in_trial = False
         """Whether the current step looks for a request that breaks it."""
+        self.is_settled = True
+        """Whether requests and `inflight` agree: not while a step is planned or applied. An error
+        in between cannot be rolled back."""
         self.last_completed = 0
         self._completed_at = 0
         self._device_free_at = 0
@@ -84,9 +87,11 @@ class StepLoop:
         spans, self.in_trial = self.runner.spans, self.stage.is_trial
         spans.begin_step(self.stage.number + 1)
         start = time.monotonic_ns()
+        self.is_settled = False
         step = self._plan()
         step.started_at = start
-        self.inflight.append(step)  # before anything can fail: a rollback must find it
+        self.inflight.append(step)  # before anything else can fail: a rollback must find it
+        self.is_settled = True
         planned = time.monotonic_ns()
         x_TH = self.stage.agree(step)
         has_work = bool(step.agreement.counts)
@@ -152,6 +157,7 @@ class StepLoop:
             if begun and is_timed:
                 ms = (self._device_free_at - begun) / 1e6
                 self.group.step_cost.observe(step.agreement.work, ms)
+        self.is_settled = False
         self.inflight.popleft()
         spans, tokens = self.runner.spans, step.plan.num_tokens
         # Steps that are in flight at once share the time.
@@ -159,6 +165,7 @@ class StepLoop:
         spans.begin_step(step.number)
         if self.group is not None and step.has_requests:
             self.group.apply(step, result, (time.monotonic_ns() - start) / 1e9)
+        self.is_settled = True
         self._completed_at = time.monotonic_ns()
         spans.add(SpanKind.STEP, start, tokens=tokens, end=self._completed_at)
         spans.begin_step(self.stage.number)

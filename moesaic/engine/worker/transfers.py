@@ -14,6 +14,7 @@ from moesaic.comm.network.handshake import Identity
 from moesaic.comm.supervise.address import numeric
 from moesaic.config import ServerArgs
 from moesaic.core.disagg import KVRank, KVShare, Ticket
+from moesaic.disagg.allowed_hosts import AllowedHosts, bootstrap_hosts
 from moesaic.disagg.likeness import draft_digest, model_digest
 from moesaic.disagg.messages import Chunk
 from moesaic.disagg.outlets import KVOutlets
@@ -47,7 +48,8 @@ def make_transfers(args: ServerArgs, runner: ModelRunner, link: RankLink) -> Ran
     if role == "decode":
         listening = _listen(host or numeric(args.host), is_only_node=not host)
         dtype, asked = runner.cache.keys.dtype, args.disaggregation_transfer_backend
-        given = shares, dtype, listening, own, link.secret, runner.device, asked
+        most = runner.num_pages * args.page_size
+        given = shares, dtype, listening, own, link.secret, runner.device, asked, most
         receiver = KVReceiver(*given)
         here = listening.getsockname()[0]
         host = host or (here if ipaddress.ip_address(here).is_loopback else "")
@@ -64,7 +66,8 @@ def make_transfers(args: ServerArgs, runner: ModelRunner, link: RankLink) -> Ran
     if not link.place.is_leader:
         return RankTransfers(receiver=receiver)
     assert ranks[0] == rank, "the leader is the first rank of its group"
-    rooms = DecodeRooms(ranks, own, link.secret, model_digest(args), draft_digest(args))
+    digests = model_digest(args), draft_digest(args)
+    rooms = DecodeRooms(ranks, own, link.secret, *digests, AllowedHosts(bootstrap_hosts(args)))
     receiver.on_result = rooms.on_result
     return RankTransfers(receiver=receiver, rooms=rooms)
 

@@ -190,6 +190,8 @@ class Worker:
             except FINAL:
                 raise
             except Exception as error:
+                if not self.loop.is_settled:
+                    raise
                 self._report_failure(error)
 
     def _stop(self) -> None:

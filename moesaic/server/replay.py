@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from moesaic.router.event_ids import ChoiceMark, RunningDigest, StreamMark, digest_of
+from moesaic.server.event_ids import ChoiceMark, RunningDigest, StreamMark, digest_of
 
 DONE = "[DONE]"
 # Parts of a chunk's `delta` that are texts.
