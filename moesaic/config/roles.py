@@ -11,7 +11,7 @@ from typing import Final
 
 from moesaic.config.args import ServerArgs
 from moesaic.config.args_parallel import TRANSFER_DEVICES
-from moesaic.config.devices import device_of
+from moesaic.config.devices import device_of, num_gpus, ranks_here
 from moesaic.config.flags import given
 from moesaic.config.speculation import speculation_problems
 from moesaic.core.speculation import ALGORITHMS
@@ -29,7 +29,9 @@ def elastic_problems(args: ServerArgs) -> Iterator[str]:
         return
     yield from _hook_problems(args)
     shown = f"--elastic-ep-backend {args.elastic_ep_backend}"
-    if (device := device_of(args)) != "cpu" and not (device == "cuda" and TRY_CUDA in os.environ):
+    if (device := device_of(args)) == "cuda" and TRY_CUDA in os.environ:
+        yield from _nccl_problems(args, shown)
+    elif device != "cpu":
         yield f"{shown} with --device {device}: only CPU ranks are restarted so far; leave it out"
     if args.nnodes > 1:
         yield f"{shown} with --nnodes {args.nnodes}: ranks of one node are restarted so far; give 1"
@@ -69,6 +71,16 @@ def _hook_problems(args: ServerArgs) -> Iterator[str]:
         return
     if not words or shutil.which(words[0]) is None:
         yield f"--elastic-event-command {command!r}: there is no such program; give its path"
+
+
+def _nccl_problems(args: ServerArgs, shown: str) -> Iterator[str]:
+    """Ranks with a GPU each cut attention by NCCL, whose groups know no rank that returns."""
+    groups = args.dp_size if args.enable_dp_attention else 1
+    if args.tp_size > groups and ranks_here(args) <= num_gpus() - args.base_gpu_id:
+        yield (
+            f"{shown} with a GPU for each rank: attention that is cut over them does not outlive "
+            f"a rank yet; give --enable-dp-attention --dp-size {args.tp_size}"
+        )
 
 
 def _weight_cache_problems(args: ServerArgs) -> Iterator[str]:

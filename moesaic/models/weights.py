@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import zlib
+from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -147,11 +148,13 @@ def fill_some_randomly(model: Loadable, seed: int, tensors: Sequence[Tensor]) ->
 
 def slots_within(model: Loadable, tensors: Sequence[Tensor]) -> list[Slot]:
     """The slots that fill a part of one of these tensors."""
-    spans = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors]
+    begins = sorted(tensor.data_ptr() for tensor in tensors if tensor.nbytes)
+    ends = sorted(tensor.data_ptr() + tensor.nbytes for tensor in tensors if tensor.nbytes)
+    # More tensors begin before a place that is within one than end there: they do not overlap.
     return [
         slot
         for slot in model.checkpoint_slots()
-        if any(low <= _place(slot) < high for low, high in spans)
+        if bisect(begins, place := _place(slot)) > bisect(ends, place)
     ]
 
 

@@ -27,6 +27,10 @@ from moesaic.comm.windows.window import PlaneSpec
 from moesaic.kernels.a2a import signal, wait
 
 ME = Identity(0, 0)
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+]
 SPECS = (PlaneSpec("x", (4,), torch.float32),)
 OWNER = """
 import mmap, os, sys, time
@@ -91,7 +95,8 @@ def test_the_first_descriptor_of_a_key_stays(store: LocalStore):
 class Rank:
     """A rank of two, in this process; `start` makes its window as it does at its start."""
 
-    def __init__(self, store: LocalStore, rank: int) -> None:
+    def __init__(self, store: LocalStore, rank: int, device: str = "cpu") -> None:
+        self.device = torch.device(device)
         held = store.address.connect_memory(5.0, Identity(rank, 0))
         own = store.address.connect(5.0, Identity(rank, 0))
         self.group = StoreGroup(own, "team", rank, 2, 5.0)
@@ -99,7 +104,7 @@ class Rank:
         self.window: HeldWindow
 
     def start(self) -> Rank:
-        found = create_device_window(self.group, SPECS, 5.0, 1, torch.device("cpu"))
+        found = create_device_window(self.group, SPECS, 5.0, 1, self.device)
         assert isinstance(found, HeldWindow)
         self.window = found
         return self
@@ -112,13 +117,18 @@ class Rank:
 
     def hear(self) -> list[float]:
         wait(self.window.call(0, "tell"))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
         self.window.check()
         return self.window.plane("x")[:2].tolist()
 
 
-def test_a_rank_that_is_started_again_maps_the_regions_of_its_predecessor(store: LocalStore):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_a_rank_that_is_started_again_maps_the_regions_of_its_predecessor(
+    store: LocalStore, device: str
+):
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda rank: Rank(store, rank).start(), range(2))
+        first, second = pool.map(lambda rank: Rank(store, rank, device).start(), range(2))
     first.tell(1.0), second.tell(2.0)
     assert first.hear() == second.hear() == [1.0, 2.0]
     places = [region.data_ptr() for region in first.window.signals.regions]
@@ -128,7 +138,7 @@ def test_a_rank_that_is_started_again_maps_the_regions_of_its_predecessor(store:
     first.tell(3.0)
     assert first.hear() == [3.0, 2.0]
     # The successor needs nobody to start, and finds what the first has written meanwhile.
-    again = Rank(store, 1).start()
+    again = Rank(store, 1, device).start()
     assert again.window.plane("x").tolist()[:2] == [3.0, 2.0]
     assert again.window.plane("x", 0).tolist()[:2] == [3.0, 2.0]
     for rank in (first, again):

@@ -116,17 +116,20 @@ def membership(engine: Engine) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("flags", "strikes"),
+    ("ranks", "flags", "strikes"),
     [
-        pytest.param({}, [[(1, KILLED)]], id="killed"),
-        pytest.param({}, [[(2, STOPPED)], [(0, KILLED), (1, KILLED)]], id="more", marks=SLOW),
-        pytest.param({"overlap": "tbo"}, [[(0, KILLED)]], id="halves", marks=SLOW),
-        pytest.param({"enable_eplb": True}, [[(1, KILLED)]], id="experts move", marks=SLOW),
+        pytest.param(3, {}, [[(1, KILLED)]], id="killed"),
+        pytest.param(3, {}, [[(2, STOPPED)], [(0, KILLED), (1, KILLED)]], id="more", marks=SLOW),
+        pytest.param(3, {"overlap": "tbo"}, [[(0, KILLED)]], id="halves", marks=SLOW),
+        pytest.param(3, {"enable_eplb": True}, [[(1, KILLED)]], id="experts move", marks=SLOW),
+        pytest.param(4, {"dp_size": 2}, [[(1, KILLED)], [(2, KILLED)]], id="pairs", marks=SLOW),
     ],
 )
-def test_twins_survive_the_loss_of_ranks(flags: dict[str, Any], strikes: list[Strike]) -> None:
+def test_twins_survive_the_loss_of_ranks(
+    ranks: int, flags: dict[str, Any], strikes: list[Strike]
+) -> None:
     pytest.importorskip("moesaic.layers.gpu_attention")
-    with serving(gpu_rank.SOUND_TWINS, 3, 4, **flags) as (engine, run):
+    with serving(gpu_rank.SOUND_TWINS, ranks, 4, **flags) as (engine, run):
         check(engine, run, strikes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +92,32 @@ def test_rows_arrive_as_those_of_the_twins(case: Case) -> None:
             window.check()
     assert_same_memory(case, ours, theirs)
     assert ours[0].signals.state[DeviceStateWord.CHANNELS] == rounds
+
+
+@pytest.mark.parametrize("case", [SMALL[0], PAYLOADS[0]], ids=str)
+@pytest.mark.parametrize("code", [kernels, twins], ids=["kernels", "twins"])
+def test_a_rank_that_only_compiles_writes_into_its_own_memory(case: Case, code: Any) -> None:
+    """Others may serve while a rank starts; its own inbox is full of what its predecessor got."""
+    windows = case.windows(DEVICE if code is kernels else "cpu")
+    place_ids(case, windows)
+    window, others = windows[0], [one.clone() for one in windows[0].signals.regions[1:]]
+    tokens = case.tokens(0) if code is twins else on_device(case.tokens(0))
+
+    def run(name: str, *given: Any) -> None:
+        function = getattr(code, name)
+        getattr(function, "twin", function)(*given)
+
+    with window.isolated():
+        rows, results = (window.call(channel, "start") for channel in (ROWS, RESULTS))
+        run("send", tokens, case.rows, case.planes(window), case.spread, rows, True)
+        run("receive", rows, case.rows, case.top_k, window.offset("ids"))
+        for name, plane in (("collect_rows", "results"), ("collect_pairs", "pairs")):
+            there = ResultPlane(case.rows, window.offset(plane), case.spread)
+            run(name, torch.empty_like(tokens.x_TH), tokens, there, results, True)
+        run("signal", results), run("wait", results)
+    window.check()
+    for region, before in zip(window.signals.regions[1:], others, strict=True):
+        assert torch.equal(region, before)
 
 
 def test_the_example_of_send() -> None:
