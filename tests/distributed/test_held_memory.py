@@ -89,6 +89,12 @@ def test_the_first_descriptor_of_a_key_stays(store: LocalStore):
         other.shutdown(socket.SHUT_WR)
         assert other.recv(1) in (b"", b"-")
     assert held.take("b") is None
+    # One that comes with the wrong request is closed.
+    open_before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        socket.send_fds(held._connection, [HEAD.pack(2, 1) + b"b"], [descriptor])
+        assert held._connection.recv(1) == b"-"
+    assert len(os.listdir("/proc/self/fd")) == open_before
     os.close(descriptor)
 
 

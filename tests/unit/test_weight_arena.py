@@ -134,12 +134,24 @@ def test_a_flipped_bit_is_found(weights: str) -> None:
     assert arena.damage().tensors == ["2.bias"] and arena.damage().slots == []
 
 
-def test_another_model_flags_or_a_half_loaded_one_are_not_used() -> None:
+def interrupt(_: WeightArena) -> None:
+    raise InterruptedError
+
+
+def test_another_model_flags_or_a_half_loaded_one_are_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     _, arena = filled("fp32")
     assert arena_of(layers("fp32", False), arena.memory).found
     other = arena_of(layers("fp32", False), arena.memory, flags="others")
     assert other.differs and not other.found
     # The process ends before it has loaded.
+    assert arena_of(layers("fp32", False), arena.memory, flags="others").differs
+    # Or before it has begun to.
+    _, arena = filled("fp32")
+    with monkeypatch.context() as patched, pytest.raises(InterruptedError):
+        patched.setattr(WeightArena, "_use", interrupt)
+        arena_of(layers("fp32", False), arena.memory, flags="others")
     assert arena_of(layers("fp32", False), arena.memory, flags="others").differs
     again = arena_of(layers("fp32", False), arena.memory, flags="others")
     again.seal()

@@ -41,6 +41,7 @@ class HeldDescriptors:
             if operation == HOLD:
                 connection.sendall(HERE if found and self._hold(key, found) else NONE)
                 continue
+            _close(found)
             with self._lock:
                 held = self._held.get(key)
             if held is None:

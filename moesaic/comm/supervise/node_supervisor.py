@@ -69,6 +69,8 @@ class NodeSupervisor(ABC):
         """The routes of processes that are gone: what they sent is dropped."""
         self._store: StoreAddress | None = None
         self._host = ""
+        # Not from the environment later: a thread hides it there from processes that it starts.
+        self._secret = own_secret() or NO_SECRET
         target = spec.target.partition(":")[0]
         self._spawner = Spawner(["moesaic.comm.launch.rank_link", *spec.preload, target])
         self.loop.add(self._spawner.started.wakeup_fd, self._on_spawned)
@@ -224,10 +226,9 @@ class NodeSupervisor(ABC):
 
     def start_rank(self, rank: int) -> None:
         assert self._store is not None, "start_ranks has been called"
-        secret, sockets = own_secret() or NO_SECRET, (self._endpoint, self._routes[rank])
-        store, host = self._store, self._host
+        sockets, place = (self._endpoint, self._routes[rank]), (self._store, self._host)
         spec = RankSpec(
-            rank, self.spec, self._control, *sockets, store, host, secret, self.is_serving
+            rank, self.spec, self._control, *sockets, *place, self._secret, self.is_serving
         )
         data = msgspec.msgpack.encode(spec)
         name = f"rank{rank} {self._routes[rank].decode()}"

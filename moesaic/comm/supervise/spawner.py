@@ -43,7 +43,8 @@ class Spawner:
         try:
             while True:
                 process = self._queue.get()
-                process.start()
+                with without_secrets_in_environment():  # a fork server that died starts anew
+                    process.start()
                 self.started.put(process)
         except Exception as error:
             self.started.put(error)

@@ -143,6 +143,8 @@ class WeightArena(ArenaMemory):
         self.found = self.is_complete and bool((self.head[WHOLE] == fingerprint).all())
         self.differs = bool(self.head[STATE]) and not self.found
         """There is something else, or something half done."""
+        if not self.found:  # before the fingerprint, as this process may end in between
+            self.head[STATE] = FILLING
         self.head[WHOLE], self.head[EXPERTS] = fingerprint, layout.experts_digest
         self._use()
         if not self.found:
