@@ -64,6 +64,10 @@ class Rank:
                 for new in requests:
                     assert new.request_no not in self.requests, "it is submitted twice"
                     self.requests[new.request_no] = len(new.emitted)
+            case messages.Abort(number) if self.requests.pop(number, None) is not None:
+                finish = FinishReason("abort")
+                delta = messages.RequestDelta(number, [], finish=finish)
+                self.service.tell(self, messages.StepOutput([delta]))
 
     def _resume(self, message: messages.ResumeSteps) -> None:
         self.abandoned = False
@@ -302,6 +306,29 @@ def test_an_abort_that_a_lost_rank_had_not_heard_of() -> None:
     service.run(600, deaths=0.0)
     assert not service.journal.open and service.ended == set(range(4)) and not service.failed
     assert [len(service.answers[number]) for number in range(4)] == [LENGTH, LENGTH, 0, LENGTH]
+
+
+def test_requests_that_are_aborted_end_once() -> None:
+    """At any moment, beside losses; nobody goes on to compute them."""
+    aborted = 0
+    for seed in range(60):
+        service = Service(MESHES["groups of two" if seed % 2 else "each rank a group"], seed)
+        lead: Any = SimpleNamespace(journal=service.journal, mesh=service.mesh)
+        lead.send_rank, lead.send_client = service.send_rank, service.send_client
+        lead._abort = partial(LeadSupervisor._abort, lead)
+        for number in range(8):
+            service.submit(number)
+        for number in range(6):
+            service.run(service.random.choice([1, 10, 40]), deaths=0.06)
+            aborted += number not in service.ended
+            LeadSupervisor.on_client(lead, messages.Abort(number))
+        service.run(800, deaths=0.0)
+        assert not service.failed and not service.journal.open
+        assert service.ended == set(range(8))
+        assert not any(rank.requests for rank in service.ranks.values())
+        for number, answer in service.answers.items():
+            assert answer == list(range(len(answer))) and (number < 6 or len(answer) == LENGTH)
+    assert aborted > 200
 
 
 def test_a_rank_that_keeps_dying_ends_the_service() -> None:
