@@ -69,7 +69,7 @@ class QueryReply(Message):
     value: Any
     rank: int = -1
     lost: bool = False
-    """From the supervisor: this rank or group is lost, and has no value."""
+    """There is no value: the rank or group is lost, or the rank cannot answer."""
     membership: MembershipStats | None = None
     """From the supervisor, with its own view."""
 

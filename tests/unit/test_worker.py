@@ -9,11 +9,14 @@ from typing import Any
 
 from moesaic.core.messages import (
     AnyMessage,
+    Query,
+    QueryReply,
     ResumeSteps,
     RollbackStep,
     StepAbandoned,
     Wake,
 )
+from moesaic.engine.worker.rank_stats import RankStatsReporter
 from moesaic.engine.worker.worker import Worker
 
 
@@ -53,7 +56,8 @@ def make_worker(messages: list[AnyMessage]) -> tuple[Any, ScriptedLink]:
     worker._wakes = deque()
     worker.members = SimpleNamespace(epoch=1)
     worker.stage = Round(number=7)
-    worker.runner = SimpleNamespace(abandon=lambda reason: None)
+    steps = SimpleNamespace(stuck="")
+    worker.runner = SimpleNamespace(abandon=lambda reason: None, steps=steps)
     worker.loop = SimpleNamespace(slack=0.0, inflight=[])
     return worker, link
 
@@ -76,3 +80,15 @@ def test_a_rollback_ends_a_wake_before_it() -> None:
     assert (worker.stage.number, link.status.generation, link.generations) == (12, 1, [1])
     worker._sleep()
     assert worker.stage.number == 15
+
+
+def test_a_question_about_a_predecessor_ends_no_rank() -> None:
+    """A recording was begun before this rank took the place of one that was lost."""
+    question = Query(3, "record_until", every=True, options={"steps": 4, "firsts": {0: 17}})
+    worker, link = make_worker([question, Wake(9)])
+    worker.mesh, worker.place = SimpleNamespace(group_of=lambda _: 0), None
+    worker.stats = reporter = object.__new__(RankStatsReporter)
+    reporter._rank, reporter._spans = 1, SimpleNamespace(end_after=lambda steps, first: None)
+    reporter._runner = SimpleNamespace(recorder=None, balance_recorder=None)
+    worker._handle_received()
+    assert link.sent == [QueryReply(3, 0, None, 1, lost=True)]

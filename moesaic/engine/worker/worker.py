@@ -151,9 +151,7 @@ class Worker:
             if message.generation > self.link.status.generation:
                 raise StepRolledBack(message.generation)
         elif isinstance(message, messages.Query) and message.every:
-            value = self.stats.answer(message.what, message.options)
-            group = self.mesh.group_of(self.place)
-            self.link.send(messages.QueryReply(message.number, group, value, self.link.rank))
+            self.link.send(self._answer(message))
         elif self.leader is None:
             return
         elif message is None:
@@ -161,6 +159,16 @@ class Worker:
             self.leader.planner.metrics.flush_log()
         else:
             self.leader.handle(message)
+
+    def _answer(self, query: messages.Query) -> messages.QueryReply:
+        """A question that cannot be answered ends no rank: it may be about a predecessor."""
+        group, value, lost = self.mesh.group_of(self.place), None, False
+        try:
+            value = self.stats.answer(query.what, query.options)
+        except Exception:
+            lost = True
+            logger.exception("%r cannot be answered", query.what)
+        return messages.QueryReply(query.number, group, value, self.link.rank, lost)
 
     def _handle_received(self) -> None:
         """Handles the messages that are here, or come before it is time to plan the next step."""
