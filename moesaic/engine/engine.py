@@ -77,8 +77,6 @@ SamplingOptions = dict[str, Any] | list[dict[str, Any]] | None
 Output = dict[str, Any]
 # Longer prompts are tokenised in a thread, because they would block the event loop.
 LONG_PROMPT: Final = 2048
-# Requests of one HTTP process: those of the next have higher numbers.
-LIFE_BITS: Final = 40
 
 
 class Engine:
@@ -174,7 +172,7 @@ class Engine:
             grammars=GrammarChecker(setup, self.args.grammar_backend),
             preferred=_preferred_params(self.args),
             role=self.args.disaggregation_mode,
-            request_numbers=count(0 if self._keeper is None else self._keeper.life << LIFE_BITS),
+            request_numbers=count(0 if self._keeper is None else self._keeper.first_number),
             bootstrap_hosts=AllowedHosts(bootstrap_hosts(self.args)),
         )
 

@@ -72,6 +72,8 @@ class Keeper:
         self._supervisor: SupervisorAddress | None = None
         self._starting = 0
         self._child = self._pipe = -1
+        self._unread = b""
+        """The begin of a note whose end has yet to come."""
         self._ready: float | None = None
         """When the present HTTP process was ready."""
         self._was_ready = self._has_ended = False
@@ -97,6 +99,9 @@ class Keeper:
             os.close(writer)
             os.set_blocking(reader, False)
             self._pipe, self._ready, self._has_ended, self._stopped = reader, None, False, None
+            self._unread = b""
+            if self._signal:  # it came when there was no process to pass it on to
+                os.kill(self._child, self._signal)
             return None
         die_with_parent()
         if os.getppid() != keeper:
@@ -183,7 +188,8 @@ class Keeper:
         """False once the other end is closed."""
         with suppress(BlockingIOError):
             while data := os.read(self._pipe, READ_BYTES):
-                for line in data.splitlines():  # each was written at once
+                *lines, self._unread = (self._unread + data).split(b"\n")
+                for line in lines:
                     self._note(msgspec.json.decode(line, type=Note))
             return False
         return True

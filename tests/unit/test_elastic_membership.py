@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -321,11 +322,7 @@ def test_a_rank_whose_device_hangs_is_lost_with_the_one_that_died() -> None:
     for number in range(4):
         service.submit(number)
     service.elastic.on_ranks_lost(service, [1], "rank 1 died")
-    for rank in (0, 3):
-        while service.ranks[rank].inbox:
-            service.ranks[rank].take()
-    while any(service.inbox.values()):
-        service.receive()
+    abandon(service, 0, 3)
     assert service.rollbacks[0].missing == {2}
     service.elastic.tick(time.monotonic() + 19.0)
     assert service.elastic.live == [0, 2, 3]
@@ -336,6 +333,49 @@ def test_a_rank_whose_device_hangs_is_lost_with_the_one_that_died() -> None:
     assert not service.failed and not service.journal.open
     assert service.elastic.live == [0, 1, 2, 3]
     assert all(len(answer) == LENGTH for answer in service.answers.values())
+
+
+def abandon(service: Service, *ranks: int) -> None:
+    """These ranks do what they are told, and the supervisor hears of it."""
+    for rank in ranks:
+        while service.ranks[rank].inbox:
+            service.ranks[rank].take()
+    while any(service.inbox.values()):
+        service.receive()
+
+
+def test_a_rank_that_hangs_when_a_lost_one_returns_is_watched() -> None:
+    """Those that wait for a lost rank are not; those that have yet to abandon their step are."""
+    service = Service(MESHES["one group"], 0)
+    elastic, ranks = service.elastic, range(4)
+    elastic.on_ranks_lost(service, [1], "rank 1 died")
+    assert [elastic.is_watched(rank) for rank in ranks] == [True, False, True, True]
+    abandon(service, 0, 2, 3)
+    assert not any(map(elastic.is_watched, ranks))
+    elastic.tick(time.monotonic())
+    service.start()
+    abandon(service, 0, 1, 3)
+    assert all(map(elastic.is_watched, ranks)) and service.rollbacks[0].missing == {2}
+    service.run(60, deaths=0.0)
+    assert all(map(elastic.is_watched, ranks)) and not service.rollbacks[0].missing
+
+
+def test_a_rank_that_hangs_as_it_starts_is_started_again() -> None:
+    """The others serve meanwhile, and go on to."""
+    service = Service(MESHES["each rank a group"], 0)
+    service.spec = ServiceSpec(service.mesh, "a:b", elastic=True, restart_limit=2)
+    elastic = service.elastic
+    elastic.on_ranks_lost(service, [1], "rank 1 died")
+    elastic.tick(time.monotonic())
+    assert service.starting == {1}
+    elastic.tick(time.monotonic() + Timeouts().start + 1)
+    assert not service.failed and elastic.live == [0, 2, 3] and not service.starting
+    elastic.tick(time.monotonic() + 1)
+    assert service.starting == {1}
+    for _ in range(3):
+        elastic.tick(time.monotonic() + Timeouts().start + 10)
+        elastic.tick(time.monotonic() + Timeouts().start + 10)
+    assert re.match(r"rank 1 .* is not ready after 1800 s; .*--restart-limit", service.failed)
 
 
 def test_a_loss_says_why_ranks_wait() -> None:

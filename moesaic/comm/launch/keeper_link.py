@@ -6,11 +6,15 @@ import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 
 from moesaic.comm.launch.supervisor_process import FoundSupervisor, SupervisorAddress
 from moesaic.core.stats import ServiceLoss, ServiceLosses
+
+# Requests and queries of one HTTP process: those of the next have higher numbers.
+LIFE_BITS: Final = 40
 
 
 class Note(msgspec.Struct, omit_defaults=True):
@@ -41,9 +45,16 @@ class KeeperLink:
     supervisor: SupervisorAddress | None = None
     losses: ServiceLosses = field(default_factory=ServiceLosses)
 
+    @property
+    def first_number(self) -> int:
+        """Above those of former processes, to which ranks may still answer."""
+        return self.life << LIFE_BITS
+
     def tell(self, note: Note) -> None:
+        data = msgspec.json.encode(note) + b"\n"
         with suppress(BrokenPipeError):  # this process ends with its keeper
-            os.write(self.pipe, msgspec.json.encode(note) + b"\n")
+            while data:
+                data = data[os.write(self.pipe, data) :]
 
     def note_ready(self, requests: int) -> None:
         """The server accepts connections; ranks compute so many requests of the former process."""

@@ -15,6 +15,7 @@ from typing import Final, Protocol
 import msgspec
 
 from moesaic.comm.supervise.main import LENGTH_BYTES
+from moesaic.comm.supervise.process_watch import started_at
 from moesaic.comm.supervise.service_spec import ServiceSpec
 from moesaic.core.process import NODE_SECRET, child_environment
 
@@ -31,6 +32,8 @@ class SupervisorAddress:
     pid: int
     route: str
     folder: str
+    started: str
+    """When, as the kernel tells it: another process may have the number later."""
 
 
 class SupervisorProcess(Protocol):
@@ -81,7 +84,7 @@ class StartedSupervisor:
         if kind != "ok":
             raise RuntimeError(f"the supervisor did not start: {text or 'its log tells why'}")
         route, _, folder = text.partition(" ")
-        return SupervisorAddress(self.pid, route, folder)
+        return SupervisorAddress(self.pid, route, folder, started_at(self.pid))
 
     def poll(self) -> int | None:
         return self._process.poll()
@@ -115,6 +118,9 @@ class FoundSupervisor:
         """ProcessLookupError if it is not there any more."""
         self._address, self.pid = address, address.pid
         self.end_fd = os.pidfd_open(address.pid)
+        if started_at(address.pid) != address.started:
+            os.close(self.end_fd)
+            raise ProcessLookupError(f"process {address.pid} is another one by now")
 
     def address(self, timeout: float) -> SupervisorAddress:
         return self._address

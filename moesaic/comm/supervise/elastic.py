@@ -192,10 +192,11 @@ class ElasticMembership(MembershipPolicy):
             self._change(self._replicas[0], REMOVED, removed, cause, now)
 
     def is_watched(self, rank: int) -> bool:
-        """Whether a rank that makes no progress holds others up: not while these wait for one that
-        is lost, and not while it starts."""
+        """Whether a rank that makes no progress holds others up: not while it starts, and not once
+        all have abandoned their step and wait for one that is lost."""
         replica = self._replicas[self._mesh.place(rank).replica]
-        return self.ranks[rank].is_live and replica.waits_since is None
+        waits = replica.waits_since is not None and not replica.rollbacks.in_progress
+        return self.ranks[rank].is_live and not waits
 
     def is_starting(self, rank: int) -> bool:
         return not self.ranks[rank].is_live
@@ -290,8 +291,8 @@ class ElasticMembership(MembershipPolicy):
             elif life.restart_at is None and not life.is_live and rank < self._size:
                 limit = self._host.spec.timeouts.start
                 if now - life.since > limit:
-                    why = f"{self._mesh.describe(rank)} did not return within {limit:.0f} s"
-                    self._host.fail(why, [rank])
+                    why = f"{self._mesh.describe(rank)} is not ready after {limit:.0f} s"
+                    self.on_ranks_lost(self._host, [rank], why)
                     return
         for replica in self._replicas:
             self._join(replica, now)

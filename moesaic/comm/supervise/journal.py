@@ -104,7 +104,7 @@ class Journal:
         """Returns the requests that nobody will ask for, and ought to be ended."""
         for entry in self.open.values():
             entry.is_orphan = bool(entry.key)
-        return [number for number, entry in self.open.items() if not entry.is_orphan]
+        return [n for n, one in self.open.items() if not (one.is_orphan or one.is_aborted)]
 
     def attach(self, request: NewRequest) -> tuple[int, bytes] | None:
         """The number of the request that this one asks for again, and all of its answer so far, as

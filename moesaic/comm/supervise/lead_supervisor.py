@@ -176,9 +176,10 @@ class LeadSupervisor(NodeSupervisor):
     def lose_client(self) -> None:
         """Requests go on whose clients may ask for them again."""
         super().lose_client()
+        self._open_queries.clear()
+        self._awaited.clear()
         for number in self.journal.lose_client():
             self._abort(number)
-        logger.warning("the client is lost; %d requests go on", len(self.journal.open))
 
     def on_rank(self, rank: int, message: AnyMessage, data: bytes) -> None:
         """Outputs and replies are passed on without being encoded again."""

@@ -126,29 +126,25 @@ class NodeSupervisor(ABC):
         if isinstance(message, Stop):
             self.stop(message.reason)
         elif isinstance(message, Hello) and self.spec.keeper:
+            self.lose_client()  # the end of the former one may not have been noticed yet
             self._watch_client(message.facts["pid"])
 
     def lose_client(self) -> None:
-        """The client of a service that is kept is lost; another one will come."""
+        """The client of a service that is kept is lost; another one comes, or has come."""
         self.has_client, self._client_lost = False, time.monotonic()
-
-    def _watch_client(self, pid: int) -> None:
-        self._forget_client()
-        try:
-            self._client_process = os.pidfd_open(pid)
-        except ProcessLookupError:
-            self.lose_client()
-            return
-        self.loop.add(self._client_process, self._on_client_end)
-
-    def _forget_client(self) -> None:
         if self._client_process >= 0:
             self.loop.remove(self._client_process)
             os.close(self._client_process)
             self._client_process = -1
 
+    def _watch_client(self, pid: int) -> None:
+        with suppress(ProcessLookupError):
+            self._client_process = os.pidfd_open(pid)
+            self.loop.add(self._client_process, self._on_client_end)
+            self.has_client = True
+
     def _on_client_end(self) -> None:
-        self._forget_client()
+        logger.warning("the client is lost")
         self.lose_client()
 
     @abstractmethod

@@ -34,9 +34,10 @@ class PollLoop:
 
     def once(self, seconds: float) -> None:
         """Waits for at most `seconds` and handles what is readable."""
-        for source, _ in self._poller.poll(int(max(0.0, seconds) * 1000)):
-            handler = self._handlers.get(source)
-            if handler is not None:
+        ready = self._poller.poll(int(max(0.0, seconds) * 1000))
+        # A handler may close the descriptor of another one, and its number may be in use again.
+        for source, handler in [(source, self._handlers[source]) for source, _ in ready]:
+            if self._handlers.get(source) is handler:
                 handler()
 
 

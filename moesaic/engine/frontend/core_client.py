@@ -80,7 +80,7 @@ class CoreClient:
         if args.elastic_ep_backend is not None:
             hooks = EventHooks(asdict(args))
             self._restart = SupervisorRestart(args.restart_limit, hooks, service.keeper)
-        self._num_queries = 0
+        self._num_queries = 0 if service.keeper is None else service.keeper.first_number
         self._queries: dict[int, PendingQuery] = {}
         if lobby is not None:
             shares = [rank["kv_shares"] for rank in self.rank_facts]
