@@ -53,7 +53,9 @@ Drafts = Callable[[Tokens], list[int]]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     changes = {"vocab_size": VOCABULARY, "num_hidden_layers": 1}
     changes |= {"bos_token_id": None, "eos_token_id": None}
-    return build(Case("statistics", "mixtral", changes, seed=3), tmp_path_factory.mktemp("statistics"))
+    return build(
+        Case("statistics", "mixtral", changes, seed=3), tmp_path_factory.mktemp("statistics")
+    )
 
 
 @dataclass
