@@ -67,19 +67,19 @@ class SpeculativeArgs:
         at_least=1,
         at_most=MOST_DRAFTS + 1,
     )
-    speculative_accept_threshold_single: float = not_built(
+    speculative_accept_threshold_single: float = flag(
         1.0,
-        "Accept a draft token above this probability.",
-        above=0,
+        "Where tokens are drawn: accept every draft token of this probability or more. Below 1, "
+        "drafts change answers.",
+        at_least=0,
         at_most=1,
-        why="drafts never change an answer",
     )
-    speculative_accept_threshold_acc: float = not_built(
+    speculative_accept_threshold_acc: float = flag(
         1.0,
-        "Divide the acceptance bound of a draft token by this.",
-        above=0,
+        "Where tokens are drawn: accept a draft token of probability p with probability p / this. "
+        "Below 1, drafts change answers.",
+        at_least=0,
         at_most=1,
-        why="drafts never change an answer",
     )
     speculative_token_map: str | None = flag(
         None,

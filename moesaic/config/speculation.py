@@ -8,9 +8,10 @@ from moesaic.config.args import ServerArgs
 from moesaic.config.devices import device_of
 from moesaic.config.flags import show, specs
 from moesaic.core.draft_tree import MOST_ROWS
-from moesaic.core.speculation import ALGORITHMS, Speculation
+from moesaic.core.speculation import ALGORITHMS, AcceptThresholds, Speculation
 
 COUNTS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
 BREADTH = 10
 ONE_TOKEN = "--speculative-num-draft-tokens is 1, the newest token alone: give at least 2, or "
 # Choices of backends and formats are taken alone, as in the guide's commands.
@@ -19,6 +20,7 @@ NEED_ALGORITHM = (
     "speculative_draft_model_path",
     "speculative_token_map",
     "disable_speculative_adaptive",
+    *THRESHOLDS,
     "speculative_ngram_min_bfs_breadth",
     "speculative_ngram_max_bfs_breadth",
     "speculative_ngram_max_trie_depth",
@@ -37,7 +39,16 @@ def speculation_of(args: ServerArgs) -> Speculation | None:
     trees = topk > 1
     if name == "NGRAM":
         trees = (args.speculative_ngram_max_bfs_breadth or 1) > 1
-    return Speculation(name, steps, tokens, args.speculative_draft_model_path, topk, trees)
+    single, acc = (getattr(args, field) for field in THRESHOLDS)
+    return Speculation(
+        name,
+        steps,
+        tokens,
+        args.speculative_draft_model_path,
+        topk,
+        AcceptThresholds.of(single, acc),
+        trees,
+    )
 
 
 def speculation_defaults(args: ServerArgs) -> Iterator[tuple[str, object, str]]:
@@ -91,6 +102,12 @@ def speculation_problems(args: ServerArgs) -> Iterator[str]:
             yield from _without_models(args, shown)
         if known.on_ranks:
             yield from _draft_models(args, shown)
+        for field in THRESHOLDS:
+            if getattr(args, field) < 1 and args.enable_deterministic_inference:
+                yield (
+                    f"{_shown(args, field)} with --enable-deterministic-inference: answers would "
+                    "depend on the drafts: give 1"
+                )
 
 
 def _needs_algorithm(args: ServerArgs) -> Iterator[str]:

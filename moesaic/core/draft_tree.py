@@ -39,6 +39,13 @@ def row_masks(parents: Parents) -> list[int]:
     return [((mask & _BITS) ^ _SIGN) - _SIGN for mask in found]
 
 
+def behind(drafts: Sequence[int], parents: Parents, row: int) -> Sequence[int]:
+    """The drafts whose parent is this row, in their order. In the example: b and c behind row 0."""
+    if not parents:
+        return drafts[row : row + 1]
+    return [draft for draft, parent in zip(drafts, parents, strict=True) if parent == row]
+
+
 def path_to(parents: Parents, row: int) -> list[int]:
     """The rows from behind row 0 up to this one."""
     if not parents:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,25 @@ ALGORITHMS: Final = {
 MOST_DRAFTS: Final = 1024
 """The most drafts that a step verifies. Each takes a row of the logits and of the low-latency
 buffers."""
+LEAST_ACC: Final = 1e-9
+
+
+class AcceptThresholds(NamedTuple):
+    """When a random row takes a draft behind it, as SGLang defines it: with p(d) the target's
+    probability of draft d, and s the sum of p(d) and those of its siblings before it, of which none
+    was taken, it takes d with the random number u if u < s / acc or p(d) >= single. If it takes
+    none, its token is drawn from the others. With acc = single = 1 the token has the target's
+    distribution."""
+
+    single: float = 1.0
+    acc: float = 1.0
+
+    @classmethod
+    def of(cls, single: float, acc: float) -> AcceptThresholds | None:
+        """None where drafts change no answer."""
+        return None if single == acc == 1.0 else cls(single, max(acc, LEAST_ACC))
+
+
 UNQUANTISED: Final = "unquant"
 """The value of --speculative-draft-model-quantization for none."""
 
@@ -70,6 +89,7 @@ class Speculation:
     draft_model_path: str | None = None
     topk: int = 1
     """Branches that a draft model continues."""
+    thresholds: AcceptThresholds | None = None
     asks_for_trees: bool = False
     """The flags allow several drafts behind one token; ModelRunner.verifies_trees tells whether
     there are any."""

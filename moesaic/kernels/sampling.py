@@ -1,14 +1,14 @@
 """From logits to tokens without waiting for the device.
 
-R rows · V vocabulary. engine/sampling/sampler.py defines the draw: for the same logits and
-parameters, both give the same token.
+R rows · V vocabulary · D drafts behind a row. engine/sampling/sampler.py defines the draw: for the
+same logits and parameters, both give the same token.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moesaic.core.sampling import GREEDY_BELOW
+from moesaic.core.speculation import AcceptThresholds
 from moesaic.kernels.native import native
 
 SAMPLING = "moesaic.kernels.triton.sampling"
@@ -67,6 +68,29 @@ class SampleParams:
         return [RowSampling(*fields) for fields in PACKED.iter_unpack(data)]
 
 
+@dataclass(frozen=True, slots=True)
+class OfferedDrafts:
+    """Drafts that rows may take by AcceptThresholds, instead of drawing a token."""
+
+    tokens_RD: Tensor
+    """int64: siblings in their order, and -1 behind them."""
+    thresholds_2: Tensor
+    """float64: single, acc."""
+
+    @classmethod
+    def of(
+        cls, drafts: Sequence[Sequence[int]], thresholds: AcceptThresholds, device: torch.device
+    ) -> OfferedDrafts:
+        """`drafts`: of each row. As many columns as a power of two: kernels are compiled for it."""
+        width = 1 << (max(map(len, drafts)) - 1).bit_length()
+        tokens_RD = torch.tensor([[*some] + [-1] * (width - len(some)) for some in drafts])
+        thresholds_2 = torch.tensor(thresholds, dtype=torch.float64)
+        return cls(tokens_RD.to(device), thresholds_2.to(device))
+
+    def rows(self, index: Tensor | slice) -> OfferedDrafts:
+        return OfferedDrafts(self.tokens_RD[index], self.thresholds_2)
+
+
 @native(SAMPLING)
 def greedy_rows(logits_RV: Tensor) -> Tensor:
     """int64 [2, R]: the first token with the highest logit; and 1 for a row that cannot be sampled
@@ -81,17 +105,21 @@ def greedy_rows(logits_RV: Tensor) -> Tensor:
 
 
 @native(SAMPLING)
-def sample_rows(logits_RV: Tensor, params: SampleParams) -> Tensor:
-    """As `greedy_rows`, with a token drawn by each row's `RowSampling`.
+def sample_rows(
+    logits_RV: Tensor, params: SampleParams, offered: OfferedDrafts | None = None
+) -> Tensor:
+    """As `greedy_rows`, with a token drawn by each row's `RowSampling`, or a draft that it takes.
 
     [[0, ln 3, 0]] at temperature 1: weights 1, 3, 1 of 5; seed 4, position 0 has the number 0.0686,
-    so the first token is drawn. With top_k 1 or top_p 0.5 it is the second.
+    so the first token is drawn. With top_k 1 or top_p 0.5 it is the second. A draft of token 2 is
+    taken, as 0.0686 < 1/5; with seed 0, whose number is 0.8833, at acc 0.2 alone.
     """
     drawn_2R = greedy_rows.twin(logits_RV)
     for row, draw in enumerate(params.unpack()):
         greedy = draw.temperature < GREEDY_BELOW or draw.top_k == 1
         if not greedy and not drawn_2R[1, row]:
-            drawn_2R[0, row] = _draw(logits_RV[row].float(), draw)
+            of_row = None if offered is None else offered.rows(slice(row, row + 1))
+            drawn_2R[0, row] = _draw(logits_RV[row].float(), draw, of_row)
     return drawn_2R
 
 
@@ -99,6 +127,11 @@ def uniform(seed: int, position: int) -> float:
     """The random number in [0, 1) of a position: splitmix64 keyed by the mixed seed."""
     state = _mix(seed) + (position + 1) * 0x9E3779B97F4A7C15
     return float(_mix(state) >> 11) * 2.0**-53
+
+
+def second_uniform(seed: int, position: int) -> float:
+    """Another number, for rows that take none of their drafts."""
+    return uniform(~seed, position)
 
 
 def weight_scale(vocab: int) -> float:
@@ -113,7 +146,7 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _draw(scores_V: Tensor, draw: RowSampling) -> int:
+def _draw(scores_V: Tensor, draw: RowSampling, offered: OfferedDrafts | None = None) -> int:
     temperature = torch.tensor(draw.temperature, device=scores_V.device).float()
     share_V = (scores_V - scores_V.max()).div(temperature).clamp(min=-80.0).exp()
     weights_V = (share_V * weight_scale(len(scores_V))).round().double()
@@ -126,10 +159,31 @@ def _draw(scores_V: Tensor, draw: RowSampling) -> int:
         enough = int((falling_V >= draw.top_p * falling_V[-1]).int().argmax())
         kept_V &= scores_V >= scores_V[order_V[enough]]
     kept_V &= share_V >= torch.tensor(draw.min_p).float()
-    ends_V = torch.where(kept_V, weights_V, 0.0).cumsum(0)
+    weights_V, number = torch.where(kept_V, weights_V, 0.0), uniform(draw.seed, draw.position)
+    if offered is not None and offered.tokens_RD[0, 0] >= 0:
+        taken = _take_draft(weights_V, number, offered)
+        if taken is not None:
+            return taken
+        number = second_uniform(draw.seed, draw.position)
+    ends_V = weights_V.cumsum(0)
     total = ends_V[-1].item()
-    mark = min(math.floor(uniform(draw.seed, draw.position) * total), total - 1)
+    mark = min(math.floor(number * total), total - 1)
     return int((ends_V > mark).int().argmax())
+
+
+def _take_draft(weights_V: Tensor, number: float, offered: OfferedDrafts) -> int | None:
+    """The draft that a row takes; if there is none, the weights of all become 0."""
+    single, acc = offered.thresholds_2.tolist()
+    total, reached = weights_V.sum().item(), 0.0
+    for token in offered.tokens_RD[0].tolist():
+        if token < 0:
+            break
+        weight = weights_V[token].item()
+        reached += weight
+        if weight > 0 and (number * total * acc < reached or weight >= single * total):
+            return token
+        weights_V[token] = 0.0
+    return None
 
 
 def _nan_highest(logits_RV: Tensor) -> Tensor:

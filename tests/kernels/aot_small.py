@@ -47,6 +47,7 @@ TYPES = {
     "amounts_ptr": "*fp32",
     "packed_ptr": "*i64",
     "drafts_ptr": "*i64",
+    "thresholds_ptr": "*fp64",
     "peaks_ptr": "*fp32",
     "best_ptr": "*fp32",
     "token_ptr": "*i32",
@@ -186,8 +187,10 @@ def check_draw() -> None:
     usage = use(sampling_narrow._list_kernel, {}, BLOCK_C=64, num_warps=warps)
     assert usage.registers <= 128 and usage.count("ld.global.v4") >= 4
     warps = sampling.DRAW_WARPS
-    usage = use(sampling._draw_kernel, {}, BLOCK_C=64, BLOCK_N=2048, num_warps=warps)
-    assert usage.shared <= 32 * 1024
+    sizes = {"BLOCK_C": 64, "BLOCK_N": 2048, "num_warps": warps}
+    without = {"drafts_ptr": None, "thresholds_ptr": None, "DRAFTS": 0}
+    assert use(sampling._draw_kernel, {}, **sizes, **without).shared <= 32 * 1024
+    assert use(sampling._draw_kernel, {}, **sizes, DRAFTS=4).shared <= 32 * 1024
 
 
 def check_penalties() -> None:

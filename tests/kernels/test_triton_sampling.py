@@ -10,10 +10,11 @@ import torch
 from msgspec.structs import replace
 
 from moesaic.core.sampling import SamplingParams
+from moesaic.core.speculation import AcceptThresholds
 from moesaic.engine.sampling.gpu_sampler import draw_rows
 from moesaic.engine.sampling.sampler import NonFiniteLogits, SampleRow, sample
 from moesaic.kernels import sampling as twins
-from moesaic.kernels.sampling import RowSampling, SampleParams
+from moesaic.kernels.sampling import OfferedDrafts, RowSampling, SampleParams
 from moesaic.kernels.triton import sampling as kernels
 from moesaic.kernels.triton.sampling_narrow import HELD
 from tests.kernels.triton_cases import DEVICE, GPU
@@ -88,6 +89,58 @@ def test_the_examples() -> None:
     params = SampleParams.pack(draws)
     assert params.any_top_p and not SampleParams.pack(draws[:2]).any_top_p
     assert twins.sample_rows(logits, params).tolist()[0] == [0, 1, 1]
+    params = SampleParams.pack([RowSampling(1.0, seed=seed) for seed in (4, 0, 0)])
+    for acc, wanted in ((1.0, [2, 1, 2]), (0.2, [2, 2, 2])):
+        offered = OfferedDrafts.of([[2], [2], []], AcceptThresholds(1.0, acc), logits.device)
+        assert twins.sample_rows(logits, params, offered).tolist()[0] == wanted
+
+
+def offered_to(logits: torch.Tensor, width: int, thresholds: AcceptThresholds) -> OfferedDrafts:
+    """Up to `width` drafts of each row among its likeliest tokens, and one that is forbidden."""
+    best = logits.topk(min(8, logits.shape[1])).indices.tolist()
+    drafts = [some[n % 3 :][: n % (width + 1)] for n, some in enumerate(best)]
+    drafts = [[*some, 3] if n % 4 == 3 and 3 not in some else some for n, some in enumerate(drafts)]
+    return OfferedDrafts.of(drafts, thresholds, logits.device)
+
+
+THRESHOLDS = [AcceptThresholds(0.3, 1.0), AcceptThresholds(1.0, 0.4), AcceptThresholds(0.8, 0.9)]
+
+
+@pytest.mark.parametrize("kind", ["sharp", "flat", "tied"])
+def test_the_twin_takes_the_drafts_that_the_sampler_takes(kind: str) -> None:
+    taken = 0
+    for seed, thresholds in enumerate(THRESHOLDS):
+        rows = rows_of(ASKED, seed)
+        for vocab, width in ((50, 1), (700, 3)):
+            logits = scores(len(ASKED), vocab, kind).cpu()
+            offered = offered_to(logits, width, thresholds)
+            params = SampleParams(packed(rows).values.cpu())
+            found = twins.sample_rows(logits, params, offered)[0].tolist()
+            assert found == sample(logits, rows, offered=offered).token_ids
+            pairs = [*zip(found, offered.tokens_RD.tolist(), strict=True)]
+            assert all(token != 3 for token, _ in pairs)
+            taken += sum(token in drafts for token, drafts in pairs[2:])
+    assert taken
+
+
+@pytest.mark.parametrize(
+    ("asked", "vocab", "kind", "width"),
+    [
+        ((2, 12), 300, "sharp", 2),
+        pytest.param(range(16), 50, "sharp", 1, marks=pytest.mark.slow),
+        pytest.param(range(16), 700, "flat", 3, marks=pytest.mark.slow),
+        pytest.param((2, 6, 8, 12), 4500, "tied", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_the_kernel_takes_the_same_drafts(
+    asked: range | tuple[int, ...], vocab: int, kind: str, width: int
+) -> None:
+    for seed, thresholds in enumerate(THRESHOLDS[:2]):
+        rows = rows_of([ASKED[n] for n in asked], seed + 20)
+        logits = scores(len(rows), vocab, kind)
+        offered = offered_to(logits, width, thresholds)
+        drawn = kernels.sample_rows(logits, packed(rows), offered)
+        assert drawn[0].tolist() == sample(logits, rows, offered=offered).token_ids
 
 
 @pytest.mark.parametrize("kind", ["sharp", "flat", "tied"])

@@ -394,6 +394,12 @@ def test_missing_file_is_named(tmp_path: Path):
         ("--speculative-num-draft-tokens 4", "needs --speculative-algorithm"),
         ("--speculative-ngram-capacity 9", "--speculative-ngram-capacity 9 needs --speculative-a"),
         ("--disable-speculative-adaptive", "needs --speculative-algorithm"),
+        ("--speculative-accept-threshold-acc 0.5", "0.5 needs --speculative-algorithm"),
+        (
+            "--speculative-algorithm NGRAM --speculative-accept-threshold-single 0.9 "
+            "--enable-deterministic-inference",
+            "single 0.9 with --enable-deterministic-inference: answers would depend on the drafts",
+        ),
         ("--speculative-algorithm NEXTN --speculative-eagle-topk 4", "4 needs --speculative-num-s"),
         (
             "--speculative-algorithm NGRAM --speculative-eagle-topk 4",

@@ -8,6 +8,7 @@ import pytest
 
 from moesaic.core.draft_tree import (
     MOST_ROWS,
+    behind,
     depths,
     is_chain,
     path_of,
@@ -27,6 +28,8 @@ def test_the_example() -> None:
     assert path_to(parents, 3) == [2, 3] and preorder(parents, 3) == [1, 2, 3]
     assert path_of([11, 12, 13], parents, [12, 13, 9]) == [2, 3]
     assert path_of([11, 12, 13], parents, [12, 11]) == [2] and path_of([11], parents, [11]) == []
+    assert [behind([11, 12, 13], parents, row) for row in range(4)] == [[11, 12], [], [13], []]
+    assert [behind([11, 12], (), row) for row in range(3)] == [[11], [12], []]
     assert is_chain([]) and is_chain([0, 1, 2]) and not is_chain(parents)
 
 

@@ -102,6 +102,9 @@ class ModelRunner:
         self.schedules = self._schedules(args)
         """Those that a step may have."""
         self.overlap_policy = policy_of(args.overlap, self.schedules)
+        speculation = speculation_of(args)
+        self.accept_thresholds = None if speculation is None else speculation.thresholds
+        """Of drafts; None: only those are accepted that equal the sampled tokens."""
         self.verifies_trees = self._verifies_trees(args)
         """Whether drafts may be trees."""
         self.draft = self._load_draft(args, resolved)

@@ -11,9 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Final, NamedTuple
 
+import torch
 from msgspec import structs
 from torch import Tensor
 
+from moesaic.core.draft_tree import behind
+from moesaic.core.speculation import AcceptThresholds
 from moesaic.engine.runner.matchers import GrammarMask, MaskKey
 from moesaic.engine.sampling.adjust import tokens_of
 from moesaic.engine.sampling.sampler import NonFiniteLogits, SampleRow, sample, token_logprobs
@@ -24,6 +27,7 @@ from moesaic.engine.schedule.plan import (
     PlanItem,
     StepPlan,
 )
+from moesaic.kernels.sampling import OfferedDrafts
 
 NONE_LEFT: Final = "no token is left that its grammar, logit_bias and other parameters allow"
 # The vocabulary is wide: logits are computed for at most this many rows at once.
@@ -39,22 +43,39 @@ class SampledRow(NamedTuple):
     sample: SampleRow
     number: int = 0
     """0: the newest token's; n: that of draft n."""
+    offered: Sequence[int] = ()
+    """The drafts behind it, if it may take them by AcceptThresholds."""
 
     @property
     def mask_key(self) -> MaskKey:
         return self.item, self.number
 
 
-def sampled_rows(plan: StepPlan) -> list[SampledRow]:
-    """Those of the plan's items, in the order of StepPlan.logit_rows."""
+def sampled_rows(plan: StepPlan, offers: bool = False) -> list[SampledRow]:
+    """Those of the plan's items, in the order of StepPlan.logit_rows. `offers`: rows may take
+    drafts by AcceptThresholds."""
     rows: list[SampledRow] = []
     for number, item in enumerate(plan.items):
-        if item.sample is not None:
-            rows.append(SampledRow(number, item.sample))
-            if item.num_drafts:
-                behind = enumerate(_rows_after_drafts(item, item.sample), 1)
-                rows += [SampledRow(number, row, draft) for draft, row in behind]
+        if item.sample is None:
+            continue
+        rows.append(SampledRow(number, item.sample))
+        if item.num_drafts:
+            after = enumerate(_rows_after_drafts(item, item.sample), 1)
+            rows += [SampledRow(number, row, draft) for draft, row in after]
+        if item.num_drafts and offers:
+            for place, row in enumerate(rows[-item.num_sampled :], -item.num_sampled):
+                offered = behind(item.drafts, item.parents, row.number)
+                rows[place] = row._replace(offered=offered)
     return rows
+
+
+def offered_drafts(
+    rows: Sequence[SampledRow], thresholds: AcceptThresholds | None, device: torch.device
+) -> OfferedDrafts | None:
+    """None where no row may take one."""
+    if thresholds is None or not any(row.offered for row in rows):
+        return None
+    return OfferedDrafts.of([row.offered for row in rows], thresholds, device)
 
 
 class KnownRows:
@@ -137,8 +158,10 @@ def sample_rows(
     logits_RV: Tensor,
     found: Sequence[ItemResult],
     masks: Mapping[MaskKey, GrammarMask],
+    thresholds: AcceptThresholds | None = None,
 ) -> None:
-    """Samples each row into its entry of `found`. `masks`: of those with a grammar."""
+    """Samples each row into its entry of `found`. `masks`: of those with a grammar; `thresholds`:
+    of drafts, if not only equal ones are accepted."""
     keys = [row.mask_key for row in rows] if masks else []
     for key, result in zip(keys, found, strict=True) if masks else ():
         if (mask := masks.get(key)) is not None:
@@ -150,7 +173,8 @@ def sample_rows(
         row_masks = [masks.get(keys[n]) for n in open_rows] if masks else ()
         row_bits = [None if mask is None else mask.bits for mask in row_masks]
         try:
-            sampled = sample(some_RV, [row.sample for row in chosen], row_bits)
+            offered = offered_drafts(chosen, thresholds, some_RV.device)
+            sampled = sample(some_RV, [row.sample for row in chosen], row_bits, offered)
         except NonFiniteLogits as error:
             for n in error.rows:
                 masked = bool(row_masks) and row_masks[n] is not None

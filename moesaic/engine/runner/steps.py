@@ -41,6 +41,7 @@ from moesaic.engine.runner.row_results import (
     ScoreQueue,
     accept_drafts,
     item_results,
+    offered_drafts,
     sample_rows,
     sampled_rows,
 )
@@ -57,7 +58,7 @@ from moesaic.engine.schedule.plan import (
 )
 from moesaic.engine.setup.device_memory import describe_gpu
 from moesaic.engine.setup.graph_sizes import GraphSizes, mixed_graph_sizes
-from moesaic.kernels.sampling import greedy_rows
+from moesaic.kernels.sampling import OfferedDrafts, greedy_rows
 from moesaic.overlap.policy import OverlapPolicy
 
 if TYPE_CHECKING:
@@ -228,7 +229,8 @@ class AsynchronousSteps:
         needs_host = runner.samples and bool((slots.paths == HOST).any())
         if needs_host or plan.ended:
             runner.matchers.begin(plan)
-        rows = sampled_rows(plan) if runner.samples else []
+        offers = runner.accept_thresholds is not None
+        rows = sampled_rows(plan, offers) if runner.samples else []
         if x_TH is not None:  # it comes from the host
             x_TH = x_TH.to(runner.device)
         output = self._compute(plan, agreement, x_TH, slots)
@@ -377,15 +379,25 @@ class AsynchronousSteps:
         logits_RV = output.logits_RV
         some_RV = logits_RV if len(drawn) == len(logits_RV) else logits_RV[rows_D]
         begin = len(plan.decodes)
-        if self._penalties is not None and drawn[-1] >= begin:
+        behind = int(np.searchsorted(drawn, begin))
+        asked = [rows[n - begin] for n in drawn[behind:].tolist()]
+        if self._penalties is not None and asked:
             # In place: every step computes logits anew.
-            behind = int(np.searchsorted(drawn, begin))
-            asked = [rows[n - begin] for n in drawn[behind:].tolist()]
             self._penalties.adjust(some_RV, plan, asked, behind)
         positions = plan.sampled_positions()[drawn]
-        drawn_2R = self._future_tokens.draws.draw(some_RV, plan.rows[sequences], positions)
+        offered = self._offered(asked, behind)
+        drawn_2R = self._future_tokens.draws.draw(some_RV, plan.rows[sequences], positions, offered)
         self._future_tokens.store(slots_D, drawn_2R[0])
         return output.found_2R.index_copy(1, rows_D, drawn_2R)
+
+    def _offered(self, rows: list[SampledRow], before: int) -> OfferedDrafts | None:
+        """The drafts that rows may take; `before`: rows without any."""
+        thresholds = self._runner.accept_thresholds
+        found = offered_drafts(rows, thresholds, self._runner.device)
+        if found is None or not before:
+            return found
+        none_RD = found.tokens_RD.new_full((before, found.tokens_RD.shape[1]), -1)
+        return replace(found, tokens_RD=torch.cat((none_RD, found.tokens_RD)))
 
     @torch.inference_mode()
     def finish(self, step: DeviceStep) -> StepResult:
@@ -425,7 +437,8 @@ class AsynchronousSteps:
         """`found`: the results of the rows of items."""
         rows = [step.host_row(n) for n in step.host_sampled]
         sampled = [ItemResult() for _ in rows]
-        sample_rows(rows, logits_LV, sampled, step.masks())
+        thresholds = self._runner.accept_thresholds
+        sample_rows(rows, logits_LV, sampled, step.masks(), thresholds)
         tokens: dict[int, int] = {}
         for n, slot, result in zip(step.host_sampled, step.slots_L, sampled, strict=True):
             found[n - len(step.plan.decodes)] = result

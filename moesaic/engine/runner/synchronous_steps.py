@@ -87,7 +87,9 @@ class SynchronousSteps:
         their part of the logits. `group_rows`: how many logits each group needs; all groups compute
         as many pieces as the one with the most."""
         runner, spans, begin = self._runner, self._runner.spans, len(plan.decodes)
-        rows = self._known_rows.sampled(plan.decodes) + sampled_rows(plan)
+        thresholds = runner.accept_thresholds
+        rows = self._known_rows.sampled(plan.decodes)
+        rows += sampled_rows(plan, thresholds is not None)
         found = [ItemResult() for _ in rows]
         results = item_results(plan, found[begin:])
         scores = ScoreQueue(plan, results)
@@ -97,7 +99,8 @@ class SynchronousSteps:
             if not runner.samples or not len(output.rows_R[piece]):
                 continue
             started, count = spans.clock(), len(rows[piece])
-            sample_rows(rows[piece], logits_RV[:count], found[piece], runner.matchers.wait())
+            masks = runner.matchers.wait()
+            sample_rows(rows[piece], logits_RV[:count], found[piece], masks, thresholds)
             scores.score_next(logits_RV[count:])
             spans.add(SpanKind.SAMPLE, started, tokens=count)
         accept_drafts(plan, found[begin:])

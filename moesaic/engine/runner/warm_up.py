@@ -26,7 +26,7 @@ from moesaic.engine.sampling.gpu_sampler import draw_rows
 from moesaic.engine.sampling.sampler import SampleRow
 from moesaic.engine.setup.moe_setup import StepLimits
 from moesaic.kernels.penalties import PenaltyTables, RowPenalty, penalise_rows
-from moesaic.kernels.sampling import greedy_rows
+from moesaic.kernels.sampling import OfferedDrafts, greedy_rows
 from moesaic.layers.paged_cache import Sequences
 
 if TYPE_CHECKING:
@@ -137,6 +137,9 @@ def warm_up(runner: ModelRunner, steps: Sequence[tuple[int, bool]]) -> None:
         if len(logits_RV):  # one rank of a group samples
             greedy_rows(logits_RV)
             draw_rows(logits_RV[:1], [DRAWN])
+            if runner.accept_thresholds is not None:
+                offered = OfferedDrafts.of([[0]], runner.accept_thresholds, logits_RV.device)
+                draw_rows(logits_RV[:1], [DRAWN], offered)
             _penalise(logits_RV[:1])
     for size, prefill in split_steps(steps) if Overlap.TBO in runner.schedules else ():
         runner.dummy_logits(warm_sequences(size, 1, 1), prefill, Overlap.TBO)

@@ -17,6 +17,7 @@ from moesaic.kernels.sampling import (
     MASK,
     MAX_TEMPERATURE,
     PACKED,
+    OfferedDrafts,
     RowSampling,
     SampleParams,
     greedy_rows,
@@ -41,24 +42,35 @@ class DrawTable:
         self._values_SN[number] = np.frombuffer(PACKED.pack(*sampling), np.int64)
         self._is_greedy[number], self._has_top_p[number] = row.params.greedy, sampling.is_nucleus
 
-    def draw(self, logits_RV: Tensor, numbers_R: Ints, positions_R: Ints) -> Tensor:
+    def draw(
+        self,
+        logits_RV: Tensor,
+        numbers_R: Ints,
+        positions_R: Ints,
+        offered: OfferedDrafts | None = None,
+    ) -> Tensor:
         """[2, R] on the device: tokens, and 1 for rows that have none. `numbers_R`: rows of the
-        page table; `positions_R`: numbers of the tokens before the drawn ones."""
+        page table; `positions_R`: numbers of the tokens before the drawn ones; `offered`: drafts
+        that rows may take."""
         if self._is_greedy[numbers_R].all():
             return greedy_rows(logits_RV)
         values = self._values_SN[numbers_R]
         values[:, POSITION] = positions_R
         has_top_p = bool(self._has_top_p[numbers_R].any())
-        return sample_rows(logits_RV, SampleParams(to_device(values, logits_RV.device), has_top_p))
+        params = SampleParams(to_device(values, logits_RV.device), has_top_p)
+        return sample_rows(logits_RV, params, offered)
 
 
-def draw_rows(logits_RV: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+def draw_rows(
+    logits_RV: Tensor, rows: Sequence[SampleRow], offered: OfferedDrafts | None = None
+) -> Tensor:
     """Draws a token for each row, as DrawTable does."""
     assert len(logits_RV) == len(rows), (logits_RV.shape, len(rows))
     table = DrawTable(len(rows))
     for number, row in enumerate(rows):
         table.set(number, row)
-    return table.draw(logits_RV, np.arange(len(rows)), np.array([row.position for row in rows]))
+    positions = np.array([row.position for row in rows])
+    return table.draw(logits_RV, np.arange(len(rows)), positions, offered)
 
 
 def _row_sampling(row: SampleRow) -> RowSampling:

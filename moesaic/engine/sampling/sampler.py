@@ -1,6 +1,7 @@
 """From logits to tokens: vectorised, and with the same result for a row alone or in any batch.
 
-R rows · V vocabulary · N blocks of the vocabulary · W tokens a block · M blocks that are kept
+R rows · V vocabulary · N blocks of the vocabulary · W tokens a block · M blocks that are kept ·
+D drafts behind a row
 
 Two choices make a row independent of its neighbours:
 
@@ -17,22 +18,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import msgspec
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.sampling.adjust import adjust
+from moesaic.engine.sampling.scores import BLOCK, Scores
 from moesaic.engine.sampling.token_masks import forbid
-from moesaic.kernels.sampling import MAX_TEMPERATURE, uniform, weight_scale
+from moesaic.kernels.sampling import (
+    MAX_TEMPERATURE,
+    OfferedDrafts,
+    second_uniform,
+    uniform,
+)
 
 TopLogprobs = list[tuple[float, int]]
 
-BLOCK: Final = 128
 # Elements of a piece of rows: small enough for the cache of a CPU, bounded in memory on a GPU.
 CPU_PIECE: Final = 2**19
 DEVICE_PIECE: Final = 2**24
@@ -77,68 +81,39 @@ class Sampled(NamedTuple):
 
 
 class DrawParams(NamedTuple):
-    """Parameters of random rows, as columns [R, 1]; `top_k` is V where it is off."""
+    """Parameters of random rows, as columns [R, 1]; `top_k` is V where it is off. `offered`: drafts
+    that they may take, then with `second`, the number of those that take none."""
 
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
     uniform: Tensor
+    second: Tensor
+    offered: OfferedDrafts | None
 
     def rows(self, index: Tensor) -> DrawParams:
-        return DrawParams(*(column[index] for column in self))
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """Scores in blocks; `ids_RN`: the number of each block in the vocabulary."""
-
-    blocks_RNW: Tensor
-    peaks_RN: Tensor
-    best_R1: Tensor
-    ids_RN: Tensor
-    scale: float
-
-    @classmethod
-    def of(cls, scores_RV: Tensor) -> Scores:
-        vocab = scores_RV.shape[1]
-        if vocab % BLOCK:
-            scores_RV = F.pad(scores_RV, (0, -vocab % BLOCK), value=-math.inf)
-        blocks_RNW = scores_RV.reshape(len(scores_RV), -1, BLOCK)
-        peaks_RN = blocks_RNW.amax(-1)
-        ids_N = torch.arange(peaks_RN.shape[1], device=scores_RV.device)
-        scale = weight_scale(vocab)
-        best_R1 = peaks_RN.amax(-1, keepdim=True)
-        return cls(blocks_RNW, peaks_RN, best_R1, ids_N.expand_as(peaks_RN), scale)
-
-    def rows(self, index: Tensor) -> Scores:
-        return replace(
-            self,
-            blocks_RNW=self.blocks_RNW[index],
-            peaks_RN=self.peaks_RN[index],
-            best_R1=self.best_R1[index],
-            ids_RN=self.ids_RN[index],
-        )
-
-    def nearest(self, count: int) -> Scores:
-        """Only the `count` blocks with the highest peaks, still in vocabulary order."""
-        ids_RM = self.peaks_RN.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
-        blocks_RMW = self.blocks_RNW.gather(1, ids_RM[:, :, None].expand(-1, -1, BLOCK))
-        peaks_RM = self.peaks_RN.gather(1, ids_RM)
-        return replace(self, blocks_RNW=blocks_RMW, peaks_RN=peaks_RM, ids_RN=ids_RM)
+        temperature, top_k, top_p, min_p, uniform, second = (one[index] for one in self[:6])
+        offered = self.offered and self.offered.rows(index)
+        return DrawParams(temperature, top_k, top_p, min_p, uniform, second, offered)
 
 
 def sample(
-    logits_BV: Tensor, rows: Sequence[SampleRow], masks: Sequence[Tensor | None] = ()
+    logits_BV: Tensor,
+    rows: Sequence[SampleRow],
+    masks: Sequence[Tensor | None] = (),
+    offered: OfferedDrafts | None = None,
 ) -> Sampled:
-    """Samples a token per row (`masks`: see token_masks); NonFiniteLogits names the others."""
+    """Samples a token per row (`masks`: see token_masks; `offered`: drafts that random rows may
+    take); NonFiniteLogits names the others."""
     assert logits_BV.shape[0] == len(rows), (logits_BV.shape, len(rows))
     out = Sampled([], [], [])
     bad: list[int] = []
     for piece in _pieces(logits_BV):
         raw_RV = logits_BV[piece].float()
         chosen = rows[piece]
-        tokens, broken = _pick(forbid(adjust(raw_RV, chosen), masks[piece]), chosen)
+        scores_RV = forbid(adjust(raw_RV, chosen), masks[piece])
+        tokens, broken = _pick(scores_RV, chosen, offered and offered.rows(piece))
         bad += [piece.start + i for i in broken]
         if not bad:
             _extend(out, raw_RV, tokens, chosen)
@@ -172,17 +147,20 @@ def _pieces(logits_BV: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + step, logits_BV.shape[0]))
 
 
-def _pick(scores_RV: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[int]]:
+def _pick(
+    scores_RV: Tensor, rows: Sequence[SampleRow], offered: OfferedDrafts | None = None
+) -> tuple[list[int], list[int]]:
     """Token of each row, and the rows that have none."""
     scores = Scores.of(scores_RV)
     random = [i for i, row in enumerate(rows) if not row.params.greedy]
     if len(random) == len(rows):
-        ids_R = _draw(scores, rows)
+        ids_R = _draw(scores, rows, offered)
     else:
         ids_R = _argmax(scores)
         if random:
             index = torch.tensor(random, device=scores_RV.device)
-            ids_R[index] = _draw(scores.rows(index), [rows[i] for i in random])
+            some = offered and offered.rows(index)
+            ids_R[index] = _draw(scores.rows(index), [rows[i] for i in random], some)
     # float64 holds both exactly, and one transfer brings both to the host.
     tokens, best = torch.stack([ids_R.double(), scores.best_R1[:, 0].double()]).tolist()
     return [int(t) for t in tokens], [i for i, b in enumerate(best) if not math.isfinite(b)]
@@ -195,7 +173,12 @@ def _argmax(scores: Scores) -> Tensor:
     return block_R1[:, 0] * BLOCK + inside_RW.argmax(-1)
 
 
-def _draw_params(rows: Sequence[SampleRow], vocab: int, device: torch.device) -> DrawParams:
+def _draw_params(
+    rows: Sequence[SampleRow],
+    vocab: int,
+    device: torch.device,
+    offered: OfferedDrafts | None,
+) -> DrawParams:
     columns = [
         (
             min(row.params.temperature, MAX_TEMPERATURE),
@@ -203,19 +186,23 @@ def _draw_params(rows: Sequence[SampleRow], vocab: int, device: torch.device) ->
             row.params.top_p,
             row.params.min_p,
             uniform(row.seed, row.position),
+            0.0 if offered is None else second_uniform(row.seed, row.position),
         )
         for row in rows
     ]
     table = torch.tensor(columns, dtype=torch.float64, device=device)
-    temperature, top_k, top_p, min_p, uniform_R1 = (c[:, None] for c in table.unbind(1))
-    return DrawParams(temperature.float(), top_k.long(), top_p, min_p.float(), uniform_R1)
+    temperature, top_k, top_p, min_p, uniform_R1, second_R1 = (c[:, None] for c in table.unbind(1))
+    kept = (temperature.float(), top_k.long(), top_p, min_p.float())
+    return DrawParams(*kept, uniform_R1, second_R1, offered)
 
 
-def _draw(scores: Scores, rows: Sequence[SampleRow]) -> Tensor:
+def _draw(
+    scores: Scores, rows: Sequence[SampleRow], offered: OfferedDrafts | None = None
+) -> Tensor:
     """Draws a token per row; rows without top-k and top-p walk the whole vocabulary."""
     vocab = scores.blocks_RNW.shape[1] * BLOCK
     device = scores.blocks_RNW.device
-    params = _draw_params(rows, vocab, device)
+    params = _draw_params(rows, vocab, device, offered)
     ids_R = torch.empty(len(rows), dtype=torch.int64, device=device)
     near, wide, plain = _rows_by_method(rows)
     if near:
@@ -279,12 +266,38 @@ def _weights(
 
 
 def _walk(scores: Scores, params: DrawParams, floor_R1: Tensor | None) -> Tensor:
-    """Inverse CDF in vocabulary order: first the block, then the token in it."""
+    """Inverse CDF in vocabulary order: first the block, then the token in it; or a draft."""
     weights_RNW = _weights(scores, params, floor_R1, min_p=True).view(scores.blocks_RNW.shape)
+    if params.offered is None:
+        return _token_at(scores, weights_RNW, params.uniform)
+    taken_R, number_R1 = _take_drafts(scores, weights_RNW, params, params.offered)
+    return torch.where(taken_R < 0, _token_at(scores, weights_RNW, number_R1), taken_R)
+
+
+def _take_drafts(
+    scores: Scores, weights_RNW: Tensor, params: DrawParams, offered: OfferedDrafts
+) -> tuple[Tensor, Tensor]:
+    """The draft that each row takes, -1 for none, and the number by which it then draws another
+    token: the weights of its drafts become 0. No draft is taken that must not be drawn."""
+    drafts_RD, weights_RK = offered.tokens_RD, weights_RNW.flatten(1)
+    is_block_RDN = scores.ids_RN[:, None] == (drafts_RD // BLOCK)[:, :, None]
+    place_RD = is_block_RDN.int().argmax(-1) * BLOCK + drafts_RD % BLOCK
+    weights_RD = weights_RK.gather(1, place_RD).where(is_block_RDN.any(-1), 0.0)
+    total_R1, (single, acc) = weights_RK.sum(-1, keepdim=True), offered.thresholds_2.unbind()
+    reached_RD = weights_RD.cumsum(-1) > params.uniform * total_R1 * acc
+    takes_RD = (weights_RD > 0) & (reached_RD | (weights_RD >= single * total_R1))
+    first_R1 = takes_RD.int().argmax(-1, keepdim=True)
+    taken_R1 = drafts_RD.gather(1, first_R1).where(takes_RD.gather(1, first_R1), -1)
+    weights_RK.scatter_add_(1, place_RD, -weights_RD)
+    return taken_R1[:, 0], torch.where(drafts_RD[:, :1] < 0, params.uniform, params.second)
+
+
+def _token_at(scores: Scores, weights_RNW: Tensor, number_R1: Tensor) -> Tensor:
+    """Where the sum of weights passes this share of their total."""
     sums_RN = weights_RNW.sum(-1)
     ends_RN = sums_RN.cumsum(-1)
     total_R1 = ends_RN[:, -1:]
-    mark_R1 = torch.minimum((params.uniform * total_R1).floor(), total_R1 - 1)
+    mark_R1 = torch.minimum((number_R1 * total_R1).floor(), total_R1 - 1)
     block_R1 = _first_above(ends_RN, mark_R1)
     mark_R1 = mark_R1 - (ends_RN - sums_RN).gather(1, block_R1)
     inside_RW = weights_RNW.gather(1, block_R1[:, :, None].expand(-1, 1, BLOCK))[:, 0]

@@ -5,7 +5,7 @@ R rows · V vocabulary · N blocks of 128 tokens · C chunks of 32 blocks · P =
     _peaks_kernel    the highest score of each block and chunk: sufficient for greedy rows
     _sums_kernel     the weight of each block, for rows without top-k
     narrow           for top-p alone: a few tokens that include the lowest one kept
-    _draw_kernel     one program a row: applies top-k and top-p, and draws
+    _draw_kernel     one program a row: applies top-k and top-p, and draws, or takes a draft
 
 With top-k only blocks whose peak reaches the lowest score that may be kept are read again. The
 search for the lowest score kept cuts its range in four: nearly always among tokens in registers, if
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.sampling import SampleParams, weight_scale
+from moesaic.kernels.sampling import OfferedDrafts, SampleParams, weight_scale
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
 from moesaic.kernels.triton.sampling_narrow import HELD, narrow
 from moesaic.kernels.triton.sampling_parts import (
@@ -224,8 +224,30 @@ def _sum_blocks(inputs, sums_ptr, floor, scaling, min_p, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _draw_token(inputs, sums_ptr, floor, scaling, min_p, number, BLOCK_N: tl.constexpr):
-    """The token at which the sum of weights, in vocabulary order, passes the share `number`."""
+def _take_draft(
+    inputs, sums_ptr, floor, scaling, min_p, drafts, thresholds_ptr, number, BLOCK_N: tl.constexpr
+):
+    """The place of the draft that the row takes, or the number of drafts if there is none; then
+    their weights are taken from those of their blocks."""
+    logits_ptr, blocks = inputs[0], inputs[3]
+    every, place = tl.arange(0, BLOCK_N), tl.arange(0, drafts.shape[0])
+    total = tl.sum(tl.load(sums_ptr + every, every < blocks, 0.0, cache_modifier=".cg"), 0)
+    x = tl.load(logits_ptr + drafts, drafts >= 0, -float("inf")).to(tl.float32)
+    weights = token_weights(x, scaling, min_p)
+    weights = tl.where((drafts >= 0) & (sort_key(x) >= floor.to(tl.int32)), weights, 0.0)
+    single, acc = tl.load(thresholds_ptr), tl.load(thresholds_ptr + 1)
+    reached = tl.cumsum(weights, 0) > number * total * acc
+    takes = (weights > 0) & (reached | (weights >= single * total))
+    tl.debug_barrier()  # All threads have read the weights of blocks.
+    tl.atomic_add(sums_ptr + drafts // WIDTH, -weights, weights > 0, sem="relaxed")
+    tl.debug_barrier()
+    return tl.min(tl.where(takes, place, drafts.shape[0]), 0)
+
+
+@triton.jit
+def _draw_token(inputs, sums_ptr, floor, scaling, min_p, number, drafts, BLOCK_N: tl.constexpr):
+    """The token at which the sum of weights, in vocabulary order, passes the share `number`; none
+    of the drafts, whose weights are no part of the sums."""
     logits_ptr, _, _, blocks, V = inputs
     every = tl.arange(0, BLOCK_N)
     # Bypasses the L1 cache, which atomic additions do not update.
@@ -238,6 +260,9 @@ def _draw_token(inputs, sums_ptr, floor, scaling, min_p, number, BLOCK_N: tl.con
     token = block * WIDTH + tl.arange(0, WIDTH)
     x = tl.load(logits_ptr + token, token < V, -float("inf")).to(tl.float32)
     weights = token_weights(x, scaling, min_p)
+    if drafts is not None:
+        is_draft = tl.max((token[:, None] == drafts[None, :]).to(tl.int32), 1) > 0
+        weights = tl.where(is_draft, 0.0, weights)
     ends = tl.cumsum(tl.where(sort_key(x) >= floor.to(tl.int32), weights, 0.0), 0)
     offset = tl.minimum(tl.sum((ends <= mark).to(tl.int32), 0), WIDTH - 1)
     return tl.minimum(block * WIDTH + offset, V - 1)
@@ -317,8 +342,9 @@ def _floor_of_all(inputs, sums_ptr, low, top, limits, scaling, reach, BLOCK_N: t
 @triton.jit(do_not_specialize=["rows"])
 def _draw_kernel(
     logits_ptr, params_ptr, peaks_ptr, best_ptr, token_ptr, sums_ptr, list_ptr, count_ptr,
-    above_ptr, kept_ptr, drawn_ptr, rows, V, stride, chunks, scale, reach, length,
-    BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    above_ptr, kept_ptr, drawn_ptr, drafts_ptr, thresholds_ptr, rows, V, stride, chunks, scale,
+    reach, length,
+    BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, DRAFTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`reach`: distance below the best at which a score has no weight at temperature 1."""
     row = tl.program_id(0).to(tl.int64)
@@ -370,10 +396,21 @@ def _draw_kernel(
             if not few:
                 floor = _floor_of_all(inputs, sums_ptr, floor, top, limits, scaling, reach, BLOCK_N)
                 from_ptr = sums_ptr
-        number = uniform_at(
-            tl.load(params_ptr + 4).to(tl.uint64, bitcast=True), tl.load(params_ptr + 5)
-        )
-        token = _draw_token(inputs, from_ptr, floor, scaling, min_p, number, BLOCK_N)
+        seed, position = tl.load(params_ptr + 4), tl.load(params_ptr + 5)
+        number = uniform_at(seed.to(tl.uint64, bitcast=True), position)
+        if DRAFTS:
+            drafts = tl.load(drafts_ptr + row * DRAFTS + tl.arange(0, DRAFTS))
+            taken = _take_draft(
+                inputs, from_ptr, floor, scaling, min_p, drafts, thresholds_ptr, number, BLOCK_N
+            )
+            second = uniform_at((~seed).to(tl.uint64, bitcast=True), position)
+            number = tl.where(tl.max(drafts, 0) >= 0, second, number)
+            token = _draw_token(inputs, from_ptr, floor, scaling, min_p, number, drafts, BLOCK_N)
+            place = tl.arange(0, DRAFTS)
+            draft = tl.sum(tl.where(place == taken, drafts, 0), 0)
+            token = tl.where(taken < DRAFTS, draft.to(tl.int32), token)
+        else:
+            token = _draw_token(inputs, from_ptr, floor, scaling, min_p, number, None, BLOCK_N)
     tl.store(drawn_ptr + row, token.to(tl.int64))
     tl.store(drawn_ptr + rows + row, broken.to(tl.int64))
 
@@ -392,7 +429,9 @@ def greedy_rows(logits_RV: Tensor) -> Tensor:
     return drawn_2R
 
 
-def sample_rows(logits_RV: Tensor, params: SampleParams) -> Tensor:
+def sample_rows(
+    logits_RV: Tensor, params: SampleParams, offered: OfferedDrafts | None = None
+) -> Tensor:
     rows, vocab = logits_RV.shape
     device, pdl = logits_RV.device, dependent_launch(logits_RV)
     drawn_2R = torch.empty(2, rows, dtype=torch.int64, device=device)
@@ -409,12 +448,16 @@ def sample_rows(logits_RV: Tensor, params: SampleParams) -> Tensor:
     fixed = {"BLOCK_C": triton.next_power_of_2(chunks), "PDL": pdl.on, **pdl.options}
     _sums_kernel[(rows, chunks)](logits_RV, params.values, *best, sums_RP, *sizes, **fixed)
     reach = math.log(scale) + 2
+    drafts = (None, None, 0)
+    if offered is not None:
+        assert len(offered.tokens_RD) == rows and offered.tokens_RD.is_contiguous(), rows
+        drafts = (offered.tokens_RD, offered.thresholds_2, offered.tokens_RD.shape[1])
     narrowed = narrow(logits_RV, params, best, sums_RP, sizes, reach)
     _draw_kernel[(rows,)](
         logits_RV, params.values, peaks_RP, *best, sums_RP, narrowed.list, narrowed.count_R,
-        narrowed.above_R2C, narrowed.kept_RP, drawn_2R, rows, *sizes, reach,
-        narrowed.list.shape[1], BLOCK_N=triton.next_power_of_2(blocks), num_warps=DRAW_WARPS,
-        **fixed,
+        narrowed.above_R2C, narrowed.kept_RP, drawn_2R, *drafts[:2], rows, *sizes, reach,
+        narrowed.list.shape[1], BLOCK_N=triton.next_power_of_2(blocks), DRAFTS=drafts[2],
+        num_warps=DRAW_WARPS, **fixed,
     )  # fmt: skip
     return drawn_2R
 
