@@ -259,7 +259,7 @@ def test_rows_that_the_host_samples_are_stored_where_their_tree_has_them() -> No
     hidden_TH = torch.randn(4, draft.model.hidden_size)
     stored = []
     for on_host in ([], [2, 3]):
-        draft.clear(range(11))
+        draft.clear(range(draft.cache.keys.shape[1]))
         known = [0 if n in on_host else token for n, token in enumerate(tokens)]
         found_2R = torch.tensor([known, [0] * 4])
         rest = draft.begin_store(plan, hidden_TH, found_2R, on_host)

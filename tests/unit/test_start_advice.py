@@ -144,7 +144,7 @@ def test_a_rank_refuses_before_it_loads(monkeypatch: pytest.MonkeyPatch) -> None
             monkeypatch.context() as patch,
             pytest.raises(ValueError, match="-experts 5 it fits"),
         ):
-            patch.setattr("moesaic.engine.runner.model_runner.load_weights", pytest.fail)
+            patch.setattr("moesaic.engine.runner.weight_source.load_weights", pytest.fail)
             ModelRunner(with_redundant(args, number))
     assert ModelRunner(with_redundant(args, 5)).num_pages == 4
 
