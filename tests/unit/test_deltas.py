@@ -40,7 +40,10 @@ class Chain:
         self.arrived: deque[Message] = deque()
         facts = asdict(core.planner.facts) | {"ranks": [rank_info(core.runner)]}
         service: Any = SimpleNamespace(
-            facts=facts, send=self.pass_input, receive=lambda _: self.arrived.popleft()
+            facts=facts,
+            keeper=None,
+            send=self.pass_input,
+            receive=lambda _: self.arrived.popleft(),
         )
         self.client = CoreClient(core.args, service)
         self.heard: dict[str, list[int]] = {}
