@@ -291,7 +291,7 @@ import logging, sys
 import msgspec
 from moesaic.comm.launch.service import Service, ServiceSpec, host_ranks
 logging.basicConfig(level="INFO", format="%(message)s")
-spec = msgspec.json.decode(sys.argv[1], type=ServiceSpec)
+spec = msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=ServiceSpec)
 sys.exit(host_ranks(Service(spec), float(sys.argv[2])))
 """
 
@@ -301,7 +301,7 @@ def node_process(
     wanted: ServiceSpec, patience: float = 0.0, place: Node | None = None
 ) -> Iterator[subprocess.Popen[str]]:
     """A node as the command line runs it; in a network of its own at a `place`."""
-    words = [sys.executable, "-c", NODE, msgspec.json.encode(wanted).decode(), str(patience)]
+    words = [sys.executable, "-c", NODE, msgspec.msgpack.encode(wanted).hex(), str(patience)]
     process = subprocess.Popen(
         words if place is None else place.command(words),
         env={**os.environ, **SECRET},
