@@ -80,7 +80,10 @@ ROWS: Final = {
             "rank_losses_total rank_returns_total http_losses_total supervisor_losses_total",
         ),
         Panel(
-            "Time to adopt losses and returns", "percentunit", "membership_change_seconds_total", 6
+            "Time to adopt losses and returns",
+            "percentunit",
+            "membership_change_seconds_total service_loss_seconds_total",
+            6,
         ),
         Panel("Requests moved", "ops", "requests_moved_total", 6),
         Panel("Experts read again", "Bps", "experts_reread_bytes_total", 6),

@@ -70,12 +70,13 @@ def ask(engine: Engine) -> list[Any]:
 
 
 def during(engine: Engine, run: Run, strike: Callable[[], None]) -> list[Any]:
-    """The answers of requests in whose midst `strike` is called."""
+    """The answers of requests in whose midst `strike` is called. Drafts of tokens that were seen
+    before leave them few steps."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.extend(ask(engine)))
     begin = run.step()
     thread.start()
-    wait_for(lambda: run.step() > begin + 12, "steps", run)
+    wait_for(lambda: run.step() > begin + 4, "steps", run)
     strike()
     thread.join(240)
     assert not thread.is_alive(), run.log.read_text()

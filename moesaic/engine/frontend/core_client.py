@@ -305,10 +305,9 @@ class CoreClient:
         if query.what == "flush_cache":
             query.answer.set_result(sum(values))
             return
-        facts = query.overview, self.facts.num_experts, query.membership
+        facts = query.overview, self.facts.num_experts, query.membership, self.losses
         info = service_info(asdict(self.args), values, *facts)
         info["rooms"] += [] if self.lobby is None else self.lobby.state()
-        info["losses"] = msgspec.to_builtins(self.losses)
         query.answer.set_result(info)
 
     def _timeout(self) -> float | None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from moesaic.comm.mesh import Mesh
-from moesaic.core.stats import MembershipStats
+from moesaic.core.stats import MembershipStats, ServiceLosses
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.setup.memory_plan import collective_bytes, expert_bytes
 from moesaic.engine.setup.moe_setup import describe_backends
@@ -118,6 +118,7 @@ def service_info(
     ranks: Sequence[Mapping[str, Any]],
     num_experts: int,
     membership: MembershipStats | None = None,
+    losses: ServiceLosses | None = None,
 ) -> dict[str, Any]:
     """The resolved flags, the figures of all groups, and what the ranks hold. The placement's
     version is that of now; `experts_of_rank` are those of the start. `groups`: those that are
@@ -141,5 +142,6 @@ def service_info(
         "kv_transports": dict(ChainMap(*(group.get("kv_transports", {}) for group in groups))),
         "groups": list(groups),
         "membership": msgspec.to_builtins(membership),
+        "losses": msgspec.to_builtins(losses),
         "ranks": [{k: v for k, v in rank.items() if k not in OF_ALL} for rank in ranks],
     }
