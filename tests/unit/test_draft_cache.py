@@ -23,6 +23,7 @@ from tests.server.serving import wait_until
 from tests.unit.test_draft_model import (
     HOUSE,
     RANDOM,
+    SCHEDULES,
     TIGHT,
     arguments,
     count_accepted,
@@ -199,7 +200,7 @@ def test_the_layer_stores_the_rows_of_steps_without_drafts(asynchronous: bool) -
     torch.testing.assert_close(held[1], held[0], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("asynchronous", SCHEDULES)
 def test_the_house_models_drafts_are_right_behind_steps_without(asynchronous: bool) -> None:
     core = make_core(str(HOUSE), 1, asynchronous)
     take_turns(core, 4, 3)
@@ -239,7 +240,7 @@ def halves(core: LocalCore, tokens: int) -> tuple[list[Request], list[StagedCach
 
 
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("asynchronous", SCHEDULES)
 def test_another_instance_gets_the_cache_of_a_whole_run(asynchronous: bool, tight: bool) -> None:
     """Of all prompts, whoever samples the first token, which is in the last entry."""
     core = make_core(RANDOM, 2, tight=False)

@@ -94,7 +94,16 @@ def guessed(clock: Clock, rate: float, drafts: int, **flags: Any) -> Service:
 
 
 @pytest.mark.parametrize(
-    ("rate", "batch"), [(0.0, 1), (0.5, 1), (0.9, 1), (0.5, 8), (0.9, 8), (0.0, 32), (0.5, 32)]
+    ("rate", "batch"),
+    [
+        (0.0, 32),
+        (0.5, 1),
+        (0.9, 8),
+        *(
+            pytest.param(*point, marks=pytest.mark.slow)
+            for point in ((0.0, 1), (0.9, 1), (0.5, 8), (0.5, 32))
+        ),
+    ],
 )
 def test_the_controller_against_every_fixed_number(clock: Clock, rate: float, batch: int) -> None:
     plain = speed(Service(clock, free), batch)

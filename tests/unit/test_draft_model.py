@@ -76,6 +76,13 @@ def arguments(model: str, steps: int = 0, **flags: Any) -> ServerArgs:
     return replace(args, model_path=materialise(args.model_path))
 
 
+SCHEDULES = [
+    pytest.param(False, id="synchronous", marks=pytest.mark.slow),
+    pytest.param(True, id="asynchronous"),
+]
+"""Tests that are long wait for results before each step only where there is time."""
+
+
 @cache
 def runner(model: str, steps: int, asynchronous: bool, tight: bool) -> ModelRunner:
     args = arguments(model, steps, **(TIGHT if tight else {"page_size": 16}))
@@ -151,7 +158,7 @@ def test_drafts_change_no_answer(model: str, steps: int, asynchronous: bool) -> 
     check_equal(serve(core, requests(model)), expected)  # from the prefix cache
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("asynchronous", SCHEDULES)
 def test_drafts_that_come_and_go_change_no_answer(asynchronous: bool) -> None:
     """As the controller may decide at any step: without them steps overlap, and requests that only
     decode are columns."""
@@ -193,7 +200,7 @@ def greedy(number: int, new_tokens: int = 24) -> Request:
     return Request(str(number), prompts()[number], params, 0, new_tokens, number, eos)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("asynchronous", SCHEDULES)
 def test_the_house_models_drafts_are_right_also_behind_cached_pages(asynchronous: bool) -> None:
     core = make_core(str(HOUSE), 1, asynchronous, tight=False)
     for part in (core.runner.draft.cache.keys, core.runner.draft.cache.values):
@@ -291,7 +298,7 @@ def test_a_failing_and_an_aborted_request_leave_the_others_alone(
     assert core.planner.metrics.counts.failed_steps > 0
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("asynchronous", SCHEDULES)
 def test_another_model_with_the_same_vocabulary_makes_drafts(asynchronous: bool) -> None:
     """The target itself is always right where tokens are greedy; a smaller one of another family
     with random weights is not, which changes no answer."""

@@ -121,6 +121,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+HEADS = [
+    pytest.param(True, True, id="eagle3 asynchronous"),
+    pytest.param(False, False, id="eagle synchronous"),
+    pytest.param(True, False, id="eagle3 synchronous", marks=pytest.mark.slow),
+    pytest.param(False, True, id="eagle asynchronous", marks=pytest.mark.slow),
+]
 MODES = [
     *((name, number % 2 == 0) for number, name in enumerate(CASES)),
     ("qwen", False),
@@ -147,8 +153,7 @@ def test_drafts_are_those_of_the_reference(name: str, asynchronous: bool, tmp_pa
     assert core.planner.scheduler.num_cached_tokens >= 32
 
 
-@pytest.mark.parametrize("third", [True, False], ids=["eagle3", "eagle"])
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize(("third", "asynchronous"), HEADS)
 def test_drafts_behind_steps_without_any(third: bool, asynchronous: bool, tmp_path: Path) -> None:
     """Those of the reference, too: the head's cache has what it needs of all rows."""
     folder, config = target(QWEN)
@@ -242,8 +247,7 @@ def without_drafts(model: str) -> list[Request]:
     return serve(make_core(model, False, **TIGHT), requests(model))
 
 
-@pytest.mark.parametrize("third", [True, False], ids=["eagle3", "eagle"])
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize(("third", "asynchronous"), HEADS)
 def test_heads_change_no_answer(third: bool, asynchronous: bool, tmp_path: Path) -> None:
     """Of greedy and seeded requests with penalties, in chunks, retracted, and from the cache."""
     Head(target(QWEN)[1], third=third).write(tmp_path)
