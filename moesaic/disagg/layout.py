@@ -8,7 +8,7 @@ from typing import NamedTuple
 from moesaic.core.disagg import KVShare
 
 
-class Piece(NamedTuple):
+class SharedPart(NamedTuple):
     """Layers and key/value heads, numbered in the whole model."""
 
     layers: range
@@ -17,14 +17,14 @@ class Piece(NamedTuple):
 
 def piece(
     sources: Sequence[KVShare], source: int, targets: Sequence[KVShare], target: int
-) -> Piece:
+) -> SharedPart:
     """What a source sends to a target; empty ranges if that is nothing. Of sources that hold the
     same, each serves its share of the targets."""
     ours, theirs = sources[source], targets[target]
     same = [number for number, share in enumerate(sources) if share == ours]
     if same[target % len(same)] != source:
-        return Piece(range(0), range(0))
-    return Piece(_common(ours.layers, theirs.layers), _common(ours.heads, theirs.heads))
+        return SharedPart(range(0), range(0))
+    return SharedPart(_common(ours.layers, theirs.layers), _common(ours.heads, theirs.heads))
 
 
 def _common(one: tuple[int, int], other: tuple[int, int]) -> range:

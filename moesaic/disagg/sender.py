@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from moesaic.core.disagg import KVRank, KVSend, KVShare, KVTarget
-from moesaic.disagg.layout import Piece, piece
+from moesaic.disagg.layout import SharedPart, piece
 from moesaic.disagg.messages import Chunk, PromptResult
 from moesaic.disagg.outlets import KVOutlets
 from moesaic.kernels.kv_rows import copy_rows, packed_rows
@@ -42,7 +42,7 @@ class KVSender:
         self,
         order: KVSend,
         rank: KVRank,
-        part: Piece,
+        part: SharedPart,
         cache: PagedCache,
         slots_T: Tensor,
         which: int,

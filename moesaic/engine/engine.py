@@ -7,13 +7,11 @@ import atexit
 import gc
 import logging
 import queue
-import random
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator, Sequence
 from contextlib import aclosing
 from functools import cached_property, partial
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Unpack
 
@@ -22,12 +20,11 @@ import torch
 from moesaic.comm.launch.keeper_link import KeeperLink
 from moesaic.comm.mesh import mesh_of
 from moesaic.config import ServerArgs, resolve
-from moesaic.config.flags import json_object, without_secrets
+from moesaic.config.flags import without_secrets
 from moesaic.core.redact import shown
 from moesaic.core.request import Request
 from moesaic.core.sampling import Grammar, SamplingParams
 from moesaic.core.stats import EngineStats
-from moesaic.disagg.allowed_hosts import AllowedHosts, bootstrap_hosts
 from moesaic.engine.errors import QueueFull as QueueFull
 from moesaic.engine.frontend import routed_experts
 from moesaic.engine.frontend.admission import CallAdmission
@@ -61,8 +58,6 @@ from moesaic.engine.sglang_engine import (
     TransformersTokenizer,
 )
 from moesaic.engine.text.detokenizer import IncrementalDetokenizer
-from moesaic.engine.text.grammar_check import GrammarChecker
-from moesaic.engine.text.grammar_child import GrammarSetup
 from moesaic.engine.text.tokenizer import load_tokenizer
 from moesaic.engine.worker.local_core import LocalCore
 from moesaic.engine.worker.rank_info import log_ranks
@@ -110,7 +105,8 @@ class Engine:
             "tokenizer": prepared - started,
             "model": time.monotonic() - prepared,
         }
-        self.limits = self._make_limits()
+        first_number = 0 if keeper is None else keeper.first_number
+        self.limits = EngineLimits.of(self.args, self._core.facts, self.tokenizer, first_number)
         self.max_running = self._core.facts.max_running * self.mesh.num_groups
         """The most requests that run at once, on all ranks together."""
         self._watch = RequestWatch()
@@ -150,31 +146,6 @@ class Engine:
         """Tells the keeper, if there is one, that requests may come."""
         if self._keeper is not None:
             self._keeper.note_ready(self._core.found_requests)
-
-    def _make_limits(self) -> EngineLimits:
-        facts, tokenizer, folder = self._core.facts, self.tokenizer, self.args.tokenizer_path
-        eos_ids, setup = frozenset(facts.eos_ids), None
-        if tokenizer is not None:
-            tokenizer.warn_beyond(facts.vocab_size)
-            eos_ids = tokenizer.eos_ids or eos_ids
-        if folder is not None:
-            open_objects = self.args.constrained_json_allow_additional_properties
-            setup = GrammarSetup(folder, facts.vocab_size, sorted(eos_ids), open_objects)
-        return EngineLimits(
-            vocab_size=facts.vocab_size,
-            context_length=facts.context_length,
-            cache_tokens=facts.cache_tokens,
-            eos_ids=eos_ids,
-            seeds=random.Random(self.args.random_seed),
-            num_groups=self.mesh.num_groups,
-            routed_row=routed_experts.row_bytes(facts),
-            longest_token=0 if tokenizer is None else tokenizer.longest_token,
-            grammars=GrammarChecker(setup, self.args.grammar_backend),
-            preferred=_preferred_params(self.args),
-            role=self.args.disaggregation_mode,
-            request_numbers=count(0 if self._keeper is None else self._keeper.first_number),
-            bootstrap_hosts=AllowedHosts(bootstrap_hosts(self.args)),
-        )
 
     def __enter__(self) -> Engine:
         return self
@@ -512,12 +483,3 @@ class Engine:
         finally:
             admission.leave()
             self._inflight.abandon(states[number] for number in pending)
-
-
-def _preferred_params(args: ServerArgs) -> dict[str, Any]:
-    found = json_object(args, "preferred_sampling_params")
-    try:
-        SamplingParams.from_dict(found)
-    except ValueError as error:
-        raise ValueError(f"--preferred-sampling-params: {error}") from None
-    return found

@@ -264,7 +264,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     _counter(
         "service_loss_seconds_total",
-        "Seconds from these losses until requests went on.",
+        "Seconds from losses of the HTTP process or supervisor until requests went on.",
         series.losses(lambda lost: lost.seconds),
     ),
     _counter(

@@ -60,7 +60,7 @@ def test_requests_of_a_lost_client_are_not_those_of_the_next() -> None:
         former.wait()
         service.send(Hello(facts={"pid": later.pid}))
         supervisor.resume()
-        # Nobody can ask for the one without a key; the other one gets a client again.
+        # Request 0 has no key, so no client can ask for it again, and it ends. Request 1 has one.
         await_message(service, ends(0))
         service.send(Submit([msgspec.structs.replace(keyed, request_no=7)]))
         await_message(service, lambda message: message == Attached(7, 1))

@@ -97,6 +97,33 @@ def info(engine: Engine) -> dict[str, Any]:
     return found
 
 
+def check_resizing(engine: Engine, run: Run, wanted: list[Any]) -> None:
+    """Two ranks are too few for the experts; one fewer, and four again, change no answer."""
+    with pytest.raises(ValueError, match="2 ranks: 2 ranks have 6 slots for 8 experts"):
+        engine.scale_elastic_ep(2)
+    for size, phase in ((3, "serving_reduced"), (4, "serving_expanded")):
+        assert during(engine, run, partial(scale, engine, size)) == wanted
+        wait_for(lambda: not engine.scale_elastic_ep()["is_scaling_elastic_ep"], "ranks", run)
+        state = engine.scale_elastic_ep()
+        assert (state["scale_phase"], state["effective_ep_size"]) == (phase, size)
+
+
+def check_lost_supervisors(engine: Engine, run: Run, wanted: list[Any]) -> None:
+    """All ranks end with their supervisor, and no request does."""
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        pid = run.pid("supervisor")
+        with run.marked():
+            assert during(engine, run, partial(os.kill, pid, number)) == wanted
+        assert run.pid("supervisor") != pid
+    told = info(engine)["losses"]
+    assert (told["http"], told["supervisor"]) == (0, 2)
+    losses = told["last"]
+    assert [one["process"] for one in losses] == ["supervisor"] * 2
+    assert all(one["requests"] and one["seconds"] for one in losses)
+    causes = [one["cause"] for one in losses]
+    assert "exit code -9" in causes[0] and "hangs" in causes[1]
+
+
 @pytest.mark.timeout(400)
 def test_answers_survive_the_loss_of_ranks() -> None:
     """A leader is killed, one hangs, and both of two that hold an expert die at once."""
@@ -128,34 +155,12 @@ def test_answers_survive_the_loss_of_ranks() -> None:
             assert told["moved_requests"] >= 2 and all(one["seconds"] for one in told["changes"])
             assert all(one["pid"] != pids[one["rank"]] for one in found["ranks"])
             assert (found["running"], found["waiting"], found["pages_used"]) == (0, 0, 0)
-            # Two replicas fewer and back: nobody notices.
-            with pytest.raises(ValueError, match="2 ranks: 2 ranks have 6 slots for 8 experts"):
-                engine.scale_elastic_ep(2)
-            assert during(engine, run, lambda: scale(engine, 3)) == wanted
-            wait_for(lambda: not engine.scale_elastic_ep()["is_scaling_elastic_ep"], "ranks", run)
-            state = engine.scale_elastic_ep()
-            assert (state["scale_phase"], state["effective_ep_size"]) == ("serving_reduced", 3)
-            assert during(engine, run, lambda: scale(engine, 4)) == wanted
-            wait_for(lambda: not engine.scale_elastic_ep()["is_scaling_elastic_ep"], "ranks", run)
-            state = engine.scale_elastic_ep()
-            assert (state["scale_phase"], state["effective_ep_size"]) == ("serving_expanded", 4)
+            check_resizing(engine, run, wanted)
             log = run.log.read_text()
             assert len(re.findall(r"rank \d \([^)]*\) returns after", log)) == 5
             assert "had returned (the step was abandoned after" in log and "read again" in log
             assert re.search(r"waits for its lost ranks: 2 ranks have 6 slots for 8 experts", log)
-            # All ranks end with their supervisor, and no request does.
-            for number in (signal.SIGKILL, signal.SIGSTOP):
-                pid = run.pid("supervisor")
-                with run.marked():
-                    assert during(engine, run, partial(os.kill, pid, number)) == wanted
-                assert run.pid("supervisor") != pid
-            told = info(engine)["losses"]
-            assert (told["http"], told["supervisor"]) == (0, 2)
-            losses = told["last"]
-            assert [one["process"] for one in losses] == ["supervisor"] * 2
-            assert all(one["requests"] and one["seconds"] for one in losses)
-            causes = [one["cause"] for one in losses]
-            assert "exit code -9" in causes[0] and "hangs" in causes[1]
+            check_lost_supervisors(engine, run, wanted)
             run.learn()
         finally:
             engine.shutdown()

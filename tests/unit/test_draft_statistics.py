@@ -171,7 +171,7 @@ def with_thresholds(
 
 
 def answers(core: LocalCore, params: dict[str, Any], number: int) -> Counter[Tokens]:
-    """The first tokens of so many requests."""
+    """How often each beginning of an answer came, among the answers to `number` requests."""
     made, found = SamplingParams(**params, ignore_eos=True), Counter[Tokens]()
     open_requests, seeds = list[Request](), count(1)
     while found.total() < number:

@@ -309,7 +309,8 @@ def test_an_abort_that_a_lost_rank_had_not_heard_of() -> None:
 
 
 def test_requests_that_are_aborted_end_once() -> None:
-    """At any moment, beside losses; nobody goes on to compute them."""
+    """Requests are aborted at random moments while ranks are lost: each ends with one message, and
+    no rank goes on to compute it."""
     aborted = 0
     for seed in range(60):
         service = Service(MESHES["groups of two" if seed % 2 else "each rank a group"], seed)

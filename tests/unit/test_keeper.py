@@ -58,7 +58,7 @@ def test_a_signal_between_two_http_processes_ends_the_server() -> None:
 
 
 def test_notes_may_come_in_parts() -> None:
-    """Of a cause that is longer than a pipe has room for, and of a process that dies meanwhile."""
+    """A note may be longer than a pipe has room for, and a process may die while it writes one."""
     status, output = run("""
         def serve(link):
             if link.life == 2:

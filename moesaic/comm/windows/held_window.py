@@ -27,7 +27,7 @@ from moesaic.core.link import EmulatedLink
 MEMORY = "moesaic-device-window"
 
 
-class Piece(Protocol):
+class MappedPiece(Protocol):
     """A mapping of memory; `tensor` are its bytes."""
 
     tensor: Tensor
@@ -41,11 +41,11 @@ class Pieces(Protocol):
     def create(self, nbytes: int) -> int:
         """The descriptor of new zeros."""
 
-    def map(self, descriptor: int, nbytes: int) -> Piece: ...
+    def map(self, descriptor: int, nbytes: int) -> MappedPiece: ...
 
 
 class HeldWindow(DeviceWindow):
-    _pieces: tuple[Piece, ...] = ()
+    _pieces: tuple[MappedPiece, ...] = ()
 
     @classmethod
     def create(
@@ -134,7 +134,7 @@ def _open_pieces(device: torch.device) -> Pieces:
     return CudaPieces(torch.device(device.type, index))
 
 
-def _map(pieces: Pieces, held: HeldMemory, key: str, nbytes: int) -> Piece:
+def _map(pieces: Pieces, held: HeldMemory, key: str, nbytes: int) -> MappedPiece:
     descriptor = held.take(key)
     if descriptor is None:
         raise RuntimeError(f"the supervisor holds no memory {key!r}")

@@ -40,7 +40,7 @@ RECORD_WORDS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPlace:
     """A tensor, and where it is in the memory."""
 
     name: str
@@ -75,10 +75,10 @@ class ArenaLayout:
         self.others = [self._place(name, one) for name, one in found.items()]
         self.length = round_up(self._end, PAGE)
 
-    def _place(self, name: str, tensor: Tensor) -> Piece:
+    def _place(self, name: str, tensor: Tensor) -> TensorPlace:
         start = round_up(self._end, ALIGN)
         self._end = start + tensor.nbytes
-        return Piece(name, tensor, start)
+        return TensorPlace(name, tensor, start)
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +86,7 @@ class ArenaLayout:
         return sum(piece.tensor.nbytes for piece in self.pieces)
 
     @property
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TensorPlace]:
         for pieces in self.experts:
             yield from pieces
         yield from self.others
@@ -188,7 +188,7 @@ class WeightArena(ArenaMemory):
             [one for one, is_intact in zip(slots, intact, strict=True) if not is_intact],
         )
 
-    def _sum(self, piece: Piece) -> int:
+    def _sum(self, piece: TensorPlace) -> int:
         return checksum([piece.view(self.memory)])
 
     @property

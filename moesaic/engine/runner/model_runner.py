@@ -23,6 +23,7 @@ from moesaic.engine.elastic.rank_weights import RankWeights
 from moesaic.engine.rebalance.rebalancer import Rebalancer
 from moesaic.engine.runner.attention import BACKENDS
 from moesaic.engine.runner.expert_recorder import ExpertRecorder
+from moesaic.engine.runner.load_log import log_gpu_memory, log_loaded
 from moesaic.engine.runner.loading import rank_memory
 from moesaic.engine.runner.matchers import Matchers
 from moesaic.engine.runner.overlap_calibration import calibrate
@@ -37,7 +38,6 @@ from moesaic.engine.runner.weight_source import WeightSource
 from moesaic.engine.schedule.plan import StepAgreement, StepHandle, StepPlan
 from moesaic.engine.schedule.step_budget import CHUNK_MULTIPLE
 from moesaic.engine.setup.device_memory import (
-    GIB,
     DeviceRoom,
     compute_device,
     gpu_sharers,
@@ -47,7 +47,7 @@ from moesaic.engine.setup.graph_sizes import GraphSizes
 from moesaic.engine.setup.memory_plan import RankShare, ResolvedModel, check_rank, loaded_tokens
 from moesaic.engine.setup.moe_setup import kind_of, report_buffers
 from moesaic.engine.setup.rank_context import RankContext
-from moesaic.engine.speculate.draft_phase import DraftPhase
+from moesaic.engine.speculate.draft_setup import load_draft, verifies_trees
 from moesaic.engine.text.grammar import Compiler, is_installed
 from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.kernels.attention import tokens_at_once
@@ -86,14 +86,10 @@ class ModelRunner:
         started = time.monotonic()
         resolved = ResolvedModel.of(args, ranks)
         self.moe, self.limits, self.scheme = resolved.moe, resolved.limits, resolved.scheme
+        self._note_sizes(resolved)
         self.spans = self.moe.comm.spans
         """The recorder of what was computed when."""
-        self.context_length, self.max_running = resolved.context_length, self.limits.running
-        self._cache_dtype = resolved.cache_dtype
         self._memory = rank_memory(args, self.device, ranks)
-        self.eos_ids, self.vocab_size = resolved.eos_ids, resolved.raw.integer("vocab_size")
-        self.num_layers, self.top_k = resolved.num_layers, resolved.top_k
-        self.num_experts = resolved.num_experts
         self.samples = ranks.is_last and ranks.place.attention_rank == 0
         self.matchers = Matchers(partial(self._compiler, args), 2 * self.max_running)
         if self.samples and _serves_grammars(args):
@@ -102,13 +98,7 @@ class ModelRunner:
         self.schedules = self._schedules(args)
         """Those that a step may have."""
         self.overlap_policy = policy_of(args.overlap, self.schedules)
-        speculation = speculation_of(args)
-        self.accept_thresholds = None if speculation is None else speculation.thresholds
-        """Of drafts; None: only those are accepted that equal the sampled tokens."""
-        self.verifies_trees = self._verifies_trees(args)
-        """Whether drafts may be trees."""
-        self.draft = self._load_draft(args, resolved)
-        """Makes drafts at the end of each step, if a model on the ranks does."""
+        self._make_draft(args, resolved)
         self._check_placements()
         self.rebalancer = self._make_rebalancer(args, resolved)
         self.send_buffer = (
@@ -127,7 +117,7 @@ class ModelRunner:
         self._make_cache(args, resolved, share)
         if ranks.status is not None:
             self._announce_layers(ranks.status)
-        self._log_loaded(args, share.weight_bytes, time.monotonic() - started)
+        log_loaded(self, args, share.weight_bytes, time.monotonic() - started)
         self.steps: AsynchronousSteps | SynchronousSteps
         self._make_steps(args, sizes, steps if asynchronous else None)
         self.transfers = StepTransfers()
@@ -138,6 +128,22 @@ class ModelRunner:
         self.overlaps = self.steps.overlaps and not args.disable_overlap_schedule
         """Whether `begin` returns before a step is computed: plans may then have future tokens."""
         self._wait_for_helpers()
+
+    def _note_sizes(self, resolved: ResolvedModel) -> None:
+        self.context_length, self.max_running = resolved.context_length, self.limits.running
+        self.eos_ids, self.vocab_size = resolved.eos_ids, resolved.raw.integer("vocab_size")
+        self.num_layers, self.top_k = resolved.num_layers, resolved.top_k
+        self.num_experts = resolved.num_experts
+        self._cache_dtype = resolved.cache_dtype
+
+    def _make_draft(self, args: ServerArgs, resolved: ResolvedModel) -> None:
+        speculation = speculation_of(args)
+        self.accept_thresholds = None if speculation is None else speculation.thresholds
+        """When a step accepts a draft; None: a draft must equal the token that is sampled."""
+        self.verifies_trees = verifies_trees(self, speculation)
+        """Whether drafts may be trees."""
+        self.draft = load_draft(self, args, resolved, speculation)
+        """Makes drafts at the end of each step, if a model on the ranks does."""
 
     def _make_steps(
         self, args: ServerArgs, sizes: GraphSizes, steps: Sequence[tuple[int, bool]] | None
@@ -155,7 +161,7 @@ class ModelRunner:
         if self.rebalancer is not None:
             self.rebalancer.warm_up()
         self.reset_statistics()
-        self._log_gpu_memory(made)
+        log_gpu_memory(self, made)
 
     def _schedules(self, args: ServerArgs) -> tuple[Overlap, ...]:
         blocks = (module for module in self.model.modules() if isinstance(module, SparseBlock))
@@ -199,37 +205,6 @@ class ModelRunner:
         if not source.is_random:
             sync_input_scales(self.model, source.folder)
         return share
-
-    def _verifies_trees(self, args: ServerArgs) -> bool:
-        speculation = speculation_of(args)
-        if speculation is None or not speculation.asks_for_trees:
-            return False
-        if self.kind == "cuda" and self.moe.deterministic and speculation.topk > 1:
-            raise ValueError(
-                f"--speculative-eagle-topk {speculation.topk} with "
-                "--enable-deterministic-inference on a GPU: the bits of a row would depend on "
-                "where its branch is stored: give 1"
-            )
-        if self.kind == "cuda" and self.moe.deterministic:
-            logger.info("drafts are chains: --enable-deterministic-inference on a GPU")
-            return False
-        return True
-
-    def _load_draft(self, args: ServerArgs, resolved: ResolvedModel) -> DraftPhase | None:
-        source, speculation = resolved.draft, speculation_of(args)
-        if source is None or speculation is None:
-            return None
-        with self.device:
-            model = source.build(self.model)
-        source.load(model, args)
-        logger.info(
-            "draft model: %.2f GiB of weights; each step proposes up to %d tokens, and the next "
-            "verifies up to %d of a request",
-            model.nbytes / GIB,
-            speculation.num_steps,
-            speculation.num_draft_tokens,
-        )
-        return DraftPhase(self, model, speculation, args.watchdog_timeout)
 
     def _check_placements(self) -> None:
         """ValueError unless all ranks of the stage have read the same first placements."""
@@ -326,47 +301,6 @@ class ModelRunner:
         self.num_pages = self.ranks.least(tokens // args.page_size, "size the KV cache")
         self.use_cache(self._new_cache(args, self.num_pages), table)
 
-    def _log_loaded(self, args: ServerArgs, weight_bytes: int, seconds: float) -> None:
-        tokens = self.num_pages * args.page_size
-        reason = "what memory allows"
-        if args.max_total_tokens is not None:
-            reason = "as --max-total-tokens says"
-        elif tokens >= self.max_running * self.context_length:
-            reason = "as much as all requests can use"
-        logger.info(
-            "loaded %s in %.1f s: %.2f GiB of weights in %s, KV cache of %d tokens (%.2f GiB: %s), "
-            "context of %d tokens, at most %d requests at once",
-            args.model_path,
-            seconds,
-            weight_bytes / GIB,
-            str(self.moe.dtype).removeprefix("torch."),
-            tokens,
-            (self.cache.num_bytes + self._draft_cache_bytes) / GIB,
-            reason,
-            self.context_length,
-            self.max_running,
-        )
-        if self.limits.drafts:
-            logger.info(
-                "speculative decoding: steps verify up to %d drafts beside %d requests; buffers "
-                "of low-latency dispatch, logits and graphs follow from that",
-                self.limits.drafts,
-                self.limits.running,
-            )
-
-    def _log_gpu_memory(self, steps: AsynchronousSteps) -> None:
-        if self.device.type != "cuda":
-            return
-        logger.info(
-            "memory of the GPU: weights %.2f GiB, KV cache %.2f GiB, graphs %.2f GiB, %.2f GiB "
-            "free, of which the largest step takes about %.2f GiB",
-            (self.model.nbytes + (0 if self.draft is None else self.draft.model.nbytes)) / GIB,
-            (self.cache.num_bytes + self._draft_cache_bytes) / GIB,
-            (steps.graph_bytes + (0 if self.draft is None else self.draft.graph_bytes)) / GIB,
-            torch.cuda.mem_get_info(self.device)[0] / GIB,
-            self.step_bytes.total / GIB,
-        )
-
     @property
     def sent_caches(self) -> list[PagedCache]:
         """Those that instances send each other: also a draft model's if it is computed from hidden
@@ -380,10 +314,6 @@ class ModelRunner:
         """Sends a draft model's part of what a step has computed, once it is stored."""
         for cache in self.sent_caches[DRAFT:]:
             self.transfers.send(outgoing, cache, DRAFT)
-
-    @property
-    def _draft_cache_bytes(self) -> int:
-        return 0 if self.draft is None else self.draft.cache.num_bytes
 
     def _compiler(self, args: ServerArgs) -> Compiler:
         assert args.tokenizer_path is not None, "checked before a request is submitted"

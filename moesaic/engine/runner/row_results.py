@@ -58,15 +58,17 @@ def sampled_rows(plan: StepPlan, offers: bool = False) -> list[SampledRow]:
     for number, item in enumerate(plan.items):
         if item.sample is None:
             continue
-        rows.append(SampledRow(number, item.sample))
+        rows.append(SampledRow(number, item.sample, 0, _offered(item, 0) if offers else ()))
         if item.num_drafts:
-            after = enumerate(_rows_after_drafts(item, item.sample), 1)
-            rows += [SampledRow(number, row, draft) for draft, row in after]
-        if item.num_drafts and offers:
-            for place, row in enumerate(rows[-item.num_sampled :], -item.num_sampled):
-                offered = behind(item.drafts, item.parents, row.number)
-                rows[place] = row._replace(offered=offered)
+            rows += [
+                SampledRow(number, row, draft, _offered(item, draft) if offers else ())
+                for draft, row in enumerate(_rows_after_drafts(item, item.sample), 1)
+            ]
     return rows
+
+
+def _offered(item: PlanItem, row: int) -> Sequence[int]:
+    return behind(item.drafts, item.parents, row)
 
 
 def offered_drafts(

@@ -11,7 +11,7 @@ from moesaic.config import ServerArgs
 from moesaic.core.request import Request, RequestPhase
 from moesaic.core.speculation import Speculation
 from moesaic.engine.speculate.drafters import register_drafter
-from moesaic.engine.speculate.ngram_index import CONTEXT, Match, NgramIndex
+from moesaic.engine.speculate.ngram_index import CONTEXT, NgramIndex, NgramMatch
 
 if TYPE_CHECKING:
     from moesaic.engine.runner.model_runner import ModelRunner
@@ -44,7 +44,7 @@ class Continuation(NamedTuple):
     """Up to `most` tokens behind a match; those of the request itself go on with what they
     propose."""
 
-    match: Match
+    match: NgramMatch
     most: int
     weight: float
     period: int
@@ -111,7 +111,7 @@ class NgramDrafter:
             _push(heap, -likely, len(drafts), place + 1, group, breadth)
         return drafts, parents
 
-    def _breadth_behind(self, match: Match) -> int:
+    def _breadth_behind(self, match: NgramMatch) -> int:
         least, most = self._breadth
         share = (match.length - CONTEXT) / max(1, self.index.depth - CONTEXT)
         return round(most - (most - least) * share)
@@ -125,7 +125,7 @@ class NgramDrafter:
             found.append(Continuation(match, count, weight, period))
         return found
 
-    def _chain(self, request: Request, match: Match) -> list[int]:
+    def _chain(self, request: Request, match: NgramMatch) -> list[int]:
         tokens = request.token_ids
         count = min(self.num_drafts, DRAFTS_A_TOKEN * (match.length - CONTEXT + 1))
         drafts = list(match.tokens[match.position : match.position + count])

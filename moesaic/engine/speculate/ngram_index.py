@@ -25,7 +25,7 @@ SHIFT: Final = 32
 NOWHERE: Final = -1
 
 
-class Match(NamedTuple):
+class NgramMatch(NamedTuple):
     """`length` tokens equal those before `position` in `tokens`."""
 
     tokens: Sequence[int]
@@ -95,11 +95,11 @@ class NgramIndex:
         sequence.tokens = array("i", sequence.tokens)
         self._ended[number] = None
 
-    def find(self, tokens: Sequence[int], namespace: str, frequent: bool) -> Match | None:
+    def find(self, tokens: Sequence[int], namespace: str, frequent: bool) -> NgramMatch | None:
         """The longest match of the last tokens, of several the newest one; `frequent`: the newest
         one of those with the most frequent next token."""
         longest = CONTEXT
-        found: list[Match] = []
+        found: list[NgramMatch] = []
         for match in self.matches(tokens, namespace):
             if match.length > longest:
                 longest, found = match.length, []
@@ -111,7 +111,7 @@ class NgramIndex:
             return None
         return _most_frequent(found) if frequent else found[0]
 
-    def matches(self, tokens: Sequence[int], namespace: str) -> Iterator[Match]:
+    def matches(self, tokens: Sequence[int], namespace: str) -> Iterator[NgramMatch]:
         """Those of the last tokens, the newest first."""
         chains = self._chains.get(namespace)
         if chains is None or len(tokens) < CONTEXT:
@@ -123,7 +123,9 @@ class NgramIndex:
             if sequence is None:  # what comes before an evicted sequence is old, too
                 return
             position = place & (1 << SHIFT) - 1
-            yield Match(sequence.tokens, position, self._match(tokens, sequence.tokens, position))
+            yield NgramMatch(
+                sequence.tokens, position, self._match(tokens, sequence.tokens, position)
+            )
             place = sequence.before[position - CONTEXT]
 
     def _match(self, tokens: Sequence[int], others: Sequence[int], position: int) -> int:
@@ -151,7 +153,7 @@ class NgramIndex:
             del self._chains[sequence.namespace]
 
 
-def _most_frequent(found: Sequence[Match]) -> Match:
+def _most_frequent(found: Sequence[NgramMatch]) -> NgramMatch:
     counts = Counter(match.tokens[match.position] for match in found)
     most = max(counts.values())
     return next(match for match in found if counts[match.tokens[match.position]] == most)

@@ -172,20 +172,20 @@ def _has(found: str, answer: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class AnswerMatch:
     """Reads the answer from a reply, or None, and compares it with the right one."""
 
     read: Callable[[str], str | None]
     same: Callable[[str, str], bool] = lambda found, answer: found == plain(answer)
 
 
-MATCHES: Final[dict[str, Match]] = {
-    "final": Match(_final, _same_final),
-    "exact": Match(_exact),
-    "auto": Match(_auto, _same_final),
-    "contains": Match(_exact, _has),
-    "number": Match(_number, _same_number),
-    "choice": Match(_choice, lambda found, answer: found == _choice(answer)),
+MATCHES: Final[dict[str, AnswerMatch]] = {
+    "final": AnswerMatch(_final, _same_final),
+    "exact": AnswerMatch(_exact),
+    "auto": AnswerMatch(_auto, _same_final),
+    "contains": AnswerMatch(_exact, _has),
+    "number": AnswerMatch(_number, _same_number),
+    "choice": AnswerMatch(_choice, lambda found, answer: found == _choice(answer)),
 }
 
 
