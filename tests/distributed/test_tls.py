@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import select
 import socket
 import ssl
 import threading
@@ -29,6 +30,7 @@ from moesaic.comm.network.node_secret import NO_SECRET
 from moesaic.comm.network.store import StoreAddress, StoreTable
 from moesaic.comm.network.tls import (
     HANDSHAKE_BYTES,
+    Connection,
     Tampered,
     TlsConnection,
     WrongSecret,
@@ -278,6 +280,26 @@ def test_a_wait_for_data_ends():
         threading.Timer(0.05, caller.shutdown, (socket.SHUT_RDWR,)).start()
         caller.settimeout(10)
         assert caller.recv(1) == b""
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_killed_process_ends_its_connection(encrypted: bool):
+    """The kernel resets the connection of a process that ends with bytes unread."""
+    with both_ends(SECRET, SECRET) as (caller, listener):
+        ends: list[Connection] = [caller, listener]
+        if encrypted:
+            thread = threading.Thread(target=listener.hand_shake, args=(soon(),))
+            thread.start()
+            caller.hand_shake(soon())
+            thread.join()
+        else:
+            ends = [end._connection for end in (caller, listener)]
+        ends[0].sendall(b"unread")
+        ends[0].settimeout(10)
+        assert select.select([listener._connection], [], [], 10)[0]
+        listener.close()
+        with pytest.raises(ConnectionError, match=r"^the connection was closed$"):
+            MessageStream(ends[0]).receive()
 
 
 def test_data_links_are_plain():

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, NamedTuple
 
-from moesaic.comm.network.tls import Connection, WrongSecret
+from moesaic.comm.network.tls import Connection, WrongSecret, received
 
 PROOF_SECONDS: Final = 5.0
 GREETING: Final = b"MOESAIC3"
@@ -122,7 +122,7 @@ def read_exactly(connection: Connection, length: int, deadline: float | None = N
     while len(data) < length:
         if deadline is not None:
             connection.settimeout(max(0.001, deadline - time.monotonic()))
-        more = connection.recv(min(length - len(data), MOST_AT_ONCE))
+        more = received(connection, min(length - len(data), MOST_AT_ONCE))
         if not more:
             raise ConnectionError("the connection was closed")
         data += more

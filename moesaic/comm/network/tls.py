@@ -68,7 +68,7 @@ class TlsConnection:
                 self._flush()
                 return
             self._connection.settimeout(max(0.001, deadline - time.monotonic()))
-            data = self._connection.recv(min(left, RECEIVED_AT_ONCE)) if left else b""
+            data = received(self._connection, min(left, RECEIVED_AT_ONCE)) if left else b""
             left -= len(data)
             if not data:
                 raise self._refusal(ConnectionError("the connection was closed"), is_answered)
@@ -111,7 +111,7 @@ class TlsConnection:
                 with self._lock:
                     return self._tls.read(most)
             except ssl.SSLWantReadError:
-                data = self._connection.recv(RECEIVED_AT_ONCE)
+                data = received(self._connection, RECEIVED_AT_ONCE)
             except ssl.SSLError as error:
                 raise Tampered(f"what it sent was changed on its way: {error.reason}") from error
             if not data:
@@ -139,6 +139,15 @@ class TlsConnection:
 
 
 Connection = socket.socket | TlsConnection
+
+
+def received(connection: Connection, most: int) -> bytes:
+    """What is there, up to `most` bytes; empty at the end. A process that is killed with bytes
+    unread resets its connections: that is their end, too."""
+    try:
+        return connection.recv(most)
+    except ConnectionResetError:
+        return b""
 
 
 def tls_context(secret: bytes, *, calls: bool) -> ssl.SSLContext:
