@@ -388,7 +388,7 @@ class Proxy:
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 attempt.worker.lose(why := _text(error))
             found: Attempt | Response | None = None
-            if retries > 0 and replay.can_restart:
+            if retries > 0:
                 retries -= 1
                 logger.info("a stream is continued elsewhere: %s: %s", attempt.worker.url, why)
                 found = await self._try_all(call, headers)

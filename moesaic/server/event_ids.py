@@ -18,8 +18,8 @@ class ChoiceMark(msgspec.Struct, array_like=True):
     index: int
     texts: dict[str, tuple[int, bytes]]
     """Lengths and digests."""
-    logprobs: int
-    has_tools: bool
+    counts: dict[str, int]
+    """Of what comes in lists: logprobs, token ids."""
     is_finished: bool
 
 

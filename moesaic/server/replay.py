@@ -9,13 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from moesaic.server.event_ids import ChoiceMark, RunningDigest, StreamMark, digest_of
 
-DONE = "[DONE]"
-# Parts of a chunk's `delta` that are texts.
-TEXTS = ("content", "reasoning_content")
+DONE: Final = "[DONE]"
+# Parts of a choice, or of its `delta`, that are texts.
+TEXTS: Final = ("content", "reasoning_content", "text")
+# Parts of a choice that are lists, with an element for each token.
+TOKEN_IDS: Final = ("token_ids", "response_token_ids")
+# Of /generate, whose events have all of both.
+WHOLE_TEXT, WHOLE_IDS = "text", "output_ids"
 
 
 class Diverged(Exception):
@@ -27,8 +31,8 @@ class Progress:
     """What the client has of one choice."""
 
     texts: dict[str, str] = field(default_factory=dict)
-    logprobs: int = 0
-    has_tools: bool = False
+    counts: dict[str, int] = field(default_factory=dict)
+    """How many elements of what comes in lists."""
     is_finished: bool = False
     unseen: dict[str, tuple[int, bytes]] = field(default_factory=dict)
     """Texts that the client has from another router: lengths and digests."""
@@ -40,7 +44,7 @@ class Progress:
             if text:
                 digest = self.digests.setdefault(name, RunningDigest())
                 found[name] = len(text), digest.of(text)
-        return ChoiceMark(index, found, self.logprobs, self.has_tools, self.is_finished)
+        return ChoiceMark(index, found, self.counts, self.is_finished)
 
     def catch_up(self, name: str, heard: str) -> bool:
         """Whether this is the beginning that the client has, and perhaps more; Diverged if it is
@@ -62,7 +66,7 @@ class _Behind:
     texts: dict[str, int] = field(default_factory=dict)
     heard: dict[str, str] = field(default_factory=dict)
     """The beginnings of texts that this router has not seen."""
-    logprobs: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
 
 
 class StreamReplay:
@@ -84,10 +88,7 @@ class StreamReplay:
         made._head = dict(mark.head)
         for one in mark.choices:
             made._sent[one.index] = Progress(
-                logprobs=one.logprobs,
-                has_tools=one.has_tools,
-                is_finished=one.is_finished,
-                unseen=dict(one.texts),
+                counts=dict(one.counts), is_finished=one.is_finished, unseen=dict(one.texts)
             )
         made.restart()
         return made
@@ -97,11 +98,6 @@ class StreamReplay:
         """What the client has."""
         choices = [progress.mark(index) for index, progress in self._sent.items()]
         return StreamMark(self._head, choices)
-
-    @property
-    def can_restart(self) -> bool:
-        """Calls of tools are not compared."""
-        return not any(progress.has_tools for progress in self._sent.values())
 
     def restart(self) -> None:
         """The next event is the first one of another instance."""
@@ -125,22 +121,22 @@ class StreamReplay:
 
     def _is_new(self, event: dict[str, Any]) -> bool:
         progress = self._sent.setdefault(event.get("index", 0), Progress())
-        text, known = event.get("text", ""), progress.texts.get("text", "")
-        if "text" in progress.unseen and progress.catch_up("text", text):
-            known = progress.texts["text"]
-        length = len(event.get("output_ids", ()))
+        text, known = event.get("text", ""), progress.texts.get(WHOLE_TEXT, "")
+        if WHOLE_TEXT in progress.unseen and progress.catch_up(WHOLE_TEXT, text):
+            known = progress.texts[WHOLE_TEXT]
+        length, sent = len(event.get("output_ids", ())), progress.counts.get(WHOLE_IDS, 0)
         reason = (event.get("meta_info") or {}).get("finish_reason")
         is_end = reason is not None
         if not (text.startswith(known) or known.startswith(text)):
             raise Diverged
-        is_short = len(text) < len(known) or "text" in progress.unseen
+        is_short = len(text) < len(known) or WHOLE_TEXT in progress.unseen
         if is_end and is_short and not _is_aborted(reason):
             raise Diverged
-        if length <= progress.logprobs and not (is_end and not progress.is_finished):
+        if length <= sent and not (is_end and not progress.is_finished):
             return False
-        if "text" not in progress.unseen:
-            progress.texts["text"] = max(text, known, key=len)
-        progress.logprobs, progress.is_finished = max(length, progress.logprobs), is_end
+        if WHOLE_TEXT not in progress.unseen:
+            progress.texts[WHOLE_TEXT] = max(text, known, key=len)
+        progress.counts[WHOLE_IDS], progress.is_finished = max(length, sent), is_end
         return True
 
     def _new_choices(self, choices: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -150,7 +146,6 @@ class StreamReplay:
             progress = self._sent.setdefault(index, Progress())
             holder = choice.get("delta") if "delta" in choice else choice
             assert isinstance(holder, dict)
-            progress.has_tools |= bool(holder.get("tool_calls"))
             is_new = self._cut(choice, holder, index, progress)
             reason = choice.get("finish_reason")
             ends = reason is not None
@@ -173,22 +168,56 @@ class StreamReplay:
     ) -> bool:
         """Takes out what the client has; whether something is left."""
         behind = None if self._behind is None else self._behind.setdefault(index, _Behind())
-        is_new = bool(holder.get("tool_calls")) or behind is None
-        for name in (*TEXTS, "text"):
+        is_new = behind is None
+        for name in TEXTS:
             if isinstance(text := holder.get(name), str):
                 holder[name] = new = _rest(text, name, progress, behind)
                 is_new |= bool(new)
-        if isinstance(found := choice.get("logprobs"), dict):
-            known = 0 if behind is None else max(0, progress.logprobs - behind.logprobs)
-            length = max((len(one) for one in found.values() if isinstance(one, list)), default=0)
-            for name, values in found.items():
-                if isinstance(values, list):
-                    found[name] = values[known:]
-            if behind is not None:
-                behind.logprobs += length
-            progress.logprobs += max(0, length - known)
-            is_new |= length > known
+        calls = holder.pop("tool_calls", None) or ()
+        if left := [call for call in calls if _cut_call(call, progress, behind)]:
+            holder["tool_calls"], is_new = left, True
+        for name, lists in _lists_of(choice):
+            is_new |= _cut_lists(name, lists, progress, behind)
         return is_new
+
+
+def _cut_call(call: dict[str, Any], progress: Progress, behind: _Behind | None) -> bool:
+    """A call is a name, and arguments that come in pieces; each instance gives it an id of its own,
+    of which the client gets the first."""
+    number, function = call["index"], call["function"]
+    if "name" in function:
+        function["name"] = _rest(function["name"], f"name {number}", progress, behind)
+        if not function["name"]:
+            del function["name"]
+            call.pop("id", None)
+            call.pop("type", None)
+    arguments = f"arguments {number}"
+    function["arguments"] = _rest(function["arguments"], arguments, progress, behind)
+    return behind is None or bool(function["arguments"]) or "name" in function
+
+
+def _lists_of(choice: dict[str, Any]) -> Iterator[tuple[str, list[list[Any]]]]:
+    """What comes in lists, by what their lengths are counted as."""
+    if isinstance(scores := choice.get("logprobs"), dict):
+        yield "logprobs", [values for values in scores.values() if isinstance(values, list)]
+    for name in TOKEN_IDS:
+        if isinstance(ids := choice.get(name), list):
+            yield name, [ids]
+
+
+def _cut_lists(
+    name: str, lists: list[list[Any]], progress: Progress, behind: _Behind | None
+) -> bool:
+    """Takes out the elements that the client has; whether some are left."""
+    length, sent = max(map(len, lists), default=0), progress.counts.get(name, 0)
+    start = sent if behind is None else behind.counts.get(name, 0)
+    known = max(0, sent - start)
+    for values in lists:
+        del values[:known]
+    if behind is not None:
+        behind.counts[name] = start + length
+    progress.counts[name] = max(sent, start + length)
+    return length > known
 
 
 def _is_aborted(reason: Any) -> bool:

@@ -40,9 +40,6 @@ class Resumption:
             mark = StreamMark.decode(last_event_id)
         except ValueError as error:
             raise Refusal(400, str(error), "Last-Event-ID") from None
-        if any(choice.has_tools for choice in mark.choices):
-            why = "a stream with calls of tools cannot be continued: send the request without this"
-            raise Refusal(400, why, "Last-Event-ID")
         return cls(True, mark)
 
     def replay(self, path: str) -> StreamReplay:

@@ -21,18 +21,55 @@ from moesaic.server.replay import Diverged, StreamReplay
 # --- streams that begin anew ---
 
 
+CALLED = ("weather", "time")
+
+
 def chunk(text: str, **more: Any) -> dict[str, Any]:
     logprobs = {"content": [{"token": letter} for letter in text]}
     choice = {"index": 0, "delta": {"content": text}, "logprobs": logprobs, "finish_reason": None}
-    return {"id": "first", "choices": [choice | more]}
+    return {"id": "first", "choices": [choice | {"token_ids": [*map(ord, text)]} | more]}
+
+
+def call(number: int, text: str, **more: Any) -> dict[str, Any]:
+    """A piece of the arguments of a call."""
+    called = {"index": number, "function": {"arguments": text} | more}
+    if more:
+        called |= {"id": f"call {random.random()}", "type": "function"}
+    return chunk(text, delta={"tool_calls": [called]})
+
+
+def pieces(text: str, chooser: random.Random) -> list[str]:
+    places = sorted({0, len(text), *(chooser.randint(0, len(text)) for _ in range(4))})
+    return [text[a:b] for a, b in pairwise(places)]
 
 
 def cut(text: str, chooser: random.Random) -> list[dict[str, Any]]:
-    """As chunks of any lengths, with a beginning and an end."""
-    places = sorted({0, len(text), *(chooser.randint(0, len(text)) for _ in range(4))})
-    parts = [text[a:b] for a, b in pairwise(places)]
-    begin = chunk("", delta={"role": "assistant", "content": ""})
-    return [begin, *map(chunk, parts), chunk("", delta={}, finish_reason="stop")]
+    """As chunks of any lengths, with a beginning, two calls of tools with the text, and an end."""
+    events = [chunk("", delta={"role": "assistant", "content": ""})]
+    events += map(chunk, pieces(text, chooser))
+    for number, name in enumerate(CALLED):
+        events.append(call(number, "", name=name))
+        events += [call(number, piece) for piece in pieces(text, chooser)]
+    return [*events, chunk("", delta={}, finish_reason="stop")]
+
+
+def check_whole(got: list[dict[str, Any]], text: str) -> None:
+    """The client has everything once."""
+    choices = [event["choices"][0] for event in got]
+    assert "".join(one["delta"].get("content") or "" for one in choices) == text
+    tokens = text * (1 + len(CALLED))
+    assert "".join(e["token"] for one in choices for e in one["logprobs"]["content"]) == tokens
+    assert "".join(chr(token) for one in choices for token in one["token_ids"]) == tokens
+    assert [one["finish_reason"] for one in choices].count("stop") == 1
+    assert sum("role" in one["delta"] for one in choices) == 1
+    assert len({event["id"] for event in got}) == 1
+    calls = [found for one in choices for found in one["delta"].get("tool_calls", ())]
+    for number, name in enumerate(CALLED):
+        own = [found for found in calls if found["index"] == number]
+        assert [found["function"].get("name") for found in own].index(name) == 0
+        assert all(("id" in found) == ("name" in found["function"]) for found in own)
+        assert sum("id" in found for found in own) == 1
+        assert "".join(found["function"]["arguments"] for found in own) == text
 
 
 @pytest.mark.parametrize("number", range(60))
@@ -51,12 +88,7 @@ def test_every_token_comes_once(number: int) -> None:
         take(events[: chooser.randint(0, len(events) - 1)] if instance < 2 else events)
         if instance < 2:
             replay.restart()
-    choices = [event["choices"][0] for event in got]
-    assert "".join(one["delta"].get("content") or "" for one in choices) == text
-    assert "".join(e["token"] for one in choices for e in one["logprobs"]["content"]) == text
-    assert [one["finish_reason"] for one in choices].count("stop") == 1
-    assert sum("role" in one["delta"] for one in choices) == 1
-    assert len({event["id"] for event in got}) == 1
+    check_whole(got, text)
 
 
 @pytest.mark.parametrize("number", range(40))
@@ -76,11 +108,25 @@ def test_another_router_continues(number: int) -> None:
         else:
             mark = StreamMark.decode(replay.mark.encode())
             replay = StreamReplay.resumed("/v1/chat/completions", mark)
-    choices = [event["choices"][0] for event in got]
-    assert "".join(one["delta"].get("content") or "" for one in choices) == text
-    assert "".join(e["token"] for one in choices for e in one["logprobs"]["content"]) == text
-    assert [one["finish_reason"] for one in choices].count("stop") == 1
-    assert len({event["id"] for event in got}) == 1
+    check_whole(got, text)
+
+
+def test_another_call_is_noticed() -> None:
+    """By a router that has seen the call, and by one that has its digest alone."""
+    path = "/v1/chat/completions"
+    for others in ([call(0, "", name="time")], [call(0, "", name="weather"), call(0, "no")]):
+        replay = StreamReplay(path)
+        for event in (call(0, "", name="weather"), call(0, "yes")):
+            replay.pass_on(json.dumps(event))
+        unseen = StreamReplay.resumed(path, replay.mark)
+        replay.restart()
+        with pytest.raises(Diverged):
+            for event in others:
+                replay.pass_on(json.dumps(event))
+        end = chunk("", delta={}, finish_reason="stop")
+        with pytest.raises(Diverged):
+            for event in (*others, end):
+                unseen.pass_on(json.dumps(event))
 
 
 def test_logprobs_without_text_come_once() -> None:
