@@ -3,6 +3,7 @@ is any answer lost or changed, what do clients wait, what is left behind.
 
     python -m bench.pd_faults                                   # 10000 requests, 500 faults
     python -m bench.pd_faults --requests 200 --faults 10 --out pd_faults_quick
+    python -m bench.pd_faults --elastic --out pd_faults_elastic # instances outlive what they lose
     python -m bench.pd_faults --markdown                        # no run: the table from the JSON
 
 Every process is real: instances of two ranks on CPU, started as users start them, two routers with
@@ -54,6 +55,9 @@ START_SECONDS: Final = 300.0
 LOOK: Final = 0.1
 # How long a stopped process sleeps.
 SLEEP: Final = (1.0, 8.0)
+ELASTIC: Final = "--elastic-ep-backend mooncake --restart-limit 0".split()
+# Each rank has all experts.
+GROUPS: Final = "--enable-dp-attention --moe-a2a-backend deepep --ep-num-redundant-experts 8"
 # How often each fault is chosen.
 KINDS: Final[dict[str, int]] = {
     "kill -9 of a server": 5,
@@ -64,6 +68,7 @@ KINDS: Final[dict[str, int]] = {
     "SIGTERM of a server": 3,
     "kill -9 of a router": 3,
 }
+HTTP_KINDS: Final = {"kill -9 of an HTTP process": 4}
 QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 
 
@@ -82,6 +87,8 @@ class Plan:
     rounds: int = 4
     """How often each is sent before the first fault."""
     seed: int = 0
+    elastic: bool = False
+    """Instances go on without a rank, a supervisor or an HTTP process, which are started again."""
 
 
 @dataclass
@@ -178,6 +185,10 @@ class Trial:
         port, bootstrap = free_port(), free_port()
         words = ["moesaic.launch_server", *SERVER, "--port", str(port), "--tp"]
         words += [str(self.plan.ranks), "--disaggregation-mode", mode]
+        if self.plan.elastic:
+            words += ELASTIC
+        if self.plan.elastic and self.plan.ranks > 1:
+            words += [*GROUPS.split(), "--dp", str(self.plan.ranks), "--ep", str(self.plan.ranks)]
         words += ["--disaggregation-bootstrap-port", str(bootstrap)]
         return Process(mode, words, port)
 
@@ -210,7 +221,8 @@ class Trial:
     async def inject(self, number: int, until: asyncio.Event) -> None:
         """So many faults, each as soon as there is a victim whose work others can do."""
         while len(self.faults) < number and not until.is_set():
-            kind = self.chooser.choices([*KINDS], [*KINDS.values()])[0]
+            kinds = KINDS | HTTP_KINDS if self.plan.elastic else KINDS
+            kind = self.chooser.choices([*kinds], [*kinds.values()])[0]
             victims = self._victims("router" if "router" in kind else "")
             if victims:
                 victim = self.chooser.choice(victims)
@@ -230,6 +242,8 @@ class Trial:
         match kind.split():
             case ["kill", _, _, _, "rank"]:
                 _signal([victim.run.find(f"rank{self._rank()}")], signal.SIGKILL)
+            case ["kill", _, _, _, "HTTP", _]:
+                _signal([victim.run.find("http")], signal.SIGKILL)
             case ["kill", _, _, _, "supervisor"]:
                 _signal([victim.run.find("supervisor")], signal.SIGKILL)
             case ["kill", *_]:
@@ -433,7 +447,10 @@ def table(found: dict[str, Any]) -> list[list[str]]:
     plan = found["plan"]
     kinds = ", ".join(f"{n} × {kind}" for kind, n in sorted(found["faults_by_kind"].items()))
     rows = [
-        ["instances", f"{plan['prefill']} prefill, {plan['decode']} decode, {plan['ranks']} ranks"],
+        [
+            "instances" + ", elastic" * plan["elastic"],
+            f"{plan['prefill']} prefill, {plan['decode']} decode, {plan['ranks']} ranks",
+        ],
         ["streamed requests", f"{found['requests']}, {plan['clients']} at a time"],
         ["faults", f"{found['faults']}: {kinds}"],
         ["processes started again", str(found["starts"])],
@@ -460,7 +477,14 @@ def main() -> int:
         rows = [["", ""], ["---", "---"], *table(json.loads(path.read_text()))]
         print("\n".join(f"| {one} | {other} |" for one, other in rows))
         return 0
-    plan = Plan(args.requests, args.faults, args.seconds, clients=args.clients, seed=args.seed)
+    plan = Plan(
+        args.requests,
+        args.faults,
+        args.seconds,
+        clients=args.clients,
+        seed=args.seed,
+        elastic=args.elastic,
+    )
     found = asyncio.run(measure(plan))
     print_table(["", ""], table(found))
     write_json(args.out, found)
@@ -476,6 +500,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1e9, help="no new requests after so long")
     parser.add_argument("--clients", type=int, default=8, help="requests at a time")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--elastic", action="store_true", help="with --elastic-ep-backend")
     parser.add_argument("--out", default="pd_faults", help="the name of the JSON")
     parser.add_argument("--markdown", action="store_true", help="the table of the last run")
     return parser.parse_args()

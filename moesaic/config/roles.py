@@ -31,15 +31,15 @@ def elastic_problems(args: ServerArgs) -> Iterator[str]:
     shown = f"--elastic-ep-backend {args.elastic_ep_backend}"
     if (device := device_of(args)) == "cuda" and TRY_CUDA in os.environ:
         yield from _nccl_problems(args, shown)
+        if args.disaggregation_mode != "null":
+            yield (
+                f"{shown} with --disaggregation-mode {args.disaggregation_mode} on {device}: only "
+                "CPU ranks that send caches are restarted so far; leave one of them out"
+            )
     elif device != "cpu":
         yield f"{shown} with --device {device}: only CPU ranks are restarted so far; leave it out"
     if args.nnodes > 1:
         yield f"{shown} with --nnodes {args.nnodes}: ranks of one node are restarted so far; give 1"
-    if args.disaggregation_mode != "null":
-        yield (
-            f"{shown} with --disaggregation-mode {args.disaggregation_mode}: KV caches on their "
-            "way do not outlive a rank yet; leave one of them out"
-        )
     if args.overlap == "auto" and device != "cpu":
         yield (
             f"{shown} with --overlap auto on {device}: graphs of measured steps have not been "

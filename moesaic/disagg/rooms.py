@@ -187,27 +187,45 @@ class BootstrapLink:
 
 
 class RankOrders:
-    """The leader's connection to a rank of its group, or to itself."""
+    """The leader's connection to a rank of its group, or to itself. It is made when it is needed,
+    anew for the successor of a rank that was lost, which listens at the same port."""
 
     def __init__(
         self, rank: KVRank, own: Identity, secret: bytes, on_message: Callable[[Any], None]
     ) -> None:
-        address = rank.host or "localhost", rank.port
-        dial = partial(socket.create_connection, address, CONNECT_SECONDS)
-        self._connection, _ = connect(dial, Role.KV, own, secret, CONNECT_SECONDS)
+        self.rank, self._own, self._secret = rank, own, secret
         self._on_message = on_message
-        threading.Thread(target=self._run, name="rank-orders", daemon=True).start()
+        self._connection: Any = None
 
     def send(self, message: TransferMessage) -> None:
-        send(self._connection, message)
+        """OSError if the rank is not reached."""
+        send(self._connection or self._connect(), message)
 
-    def _run(self) -> None:
+    def tell(self, message: TransferMessage) -> None:
+        """Nothing that a rank has to be started for."""
+        if (connection := self._connection) is not None:
+            with suppress(OSError):
+                send(connection, message)
+
+    def _connect(self) -> Any:
+        address = self.rank.host or "localhost", self.rank.port
+        dial = partial(socket.create_connection, address, CONNECT_SECONDS)
+        made, _ = connect(dial, Role.KV, self._own, self._secret, CONNECT_SECONDS)
+        self._connection = made
+        threading.Thread(target=self._run, args=(made,), name="rank-orders", daemon=True).start()
+        return made
+
+    def _run(self, connection: Any) -> None:
         try:
             while True:
-                message, _ = receive(self._connection)
+                message, _ = receive(connection)
                 self._on_message(message)
-        except OSError as error:  # the service ends with the rank
-            logger.info("a rank of this group is not listened to any more: %s", error)
+        except OSError as error:
+            logger.info("rank %d is not listened to any more: %s", self.rank.rank, error)
+        finally:
+            if self._connection is connection:
+                self._connection = None
+            connection.close()
 
 
 class DecodeRooms:
@@ -260,7 +278,12 @@ class DecodeRooms:
             self._by_ticket[ticket] = transfer
             target = KVTarget(ticket, first, stop, self._ranks)
         for orders in self._orders:
-            orders.send(Open(ticket, first, stop))
+            try:
+                orders.send(Open(ticket, first, stop))
+            except OSError as error:
+                with self._lock:
+                    self._fail(transfer, f"rank {orders.rank.rank} is not reached: {error}")
+                return ticket
         self._link(transfer.room).post(Offer(target))
         return ticket
 
@@ -274,8 +297,8 @@ class DecodeRooms:
             if transfer.ticket is not None:
                 del self._by_ticket[transfer.ticket]
         if transfer.ticket is not None:
-            for orders in self._orders:
-                orders.send(Close(transfer.ticket))
+            for orders in self._orders:  # a rank that was lost has forgotten it
+                orders.tell(Close(transfer.ticket))
         if not transfer.is_over:
             self._withdraw(transfer)
 

@@ -21,6 +21,11 @@ QUICK = Plan(24, 3, ranks=1, clients=6, calls=6, rounds=1)
         pytest.param(
             replace(QUICK, requests=300, faults=20, ranks=2, seed=1), marks=pytest.mark.slow
         ),
+        pytest.param(
+            replace(QUICK, requests=300, faults=20, ranks=2, seed=2, elastic=True),
+            marks=pytest.mark.slow,
+            id="elastic",
+        ),
     ],
 )
 def test_no_answer_is_lost_or_changed(plan: Plan) -> None:

@@ -326,10 +326,6 @@ def test_missing_file_is_named(tmp_path: Path):
             "ranks of one node are restarted so far; give 1",
         ),
         (
-            "--elastic-ep-backend mooncake --disaggregation-mode prefill",
-            "--elastic-ep-backend mooncake with --disaggregation-mode prefill: KV caches",
-        ),
-        (
             "--elastic-ep-backend mooncake --speculative-algorithm NEXTN",
             "the experts of a draft model are not taken over yet; give NGRAM",
         ),

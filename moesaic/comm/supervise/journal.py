@@ -127,24 +127,21 @@ class Journal:
         for number in moved:
             if self.open[number].group != HELD:
                 self.balancer.withdraw(number)
-                self._place(number, HELD)
+                self.open[number].group = HELD
+            self._arriving.pop(number, None)
         if not self.balancer.has_groups:
             return {}
         replays, found = [self.replay(number) for number in moved], dict[int, list[NewRequest]]()
         for replay, group in zip(replays, self.balancer.assign(replays), strict=True):
-            self._place(replay.request_no, group)
+            self.open[replay.request_no].group = group
             found.setdefault(group, []).append(replay)
         return found
 
-    def _place(self, request_no: int, group: int) -> None:
-        self.open[request_no].group = group
-        if request_no in self._arriving:
-            self._arriving[request_no] = group
-
     def replay(self, request_no: int) -> NewRequest:
-        """The request that, submitted to any group, continues an open one."""
+        """The request that, submitted to any group, continues an open one. What another instance
+        was to send is computed here: that one has given it up with the lost group."""
         entry = self.open[request_no]
-        return msgspec.structs.replace(entry.request, emitted=list(entry.emitted))
+        return msgspec.structs.replace(entry.request, emitted=list(entry.emitted), room=None)
 
     def end_all(self, message: str) -> list[StepOutput]:
         """Drops all open requests and returns their last outputs."""

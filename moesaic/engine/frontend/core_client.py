@@ -84,7 +84,7 @@ class CoreClient:
         self._queries: dict[int, PendingQuery] = {}
         if lobby is not None:
             shares = [rank["kv_shares"] for rank in self.rank_facts]
-            lobby.serve(msgspec.convert(shares, list[list[KVShare]]), service.wake)
+            lobby.serve(msgspec.convert(shares, list[list[KVShare]]), self.wake)
 
     @property
     def has_work(self) -> bool:
@@ -242,8 +242,17 @@ class CoreClient:
         log_ranks(self.rank_facts, self.service.spec.mesh)
         restart.note_ready(len(self.states))
         for state in self.states.values():
-            state.request.emitted = state.request.output_ids
-            self._submit(state)
+            self._submit_again(state)
+
+    def _submit_again(self, state: RequestState) -> None:
+        """A request whose ranks were lost, and with them what another instance has sent."""
+        request = state.request
+        if self.lobby is None:
+            request.room = None
+        elif request.room is not None and request.kv_target is None:  # it waits in the lobby
+            return
+        request.emitted = request.output_ids
+        self._submit(state)
 
     def _take_tokens(self, output: messages.StepOutput) -> None:
         """Appends the tokens of the requests that got nothing else."""

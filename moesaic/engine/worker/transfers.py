@@ -41,35 +41,46 @@ def make_transfers(args: ServerArgs, runner: ModelRunner, link: RankLink) -> Ran
     role, own = args.disaggregation_mode, Identity(link.rank, link.node)
     if role == "null":
         return RankTransfers()
-    shares, receiver, host = kv_shares(runner), None, link.host
+    shares, host = kv_shares(runner), link.host
     if runner.device.type == "cuda":
         for share, cache in zip(shares, runner.sent_caches, strict=True):
             _warm_up(share, cache)
+    group, port, listening = link.mesh.group_of(link.place), 0, None
     if role == "decode":
-        listening = _listen(host or numeric(args.host), is_only_node=not host)
-        dtype, asked = runner.cache.keys.dtype, args.disaggregation_transfer_backend
-        most = runner.num_pages * args.page_size
-        given = shares, dtype, listening, own, link.secret, runner.device, asked, most
-        receiver = KVReceiver(*given)
-        here = listening.getsockname()[0]
+        where, is_only_node = host or numeric(args.host), not host
+        listening = _listen(where, is_only_node)
+        here, port = listening.getsockname()[:2]
         host = host or (here if ipaddress.ip_address(here).is_loopback else "")
-    group, port = link.mesh.group_of(link.place), 0 if receiver is None else receiver.port
     rank = KVRank(link.rank, link.node, group, shares, host, port)
-    encoded = msgspec.msgpack.encode(rank)
-    found = runner.ranks.replica.all_gather_bytes(encoded, "tell the parts of the KV cache")
-    known = [msgspec.msgpack.decode(data, type=KVRank) for data in found]
-    ranks = [one for one in known if one.group == group]
-    if receiver is None:
+    ranks = _ranks_of_group(runner, rank)
+    if listening is None:
         outlets, numbers = _outlets(args, runner, link), [one.rank for one in ranks]
         sender = KVSender([one.shares for one in ranks], numbers.index(link.rank), outlets)
         return RankTransfers(sender=sender)
+    if (known := next(one.port for one in ranks if one.rank == rank.rank)) != port:
+        listening.close()
+        listening = _listen(where, is_only_node, known)
+    dtype, asked = runner.cache.keys.dtype, args.disaggregation_transfer_backend
+    most = runner.num_pages * args.page_size
+    given = shares, dtype, listening, own, link.secret, runner.device, asked, most
+    receiver = KVReceiver(*given)
     if not link.place.is_leader:
         return RankTransfers(receiver=receiver)
-    assert ranks[0] == rank, "the leader is the first rank of its group"
+    assert ranks[0].rank == rank.rank, "the leader is the first rank of its group"
     digests = model_digest(args), draft_digest(args)
     rooms = DecodeRooms(ranks, own, link.secret, *digests, AllowedHosts(bootstrap_hosts(args)))
     receiver.on_result = rooms.on_result
     return RankTransfers(receiver=receiver, rooms=rooms)
+
+
+def _ranks_of_group(runner: ModelRunner, own: KVRank) -> list[KVRank]:
+    """Of a rank that was restarted, as its predecessor was known: others of the group connect to
+    the port where that one listened. A rank alone has no others."""
+    encoded = msgspec.msgpack.encode(own)
+    found = runner.ranks.replica.all_gather_bytes(encoded, "tell the parts of the KV cache")
+    known = [msgspec.msgpack.decode(data, type=KVRank) for data in found]
+    ranks = [one for one in known if one.group == own.group]
+    return ranks if len(ranks) > 1 else [own]
 
 
 def _warm_up(share: KVShare, cache: PagedCache) -> None:
@@ -93,11 +104,11 @@ def _outlets(args: ServerArgs, runner: ModelRunner, link: RankLink) -> KVOutlets
     return KVOutlets(Identity(link.rank, link.node), link.secret, runner.send_buffer, transport)
 
 
-def _listen(host: str, is_only_node: bool) -> socket.socket:
+def _listen(host: str, is_only_node: bool, port: int = 0) -> socket.socket:
     """At the address of this node. The only node has none: its ranks listen on loopback if the
-    server does, and else for other machines, too."""
+    server does, and else for other machines, too. `port`: 0 for any."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if is_only_node and not address.is_loopback:
         host = "::" if address.version == 6 else ""
     family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
-    return socket.create_server((host, 0), family=family, backlog=128)
+    return socket.create_server((host, port), family=family, backlog=128)
