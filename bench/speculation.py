@@ -47,6 +47,7 @@ from bench.common import (
 from moesaic.cli.common import read_args
 from moesaic.config.args import ServerArgs
 from moesaic.config.resolve import resolve
+from moesaic.core.draft_shape import DraftShape, chains
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.schedule.inflight import InflightStep
@@ -191,7 +192,7 @@ class ScriptDrafter:
         self._script, self._rate, self._drafts = script, rate, drafts
         self._chance = 0.5
 
-    def propose(self, requests: Sequence[Request]) -> None:
+    def propose(self, requests: Sequence[Request], shape: DraftShape) -> None:
         for request in requests:
             request.drafts = self.drafts(request)
 
@@ -221,7 +222,7 @@ class Runs:
         self._apply = core.planner.apply
         core.runner.begin = self._noting_begin  # type: ignore[method-assign]
         core.planner.apply = self._replacing_apply  # type: ignore[method-assign]
-        self._use(None, DraftController(1, adaptive=False))
+        self._use(None, DraftController(chains(1), adaptive=False))
 
     def _noting_begin(self, plan: StepPlan, *rest: Any) -> StepHandle:
         self.script.rows = torch.from_numpy(plan.logit_rows())
@@ -260,7 +261,7 @@ class Runs:
             core.step()
 
     def close(self) -> None:
-        self._use(None, DraftController(1, adaptive=False))
+        self._use(None, DraftController(chains(1), adaptive=False))
         for request in self._requests:
             self.core.abort(request.request_no)
         while self.core.has_work:
@@ -340,9 +341,9 @@ def run_case(runs: Runs, case: Case, args: ServerArgs) -> list[Row]:
             drafter = ScriptDrafter(runs.script, case.rate, drafts)
         return runs.measure(drafter, controller, layer and drafts > 0, settle)
 
-    short, chosen = runs.settle / 8, DraftController(most, adaptive=True)
-    plain = measured(0, DraftController(1, adaptive=False), short)
-    found = {k: measured(k, DraftController(k, adaptive=False), short) for k in case.drafts}
+    short, chosen = runs.settle / 8, DraftController(chains(most), adaptive=True)
+    plain = measured(0, DraftController(chains(1), adaptive=False), short)
+    found = {k: measured(k, DraftController(chains(k), adaptive=False), short) for k in case.drafts}
     adaptive = measured(most, chosen, runs.settle)
     return [
         Row(
@@ -360,7 +361,7 @@ def run_case(runs: Runs, case: Case, args: ServerArgs) -> list[Row]:
             accept_len=round(fixed.accept_len, 3),
             plain_ms=round(plain.step_ms, 3),
             fixed_ms=round(fixed.step_ms, 3),
-            chosen=chosen.num_drafts,
+            chosen=chosen.shape.drafts,
         )
         for drafts, fixed in found.items()
     ]

@@ -16,6 +16,9 @@ from typing import Any
 import numpy as np
 
 from moesaic.config import ServerArgs, resolve
+from moesaic.config.speculation import speculation_of
+from moesaic.core.draft_shape import DraftShape
+from moesaic.core.draft_tree import depths
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.schedule.inflight import InflightStep
@@ -23,6 +26,7 @@ from moesaic.engine.schedule.plan import ItemResult, StepAgreement, StepPlan, St
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.schedule.step_budget import StepCost
 from moesaic.engine.setup.moe_setup import StepLimits
+from moesaic.engine.speculate.draft_branches import Branches
 from moesaic.engine.speculate.drafters import Drafter
 from moesaic.engine.worker.planner import Planner
 from moesaic.engine.worker.stage import SingleStage
@@ -69,16 +73,21 @@ class Handle:
 class TimedDevice:
     """Has the attributes of a ModelRunner that plan and loop read. `rate`: with which probability
     each draft of a model on the device is right, of which steps propose `steps`, each in
-    `draft_ms`; without them there is none."""
+    `draft_ms`; without them there is none. Of a tree the n-th branch behind a token is right with
+    the n-th of the `rates`."""
 
     overlaps, rebalancer, waited_ns, placement_version = True, None, 0, 0
     num_pages, max_running, vocab_size, context_length = 1 << 16, 256, VOCABULARY, 1 << 16
     eos_ids, num_experts, num_layers, top_k = frozenset[int](), 0, 0, 0
     limits = StepLimits(8192 + 256 + 2816, 256 + 2816, drafts=2816)
-    prefill_wave, verifies_trees = 64, False
+    prefill_wave = 64
+    page_table = SimpleNamespace(max_pages=1 << 10)
 
-    def __init__(self, clock: Clock, text: Text, steps: int, rate: float, draft_ms: float) -> None:
-        self.clock, self.text, self.rate, self.draft_ms = clock, text, rate, draft_ms
+    def __init__(
+        self, clock: Clock, text: Text, steps: int, rates: Sequence[float], draft_ms: float
+    ) -> None:
+        self.clock, self.text, self.rates, self.draft_ms = clock, text, rates, draft_ms
+        self.verifies_trees = False
         self.spans, self.free_at, self.chance = Spans(), 0.0, random.Random(7)
         self.draft = None
         if steps:
@@ -91,23 +100,57 @@ class TimedDevice:
         self.free_at = max(self.free_at, self.clock.ms) + took
         columns = plan.decodes.request_nos.tolist(), plan.decodes.first.tolist()
         decoded = [self.text(number, first + 1) for number, first in zip(*columns, strict=True)]
-        items = [self._item(item, plan.draft_steps) for item in plan.items]
+        items = [self._item(item, plan) for item in plan.items]
         return Handle(self, StepResult(items, b"", decoded), self.free_at)
 
-    def _item(self, item: Any, draft_steps: int) -> ItemResult:
+    def _item(self, item: Any, plan: StepPlan) -> ItemResult:
         if item.sample is None:
             return ItemResult()
-        first = item.first + len(item.token_ids) - item.num_drafts
-        tokens = [self.text(item.request_no, first)]
-        for draft in item.drafts:
-            if draft != tokens[-1]:
-                break
-            tokens.append(self.text(item.request_no, first + len(tokens)))
-        drafts = []
-        if draft_steps and item.draft_until:
-            behind = range(first + len(tokens), first + len(tokens) + draft_steps)
-            drafts = proposed(self.text, item.request_no, behind, self.rate, self.chance)
-        return ItemResult(token_ids=tokens, drafts=drafts)
+        first, number = item.first + len(item.token_ids) - item.num_drafts, item.request_no
+        tokens, last = [self.text(number, first)], 0
+        for row, draft in enumerate(item.drafts, 1):
+            parent = item.parents[row - 1] if item.parents else row - 1
+            if parent == last and draft == tokens[-1]:
+                tokens.append(self.text(number, first + len(tokens)))
+                last = row
+        found = ItemResult(token_ids=tokens)
+        if plan.draft_steps and item.draft_until:
+            behind = range(first + len(tokens), first + len(tokens) + plan.draft_steps)
+            if plan.draft_branches > 1:
+                given = (self.rates, plan.draft_branches, 1 << 10, self.chance)
+                found.drafts, found.parents = proposed_tree(self.text, number, behind, *given)
+            else:
+                given_chain = (self.rates[0], self.chance)
+                found.drafts = proposed(self.text, number, behind, *given_chain)
+        return found
+
+
+def proposed_tree(
+    text: Text,
+    number: int,
+    positions: range,
+    rates: Sequence[float],
+    topk: int,
+    most: int,
+    chance: random.Random,
+) -> tuple[list[int], list[int]]:
+    """The likeliest branches, where the n-th token behind each is as likely as the n-th rate."""
+    likely = np.log(np.maximum(np.array(rates[:topk]), 1e-9))
+    branches, count = Branches(1, topk), 1
+    right = [chance.choices(range(topk + 1), (*rates[:topk], 1 - sum(rates[:topk])))[0]]
+    for _ in positions:
+        branches.grow(np.tile(np.arange(topk), (count, 1)), np.tile(likely, (count, 1)))
+        count = topk
+        right.append(chance.choices(range(topk + 1), (*rates[:topk], 1 - sum(rates[:topk])))[0])
+    ((choices, parents),) = branches.best(most)
+    levels, drafts, on_path = depths(parents), list[int](), {0}
+    for row, (choice, parent) in enumerate(zip(choices, parents, strict=True), 1):
+        level = levels[row] - 1
+        is_right = parent in on_path and choice == right[level]
+        on_path |= {row} if is_right else set()
+        token = text(number, positions[level])
+        drafts.append(token if is_right else token ^ (1 + choice))
+    return drafts, parents
 
 
 def proposed(
@@ -128,7 +171,7 @@ class Rate:
     drafts: int
     chance: random.Random
 
-    def propose(self, requests: Sequence[Request]) -> None:
+    def propose(self, requests: Sequence[Request], shape: DraftShape) -> None:
         for request in requests:
             behind = range(len(request.token_ids), len(request.token_ids) + self.drafts)
             given = (self.text, request.request_no, behind, self.rate, self.chance)
@@ -164,12 +207,15 @@ class Service:
         steps: int = 0,
         rate: float = 0.0,
         draft_ms: float = 0.0,
+        rates: Sequence[float] = (),
         **flags: Any,
     ) -> None:
         given = {"model_path": "tiny:qwen3_moe", "page_size": 64, "decode_log_interval": 10**9}
         args: ServerArgs = resolve(ServerArgs.from_kwargs(**given, **flags))
         self.clock, self.text = clock, text
-        self.device = TimedDevice(clock, text, steps, rate, draft_ms)
+        self.device = TimedDevice(clock, text, steps, rates or (rate,), draft_ms)
+        speculation = speculation_of(args)
+        self.device.verifies_trees = speculation is not None and speculation.asks_for_trees
         self.planner = Planner(args, self.device, drafter=drafter)  # type: ignore[arg-type]
         stats = SimpleNamespace(count_step=lambda seconds: None)
         stage = SingleStage(self.planner)

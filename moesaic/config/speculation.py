@@ -36,9 +36,9 @@ def speculation_of(args: ServerArgs) -> Speculation | None:
     steps, tokens = args.speculative_num_steps, args.speculative_num_draft_tokens
     assert steps is not None and tokens is not None, "the flags are not resolved"
     name, topk = args.speculative_algorithm, args.speculative_eagle_topk or 1
-    trees = topk > 1
+    breadth = topk
     if name == "NGRAM":
-        trees = (args.speculative_ngram_max_bfs_breadth or 1) > 1
+        breadth = args.speculative_ngram_max_bfs_breadth or 1
     single, acc = (getattr(args, field) for field in THRESHOLDS)
     return Speculation(
         name,
@@ -47,7 +47,7 @@ def speculation_of(args: ServerArgs) -> Speculation | None:
         args.speculative_draft_model_path,
         topk,
         AcceptThresholds.of(single, acc),
-        trees,
+        breadth,
     )
 
 

@@ -46,6 +46,17 @@ def behind(drafts: Sequence[int], parents: Parents, row: int) -> Sequence[int]:
     return [draft for draft, parent in zip(drafts, parents, strict=True) if parent == row]
 
 
+def first_path(parents: Parents) -> list[int]:
+    """The rows of the first branch: behind each of them the first row that has it as its parent. In
+    the example only row 1."""
+    last, path = 0, list[int]()
+    for row, parent in enumerate(parents, 1):
+        if parent == last:
+            path.append(row)
+            last = row
+    return path
+
+
 def path_to(parents: Parents, row: int) -> list[int]:
     """The rows from behind row 0 up to this one."""
     if not parents:

@@ -90,14 +90,18 @@ class Speculation:
     topk: int = 1
     """Branches that a draft model continues."""
     thresholds: AcceptThresholds | None = None
-    asks_for_trees: bool = False
-    """The flags allow several drafts behind one token; ModelRunner.verifies_trees tells whether
-    there are any."""
+    breadth: int = 1
+    """The most drafts behind one token that the flags allow."""
 
     @property
     def num_drafts(self) -> int:
         """The most drafts of a request."""
         return self.num_draft_tokens - 1
+
+    @property
+    def asks_for_trees(self) -> bool:
+        """ModelRunner.verifies_trees tells whether there are any."""
+        return self.breadth > 1
 
     @property
     def makes(self) -> Algorithm:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 
 from moesaic import Engine
 from moesaic.config import ServerArgs
+from moesaic.config.speculation import speculation_of
+from moesaic.core.draft_shape import DraftShape, draft_shapes
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.runner.graphs import GraphKey
@@ -30,15 +33,16 @@ NGRAM = {"speculative_algorithm": "NGRAM", "disable_speculative_adaptive": True}
 
 
 class Moody(DraftController):
-    """Turns drafts on and off at any step."""
+    """Turns drafts on and off at any step, and chooses among their shapes."""
 
-    def __init__(self, most: int) -> None:
-        super().__init__(most, adaptive=False)
+    def __init__(self, shapes: Sequence[DraftShape]) -> None:
+        super().__init__(shapes, adaptive=False)
         self._chance = random.Random(3)
 
     def observe_step(self, *given: Any) -> None:
         if self._chance.random() < 0.2:
-            self.num_drafts = self._chance.choice((0, 1, 3, self.most))
+            chance, most = self._chance, self.largest
+            self.chosen = chance.choice((0, 1 + chance.randrange(most), most, most))
 
 
 def remember(core: LocalCore, served: list[tuple[Request, str]], chance: random.Random) -> None:
@@ -68,7 +72,9 @@ def check_mixes(flags: str, poison: bool, overlaps: bool, seeds: range) -> tuple
     expecting = make_core(FLAGS[flags], plain)
     drafting = make_core(FLAGS[flags] | NGRAM, ahead if overlaps else plain)
     if overlaps:
-        drafting.planner.drafts.controller = Moody(11)
+        shapes = draft_shapes(speculation_of(drafting.args), drafting.runner.verifies_trees)
+        assert any(shape.is_tree for shape in shapes)
+        drafting.planner.drafts.controller = Moody(shapes)
     moved, move = [], drafting.runner.move
     drafting.runner.move = lambda slots: (moved.extend(slots), move(slots))
     for seed in seeds:

@@ -4,6 +4,7 @@ the draft model run over each path at once, and the answers against those withou
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -12,13 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from moesaic.core.draft_tree import path_to
+from moesaic.core.draft_shape import DraftShape, draft_shapes
+from moesaic.core.draft_tree import depths, path_to
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
+from moesaic.core.speculation import Speculation
 from moesaic.core.step import PREFILL
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.sampling.sampler import SampleRow
 from moesaic.engine.schedule.plan import ItemResult, PlanItem, StepPlan, StepResult
+from moesaic.engine.speculate.controller import DraftController
 from moesaic.engine.speculate.draft_branches import Branches, Frontier
 from moesaic.engine.worker.local_core import LocalCore
 from moesaic.layers.paged_cache import PagedCache, PageUpdate, SequenceSpan
@@ -188,6 +192,37 @@ def test_trees_change_no_answer(
     assert counts[0] > counts[1]
     if draft == RANDOM:
         assert len(moved) > 10, "sampled tokens are on other branches than the first"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_shapes_that_change_at_any_step_change_no_answer(
+    asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No drafts, chains and trees, each made behind any other: also proposals that were made with
+    another shape than they are verified with."""
+    expected = without_drafts(RANDOM)
+    core = make_core(RANDOM, asynchronous, **tree_flags(draft=RANDOM))
+    shapes = draft_shapes(Speculation("STANDALONE", 3, 9, topk=3, breadth=3), True)
+    controller = core.planner.drafts.controller = DraftController(shapes, adaptive=False)
+    chance = random.Random(4)
+    moved, counts, seen = note_moves(core, monkeypatch), count_accepted(core), set[DraftShape]()
+    observe = core.planner.drafts.observe
+
+    def noted(step: Any, *given: Any) -> None:
+        seen.add(step.drafting)
+        for item in step.items:
+            drafts, shape = len(item.drafts), step.drafting
+            assert drafts <= shape.drafts and (not item.parents or shape.is_tree)
+            assert not item.parents or max(depths(item.parents)) <= shape.steps
+        observe(step, *given)
+        controller.chosen = chance.randrange(len(shapes))
+
+    core.planner.drafts.observe = noted
+    for _ in range(2):
+        check_equal(serve(core, requests(RANDOM)), expected)
+    assert core.planner.metrics.counts.failed_steps == 0
+    assert counts[1] > 60 and len(moved) > 3
+    assert len(seen) >= 8 and {shape.branches for shape in seen} == {0, 1, 3}
 
 
 def test_the_second_choice_is_right() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moesaic.core.disagg import KVTarget, Room
+from moesaic.core.draft_shape import chains
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
 from moesaic.disagg.sender import KVSender
@@ -39,16 +40,16 @@ class Turns(DraftController):
     """Steps without drafts, then steps with some, and so on."""
 
     def __init__(self, most: int, without: int, having: int) -> None:
-        super().__init__(most, adaptive=False)
+        super().__init__(chains(most), adaptive=False)
         self._turns, self._step = (without, having), 0
-        self.num_drafts = 0
+        self.chosen = 0
 
     def observe_step(self, *given: Any) -> None:
         pass
 
     def turn(self) -> None:
         self._step = (self._step + 1) % sum(self._turns)
-        self.num_drafts = self.most if self._step >= self._turns[0] else 0
+        self.chosen = self.largest if self._step >= self._turns[0] else 0
 
 
 def take_turns(core: Any, without: int, having: int) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moesaic.core.draft_shape import chains
 from moesaic.engine.schedule.acceptance import LOOK, Acceptance, AcceptanceAlarm
 from moesaic.engine.speculate.controller import DraftController
 
@@ -53,7 +54,8 @@ def run(
     """Tokens of a request a millisecond, and the drafts of each step."""
     chance, tokens, spent, chosen = random.Random(seed), 0.0, 0.0, list[int]()
     for _ in range(steps):
-        drafts, rows, accepted = controller.num_drafts, requests * (1 + controller.num_drafts), 0
+        shape, drafts, accepted = controller.shape, controller.shape.drafts, 0
+        rows = requests * (1 + drafts)
         counts = [0] * MOST
         for _ in range(requests if drafts else 0):
             number = 0
@@ -63,9 +65,9 @@ def run(
             accepted += number
         ms = machine.ms(requests, rows, drafts > 0)
         if drafts:
-            controller.observe_drafts(counts, requests, drafts)
+            controller.observe_chains(counts, requests, shape)
         seen = ms * (1 + machine.noise * chance.gauss(0, 1))
-        controller.observe_step(requests, seen, drafts)
+        controller.observe_step(requests, seen, shape)
         chosen.append(drafts)
         spent += ms
         tokens += 1 + accepted / requests
@@ -80,7 +82,7 @@ def memory_bound(requests: int) -> float:
 def test_a_wrong_draft_is_turned_off(requests: int) -> None:
     """After it has been tried, and then tried less and less: 2% are lost in 3,000 steps."""
     machine = Machine(0.0, memory_bound, row=0.1)
-    speed, chosen = run(machine, DraftController(MOST, adaptive=True), requests, 3000)
+    speed, chosen = run(machine, DraftController(chains(MOST), adaptive=True), requests, 3000)
     assert chosen[0] == MOST and sum(map(bool, chosen[60:100])) <= 4
     assert speed > 0.985 / machine.ms(requests, requests, drafting=False)
     assert sum(map(bool, chosen)) < 200
@@ -90,7 +92,7 @@ def test_a_wrong_draft_is_turned_off(requests: int) -> None:
 @pytest.mark.parametrize(("rate", "row"), [(0.9, 0.1), (0.7, 0.3), (0.5, 0.05), (0.9, 2.0)])
 def test_the_best_number_of_drafts_is_found(requests: int, rate: float, row: float) -> None:
     machine = Machine(rate, memory_bound, row)
-    controller = DraftController(MOST, adaptive=True)
+    controller = DraftController(chains(MOST), adaptive=True)
     run(machine, controller, requests, 200)
     speed, _ = run(machine, controller, requests, 2000, seed=1)
     assert speed > 0.97 * machine.best(requests)
@@ -117,16 +119,21 @@ def replay(
     """The expected tokens of a request a millisecond in these steps, each of which carries out the
     choice of the step before last, and the drafts of all steps. Some steps take much longer."""
     ms, chance = measured_ms(drafter, requests), np.random.default_rng(seed)
-    controller, tokens, spent, chosen = DraftController(MOST, adaptive=True), 0.0, 0.0, [MOST]
+    controller, tokens, spent, chosen = (
+        DraftController(chains(MOST), adaptive=True),
+        0.0,
+        0.0,
+        [MOST],
+    )
     for step in range(steps.stop):
         drafts, left, counts = chosen[-1], requests, [0] * MOST
-        chosen.append(controller.num_drafts)
+        chosen.append(controller.shape.drafts)
         for place in range(drafts):
             left = counts[place] = int(chance.binomial(left, rate))
         if drafts:
-            controller.observe_drafts(counts, requests, drafts)
+            controller.observe_chains(counts, requests, controller.shapes[drafts])
         seen = ms[drafts] * (1 + 0.02 * chance.normal()) * (3 if chance.random() < 0.01 else 1)
-        controller.observe_step(requests, seen, drafts)
+        controller.observe_step(requests, seen, controller.shapes[drafts])
         if step in steps:
             tokens += sum(rate**n for n in range(drafts + 1))
             spent += ms[drafts]
@@ -157,7 +164,10 @@ def test_a_wrong_draft_costs_little_from_the_first_step_on(drafter: str) -> None
 
 
 def test_a_draft_that_gets_good_is_turned_on_again() -> None:
-    controller, machine = DraftController(MOST, adaptive=True), Machine(0.0, memory_bound, 0.1)
+    controller, machine = (
+        DraftController(chains(MOST), adaptive=True),
+        Machine(0.0, memory_bound, 0.1),
+    )
     _, chosen = run(machine, controller, 4, 400)
     assert sum(map(bool, chosen[300:])) < 20
     machine.rate = 0.95
@@ -167,14 +177,17 @@ def test_a_draft_that_gets_good_is_turned_on_again() -> None:
 
 def test_each_number_of_requests_has_its_own_choice() -> None:
     machine = Machine(0.6, lambda n: 2.4 if n < 32 else 0.5 * n, 0.4)
-    controller = DraftController(MOST, adaptive=True)
+    controller = DraftController(chains(MOST), adaptive=True)
     for requests, drafts in ((2, True), (64, False), (2, True)):
         _, chosen = run(machine, controller, requests, 300)
         assert sum((number > 0) is drafts for number in chosen[-50:]) > 40
 
 
 def test_a_fixed_number_stays() -> None:
-    controller, machine = DraftController(MOST, adaptive=False), Machine(0.0, memory_bound, 1.0)
+    controller, machine = (
+        DraftController(chains(MOST), adaptive=False),
+        Machine(0.0, memory_bound, 1.0),
+    )
     _, chosen = run(machine, controller, 2, 50)
     assert chosen == [MOST] * 50
 
@@ -199,7 +212,10 @@ def test_an_alarm_tells_once_that_acceptance_has_collapsed(
 
 
 def test_a_good_draft_that_gets_wrong_is_turned_off() -> None:
-    controller, machine = DraftController(MOST, adaptive=True), Machine(0.95, memory_bound, 0.3)
+    controller, machine = (
+        DraftController(chains(MOST), adaptive=True),
+        Machine(0.95, memory_bound, 0.3),
+    )
     _, chosen = run(machine, controller, 1, 1500)
     assert sum(chosen[-50:]) > 150
     machine.rate = 0.0
@@ -209,19 +225,10 @@ def test_a_good_draft_that_gets_wrong_is_turned_off() -> None:
 
 def test_steps_of_about_as_many_requests_tell_what_drafts_cost() -> None:
     """With half as many requests only steps without drafts, and with the most, are timed anew."""
-    machine, controller = Machine(0.5, memory_bound, 0.4), DraftController(MOST, adaptive=True)
+    machine, controller = (
+        Machine(0.5, memory_bound, 0.4),
+        DraftController(chains(MOST), adaptive=True),
+    )
     run(machine, controller, 16, 500)
     _, chosen = run(machine, controller, 12, 12, seed=2)
     assert sum(drafts == MOST for drafts in chosen) <= 3
-
-
-def test_drafts_of_trees_have_shares_of_their_own() -> None:
-    """Of three branches one is accepted: the last one most often."""
-    controller = DraftController(3, adaptive=False, trees=True)
-    chance = random.Random(1)
-    shares = (0.1, 0.0, 0.6)
-    for _ in range(2000):
-        place = chance.choices((0, 1, 2, 3), weights=(*shares, 0.3))[0]
-        controller.observe_drafts([int(place == n) for n in range(3)], 1, 3)
-    gains = controller._gains()
-    assert gains == pytest.approx([1.0, 1.1, 1.1, 1.7], abs=0.06)

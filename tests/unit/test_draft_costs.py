@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moesaic.engine.speculate.ngram import NgramDrafter
+from moesaic.engine.speculate.ngram import Breadth, NgramDrafter
 from moesaic.engine.speculate.ngram_index import NgramIndex
 from tests.timed_device import VOCABULARY, Clock, Rate, Service, Text
 
@@ -56,7 +56,10 @@ def speed(service: Service, batch: int, settle: float = 1000, ms: float = 3000) 
 
 
 def ngram(clock: Clock, text: Text, **flags: Any) -> Service:
-    return Service(clock, text, NgramDrafter(NgramIndex(10**7, 18), 11), **NGRAM | flags)
+    given = NGRAM | flags
+    breadth = Breadth(1, given["speculative_ngram_max_bfs_breadth"])
+    drafter = NgramDrafter(NgramIndex(10**7, 18), 11, breadth=breadth)
+    return Service(clock, text, drafter, **given)
 
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
@@ -74,10 +77,11 @@ def test_repetitions_that_are_mostly_wrong_are_turned_off(clock: Clock, batch: i
     assert speed(ngram(clock, words()), batch) > 0.98 * plain
 
 
-def test_where_trees_are_allowed_more_numbers_are_tried(clock: Clock) -> None:
-    """A tree's rows are hoped for one by one."""
+def test_trees_that_are_mostly_wrong_are_turned_off(clock: Clock) -> None:
     plain = speed(Service(clock, words()), 1)
-    assert speed(ngram(clock, words(), speculative_ngram_max_bfs_breadth=10), 1) > 0.95 * plain
+    trees = {"speculative_ngram_max_bfs_breadth": 10}
+    assert speed(ngram(clock, words(), **trees, **FIXED), 1) < 0.9 * plain
+    assert speed(ngram(clock, words(), **trees), 1) > 0.98 * plain
 
 
 @pytest.mark.parametrize(("batch", "times"), [(1, 2.9), (8, 4.8), (32, 5.9)])
@@ -110,6 +114,32 @@ def test_the_controller_against_every_fixed_number(clock: Clock, rate: float, ba
     fixed = [speed(guessed(clock, rate, number, **FIXED), batch) for number in (1, 2, 3, 4)]
     found = speed(guessed(clock, rate, 4), batch, ms=10_000)
     assert found > 0.985 * plain and found > 0.975 * max(fixed)
+
+
+@pytest.mark.parametrize(
+    ("batch", "rates", "least"),
+    [
+        (1, (0.0, 0.0, 0.0, 0.0), 0.98),
+        (1, (0.95, 0.02, 0.01, 0.0), 1.6),
+        (64, (0.45, 0.3, 0.15, 0.05), 1.3),
+    ],
+)
+def test_the_shape_of_a_draft_models_trees(
+    clock: Clock, batch: int, rates: tuple[float, ...], least: float
+) -> None:
+    """With flags of a tree the controller chooses that, a smaller one, a chain or nothing: what is
+    best of those with fixed flags, or better."""
+    flags = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "x"}
+    flags["speculative_num_steps"] = 3
+    tree = {"speculative_eagle_topk": 4, "speculative_num_draft_tokens": 15}
+
+    def found(**more: Any) -> float:
+        service = Service(clock, free, steps=3, rates=rates, draft_ms=0.3, **flags, **more)
+        return speed(service, batch, settle=1500, ms=1000)
+
+    plain = speed(Service(clock, free), batch, ms=1000)
+    best = max(plain, found(**FIXED), found(**tree, **FIXED))
+    assert found(**tree) > max(0.98 * best, least * plain)
 
 
 @pytest.mark.parametrize("batch", [1, 64])

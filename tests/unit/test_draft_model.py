@@ -17,6 +17,7 @@ import torch
 
 from bench.mtp import Models, Reply, _attend
 from moesaic.config import ServerArgs, resolve
+from moesaic.core.draft_shape import chains
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.runner.model_runner import ModelRunner
@@ -163,7 +164,7 @@ def test_drafts_that_come_and_go_change_no_answer(asynchronous: bool) -> None:
     """As the controller may decide at any step: without them steps overlap, and requests that only
     decode are columns."""
     core = make_core(str(HOUSE), 3, asynchronous)
-    core.planner.drafts.controller = Moody(3)
+    core.planner.drafts.controller = Moody(chains(3))
     counts, plan, steps = count_accepted(core), core.planner.plan, list[Any]()
 
     def noted(parts: int = 1) -> Any:

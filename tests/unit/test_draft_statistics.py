@@ -21,6 +21,7 @@ import torch
 from transformers.generation import logits_process as hf
 
 from moesaic.config import ServerArgs, resolve
+from moesaic.core.draft_shape import DraftShape
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
 from moesaic.core.speculation import AcceptThresholds
@@ -65,7 +66,7 @@ class Proposing:
     parents: Sequence[int]
     drafts: Drafts
 
-    def propose(self, requests: Sequence[Request]) -> None:
+    def propose(self, requests: Sequence[Request], shape: DraftShape) -> None:
         for request in requests:
             request.drafts = self.drafts(tuple(request.output_ids))
             request.draft_parents = list(self.parents)

@@ -9,6 +9,7 @@ import pytest
 from msgspec import structs
 
 from moesaic.config import ServerArgs, resolve
+from moesaic.core.draft_shape import DraftShape
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.runner.model_runner import ModelRunner
@@ -66,7 +67,7 @@ class Drafter:
     def __init__(self, answers: list[Request], wrong: float) -> None:
         self.answers, self.wrong, self.chance = answers, wrong, random.Random(1)
 
-    def propose(self, requests: Sequence[Request]) -> None:
+    def propose(self, requests: Sequence[Request], shape: DraftShape) -> None:
         for request in requests:
             ahead = self.answers[int(request.rid)].output_ids[request.num_output :]
             ahead = ahead[: self.chance.randrange(5)]
@@ -77,7 +78,7 @@ class Drafter:
 class TreeDrafter(Drafter):
     """Hides the right tokens, as far as they are proposed, among others in a random tree."""
 
-    def propose(self, requests: Sequence[Request]) -> None:
+    def propose(self, requests: Sequence[Request], shape: DraftShape) -> None:
         chance = self.chance
         for request in requests:
             ahead = self.answers[int(request.rid)].output_ids[request.num_output :][:6]
@@ -203,7 +204,7 @@ def test_drafts_are_verified_also_where_steps_overlap(asynchronous: bool) -> Non
     """A drafter needs the newest token on the host: no step runs ahead of it."""
 
     class EveryToken:
-        def propose(self, requests: Sequence[Request]) -> None:
+        def propose(self, requests: Sequence[Request], shape: DraftShape) -> None:
             for request in requests:
                 request.drafts = expected.output_ids[request.num_output :][:4]
 

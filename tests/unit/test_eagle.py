@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from moesaic.core.draft_shape import chains
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.runner import model_runner
@@ -160,7 +161,7 @@ def test_drafts_behind_steps_without_any(third: bool, asynchronous: bool, tmp_pa
     head = Head(config, third=third)
     head.write(tmp_path)
     core = make_core(QWEN, asynchronous, page_size=4, **flags_of(tmp_path, third))
-    core.planner.drafts.controller = Moody(STEPS)
+    core.planner.drafts.controller = Moody(chains(STEPS))
     reference, total = Reference(head, folder), 0
     for request in (prompted(n, 21 + n, 60) for n in range(2)):
         found = drafts_of(core, request)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from moesaic.core.draft_shape import NO_DRAFTS, DraftShape
 from moesaic.core.draft_tree import Parents, is_chain, path_of
 from moesaic.core.request import Request
 from moesaic.engine.schedule.kv_manager import KVManager
@@ -179,8 +180,8 @@ class InflightStep:
     """And of its decodes."""
     moved: list[MovedTokens] = field(default_factory=list)
     """Tokens whose cache entries the plan moves."""
-    drafting: int = 0
-    """The drafts that each request may have; if any, it was planned when all tokens were known."""
+    drafting: DraftShape = NO_DRAFTS
+    """What each request may have; if any, it was planned when all tokens were known."""
     draft_stops: dict[Request, int] = field(default_factory=dict)
     """Where a draft model that fills gaps is with each request, unless drafts are rejected."""
     is_overlapped: bool = True

@@ -137,6 +137,8 @@ class StepPlan(msgspec.Struct, dict=True):
     draft_steps: int = 0
     """Tokens that the ranks' draft model proposes behind each item with a `draft_until`; 0: it does
     not run."""
+    draft_branches: int = 0
+    """Branches of the tree in which it does; 1: a chain."""
     moves: list[tuple[int, int]] = []
     """Slots of the cache from which entries are moved, and where to, before anything else."""
     gaps: list[DraftGap] = []
@@ -364,6 +366,8 @@ class StepAgreement(msgspec.Struct, array_like=True):
     """With two micro-batches, the tokens of each group in the first one."""
     draft_steps: int = 0
     """The most of any group, as StepPlan.draft_steps."""
+    draft_branches: int = 0
+    """The same of StepPlan.draft_branches."""
     drafting: tuple[int, ...] = ()
     """Sequences of each group that get drafts."""
     extending: tuple[int, ...] = ()
@@ -372,7 +376,8 @@ class StepAgreement(msgspec.Struct, array_like=True):
     @classmethod
     def alone(cls, plan: StepPlan) -> StepAgreement:
         """Without other ranks."""
-        made = cls(0, (plan.num_tokens,), prefill=plan.prefill, draft_steps=plan.draft_steps)
+        made = cls(0, (plan.num_tokens,), prefill=plan.prefill)
+        made.draft_steps, made.draft_branches = plan.draft_steps, plan.draft_branches
         made.drafting, made.extending = (plan.num_drafting,), (plan.extending,)
         return made
 

@@ -39,6 +39,7 @@ class WirePlan(msgspec.Struct, array_like=True):
     """The columns of DecodeRows."""
     pages: list[PageUpdate] = []
     draft_steps: int = 0
+    draft_branches: int = 0
     moves: list[tuple[int, int]] = []
     gaps: list[DraftGap] = []
 
@@ -70,7 +71,7 @@ class PlanSender:
         items = [self._item(item) for item in plan.items]
         columns, pages = plan.decodes.to_bytes(), plan.decodes.pages
         facts = (plan.clear, plan.prefill, ended, plan.is_routed)
-        more = (plan.draft_steps, plan.moves, plan.gaps)
+        more = (plan.draft_steps, plan.draft_branches, plan.moves, plan.gaps)
         wire = WirePlan(items, *facts, columns, pages, *more)
         return _encoder.encode(wire)
 
@@ -104,7 +105,7 @@ class PlanReceiver:
         items = [self._item(item) for item in wire.items]
         decodes = DecodeRows.from_bytes(wire.decodes, wire.pages)
         facts = (wire.clear, wire.prefill, wire.ended, wire.is_routed)
-        more = (wire.draft_steps, wire.moves, wire.gaps)
+        more = (wire.draft_steps, wire.draft_branches, wire.moves, wire.gaps)
         return StepPlan(items, *facts, decodes, *more)
 
     def _item(self, wire: WireItem) -> PlanItem:

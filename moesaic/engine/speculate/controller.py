@@ -1,11 +1,12 @@
-"""How many drafts requests get: as many as give the most tokens a second, or none.
+"""Which drafts requests get: chains or trees of the shape that gives the most tokens a second, or
+none.
 
-What drafts yield is known from those that were accepted, by their position. What a step costs is
-measured, by the number of its requests and of drafts that each may have: a step without drafts
-overlaps with the host's work, and one with drafts needs the newest tokens first. What was not
-measured lies between what was, or is in proportion to steps of about as many requests.
+What drafts yield is known from those that were accepted (draft_shares.py). What a step costs is
+measured, by the number of its requests and the shape that each one's drafts may have: a step
+without drafts overlaps with the host's work, and one with drafts needs the newest tokens first.
+What was not measured lies between what was, or is in proportion to steps of about as many requests.
 
-Another number is tried while it may be better than the best one, as far as its trials are unlikely
+Another shape is tried while it may be better than the best one, as far as its trials are unlikely
 to cost more than a small share of all tokens. What is not observed is slowly forgotten, so that
 every choice is taken back some day if it is wrong.
 """
@@ -13,38 +14,37 @@ every choice is taken back some day if it is wrong.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
+
+from moesaic.core.draft_shape import DraftShape
+from moesaic.engine.speculate.draft_shares import DraftShares, Tokens, VerifiedDraft
 
 # The share of the time that trials may lose, and the most that is saved up for them, in steps.
 TRIAL_SHARE: Final = 0.004
 MOST_SAVED: Final = 12.0
 # What another choice must give beyond the present one.
 MARGIN: Final = 1.01
-# Requests and steps whose drafts count fully; steps whose milliseconds do. Older ones fade.
-WINDOW: Final = 1000
+# Steps whose milliseconds count fully. Older ones fade.
 TIMED: Final = 32
-# Acceptance of a draft before there were any, which counts as so many requests.
-HOPED: Final = 0.7
-HOPE: Final = 2.0
-# What is left of what was seen, of drafts at a position and of steps with a number of drafts,
-# behind each step with others: half after 400.
+# What is left of the count of a shape's steps behind each step of another: half after 400.
 FORGETTING: Final = 0.5 ** (1 / 400)
-# So many newest requests tell that acceptance has changed, beyond so many standard deviations.
-NEWEST: Final = 24
-CHANGED: Final = 4.0
 # How far acceptance may be above what was seen, in standard deviations, and milliseconds below
 # what is expected of them: before any was measured, and of one step that was.
 DEVIATIONS: Final = 1.5
 UNMEASURED: Final = 0.08
 UNSURE: Final = 0.05
+# Requests of a step with trees whose drafts tell how many are accepted.
+LOOKED: Final = 16
 # A step that takes so many times as long as others waited for something else.
 UNUSUAL: Final = 2.0
-# Steps of a number that are enough to know what it costs.
+# Steps of a shape that are enough to know what it costs.
 ENOUGH: Final = 3
-# Numbers of drafts that are chosen from, and the most.
-CHOICES: Final = (0, 1, 2, 3, 4, 6, 8)
+# Experts that the largest shape reads beyond those of a step without drafts, as a share of all:
+# with fewer, how many do not tell what a shape costs.
+FEW_READ: Final = 0.05
 
 
 @dataclass(slots=True)
@@ -85,88 +85,96 @@ class MeanTime:
 
 
 @dataclass(slots=True)
-class AcceptedShare:
-    """The share of requests and steps whose draft at a position was accepted, in a chain if the one
-    before it was: of many, and of the newest ones."""
-
-    mean: float = HOPED
-    seen: float = 0.0
-    newest: float = HOPED
-    new: float = 0.0
-
-    def observe(self, share: float, count: int) -> None:
-        self.seen = min(self.seen + count, max(WINDOW, count))
-        self.new = min(self.new + count, max(NEWEST, count))
-        self.mean += count / self.seen * (share - self.mean)
-        self.newest += count / self.new * (share - self.newest)
-        middle = min(max((self.mean + self.newest) / 2, 0.02), 0.98)
-        usual = CHANGED * math.sqrt(middle * (1 - middle) / self.new)
-        if abs(self.mean - self.newest) > usual and self.seen >= 2 * self.new >= 2 * NEWEST:
-            self.mean, self.seen = self.newest, self.new
-
-    def forget(self) -> None:
-        """A step has passed without drafts at the position."""
-        self.seen, self.new = self.seen * FORGETTING, 0.0
-
-    def hoped(self, deviations: float) -> float:
-        """So much above the mean."""
-        weight = self.seen + HOPE
-        mean = (self.seen * self.mean + HOPE * HOPED) / weight
-        return min(1.0, mean + deviations * math.sqrt(mean * (1 - mean) / weight))
-
-
-@dataclass(slots=True)
 class BatchTimes:
-    """Steps of about as many requests, by their drafts."""
+    """Steps of about as many requests, by the places of their shapes."""
 
     times: dict[int, MeanTime] = field(default_factory=dict)
     best: int | None = None
-    """The number that was chosen last, but for trials."""
+    """The shape that was chosen last, but for trials."""
 
-    def is_known(self, number: int) -> bool:
-        return number in self.times and self.times[number].is_known
+    def is_known(self, shape: int) -> bool:
+        return shape in self.times and self.times[shape].is_known
+
+
+@dataclass(frozen=True, slots=True)
+class DraftWork:
+    """What steps with drafts compute beyond those without: `has_passes`: a draft model runs once
+    for each level."""
+
+    has_passes: bool = False
+    num_experts: int = 0
+    top_k: int = 0
+
+    def share(self, shape: DraftShape, most: DraftShape, requests: float) -> float:
+        """Of the work of the largest shape: the mean of the shares of its rows, of the experts that
+        they read, and of passes."""
+        parts = [shape.drafts / most.drafts]
+        if self.has_passes:
+            parts.append(shape.steps / most.steps)
+        if self.top_k < self.num_experts:
+            without, own, largest = (
+                self._read(requests * (1 + drafts)) for drafts in (0, shape.drafts, most.drafts)
+            )
+            if largest - without > FEW_READ:
+                parts.append((own - without) / (largest - without))
+        return sum(parts) / len(parts)
+
+    def _read(self, rows: float) -> float:
+        """The share of experts that a layer reads, if all are equally likely."""
+        return 1.0 - (1.0 - self.top_k / self.num_experts) ** rows
 
 
 class DraftController:
-    """`most`: the drafts that a request may have in a step. If not `adaptive`, it has as many.
-    `trees`: a draft need not be behind the one before it: their positions are numbers of rows, and
-    each has a share of its own."""
+    """Chooses one of the `shapes`, of which the first one has no drafts, and the last one is the
+    largest. If not `adaptive`, it stays with that."""
 
-    def __init__(self, most: int, adaptive: bool, trees: bool = False) -> None:
-        self.most, self._adaptive, self._trees = most, adaptive, trees
-        self.num_drafts = most
-        """Of each request in the next step that is planned."""
-        self._choices = sorted({*(number for number in CHOICES if number < most), most})
+    def __init__(
+        self, shapes: Sequence[DraftShape], adaptive: bool, work: DraftWork | None = None
+    ) -> None:
+        self.shapes, self._adaptive = shapes, adaptive
+        self.largest = self.chosen = len(shapes) - 1
+        """`chosen`: the place of the shape of the next step that is planned."""
+        self._places = {shape: place for place, shape in enumerate(shapes)}
+        self._shares, self._work = DraftShares(shapes), work or DraftWork()
+        self._work_shares: dict[int, list[float]] = {}
+        """Of all shapes, by kind."""
         self._batches: dict[int, BatchTimes] = {}
-        self._shares = [AcceptedShare() for _ in range(most)]
-        """By position."""
+        self._turn = 0
         self._saved = 0.0
         """Milliseconds that trials may still lose."""
 
-    def observe_drafts(self, accepted: Sequence[int], requests: int, allowed: int) -> None:
-        """How many of the requests of a step had an accepted draft at each position, if each was
-        `allowed` so many."""
-        reached = requests
-        for share, number in zip(self._shares[:allowed], accepted, strict=False):
-            if not reached:
-                break
-            share.observe(number / reached, reached)
-            reached = requests if self._trees else number
+    @property
+    def shape(self) -> DraftShape:
+        return self.shapes[self.chosen]
 
-    def observe_step(self, requests: int, ms: float, allowed: int) -> None:
-        """A step without prompts; `allowed`: as above. Sets `num_drafts`."""
+    def observe_chains(self, accepted: Sequence[int], requests: int, shape: DraftShape) -> None:
+        """How many of the requests of a step had an accepted draft at each position; `shape`: what
+        each might have had."""
+        self._shares.observe_chains(accepted, requests, shape)
+
+    def observe_trees(
+        self, drafts: Sequence[VerifiedDraft], requests: int, shape: DraftShape
+    ) -> None:
+        """The same, of a step with trees; of many it looks at some."""
+        if self._adaptive:
+            every = max(1, -(-requests // LOOKED))
+            self._turn = (self._turn + 1) % every
+            some, number = drafts[self._turn :: every], requests / every
+            self._shares.observe_trees(some, max(len(some), round(number)), shape)
+
+    def observe_step(self, requests: int, ms: float, shape: DraftShape) -> None:
+        """A step without prompts; `shape`: as above. Chooses the next one."""
         if not self._adaptive or not requests:
             return
-        kind = _kind(requests)
+        place, kind = self._places[shape], _kind(requests)
         batch = self._batches.setdefault(kind, BatchTimes())
-        batch.times.setdefault(allowed, MeanTime()).observe(ms)
-        for number, time in batch.times.items():
-            if number != allowed and time.is_known:
+        batch.times.setdefault(place, MeanTime()).observe(ms)
+        for other, time in batch.times.items():
+            if other != place and time.is_known:
                 time.forget()
-        for share in self._shares[allowed:]:
-            share.forget()
-        if allowed == self.num_drafts:  # else the last choice is not carried out yet
-            self.num_drafts = self._choose(kind, ms)
+        self._shares.forget(shape)
+        if place == self.chosen:  # else the last choice is not carried out yet
+            self.chosen = self._choose(kind, ms)
 
     def observe_gap(self, requests: int, ms: float) -> None:
         """A step in which a draft model also computed tokens of earlier ones."""
@@ -176,55 +184,39 @@ class DraftController:
 
     def _choose(self, kind: int, ms: float) -> int:
         batch, known = self._batches[kind], self._known(kind)
-        if self.most not in known:
-            return self.most
+        if self.largest not in known:
+            return self.largest
         if not batch.is_known(0):
             return 0
-        costs = {number: _between(known, number) for number in self._choices}
-        gains = self._gains()
-        speeds = {number: gains[number] / costs[number] for number in self._choices}
-        best = max(speeds, key=speeds.__getitem__)
+        costs = self._costs(kind, known)
+        tokens = self._shares.tokens(self.shapes, DEVIATIONS)
+        speeds = [one.expected / ms for one, ms in zip(tokens, costs, strict=True)]
+        best = max(range(len(speeds)), key=speeds.__getitem__)
         if batch.best is not None and speeds[best] <= MARGIN * speeds[batch.best]:
             best = batch.best
         batch.best = best
 
-        def lost(number: int) -> float:
-            return max(0.0, 1 - speeds[number] / speeds[best]) * costs[number]
+        def lost(place: int) -> float:
+            return max(0.0, 1 - speeds[place] / speeds[best]) * costs[place]
 
-        now = self.num_drafts
+        now = self.chosen
         self._saved = min(self._saved + TRIAL_SHARE * ms, MOST_SAVED * costs[best]) - lost(now)
-        hopes = self._hopes(batch, costs)
+        hopes = _hopes(batch, tokens, costs)
         hopes[now] *= MARGIN  # a trial that goes on is not given up for another one
-        trial = max((number for number in hopes if number != best), key=hopes.__getitem__)
-        # That of a number which was not tried just now takes some steps.
+        others = (place for place in range(len(hopes)) if place != best)
+        trial = max(others, key=hopes.__getitem__)
+        # That of a shape which was not tried just now takes some steps.
         steps = 1 if trial == now else ENOUGH + 1
         if hopes[trial] > speeds[best] and steps * lost(trial) <= max(0.0, self._saved):
             return trial
         return best
 
-    def _gains(self, deviations: float = 0.0) -> list[float]:
-        """The tokens of a step with each number of drafts, so much above the mean."""
-        share, gains = 1.0, [1.0]
-        for position in self._shares:
-            share = position.hoped(deviations) * (1.0 if self._trees else share)
-            gains.append(gains[-1] + share)
-        return gains
-
-    def _hopes(self, batch: BatchTimes, costs: Mapping[int, float]) -> dict[int, float]:
-        """Tokens a millisecond that each number may give, by what is known."""
-        gains, found = self._gains(DEVIATIONS), dict[int, float]()
-        for number, ms in costs.items():
-            is_known = batch.is_known(number)
-            least = batch.times[number].least if is_known else ms * (1 - UNMEASURED)
-            found[number] = gains[number] / least
-        return found
-
     def _known(self, kind: int) -> dict[int, float]:
-        """The milliseconds of steps of these requests by drafts, as far as they were measured; the
+        """The milliseconds of steps of these requests by shape, as far as they were measured; the
         others in proportion to steps of up to twice or half as many requests."""
         own = self._batches[kind]
         found = {n: one.ms for n, one in own.times.items() if own.is_known(n)}
-        if not found or len(found) == len(self._choices):
+        if not found or len(found) == len(self.shapes):
             return found
         for near in (kind - 1, kind + 1, kind - 2, kind + 2):
             if (other := self._batches.get(near)) is None:
@@ -235,16 +227,40 @@ class DraftController:
                 found |= {n: ratio * ms for n, ms in times.items() if n not in found}
         return found
 
+    def _costs(self, kind: int, known: Mapping[int, float]) -> list[float]:
+        """The milliseconds of all shapes. One that was not measured is between those with less and
+        with more work."""
+        work = self._work_shares.get(kind)
+        if work is None:
+            requests, largest = 2 ** (kind / 2), self.shapes[-1]
+            work = [self._work.share(shape, largest, requests) for shape in self.shapes]
+            self._work_shares[kind] = work
+        points = sorted((work[place], ms) for place, ms in known.items())
+        return [
+            known[place] if place in known else _between(points, share)
+            for place, share in enumerate(work)
+        ]
+
 
 def _kind(requests: int) -> int:
     """Numbers of requests that cost alike: half powers of two."""
     return round(2 * math.log2(max(1, requests)))
 
 
-def _between(known: Mapping[int, float], number: int) -> float:
-    """The milliseconds of a number that lies between others."""
-    if number in known:
-        return known[number]
-    below = max(n for n in known if n < number)
-    above = min(n for n in known if n > number)
-    return known[below] + (known[above] - known[below]) * (number - below) / (above - below)
+def _hopes(batch: BatchTimes, tokens: Sequence[Tokens], costs: Sequence[float]) -> list[float]:
+    """Tokens a millisecond that each shape may give, by what is known."""
+    found = list[float]()
+    for place, (one, ms) in enumerate(zip(tokens, costs, strict=True)):
+        is_known = batch.is_known(place)
+        least = batch.times[place].least if is_known else ms * (1 - UNMEASURED)
+        found.append(one.hoped / least)
+    return found
+
+
+def _between(points: Sequence[tuple[float, float]], share: float) -> float:
+    """The milliseconds at a share of the work, between the nearest points, which are in order."""
+    place = bisect_left(points, (share, 0.0))
+    (below, least), (above, most) = points[max(0, place - 1)], points[min(place, len(points) - 1)]
+    if above <= below:
+        return most
+    return least + (most - least) * (share - below) / (above - below)

@@ -81,7 +81,7 @@ class Branches:
 
     def __init__(self, count: int, topk: int) -> None:
         """Of `count` sequences."""
-        self._topk = topk
+        self.topk = topk
         self._tokens_DN = np.zeros((count, 0), np.int64)
         self._parents_DN = np.zeros((count, 0), np.int64)
         self._likely_DN = np.zeros((count, 0))
@@ -104,7 +104,7 @@ class Branches:
         parents_DC = self._last_DK[:, from_C]
         self._parents_DN = np.concatenate((self._parents_DN, parents_DC), 1)
         self._likely_DN = np.concatenate((self._likely_DN, likely_DC), 1)
-        best_DK = np.argsort(-likely_DC, axis=1, kind="stable")[:, : self._topk]
+        best_DK = np.argsort(-likely_DC, axis=1, kind="stable")[:, : self.topk]
         self._last_DK = start + best_DK
         return np.take_along_axis(ids_DC, best_DK, 1), from_C[best_DK]
 

@@ -157,7 +157,7 @@ class DraftPhase:
         drafts to its results; then the device is done. `found_2R`: what it samples; None if the
         host samples some: the passes wait for it."""
         on_host = found_2R is None or self._runner.ranks.attention.size > 1
-        if found_2R is None or on_host or self._grows_trees:
+        if found_2R is None or on_host or agreement.draft_branches > 1:
             return partial(self.run, plan, agreement, hidden_TH)
         rows = SampledRows.of(plan, self._table.max_pages)
         next_T, rows_R, *columns = self._uploads.upload(*rows.columns())
@@ -200,7 +200,7 @@ class DraftPhase:
         """Sets the `drafts` of `results`, which only the rank that samples has."""
         facts = self._settle(plan, results)
         hidden_TH = self._extend(plan, agreement, facts.next_T, hidden_TH)
-        if self._grows_trees:
+        if agreement.draft_branches > 1:
             self._add_trees(plan, agreement, facts, hidden_TH, results)
             return
         drafts = self._chain(plan, agreement, facts, hidden_TH)
@@ -330,11 +330,12 @@ class DraftPhase:
         results: Sequence[ItemResult],
     ) -> None:
         """The host chooses the branches of each pass."""
-        counts, topk = agreement.drafting, self._speculation.topk
+        counts = agreement.drafting
         if not any(counts):
             return
         frontier = Frontier.of(plan, facts.last_D, self._table.max_pages)
-        branches, tokens_DK = Branches(len(facts.last_D), topk), facts.next_T[facts.last_D][:, None]
+        branches = Branches(len(facts.last_D), agreement.draft_branches)
+        tokens_DK = facts.next_T[facts.last_D][:, None]
         from_DK = np.zeros_like(tokens_DK)
         (last_D,) = self._uploads.upload(facts.last_D)
         hidden_RH = hidden_TH[last_D]
@@ -370,8 +371,8 @@ class DraftPhase:
         self, branches: Branches, hidden_RH: Tensor, rows: tuple[int, ...], sequences: int
     ) -> tuple[Ints, Ints]:
         """As Branches.grow; the first rank of an attention group tells the others."""
-        topk, group = self._speculation.topk, self._runner.ranks.attention
-        ids_RK, likely_RK = self._most_likely_of(hidden_RH, rows)
+        topk, group = branches.topk, self._runner.ranks.attention
+        ids_RK, likely_RK = self._most_likely_of(hidden_RH, rows, topk)
         found = np.zeros((0, 2), np.int64)
         if self._runner.samples and sequences:
             tokens_DK, from_DK = branches.grow(ids_RK, likely_RK)
@@ -383,11 +384,11 @@ class DraftPhase:
         return tokens_DK, from_DK
 
     def _most_likely_of(
-        self, hidden_RH: Tensor, counts: tuple[int, ...]
+        self, hidden_RH: Tensor, counts: tuple[int, ...], topk: int
     ) -> tuple[Ints, NDArray[np.float64]]:
         """The tokens behind each row, and the logarithms of their probabilities; no rows where
         `_most_likely` has none."""
-        topk, groups = self._speculation.topk, self._runner.ranks.mesh.dp > 1
+        groups = self._runner.ranks.mesh.dp > 1
         found = [torch.zeros(0, 2, topk, dtype=torch.float64, device=self._runner.device)]
         for piece, rows in self._pieces(hidden_RH, counts):
             logits_RV = self.model.logits(piece, rows if groups else ())

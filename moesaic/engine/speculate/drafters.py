@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_ch
 
 from moesaic.config import ServerArgs
 from moesaic.config.speculation import speculation_of
+from moesaic.core.draft_shape import DraftShape
 from moesaic.core.request import Request
 from moesaic.core.speculation import Speculation
 
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
 class Drafter(Protocol):
     """Proposes tokens. Steps verify the proposals, so that they change no answer."""
 
-    def propose(self, requests: Sequence[Request]) -> None:
+    def propose(self, requests: Sequence[Request], shape: DraftShape) -> None:
         """Sets `drafts` of requests that decode, and `draft_parents` of those that are trees, to
-        follow the tokens that the host knows. Of requests with tokens in flight it only counts
-        whether there are any: then the next step waits."""
+        follow the tokens that the host knows; what is more than the shape has is cut. Of requests
+        with tokens in flight it only counts whether there are any: then the next step waits."""
 
 
 MakeDrafter = Callable[[ServerArgs, Speculation, "ModelRunner"], Drafter]

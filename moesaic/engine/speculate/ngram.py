@@ -8,6 +8,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from moesaic.config import ServerArgs
+from moesaic.core.draft_shape import ANY_DRAFTS, DraftShape
 from moesaic.core.request import Request, RequestPhase
 from moesaic.core.speculation import Speculation
 from moesaic.engine.speculate.drafters import register_drafter
@@ -77,7 +78,7 @@ class NgramDrafter:
         self._numbers = itertools.count()
         self._num_steps = 0
 
-    def propose(self, requests: Sequence[Request]) -> None:
+    def propose(self, requests: Sequence[Request], shape: DraftShape = ANY_DRAFTS) -> None:
         index, room = self.index, INDEXED_A_STEP
         self._num_steps += 1
         if self._num_steps % END_EVERY == 0:
@@ -88,15 +89,15 @@ class NgramDrafter:
                 number = self._open[request] = next(self._numbers)
                 index.begin(number, request.token_ids, request.cache_namespace)
             room -= index.extend(number, room)
-            request.drafts, request.draft_parents = self._tree(request)
+            request.drafts, request.draft_parents = self._tree(request, shape)
 
-    def _tree(self, request: Request) -> tuple[list[int], list[int]]:
+    def _tree(self, request: Request, shape: DraftShape) -> tuple[list[int], list[int]]:
         """The most likely continuations, each token behind its parent; a chain has no parents."""
         tokens, namespace = request.token_ids, request.cache_namespace
         match = self.index.find(tokens, namespace, self._frequent)
         if match is None:
             return [], []
-        breadth = self._breadth_behind(match)
+        breadth = min(shape.branches, self._breadth_behind(match))
         if breadth == 1:
             return self._chain(request, match), []
         drafts, parents = list[int](), list[int]()

@@ -1,24 +1,24 @@
-"""Whether the next step of a serving group has drafts, how many, and whether it waits for them."""
+"""Whether the next step of a serving group has drafts, which, and whether it waits for them."""
 
 from __future__ import annotations
 
 import time
-from typing import Final
+from collections.abc import Sequence
 
 from moesaic.config import ServerArgs
 from moesaic.config.speculation import speculation_of
+from moesaic.core.draft_shape import ANY_DRAFTS, NO_DRAFTS, DraftShape, draft_shapes
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.schedule.acceptance import Acceptance
 from moesaic.engine.schedule.inflight import InflightStep, PlannedItem
-from moesaic.engine.schedule.plan import DraftGap, PlanItem
+from moesaic.engine.schedule.plan import DraftGap, PlanItem, StepResult
 from moesaic.engine.schedule.scheduler import Scheduler
-from moesaic.engine.speculate.controller import DraftController
+from moesaic.engine.speculate.controller import DraftController, DraftWork
+from moesaic.engine.speculate.draft_shares import VerifiedDraft
 from moesaic.engine.speculate.drafters import Drafter, make_drafter
 
 # A step that ends so many times its own seconds after the last one was waited for by nobody.
-IDLE_TIMES: Final = 2.0
-# More drafts than any request gets.
-ANY_NUMBER: Final = 1 << 20
+IDLE_TIMES = 2.0
 
 
 class DraftPlanner:
@@ -34,43 +34,46 @@ class DraftPlanner:
         """Tokens that the ranks' draft model proposes at the end of a step, at most."""
         self._fills_gaps = runner.draft is not None and runner.draft.fills_gaps
         self._most_tokens = runner.limits.tokens
-        self.controller = _controller(args, runner.verifies_trees)
+        self.controller = _controller(args, runner)
         """None: requests have all drafts that the drafter proposes."""
         self.agreed: int | None = None
         """What all groups plan next, as each with requests has wanted; None: this one decides."""
-        self._planned = 0
-        """The drafts that each request may have in the step that is being planned."""
-        speculation = speculation_of(args)
-        topk = 1 if speculation is None else speculation.topk
-        self._tree_room = runner.limits.decode_tokens // topk
-        """Trees whose branches fit into a pass."""
-        self._most_trees = self._tree_room
+        self._planned = NO_DRAFTS
+        """What each request may have in the step that is being planned."""
+        self._pass_rows = runner.limits.decode_tokens
+        self._most_trees = 0
+        """Trees whose branches still fit into a pass of that step's draft model."""
         self._num_inflight = 0
         self._observed_at = 0.0
-        self._was_drafting = False
-        """Whether the last step that has run had drafts, or made some."""
+        self._made = NO_DRAFTS
+        """The drafts of the last step that has run, and the largest that it made for the next."""
         self._has_found: bool | None = None
         """Whether the drafter proposes anything; None: it has to be asked again."""
 
     @property
     def wanted(self) -> int:
-        """The most drafts of a request that this group would plan; -1 without requests that may
-        have some: another instance continues the others."""
+        """The place of the shape that this group would plan; -1 without requests that may
+        have drafts: another instance continues the others."""
         if all(request.kv_target is not None for request in self._scheduler.open_requests()):
             return -1
         if self.drafter is None and not self.steps:
             return 0
-        return ANY_NUMBER if self.controller is None else self.controller.num_drafts
+        return 1 if self.controller is None else self.controller.chosen
 
     @property
-    def allowed(self) -> int:
-        """The drafts that each request may have in the next step, if any are found."""
-        return max(0, self.wanted if self.agreed is None else self.agreed)
+    def allowed(self) -> DraftShape:
+        """What each request may have in the next step, if drafts are found."""
+        shapes = self._shapes
+        return shapes[max(0, self.wanted if self.agreed is None else self.agreed)]
+
+    @property
+    def _shapes(self) -> Sequence[DraftShape]:
+        return (NO_DRAFTS, ANY_DRAFTS) if self.controller is None else self.controller.shapes
 
     @property
     def awaits_tokens(self) -> bool:
         """Whether the next plan needs the tokens of all steps in flight."""
-        return self.allowed > 0 and self._finds()
+        return self.allowed.drafts > 0 and self._finds()
 
     def _finds(self) -> bool:
         """A model on the ranks has drafts in every step; a drafter is asked. Behind tokens in
@@ -80,7 +83,7 @@ class DraftPlanner:
         if self._has_found is None:
             able = (r for r in self._scheduler.running if r.is_decoding and r.may_draft)
             asked = [request for request in able if self._overlaps or not request.pending]
-            self.drafter.propose(asked)
+            self.drafter.propose(asked, self.allowed)
             self._has_found = any(request.drafts for request in asked)
             for request in asked:
                 if request.pending:
@@ -89,24 +92,31 @@ class DraftPlanner:
 
     def propose(self) -> bool:
         """Sets the drafts of the next step; False if it is to have none."""
-        most, self._planned, self._most_trees = self.allowed, 0, self._tree_room
+        shape, self._planned = self.allowed, NO_DRAFTS
         if self.drafter is None and not self.steps:
             return False
-        if most and self._finds():
-            self._planned = most
-        for request in self._scheduler.running:  # some may be left from when more were allowed
-            if len(request.drafts) > self._planned:
-                request.drafts = request.drafts[: self._planned]
-        return self._planned > 0
+        if shape.drafts and self._finds():
+            self._planned = shape
+        self._most_trees = self._pass_rows // max(1, self._planned.branches)
+        for request in self._scheduler.running:  # some may be left from when others were allowed
+            if request.drafts:
+                cut = self._planned.cut(request.drafts, request.draft_parents)
+                request.drafts, request.draft_parents = cut
+        return self._planned.drafts > 0
 
     def skip(self) -> None:
         """The next step has no drafts, as it looks for a request that breaks it."""
-        self._planned = 0
+        self._planned = NO_DRAFTS
 
     @property
     def steps_planned(self) -> int:
-        """Tokens that the ranks' draft model proposes behind the step that is being planned."""
-        return min(self.steps, self._planned)
+        """Passes of the ranks' draft model behind the step that is being planned."""
+        return min(self.steps, self._planned.steps)
+
+    @property
+    def branches_planned(self) -> int:
+        """Branches that each of them continues."""
+        return self._planned.branches if self.steps_planned else 0
 
     def complete_item(self, planned: PlannedItem, item: PlanItem) -> None:
         """Tells the ranks' draft model what it needs beside the item."""
@@ -154,7 +164,9 @@ class DraftPlanner:
         """The step is planned."""
         step.is_overlapped = self._num_inflight > 0 or not self._overlaps
         # A step that has none after all has waited for the one before as one with drafts does.
-        step.drafting = self._planned or (0 if step.is_overlapped else self.allowed)
+        step.drafting = self._planned
+        if not self._planned.drafts and not step.is_overlapped:
+            step.drafting = self.allowed
         self._num_inflight += 1
         if step.plan.prefill:  # requests come to decode by it
             self._has_found = None
@@ -167,7 +179,9 @@ class DraftPlanner:
         """All steps in flight were undone."""
         self._num_inflight, self._has_found = 0, None
 
-    def observe(self, step: InflightStep, seconds: float, seen: Acceptance) -> None:
+    def observe(
+        self, step: InflightStep, result: StepResult, seconds: float, seen: Acceptance
+    ) -> None:
         """A step that has run took so long on this rank."""
         controller, requests, now = self.controller, step.num_decoding, time.monotonic()
         if controller is None:
@@ -176,21 +190,33 @@ class DraftPlanner:
         # there was nothing to do.
         whole, self._observed_at = now - self._observed_at, now
         ms = 1000 * (whole if whole < IDLE_TIMES * seconds else seconds)
-        if step.drafting:
-            controller.observe_drafts(seen.accepted, requests, step.drafting)
-        # The first step with a draft model has none to verify, and the first without drafts had to
-        # wait for the one before it.
-        is_usual = not self.steps or self._was_drafting if step.drafting else step.is_overlapped
-        self._was_drafting = step.drafting > 0
+        shape, made = step.drafting, self._made
+        self._made = shape
+        # A draft model's step verifies what the one before has made, which may be less, and the
+        # first step without drafts had to wait for the one before it.
+        is_usual = not self.steps or shape.is_within(made) if shape.drafts else step.is_overlapped
+        if shape.is_tree and is_usual:
+            controller.observe_trees(_verified(step, result), requests, shape)
+        elif shape.drafts and is_usual:
+            controller.observe_chains(seen.accepted, requests, shape)
         if step.agreement.fills_gaps and not step.plan.prefill:
             controller.observe_gap(requests, ms)
         elif is_usual and not step.plan.prefill:
-            controller.observe_step(requests, ms, step.drafting)
+            controller.observe_step(requests, ms, shape)
 
 
-def _controller(args: ServerArgs, trees: bool) -> DraftController | None:
+def _verified(step: InflightStep, result: StepResult) -> list[VerifiedDraft]:
+    return [
+        VerifiedDraft(item.parents or range(len(item.drafts)), item.accepted_rows(found.token_ids))
+        for item, found in zip(step.items, result.items, strict=True)
+        if item.drafts
+    ]
+
+
+def _controller(args: ServerArgs, runner: ModelRunner) -> DraftController | None:
     speculation = speculation_of(args)
     if speculation is None:
         return None
-    adaptive = not args.disable_speculative_adaptive
-    return DraftController(speculation.num_drafts, adaptive, trees)
+    work = DraftWork(speculation.makes.on_ranks, runner.num_experts, runner.top_k)
+    shapes = draft_shapes(speculation, runner.verifies_trees)
+    return DraftController(shapes, not args.disable_speculative_adaptive, work)

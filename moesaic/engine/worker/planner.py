@@ -234,7 +234,7 @@ class Planner:
         self.num_steps += 1
         is_routed = bool(self._routed) and any(item.num_routed for item in items)
         facts = (ended, is_routed, decodes, self.drafts.steps_planned)
-        plan = StepPlan(items, pages, prefill, *facts)
+        plan = StepPlan(items, pages, prefill, *facts, self.drafts.branches_planned)
         step = InflightStep(plan, work, decoding)
         if self._moves:
             self._move_tokens(step, chosen.requests)
@@ -333,8 +333,8 @@ class Planner:
     def observe(self, step: InflightStep, result: StepResult, seconds: float) -> None:
         """Counts a step that has run, before it is applied."""
         self.metrics.observe(step, result, seconds)
-        self.drafts.observe(step, seconds, self.metrics.acceptance)
-        self.metrics.counts.num_drafts = self.drafts.allowed
+        self.drafts.observe(step, result, seconds, self.metrics.acceptance)
+        self.metrics.counts.num_drafts = self.drafts.allowed.drafts
 
     def apply(self, step: InflightStep, result: StepResult) -> None:
         """Steps are applied in the order in which they were planned."""

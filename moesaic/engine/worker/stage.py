@@ -126,6 +126,7 @@ class SingleStage(Stage):
             prefill=plan.prefill,
             work=work,
             draft_steps=plan.draft_steps,
+            draft_branches=plan.draft_branches,
             drafting=(plan.num_drafting,),
             extending=(plan.extending,),
         )
@@ -181,7 +182,8 @@ class FirstStage(Stage):
         delayer = None if self._planner is None else self._planner.scheduler.delayer
         told = 0 if delayer is None else delayer.told
         half = self._splitter.first_half(plan)
-        drafts = [plan.draft_steps, plan.num_drafting, plan.extending, self._wanted_drafts]
+        drafts = [plan.draft_steps, plan.draft_branches, plan.num_drafting, plan.extending]
+        drafts.append(self._wanted_drafts)
         facts = [plan.num_tokens, logits, int(plan.prefill), len(data), suspects, told, half]
         facts += drafts
         report = self._report()
@@ -192,7 +194,7 @@ class FirstStage(Stage):
         table = rows[:: mesh.attention_tp, len(report) :].tolist()
         columns = zip(*table, strict=True)
         counts, logit_rows, prefills, lengths, suspect_sets, told_by, halves, *more = columns
-        steps, drafting, extending, wanted, *_ = more
+        steps, branches, drafting, extending, wanted, *_ = more
         self._settle_drafts(wanted)
         works = [StepWork(*row[len(facts) :]) for row in table]
         self._settle_prompts(works, told_by)
@@ -203,7 +205,8 @@ class FirstStage(Stage):
         step.agreement = StepAgreement(self.number)
         if any(counts):
             whole = StepAgreement(self.number, counts, logit_rows, any(prefills), heaviest(works))
-            whole.draft_steps, whole.drafting, whole.extending = max(steps), drafting, extending
+            whole.draft_steps, whole.draft_branches = max(steps), max(branches)
+            whole.drafting, whole.extending = drafting, extending
             step.agreement = self._splitter.settle(whole, halves)
 
     @property
@@ -211,8 +214,8 @@ class FirstStage(Stage):
         return -1 if self._planner is None else self._planner.drafts.wanted
 
     def _settle_drafts(self, wanted: Sequence[int]) -> None:
-        """All groups plan as many drafts as the one that wants most: a step with drafts of one is
-        no faster than with those of all, and draft models run on all ranks."""
+        """All groups plan the largest drafts that any wants: a step with drafts of one is no faster
+        than with those of all, and draft models run on all ranks."""
         most = max(wanted)
         if most >= 0 and self._planner is not None:  # else no group has requests
             self._planner.drafts.agreed = most
