@@ -89,6 +89,8 @@ class AheadRunner(ModelRunner):
             items.append(item)
         plan = structs.replace(plan, items=items, decodes=self._decodes(plan.decodes))
         if self.poison.intersection(plan.token_ids.tolist()):
+            # A device has the pages when it computes, and the next step is launched behind it.
+            self.page_table.write(plan.page_updates())
             raise ZeroDivisionError("poison")
         result = super().begin(plan).wait()
         numbers = plan.decodes.request_nos.tolist()
