@@ -68,7 +68,13 @@ def test_bounds_are_close(outcomes: Callable[[int], Outcomes]):
             assert ratio > least, f"{combination}: errors are {ratio:.3f} of what is allowed"
 
 
-@pytest.mark.parametrize("splits", [QUICK_SPLITS, SPLITS], ids=["quick", "all"])
+@pytest.mark.parametrize(
+    "splits",
+    [
+        pytest.param(QUICK_SPLITS, id="quick"),
+        pytest.param(SPLITS, id="all", marks=pytest.mark.slow),
+    ],
+)
 def test_chosen_combinations_cover_every_pair(splits: tuple[Split, ...]):
     chosen, product = covering(splits), everything(splits=splits)
     covered = {pair for combination in chosen for pair in pairs_of(combination)}

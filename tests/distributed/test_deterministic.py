@@ -196,7 +196,7 @@ def differing(pool: LocalRanks, scenarios: list[Scenario]) -> list[str]:
 
 
 # Most numbers of ranks in one type.
-SLOW = {(2, "bf16"), (3, "fp32"), (8, "fp32")}
+SLOW = {(2, "bf16"), (3, "fp32"), (8, "bf16"), (8, "fp32")}
 
 
 @pytest.mark.parametrize(

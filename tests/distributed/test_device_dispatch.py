@@ -347,8 +347,8 @@ def test_one_rank_sends_nothing(a2a: str, mode: str):
 
 @each_a2a
 def test_random_rounds(a2a: str, mode: str, pools: Pools):
-    assert pools(2).run(moe_rounds.rounds, a2a, mode, {"eager": 12}) == [[], []]
-    assert pools(2).run(moe_rounds.flights, a2a, mode, 6) == [[], []]
+    assert pools(2).run(moe_rounds.rounds, a2a, mode, {"eager": 6}) == [[], []]
+    assert pools(2).run(moe_rounds.flights, a2a, mode, 3) == [[], []]
 
 
 def noticed(group: RankGroup) -> list[str]:

@@ -73,7 +73,7 @@ def with_late_copies(group: RankGroup, work: Callable[..., object], *args: objec
         return work(group, *args)
 
 
-@pytest.mark.parametrize("nodes", [TWO, FOUR], ids=str)
+@pytest.mark.parametrize("nodes", [TWO, pytest.param(FOUR, marks=pytest.mark.slow)], ids=str)
 def test_experts_move_between_nodes(nodes: Nodes, pools: Pools) -> None:
     settings = [Setting(rebalances=2), Setting("none", device="cuda")]
     check(pools(RANKS).run(there, nodes, serve, settings), settings)

@@ -34,6 +34,7 @@ from tests.distributed.moe_ranks import (
     poison_all,
 )
 from tests.moe_oracle import config_of, reference
+from tests.pairs import every_second
 
 CPU, SECONDS = torch.device("cpu"), 20.0
 A2A = (
@@ -132,8 +133,7 @@ def route_parts(group: RankGroup, dp: int, a2a: str, mode: str, deterministic: b
     return Told(worst, behind, found, other_bits, sum(layer.load.tokens))
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("a2a", "mode"), A2A)
+@pytest.mark.parametrize(("a2a", "mode", "deterministic"), every_second(A2A, [False, True]))
 def test_ranks_take_parts_to_the_experts(a2a: str, mode: str, deterministic: bool, pools: Pools):
     """In deterministic mode with the bits of one rank. Twins of the experts' products are torch's,
     whose bits depend on how many rows an expert has: one rank has the same, in the same order."""

@@ -269,7 +269,7 @@ def check(by_rank: list[list[Found]], settings: list[Setting]) -> None:
 def test_every_backend_computes_the_same_while_experts_move(
     pools: Callable[[int], LocalRanks],
 ) -> None:
-    settings = [Setting(a2a, mode) for a2a, mode in A2A_FLAGS]
+    settings = [Setting(a2a, mode) for a2a, mode in A2A_FLAGS if a2a != "deepep" or mode == "auto"]
     check(pools(RANKS).run(serve, settings), settings)
 
 

@@ -21,9 +21,9 @@ ALWAYS = (
     f"--tp 2 {TREE}",
     f"--tp 2 {DPA} 2 --moe-a2a-backend deepep --speculative-moe-a2a-backend none "
     "--speculative-num-steps 2",
-    "--tp 2 --speculative-num-steps 1",
 )
 SLOW = (
+    "--tp 2 --speculative-num-steps 1",
     "--tp 4 --ep 2 --speculative-num-steps 3",
     f"--tp 4 {DPA} 2 --moe-a2a-backend deepep --speculative-num-steps 3",
     f"--tp 4 {DPA} 2 --moe-a2a-backend deepep --deepep-mode low_latency "

@@ -54,11 +54,16 @@ COMMON = {
 }
 
 
-def ask(engine: Engine) -> list[Any]:
+# Without drafts every token takes a step.
+SHORT = [one | {"max_new_tokens": one["max_new_tokens"] // 2} for one in PARAMS]
+SHORT[3] |= {"regex": "[a-f ]{45}"}
+
+
+def ask(engine: Engine, params: list[dict[str, Any]] = PARAMS) -> list[Any]:
     """The tokens of all answers, their logprobs, and those of the prompts."""
     answers = engine.generate(
         input_ids=PROMPTS,
-        sampling_params=PARAMS,
+        sampling_params=params,
         return_logprob=[number < 2 for number in range(8)],
         logprob_start_len=[0 if number < 2 else -1 for number in range(8)],
     )
@@ -69,11 +74,16 @@ def ask(engine: Engine) -> list[Any]:
     ]
 
 
-def during(engine: Engine, run: Run, strike: Callable[[], None]) -> list[Any]:
+def during(
+    engine: Engine,
+    run: Run,
+    strike: Callable[[], None],
+    params: list[dict[str, Any]] = PARAMS,
+) -> list[Any]:
     """The answers of requests in whose midst `strike` is called. Drafts of tokens that were seen
     before leave them few steps."""
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.extend(ask(engine)))
+    thread = threading.Thread(target=lambda: found.extend(ask(engine, params)))
     begin = run.step()
     thread.start()
     wait_for(lambda: run.step() > begin + 4, "steps", run)
@@ -108,20 +118,17 @@ def check_resizing(engine: Engine, run: Run, wanted: list[Any]) -> None:
         assert (state["scale_phase"], state["effective_ep_size"]) == (phase, size)
 
 
-def check_lost_supervisors(engine: Engine, run: Run, wanted: list[Any]) -> None:
-    """All ranks end with their supervisor, and no request does."""
-    for number in (signal.SIGKILL, signal.SIGSTOP):
-        pid = run.pid("supervisor")
-        with run.marked():
-            assert during(engine, run, partial(os.kill, pid, number)) == wanted
-        assert run.pid("supervisor") != pid
+def check_lost_supervisor(engine: Engine, run: Run, wanted: list[Any]) -> None:
+    """All ranks end with their supervisor, and no request does. test_elastic_head kills one."""
+    pid = run.pid("supervisor")
+    with run.marked():
+        assert during(engine, run, partial(os.kill, pid, signal.SIGSTOP)) == wanted
+    assert run.pid("supervisor") != pid
     told = info(engine)["losses"]
-    assert (told["http"], told["supervisor"]) == (0, 2)
-    losses = told["last"]
-    assert [one["process"] for one in losses] == ["supervisor"] * 2
-    assert all(one["requests"] and one["seconds"] for one in losses)
-    causes = [one["cause"] for one in losses]
-    assert "exit code -9" in causes[0] and "hangs" in causes[1]
+    assert (told["http"], told["supervisor"]) == (0, 1)
+    (loss,) = told["last"]
+    assert loss["process"] == "supervisor" and "hangs" in loss["cause"]
+    assert loss["requests"] and loss["seconds"]
 
 
 @pytest.mark.timeout(400)
@@ -160,7 +167,7 @@ def test_answers_survive_the_loss_of_ranks() -> None:
             assert len(re.findall(r"rank \d \([^)]*\) returns after", log)) == 5
             assert "had returned (the step was abandoned after" in log and "read again" in log
             assert re.search(r"waits for its lost ranks: 2 ranks have 6 slots for 8 experts", log)
-            check_lost_supervisors(engine, run, wanted)
+            check_lost_supervisor(engine, run, wanted)
             run.learn()
         finally:
             engine.shutdown()
@@ -225,14 +232,15 @@ def test_a_rank_returns_to_steps_that_overlap(overlap: str) -> None:
         with run.marked():
             engine = Engine(**COMMON | flags)
         try:
-            wanted = ask(engine)
+            wanted = ask(engine, SHORT)
             choices = info(engine)["overlap_choices"]
             assert bool(choices) == (overlap == "auto")
             for rank in (1, 0):
                 pid = info(engine)["ranks"][rank]["pid"]
-                assert during(engine, run, lambda pid=pid: os.kill(pid, signal.SIGKILL)) == wanted
+                strike = partial(os.kill, pid, signal.SIGKILL)
+                assert during(engine, run, strike, SHORT) == wanted
                 wait_for(lambda: all_live(engine), f"rank {rank}", run)
-            assert ask(engine) == wanted
+            assert ask(engine, SHORT) == wanted
             found = info(engine)
             assert found["membership"]["returned"] == 2
             assert found["overlap_choices"] == choices
@@ -291,16 +299,15 @@ def test_an_error_between_two_changes_changes_no_answer(monkeypatch: pytest.Monk
         with run.marked():
             engine = Engine(**COMMON | flags | {"speculative_algorithm": None})
         try:
-            wanted = ask(engine)
+            wanted = ask(engine, SHORT)
             for count, point in enumerate(interrupted_rank.POINTS, 1):
                 pid, number = info(engine)["ranks"][1]["pid"], interrupted_rank.number_of(point)
                 if point == "added, not acknowledged":
                     os.kill(pid, number)
-                    assert ask(engine) == wanted, point
+                    assert ask(engine, SHORT) == wanted, point
                 else:
-                    assert during(engine, run, lambda p=pid, n=number: os.kill(p, n)) == wanted, (
-                        point
-                    )
+                    strike = partial(os.kill, pid, number)
+                    assert during(engine, run, strike, SHORT) == wanted, point
                 wait_for(lambda: all_live(engine), "rank 1", run)
                 assert info(engine)["membership"]["lost"] == count, point
             log = run.log.read_text()

@@ -84,7 +84,10 @@ BREAKING = {
 }
 
 
-@pytest.fixture(scope="module", params=BREAKING)
+@pytest.fixture(
+    scope="module",
+    params=["plain", pytest.param("chunks", marks=pytest.mark.slow), "few pages"],
+)
 def breaking(request: pytest.FixtureRequest) -> Iterator[Engine]:
     with Engine(model_path="tiny:qwen3_moe", **BREAKING[request.param]) as made:
         Poison(made._core.runner)

@@ -272,7 +272,7 @@ def test_requests_are_spread_over_groups() -> None:
 
 def test_how_prompts_are_scheduled_changes_no_answer() -> None:
     """Prompts arrive while others decode, in one group more than in the other."""
-    params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 24}
+    params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 12}
     asked = [[n + 1] * (5 + 17 * n % 90) for n in range(10)]
 
     def answers(**more: Any) -> list[list[int]]:

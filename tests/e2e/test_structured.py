@@ -316,8 +316,8 @@ def run_schemas(engine: Engine, numbers: range) -> None:
         validate(call["json_schema"], output)
 
 
-def test_twenty_schemas(engine: Engine) -> None:
-    run_schemas(engine, range(20))
+def test_a_dozen_schemas(engine: Engine) -> None:
+    run_schemas(engine, range(12))
 
 
 @pytest.mark.slow

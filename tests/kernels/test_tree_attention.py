@@ -93,7 +93,7 @@ def oracle(case: Case, masks: list[int], softmax: Softmax) -> Tensor:
         (GQA, None, True, Splits(3, 16)),
         (GQA, 5, True, Splits(3, 16)),
         (Shape(3, 3, 24, page=1), 40, False, Splits(1, 64)),
-        (GQA, 70, False, Splits(2, 16)),
+        pytest.param(GQA, 70, False, Splits(2, 16), marks=pytest.mark.slow),
         (LATENT, None, False, Splits(3, 32)),
     ],
 )

@@ -29,6 +29,7 @@ from moesaic.kernels.attention import (
 from moesaic.kernels.triton import attention_decode, attention_hopper, attention_prefill
 from moesaic.kernels.triton.attention_blocks import AttentionTile, two_parts
 from tests.kernels.triton_cases import DEVICE, FLOATS, GPU, relative_error
+from tests.pairs import every_second
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
@@ -224,10 +225,12 @@ LONGER = [(1, 1), (1, 0), (1, 37 * SCALE), (1, 70 * SCALE)]
 EXTRA = [((0, 0, 0, 3), 5), ((0, 0, 2, 3), 5), ((1, 2, 1, 9), 16), ((0, 0, 0, 0), 3)]
 
 
-@pytest.mark.parametrize(("counts", "room"), EXTRA)
 @pytest.mark.parametrize(
-    ("shape", "window", "splits"),
-    [(GQA, None, Splits(1, 16)), (GQA, 20, Splits(2, 16)), (LATENT, None, Splits(3, 16))],
+    ("shape", "window", "splits", "counts", "room"),
+    every_second(
+        [(GQA, None, Splits(1, 16)), (GQA, 20, Splits(2, 16)), (LATENT, None, Splits(3, 16))],
+        EXTRA,
+    ),
 )
 def test_extra_splits_change_nothing(
     shape: Shape,

@@ -280,7 +280,7 @@ def make_buffers(cache: PagedCache, kind: str, queries: int) -> Buffers:
     return DecodeBuffers(cache, 5 * queries, table, deterministic, shares=queries > 1)
 
 
-@pytest.mark.parametrize("queries", [1, 2, 4])
+@pytest.mark.parametrize("queries", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("kind", ["decode", "deterministic", "padded"])
 def test_buffers_take_several_queries_of_a_sequence(kernels: None, kind: str, queries: int) -> None:
     """As one step from its spans; the fifth sequence is padding."""
@@ -307,7 +307,7 @@ def test_buffers_take_several_queries_of_a_sequence(kernels: None, kind: str, qu
     ).any(), "all rows are padding"
 
 
-@pytest.mark.parametrize("queries", [1, 2, 4])
+@pytest.mark.parametrize("queries", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("kind", ["decode", "deterministic", "padded"])
 def test_buffers_take_several_queries_over_latents(kernels: None, kind: str, queries: int) -> None:
     spans = verifying(queries)

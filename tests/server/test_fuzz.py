@@ -17,7 +17,7 @@ STATUSES = {"200", "400", "403", "404", "405", "408", "409", "413", "431", "left
 
 
 def test_fuzz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1500 bad requests with good ones beside them; bench/fuzz_server.py sends many more. Some fill
+    """800 bad requests with good ones beside them; bench/fuzz_server.py sends many more. Some fill
     the whole context, so a short context saves most of the time."""
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     flags = {"num_threads": 1, "max_running_requests": 8, "context_length": 256}
@@ -26,10 +26,10 @@ def test_fuzz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Running(engine).serve() as running,
     ):
         tasks = running.tasks()
-        tally = asyncio.run(attack(running.port, ROUTES, range(1500), seed=7))
+        tally = asyncio.run(attack(running.port, ROUTES, range(800), seed=7))
         assert tally.problems == []
-        assert sum(tally.kinds.values()) == 1500 and tally.good >= 4
-        assert tally.statuses["400"] > 750 and set(tally.statuses) <= STATUSES
+        assert sum(tally.kinds.values()) == 800 and tally.good >= 4
+        assert tally.statuses["400"] > 400 and set(tally.statuses) <= STATUSES
         wait_until(running.idle)
         wait_until(lambda: not running.server.server_state.connections)
         wait_until(lambda: running.tasks() <= tasks)

@@ -344,7 +344,13 @@ def test_who_may_end_all_and_flush(http: httpx.Client) -> None:
     assert http.get("/flush_cache").json().keys() == {"freed_pages"}
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        pytest.param("required", marks=pytest.mark.slow),
+        {"type": "function", "function": {"name": "f"}},
+    ],
+)
 def test_calls_of_gpt_oss_are_never_left_out(
     harmony: tuple[Engine, httpx.Client], choice: Any
 ) -> None:

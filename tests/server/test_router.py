@@ -202,7 +202,7 @@ def test_a_server_is_lost_in_the_middle() -> None:
     """Streams go on where they were, whole answers come from the other one; then there is none."""
     with ExitStack() as stack:
         servers = Servers(stack, apart=True)
-        call = CHAT | {"max_tokens": 400, "logprobs": True, "top_logprobs": 2}
+        call = CHAT | {"max_tokens": 240, "logprobs": True, "top_logprobs": 2}
         expected = servers.openai.chat.completions.create(**call).choices[0]
         found: dict[str, Any] = {}
 
@@ -305,7 +305,7 @@ def joined(events: list[str]) -> Any:
 
 def test_a_drained_server_is_left_at_once(servers: Servers) -> None:
     """What is open goes on elsewhere, streams where they are, though the server would end it."""
-    call = CHAT | {"max_tokens": 400}
+    call = CHAT | {"max_tokens": 150}
     expected = servers.openai.chat.completions.create(**call).choices[0].message.content
     first, second = servers.router.workers
     found: dict[bool, str] = {}

@@ -174,7 +174,13 @@ def note_moves(core: LocalCore, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             RANDOM, RANDOM, False, id="the model itself synchronous", marks=pytest.mark.slow
         ),
         pytest.param(RANDOM, RANDOM, True, id="the model itself asynchronous"),
-        pytest.param(RANDOM, "tiny:qwen3_moe,num_hidden_layers=1", False, id="another synchronous"),
+        pytest.param(
+            RANDOM,
+            "tiny:qwen3_moe,num_hidden_layers=1",
+            False,
+            id="another synchronous",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(str(HOUSE), "", True, id="house asynchronous", marks=pytest.mark.slow),
     ],
 )

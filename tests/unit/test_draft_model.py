@@ -140,7 +140,7 @@ def check_equal(found: list[Request], expected: list[Request]) -> None:
 @pytest.mark.parametrize(
     ("model", "steps", "asynchronous"),
     [
-        pytest.param(str(HOUSE), 1, False, id="house 1 synchronous"),
+        pytest.param(str(HOUSE), 1, False, id="house 1 synchronous", marks=pytest.mark.slow),
         pytest.param(str(HOUSE), 3, True, id="house 3 asynchronous"),
         pytest.param(RANDOM, 1, True, id="random 1 asynchronous"),
         pytest.param(RANDOM, 3, False, id="random 3 synchronous"),
@@ -313,8 +313,8 @@ def test_another_model_with_the_same_vocabulary_makes_drafts(asynchronous: bool)
         }
         args = arguments(RANDOM, **TIGHT, **flags)
         core = LocalCore(args, ModelRunner(args, asynchronous=asynchronous))
-        check_equal(serve(core, requests(RANDOM)), expected)
-        check_equal(serve(core, requests(RANDOM)), expected)
+        for _ in range(1 + (draft == RANDOM)):  # the second time from the prefix cache
+            check_equal(serve(core, requests(RANDOM)), expected)
         assert core.planner.metrics.counts.failed_steps == 0
         counts, alone = count_accepted(core), Request("a", [5, 6], SamplingParams(), 0, 41, 99)
         alone.params = SamplingParams(temperature=0.0, ignore_eos=True)

@@ -18,6 +18,7 @@ from moesaic.engine.schedule.plan import StepHandle, StepPlan
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.worker.local_core import LocalCore
 from moesaic.models.tiny import materialise
+from tests.pairs import every_pair
 
 PARAMS = (
     {"temperature": 0.0},
@@ -103,10 +104,11 @@ def without_drafts(asynchronous: bool, **flags: object) -> tuple[list[Request], 
     return serve(core), core.planner.num_steps
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
-@pytest.mark.parametrize("wrong", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize(
-    "flags", [{}, {"max_total_tokens": 72, "chunked_prefill_size": 16}], ids=str
+    ("wrong", "asynchronous", "flags"),
+    every_pair(
+        [0.0, 0.4, 1.0], [True, False], [{"max_total_tokens": 72, "chunked_prefill_size": 16}, {}]
+    ),
 )
 def test_drafts_change_no_token(asynchronous: bool, wrong: float, flags: dict[str, int]) -> None:
     expected, num_steps = without_drafts(asynchronous, **flags)
@@ -129,10 +131,13 @@ def test_drafts_change_no_token(asynchronous: bool, wrong: float, flags: dict[st
     assert [one.routed for one in again] == [one.routed for one in expected]
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize(
-    "flags", [{}, {"max_total_tokens": 96, "chunked_prefill_size": 16}], ids=str
+    ("family", "asynchronous", "flags"),
+    every_pair(
+        ["qwen3_moe", "deepseek_v3", "gpt_oss"],
+        [True, False],
+        [{"max_total_tokens": 96, "chunked_prefill_size": 16}, {}],
+    ),
 )
 def test_trees_change_no_token(asynchronous: bool, family: str, flags: dict[str, int]) -> None:
     """Accepted tokens are wherever their rows were, and moved before they are read: also those

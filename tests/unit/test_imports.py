@@ -4,6 +4,7 @@ import ast
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -64,14 +65,17 @@ def violation(importer: str, imported: str) -> str:
     return ""
 
 
-def modules() -> Iterator[tuple[str, Path, set[str]]]:
+@cache
+def modules() -> list[tuple[str, Path, set[str]]]:
     """(subpackage, file, imported names) of every module except the package's own __init__."""
+    found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         if parts != ("__init__",):
             home = ROOT_MODULES.get(parts[0], parts[0])
             names = imports_of(path.read_text(encoding="utf-8"), ("moesaic", *parts[:-1]))
-            yield home, path.relative_to(PACKAGE.parent), set(names)
+            found.append((home, path.relative_to(PACKAGE.parent), set(names)))
+    return found
 
 
 def subpackage(name: str) -> str:

@@ -16,6 +16,7 @@ from moesaic.engine.schedule.plan_codec import NOTHING, PlanReceiver, PlanSender
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.worker.local_core import LocalCore
 from moesaic.models.tiny import materialise
+from tests.pairs import every_second
 
 
 def make_core(**flags: object) -> LocalCore:
@@ -97,17 +98,18 @@ def one_at_a_time(**flags: object) -> list[Request]:
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [
-        {},
-        {"chunked_prefill_size": 16},
-        {"chunked_prefill_size": 24, "max_total_tokens": 160, "page_size": 4},
-        {"disable_radix_cache": True, "max_running_requests": 3},
-        {"disable_mixed_chunk": True, "chunked_prefill_size": 16},
-    ],
-    ids=str,
+    ("flags", "parts", "late"),
+    every_second(
+        [
+            {},
+            {"chunked_prefill_size": 16},
+            {"chunked_prefill_size": 24, "max_total_tokens": 160, "page_size": 4},
+            {"disable_radix_cache": True, "max_running_requests": 3},
+            {"disable_mixed_chunk": True, "chunked_prefill_size": 16},
+        ],
+        [(2, 1), (4, 3), (3, 3)],
+    ),
 )
-@pytest.mark.parametrize(("parts", "late"), [(2, 1), (4, 3), (3, 3)])
 def test_tokens_are_those_of_one_step_at_a_time(flags, parts, late):
     found = serve(make_core(**flags), parts, late)
     for one, other in zip(one_at_a_time(**flags), found, strict=True):

@@ -25,6 +25,7 @@ from moesaic.layers.parallel import Parallel
 from moesaic.layers.rotary import RopeConfig, RotaryTable
 from moesaic.layers.torch_attention import TorchAttention
 from moesaic.moe.topk import TopK, TopKConfig
+from tests.pairs import every_second
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(64, 32), (48, 96), (2048, 128), (16, 7), (5, 64), (160, 1), (33, 672)]
@@ -353,8 +354,7 @@ def random_chunks(chosen: random.Random) -> list[int]:
     return chunks
 
 
-@pytest.mark.parametrize("name", cases(torch.float32))
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "dtype"), every_second([*cases(torch.float32)], DTYPES))
 def test_attention_depends_on_the_sequence_alone(
     name: str, dtype: torch.dtype, one_thread: None
 ) -> None:

@@ -30,6 +30,7 @@ from moesaic.engine.worker import planner as planner_module
 from moesaic.engine.worker.leader import Leader
 from moesaic.engine.worker.local_core import LocalCore
 from moesaic.engine.worker.planner import Planner
+from tests.pairs import every_second
 from tests.unit.test_inflight_steps import make_core, requests
 
 FLAGS = [
@@ -70,8 +71,7 @@ def serve(core: LocalCore, parts: int, chance: random.Random | None) -> tuple[li
     return served, losses
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=str)
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(("flags", "parts"), every_second(FLAGS, [3, 1]))
 def test_lost_steps_change_nothing(flags, parts):
     expected, _ = serve(make_core(**flags), 1, None)
     core, losses = make_core(**flags), 0

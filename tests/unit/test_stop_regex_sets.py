@@ -10,10 +10,10 @@ import pytest
 from moesaic.engine.text.stop_regex import StopPatterns
 from moesaic.engine.text.stop_regex_sets import case_variants, one_character
 
-CHARACTERS = [chr(code) for code in range(sys.maxunicode + 1)]
-CASED = [char for char in CHARACTERS if len({char, char.lower(), char.upper()}) > 1]
+CHARACTERS = [*map(chr, range(sys.maxunicode + 1))]
 CATEGORIES = (r"\d", r"\D", r"\s", r"\S", r"\w", r"\W")
 LETTERS = CHARACTERS[:0x20000]  # all that have case, and more
+CASED = [char for char in LETTERS if len({char, char.lower(), char.upper()}) > 1]
 FLAGS = (0, re.ASCII, re.IGNORECASE, re.IGNORECASE, re.IGNORECASE | re.ASCII)
 
 

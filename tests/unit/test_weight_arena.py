@@ -197,11 +197,11 @@ WIDE = {name: {"hidden_size": 128, "moe_intermediate_size": 128} for name in ("f
 MODELS = [
     ("qwen3_moe", None),
     ("qwen3_moe", "fp8"),
-    ("qwen3_moe", "w8a8_fp8"),
+    pytest.param("qwen3_moe", "w8a8_fp8", marks=pytest.mark.slow),
     ("qwen3_moe", "w8a8_int8"),
-    ("qwen3_moe", "modelopt_fp4"),
+    pytest.param("qwen3_moe", "modelopt_fp4", marks=pytest.mark.slow),
     ("qwen3_moe", "mxfp4"),
-    ("qwen2_moe", None),
+    pytest.param("qwen2_moe", None, marks=pytest.mark.slow),
     ("deepseek_v3", None),
     ("gpt_oss", None),
 ]
