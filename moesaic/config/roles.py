@@ -46,10 +46,10 @@ def elastic_problems(args: ServerArgs) -> Iterator[str]:
             "tried with ranks that are restarted; give --overlap tbo, sbo or off"
         )
     algorithm = ALGORITHMS.get(name := args.speculative_algorithm or "")
-    if algorithm is not None and algorithm.on_ranks:
+    if algorithm is not None and algorithm.on_ranks and device != "cpu":
         yield (
-            f"{shown} with --speculative-algorithm {name}: the experts of a draft model are not "
-            "taken over yet; give NGRAM, or leave one of them out"
+            f"{shown} with --speculative-algorithm {name} on {device}: only CPU ranks with a draft "
+            "model are restarted so far; give NGRAM, or leave one of them out"
         )
     if args.elastic_ep_join_mode == "scale" and args.elastic_ep_join_rank_offset == 0:
         yield (

@@ -23,6 +23,7 @@ from bench.fault_run import Run, wait_for
 from moesaic import Engine
 from moesaic.engine.frontend import core_client
 from tests.e2e import interrupted_rank
+from tests.unit.test_draft_model import RANDOM
 
 PROMPTS = [[number + 1] * (5 + 9 * number) for number in range(8)]
 PARAMS = [
@@ -361,3 +362,51 @@ def test_streams_survive_random_faults(name: str) -> None:
 def test_layouts_cover_the_backends() -> None:
     backends = ("none", "deepep", "mooncake", "mori", "flashinfer", "ascend_fuseep")
     assert all(GROUPS in LAYOUTS[name] and f"backend {name}" in LAYOUTS[name] for name in backends)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "drafts",
+    [
+        {"speculative_algorithm": "NEXTN", "model_path": RANDOM},
+        pytest.param(
+            {
+                "speculative_algorithm": "STANDALONE",
+                "speculative_draft_model_path": "tiny:qwen3_moe",
+            },
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_drafts_rest_while_a_rank_is_away(drafts: dict[str, Any]) -> None:
+    """Nobody takes over its share of the draft model; answers are those of a run without faults."""
+    flags: dict[str, Any] = {"tp_size": 2, "dp_size": 2, "ep_size": 2, **drafts}
+    flags |= {"ep_num_redundant_experts": 8, "speculative_num_steps": 1}
+    flags |= {"disable_speculative_adaptive": True}
+    run = Run()
+    try:
+        with run.marked():
+            engine = Engine(**COMMON | flags)
+        try:
+            wanted = ask(engine)
+            assert drafted_by(engine) > 0
+            for rank in (1, 0):
+                pid = info(engine)["ranks"][rank]["pid"]
+                assert during(engine, run, lambda pid=pid: os.kill(pid, signal.SIGKILL)) == wanted
+                wait_for(lambda: all_live(engine), f"rank {rank}", run)
+                before = drafted_by(engine)
+                assert ask(engine) == wanted
+                assert drafted_by(engine) > before
+            assert engine.scale_elastic_ep(1)["target_ep_size"] == 1
+            wait_for(lambda: info(engine)["membership"]["live"] == [0], "one rank", run)
+            before = drafted_by(engine)
+            assert ask(engine) == wanted
+            assert drafted_by(engine) == before
+        finally:
+            engine.shutdown()
+    finally:
+        run.close()
+
+
+def drafted_by(engine: Engine) -> int:
+    return sum(sum(group.drafted_tokens) for group in engine.get_stats().groups)

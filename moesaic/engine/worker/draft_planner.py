@@ -38,6 +38,8 @@ class DraftPlanner:
         """None: requests have all drafts that the drafter proposes."""
         self.agreed: int | None = None
         """What all groups plan next, as each with requests has wanted; None: this one decides."""
+        self.rests = False
+        """Whether ranks that hold experts of the draft model are away."""
         self._planned = NO_DRAFTS
         """What each request may have in the step that is being planned."""
         self._pass_rows = runner.limits.decode_tokens
@@ -56,7 +58,7 @@ class DraftPlanner:
         have drafts: another instance continues the others."""
         if all(request.kv_target is not None for request in self._scheduler.open_requests()):
             return -1
-        if self.drafter is None and not self.steps:
+        if self.rests or (self.drafter is None and not self.steps):
             return 0
         return 1 if self.controller is None else self.controller.chosen
 

@@ -261,6 +261,8 @@ class Worker:
             self.leader.planner.drop_all()
         live = set(resume.active)
         self.stage.is_whole = live.issuperset(self.mesh.attention_ranks(self.place))
+        if self.planner is not None and self.runner.draft is not None:
+            self.planner.drafts.rests = not live.issuperset(self.mesh.stage_ranks(self.place))
         self.link.send(self.members.adopt(resume.epoch, resume.active))
 
     def _receive_order(self) -> messages.AnyMessage | None:
