@@ -326,10 +326,6 @@ def test_missing_file_is_named(tmp_path: Path):
             "ranks of one node are restarted so far; give 1",
         ),
         (
-            "--elastic-ep-backend mooncake --speculative-algorithm NEXTN",
-            "the experts of a draft model are not taken over yet; give NGRAM",
-        ),
-        (
             "--elastic-ep-backend mooncake --tp 4 --ep 4 --max-ep-size 2",
             "give at least --tp-size 4",
         ),
