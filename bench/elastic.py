@@ -35,7 +35,18 @@ from tqdm import tqdm
 
 from bench.common import RESULTS, machine, print_table, write_json
 from bench.elastic_client import Question, Tally, ask, client
-from bench.elastic_faults import EXCEPTION, HEADS, WEIGHTS, Fault, Served, Victims, serving
+from bench.elastic_faults import (
+    EXCEPTION,
+    HEAD_WEIGHTS,
+    HEADS,
+    NODE_WEIGHTS,
+    RANKS_ALONE,
+    WEIGHTS,
+    Fault,
+    Served,
+    Victims,
+    serving,
+)
 
 GROUPS: Final = "--tp 4 --ep 4 --dp 4 --enable-dp-attention --ep-num-redundant-experts 4"
 LAYOUTS: Final = {
@@ -57,9 +68,17 @@ LAYOUTS: Final = {
     ),
     "TP 2, PP 2": "--tp 2 --pp 2 --ep 2 --moe-a2a-backend deepep",
     "deepep, head too": f"{GROUPS} --moe-a2a-backend deepep",
+    "deepep, two nodes": (
+        "--tp 4 --ep 4 --dp 4 --enable-dp-attention --ep-num-redundant-experts 8 "
+        "--moe-a2a-backend deepep"
+    ),
+    "flashinfer, two nodes, experts move": (
+        f"{GROUPS} --moe-a2a-backend flashinfer --enable-eplb --eplb-rebalance-num-iterations 10"
+    ),
 }
-# The layouts in which the HTTP process and the supervisor are victims, too.
-HEAD: Final = ("deepep, head too",)
+# Layouts in which the HTTP process and the supervisor are victims, too, or a node is.
+HEAD: Final = {"deepep, head too": HEAD_WEIGHTS, "deepep, two nodes": NODE_WEIGHTS}
+NODES: Final = {"deepep, two nodes": 2, "flashinfer, two nodes, experts move": 2}
 QUESTIONS, CLIENTS = 24, 8
 START_SECONDS: Final = 300.0
 SETTLE_SECONDS: Final = 60.0
@@ -134,12 +153,12 @@ def added(found: Sequence[Outcome], before: Sequence[dict[str, Any]]) -> list[Ou
 
 async def chaos(
     served: Served,
-    heads: bool,
+    layout: str,
+    kinds: Sequence[str],
     faults: int,
     seconds: float,
     seed: int,
     pace: float,
-    kinds: Sequence[str],
 ) -> tuple[Tally, Tally, list[Fault]]:
     """Strikes `faults` times, or for `seconds`: mostly when all ranks are back, after `pace`
     seconds on average, else while they recover."""
@@ -151,7 +170,8 @@ async def chaos(
         for question, answer in zip(questions, answers, strict=True):
             before.count(answer, None, str(question))
             expected[question] = answer.value
-    victims, rng, until = Victims(served.run, 4, kinds, heads), random.Random(seed), asyncio.Event()
+    victims = Victims(served.run, 4, kinds, HEAD.get(layout, RANKS_ALONE), NODES.get(layout, 1))
+    rng, until = random.Random(seed), asyncio.Event()
     clients = [
         asyncio.create_task(client(served.url, number, expected, tally, until))
         for number in range(CLIENTS)
@@ -185,9 +205,9 @@ def run_layout(
     kinds: Sequence[str] = tuple(WEIGHTS),
 ) -> Outcome:
     flags = LAYOUTS[name]
-    with serving(flags) as served:
+    with serving(flags, nodes=NODES.get(name, 1)) as served:
         began = time.monotonic()
-        found = asyncio.run(chaos(served, name in HEAD, faults, seconds, seed, pace, kinds))
+        found = asyncio.run(chaos(served, name, kinds, faults, seconds, seed, pace))
         before, tally, struck = found
         took = time.monotonic() - began
         left = _settle(served)

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ FLAGS: Final = (
     "--elastic-ep-backend mooncake --restart-limit 0 --enable-deterministic-inference "
     "--max-total-tokens 4096 --num-threads 1 --skip-server-warmup"
 )
+SECRET: Final = {"MOESAIC_SECRET": "what the nodes of this run share"}
 SIGNALS: Final = {
     "kill -9": signal.SIGKILL,
     "SIGSTOP": signal.SIGSTOP,
@@ -34,8 +35,11 @@ SIGNALS: Final = {
 EXCEPTION: Final = "exception"
 WEIGHTS: Final = {"kill -9": 6, "SIGSTOP": 2, "exception": 2, "error": 2}
 # Victims besides ranks, and how likely each is.
-HEADS: Final = ("http", "supervisor")
-HEAD_WEIGHTS: Final = {"rank": 4, "http": 5, "supervisor": 1}
+RANK, NODE = "rank", "node"
+HEADS: Final = ("http", "supervisor", NODE)
+RANKS_ALONE: Final = {RANK: 1}
+HEAD_WEIGHTS: Final = {RANK: 4, "http": 5, "supervisor": 1}
+NODE_WEIGHTS: Final = {RANK: 6, NODE: 1}
 HEAD_KINDS: Final = {"kill -9": 6, "SIGSTOP": 2}
 
 
@@ -51,29 +55,33 @@ class Fault:
     """All ranks were live before it."""
 
 
-class Victims:
-    """The ranks of a server, found by the names of their processes. `heads`: its HTTP process and
-    its supervisor are victims, too."""
+class NodeView:
+    """The supervisor, the fork server and the ranks of one node."""
 
-    def __init__(self, run: Run, world: int, kinds: Sequence[str], heads: bool = False) -> None:
-        self._run, self._world, self._kinds, self._heads = run, world, kinds, heads
-        self._server = self._supervisor = 0
+    def __init__(self, run: Run, node: int, ranks: range) -> None:
+        self._run, self._node, self.ranks = run, node, ranks
+        self.supervisor = self._server = 0
         self._page: ControlPage | None = None
 
-    def _look(self) -> bool:
+    @property
+    def page(self) -> ControlPage:
+        assert self._page is not None, "it was looked for, and found"
+        return self._page
+
+    def look(self) -> bool:
         """Whether there is a supervisor, with a fork server and a control page."""
-        if self._page is not None and Path(f"/proc/{self._supervisor}/fd/0").exists():
+        if self._page is not None and Path(f"/proc/{self.supervisor}/fd/0").exists():
             return True
         self._page = None
-        supervisor, server = (self._run.find(name) for name in ("supervisor", "fork server"))
+        supervisor, server = self._run.node(self._node)
         if supervisor is None or server is None:
             return False
         with suppress(OSError):
             for link in Path(f"/proc/{supervisor}/fd").iterdir():
                 if "moesaic-control" in os.readlink(link):
                     seats = (link.stat().st_size - HEAD_BYTES) // STATUS_BYTES
-                    self._page = ControlPage.open(str(link), seats)
-        self._supervisor, self._server = supervisor, server
+                    self._page = ControlPage.open(str(link), seats, self.ranks.start)
+        self.supervisor, self._server = supervisor, server
         return self._page is not None
 
     def pids(self) -> dict[int, int]:
@@ -85,53 +93,72 @@ class Victims:
                     found[int(name.removeprefix("rank"))] = int(pid)
         return found
 
+
+class Victims:
+    """The ranks of a server, found by the names of their processes. `heads`: how likely its other
+    processes are to be victims."""
+
+    def __init__(
+        self,
+        run: Run,
+        world: int,
+        kinds: Sequence[str],
+        heads: Mapping[str, int] = RANKS_ALONE,
+        nodes: int = 1,
+    ) -> None:
+        self._run, self._kinds, self._heads = run, kinds, heads
+        here = world // nodes
+        self._nodes = [
+            NodeView(run, node, range(node * here, (node + 1) * here)) for node in range(nodes)
+        ]
+
+    def _look(self) -> list[NodeView]:
+        return [node for node in self._nodes if node.look()]
+
     @property
     def is_calm(self) -> bool:
         """Whether all ranks are live, and no step is abandoned."""
-        if not self._look():
-            return False
-        assert self._page is not None
-        ranks = range(self._world)
-        return self._page.live == (1 << self._world) - 1 and not any(
-            self._doing(rank) in ("start", "recovery") for rank in ranks
+        return self._look() == self._nodes and not any(
+            _doing(node, rank) in ("start", "recovery")
+            for node in self._nodes
+            for rank in node.ranks
         )
 
     def strike(self, rng: random.Random, may_raise: bool) -> Fault | None:
-        who = "rank"
-        if self._heads:
-            (who,) = rng.choices(list(HEAD_WEIGHTS), list(HEAD_WEIGHTS.values()))
-        return self._strike_rank(rng, may_raise) if who == "rank" else self._strike_head(rng, who)
+        (who,) = rng.choices(list(self._heads), list(self._heads.values()))
+        return self._strike_rank(rng, may_raise) if who == RANK else self._strike_head(rng, who)
 
     def _strike_head(self, rng: random.Random, who: str) -> Fault | None:
-        calm, pid = self.is_calm, self._run.find(who)
+        calm, pid = self.is_calm, self._run.find(who) if who != NODE else self._run.node(1)[0]
         (kind,) = rng.choices(list(HEAD_KINDS), list(HEAD_KINDS.values()))
         if pid is None or not _send(pid, SIGNALS[kind]):
             return None
         return Fault(f"{who} {kind}", -1, "step" if calm else "recovery", time.monotonic(), calm)
 
     def _strike_rank(self, rng: random.Random, may_raise: bool) -> Fault | None:
-        pids = self.pids() if self._look() else {}
+        pids = {rank: (node, pid) for node in self._look() for rank, pid in node.pids().items()}
         if not pids:
             return None
         rank = rng.choice(sorted(pids))
+        node, pid = pids[rank]
         (kind,) = rng.choices(self._kinds, [WEIGHTS[kind] for kind in self._kinds])
-        doing, calm = self._doing(rank), self.is_calm
+        doing, calm = _doing(node, rank), self.is_calm
         if kind == EXCEPTION and not (may_raise and calm):
             kind = "kill -9"
-        if not _send(pids[rank], SIGNALS[kind]):
+        if not _send(pid, SIGNALS[kind]):
             return None
         return Fault(kind, rank, doing, time.monotonic(), calm)
 
-    def _doing(self, rank: int) -> str:
-        assert self._page is not None
-        seen = self._page.snapshot(rank)
-        if seen.state in (RankState.ABSENT, RankState.STARTING):
-            return "start"
-        if "abandon" in seen.operation or "tell experts" in seen.operation:
-            return "recovery"
-        if seen.state == RankState.IDLE:
-            return "idle"
-        return "prefill" if "normal" in seen.operation else "step"
+
+def _doing(node: NodeView, rank: int) -> str:
+    seen = node.page.snapshot(rank)
+    if seen.state in (RankState.ABSENT, RankState.STARTING):
+        return "start"
+    if "abandon" in seen.operation or "tell experts" in seen.operation:
+        return "recovery"
+    if seen.state == RankState.IDLE:
+        return "idle"
+    return "prefill" if "normal" in seen.operation else "step"
 
 
 def _send(pid: int, number: int) -> bool:
@@ -150,25 +177,36 @@ class Served:
 
 
 @contextmanager
-def serving(flags: str, hook: str = "") -> Iterator[Served]:
+def serving(flags: str, hook: str = "", nodes: int = 1) -> Iterator[Served]:
     """The server of these flags; its processes are gone afterwards. `hook`: a command for its
     events."""
     run = Run()
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = _free_port()
     words = ["serve", MODEL, "--port", str(port), *FLAGS.split(), *flags.split()]
     words += ["--elastic-event-command", hook] if hook else []
-    with run.log.open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "bench.faulty_rank", *words],
-            env=run.environment,
-            stdout=log,
-            stderr=log,
-            cwd=ROOT,
-        )
+    if nodes > 1:
+        words += ["--nnodes", str(nodes), "--dist-init-addr", f"127.0.0.1:{_free_port()}"]
+    process, *others = (_start(run, [*words, "--node-rank", str(node)]) for node in range(nodes))
     try:
         wait_for(lambda: "ready: http" in run.log.read_text(), "server", run)
         yield Served(f"http://127.0.0.1:{port}", run, process)
     finally:
         run.close()
-        process.wait()
+        for one in (process, *others):
+            one.wait()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def _start(run: Run, words: Sequence[str]) -> subprocess.Popen[bytes]:
+    with run.log.open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "bench.faulty_rank", *words],
+            env=run.environment | SECRET,
+            stdout=log,
+            stderr=log,
+            cwd=ROOT,
+        )

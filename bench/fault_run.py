@@ -80,6 +80,18 @@ class Run:
         names = {pid: _name(pid) for pid in pids if _parent(pid) == servers[0]}
         return next((pid for pid, told in names.items() if told == name), None)
 
+    def node(self, number: int) -> tuple[int | None, int | None]:
+        """The supervisor and the fork server of one of several nodes."""
+        pids, mark = self.pids(), f"--node-rank\0{number}\0".encode()
+        for pid in pids:
+            if b"moesaic.comm.supervise.main" in _read(pid, "cmdline"):
+                # The supervisor of node 0 may have had several parents.
+                parent = _read(_parent(pid), "cmdline")
+                if mark in parent or (number == 0 and b"--node-rank" not in parent):
+                    servers = [one for one in pids if _parent(one) == pid and _is_fork_server(one)]
+                    return pid, next(iter(servers), None)
+        return None, None
+
     def pid(self, name: str) -> int:
         return wait_for(lambda: self.find(name), f"a process {name}", self)
 

@@ -38,8 +38,13 @@ def elastic_problems(args: ServerArgs) -> Iterator[str]:
             )
     elif device != "cpu":
         yield f"{shown} with --device {device}: only CPU ranks are restarted so far; leave it out"
-    if args.nnodes > 1:
-        yield f"{shown} with --nnodes {args.nnodes}: ranks of one node are restarted so far; give 1"
+    if args.nnodes > 1 and device != "cpu":
+        yield f"{shown} with --nnodes {args.nnodes}: only CPU ranks of several nodes so far; give 1"
+    elif args.nnodes > 1 and args.disaggregation_mode != "null":
+        yield (
+            f"{shown} with --nnodes {args.nnodes} and --disaggregation-mode "
+            f"{args.disaggregation_mode}: only instances of one node so far; leave one of them out"
+        )
     if args.overlap == "auto" and device != "cpu":
         yield (
             f"{shown} with --overlap auto on {device}: graphs of measured steps have not been "
@@ -96,11 +101,6 @@ def _weight_cache_problems(args: ServerArgs) -> Iterator[str]:
         yield (
             f"{shown} with --device {device}: nothing keeps memory of a GPU when its rank has "
             "ended so far; give off"
-        )
-    if args.nnodes > 1:
-        yield (
-            f"{shown} with --nnodes {args.nnodes}: only the first node's supervisor keeps memory "
-            "so far; give 1"
         )
 
 

@@ -124,21 +124,27 @@ class Asleep(Message):
 
 
 class StepFailed(Message):
-    """From a rank that raised in a step of this generation and waits for the rollback."""
+    """From a rank that raised in a step of this generation and waits for the rollback. `lost_link`:
+    as a connection to another node is lost, although no rank is known to be."""
 
     rank: int
     generation: int
     step: int
     error: str
+    lost_link: bool = False
 
 
 class RollbackStep(Message):
-    """To all ranks of a replica: abandon the step. `error`: why `step` failed, and where."""
+    """To all ranks of a replica: abandon the step. `error`: why `step` failed, and where. `ranks`:
+    those that live, for the supervisors of other nodes. `ends_links`: their connections between
+    nodes end, and live ranks make others when they go on."""
 
     replica: int
     generation: int
     step: int
     error: str
+    ranks: list[int] = []
+    ends_links: bool = False
 
 
 class StepAbandoned(Message):
@@ -214,7 +220,7 @@ class Stop(Message):
 class Hello(Message):
     """The first message of a client or a node to the supervisor, and of node 0 to a node that it
     admits. `node`: 0 for the client. `facts`: what all nodes must have in common; the pid of a
-    client."""
+    client; to a node, whether the service `serves` already."""
 
     node: int = 0
     facts: dict[str, Any] = {}
@@ -232,6 +238,31 @@ class Beat(Message):
 
     node: int
     ranks: dict[int, RankSnapshot] = {}
+
+
+class StartRank(Message):
+    """From node 0 to the node of a rank that is to be started again."""
+
+    rank: int
+
+
+class EndRank(Message):
+    """From node 0 to the node of a rank that is lost or removed: end its process."""
+
+    rank: int
+
+
+class RankEnded(Message):
+    """The answer to EndRank: what this process has sent came before."""
+
+    rank: int
+
+
+class RanksLost(Message):
+    """From another node to node 0: these ranks have died or hung, and their processes are gone."""
+
+    ranks: list[int]
+    cause: str
 
 
 AnyMessage = (
@@ -257,6 +288,10 @@ AnyMessage = (
     | Hello
     | Relay
     | Beat
+    | StartRank
+    | EndRank
+    | RankEnded
+    | RanksLost
 )
 
 _encoder: Final = msgspec.msgpack.Encoder()

@@ -33,11 +33,11 @@ def free_port() -> int:
 
 @contextmanager
 def on_nodes(
-    group: RankGroup, nodes: tuple[int, ...], secret: bytes = SECRET
+    group: RankGroup, nodes: tuple[int, ...], secret: bytes = SECRET, *, renews: bool = False
 ) -> Iterator[TcpLinks]:
     """The group as if its ranks were on these nodes; each node has an address of its own."""
     node = nodes[group.rank]
-    links = TcpLinks(group.rank, node, f"127.0.0.{1 + node}", secret)
+    links = TcpLinks(group.rank, node, f"127.0.0.{1 + node}", secret, renews=renews)
     group.nodes, group.links = nodes, links
     try:
         yield links

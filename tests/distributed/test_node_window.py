@@ -133,13 +133,19 @@ def test_after_a_restart_tags_go_first():
 @pytest.mark.parametrize("nodes", [*LAYOUTS, (3, 3, 3, 9, 9, 9, 9, 4)])
 def test_every_sender_has_one_receiver_in_each_other_node(nodes: tuple[int, ...]):
     for node in set(nodes):
-        chosen = [receiver(nodes, r, node) for r in range(len(nodes)) if nodes[r] != node]
-        assert all(nodes[rank] == node for rank in chosen)
+        ranks = range(len(nodes))
+        chosen = [receiver(nodes, r, node, ranks) for r in ranks if nodes[r] != node]
+        assert all(rank is not None and nodes[rank] == node for rank in chosen)
         # Shared evenly between those who send from one node.
         for other in set(nodes) - {node}:
-            of_other = [receiver(nodes, r, node) for r in range(len(nodes)) if nodes[r] == other]
-            counts = [of_other.count(r) for r in range(len(nodes)) if nodes[r] == node]
+            of_other = [receiver(nodes, r, node, ranks) for r in ranks if nodes[r] == other]
+            counts = [of_other.count(r) for r in ranks if nodes[r] == node]
             assert max(counts) - min(counts) <= 1
+        # Of ranks that are lost others take the place, until none is left.
+        there = [r for r in ranks if nodes[r] == node]
+        for sender in set(ranks) - set(there):
+            assert receiver(nodes, sender, node, there[-1:]) == there[-1]
+            assert receiver(nodes, sender, node, []) is None
 
 
 BACKENDS = (

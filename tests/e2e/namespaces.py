@@ -27,6 +27,9 @@ class Node:
         """Nothing reaches it any more, and nobody is told."""
         _ip(f"link set {self.cable} down")
 
+    def mend(self) -> None:
+        _ip(f"link set {self.cable} up")
+
 
 class NotAllowed(Exception):
     """This user or machine may not make namespaces."""

@@ -113,6 +113,7 @@ class Service:
     """In the place of LeadSupervisor: it has the journal, and passes messages on."""
 
     is_serving = True
+    is_away = staticmethod(lambda rank: False)
 
     def __init__(self, mesh: Mesh, seed: int, start: int | None = None, slots: int = SLOTS) -> None:
         self.mesh, self.random = mesh, random.Random(seed)

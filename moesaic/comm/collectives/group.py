@@ -98,7 +98,7 @@ class Peers(ABC):
 
     def lasting_memory(self, name: str, length: int) -> str | None:
         """The path of memory that outlives the ranks, so that one that is restarted can map it
-        again; None: ranks create it themselves. One rank calls it."""
+        again; None: ranks create it themselves. All ranks call it."""
         return None
 
     def held_memory(self) -> tuple[HeldMemory, str] | None:

@@ -60,6 +60,7 @@ class RankLink:
         """Whether the other ranks serve already: what they exchanged at their start is known, and
         none of them is there to wait for."""
         self._spec = spec
+        self._has_ended_links = False
         here = self.mesh.ranks_of_node(self.node)
         self._page = ControlPage.open(spec.control, len(here), here.start)
         self.status: RankStatus = self._page.status(spec.rank)
@@ -96,14 +97,25 @@ class RankLink:
         return self._spec.store.connect(self._spec.service.timeouts.start, own)
 
     @cached_property
+    def node_store(self) -> StoreClient:
+        """The store that keeps memory of this node's ranks."""
+        if self._spec.memory is None:
+            return self.store
+        own = Identity(self.rank, self.node)
+        return self._spec.memory.connect(self._spec.service.timeouts.start, own)
+
+    @cached_property
     def held_memory(self) -> HeldMemory:
         own = Identity(self.rank, self.node)
         return self._spec.store.connect_memory(self._spec.service.timeouts.start, own)
 
     @cached_property
     def links(self) -> TcpLinks:
-        spec = self._spec
-        return TcpLinks(self.rank, self.node, spec.host, spec.store.secret)
+        spec, renews = self._spec, self._spec.service.elastic
+        links = TcpLinks(self.rank, self.node, spec.host, spec.store.secret, renews=renews)
+        if renews:
+            self.store.set(_place_of(self.rank), f"{links.port} {links.address}".encode())
+        return links
 
     def group(self, name: str, ranks: Sequence[int]) -> StoreGroup:
         """A group of this rank and others, in that order; all of them ask for the same."""
@@ -121,6 +133,8 @@ class RankLink:
         group.status, group.collective_timeout = self.status, self.timeout
         group.members, group.lifecycle = tuple(ranks), self.lifecycle
         group.lasts = self._spec.service.elastic
+        if group.lasts and len(ranks) > 1:
+            group.node_store = self.node_store
         if self.mesh.nnodes == 1:
             group.connect_memory = lambda: self.held_memory
         if across:
@@ -130,7 +144,25 @@ class RankLink:
     def restart(self, generation: int, active: Sequence[int] = ()) -> None:
         """Enters a generation that all ranks of the replica have agreed on. `active`: the live
         ranks, if not all ranks are."""
+        if self._has_ended_links:
+            self._has_ended_links = False
+            self.links.begin_generation(active, self._addresses(active).__getitem__)
         self.lifecycle.restart(self._membership(generation, tuple(active)))
+
+    def end_links(self, generation: int) -> None:
+        """Ends the connections to ranks of other nodes, until `restart` makes new ones."""
+        if "links" in self.__dict__:
+            self.links.end_generation(generation)
+            self._has_ended_links = True
+
+    def _addresses(self, ranks: Sequence[int]) -> dict[int, tuple[str, int, int]]:
+        """Where each rank listens, as it lives now: host, port and node."""
+        told = self.store.get_now([_place_of(rank) for rank in ranks])
+        found = {}
+        for rank, value in zip(ranks, told, strict=True):
+            port, _, host = (value or b"0").decode().partition(" ")
+            found[rank] = host, int(port), self.mesh.node_of(rank)
+        return found
 
     def ready(self, facts: dict[str, Any]) -> None:
         self.is_ready = True
@@ -255,6 +287,11 @@ def last_lines(error: BaseException) -> str:
         return text
     last = frames[-1]
     return f"{text} (in {last.name}, {os.path.basename(last.filename)}:{last.lineno})"
+
+
+def _place_of(rank: int) -> str:
+    """The key of where a rank listens for those of other nodes."""
+    return f"links of rank {rank}"
 
 
 def _set_up(rank: int, spec: ServiceSpec) -> None:

@@ -29,6 +29,7 @@ from moesaic.comm.launch.supervisor_process import (
 from moesaic.comm.network.node_secret import own_secret
 from moesaic.comm.supervise.address import check_init_address
 from moesaic.comm.supervise.process_watch import process_state
+from moesaic.comm.supervise.restarts import Restarts
 from moesaic.comm.supervise.service_spec import ServiceSpec, Timeouts
 from moesaic.core.messages import AnyMessage, Fault, Hello, Message, Ready, Stop, decode, encode
 from moesaic.core.process import NODE_SECRET, handling_signals
@@ -264,17 +265,20 @@ class Service:
 def host_ranks(service: Service, patience: float = 0.0) -> int:
     """Runs a node other than node 0 until the service or this node ends; the exit status. Launchers
     tell all nodes to stop at once: then node 0 lets open requests finish, for which this one waits
-    up to `patience` seconds."""
-    node = service.spec.node_rank
-    with handling_signals(_Leaving(service, patience)):
-        try:
-            service.connect()
-            logger.info("node %d is ready", node)
-            while not isinstance(message := service.receive(None), Stop | Fault):
-                pass
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            service.close()
+    up to `patience` seconds. A node of an elastic service comes again if its supervisor is lost, or
+    node 0."""
+    node, restarts = service.spec.node_rank, Restarts()
+    with handling_signals(leaving := _Leaving(service, patience)):
+        while True:
+            began, message = time.monotonic(), _host(service)
+            if not (isinstance(message, Fault) and message.supervisor and service.spec.elastic):
+                break
+            pause = restarts.next_pause(time.monotonic() - began, service.spec.restart_limit)
+            if pause is None:
+                break
+            logger.warning("%s; node %d starts again in %.1f s", message.message, node, pause)
+            time.sleep(pause)
+            service = leaving.service = service.successor()
     if isinstance(message, Fault):
         logger.error("%s", message.message)
         return 1
@@ -282,19 +286,31 @@ def host_ranks(service: Service, patience: float = 0.0) -> int:
     return 0
 
 
+def _host(service: Service) -> Stop | Fault:
+    try:
+        service.connect()
+        logger.info("node %d is ready", service.spec.node_rank)
+        while not isinstance(message := service.receive(None), Stop | Fault):
+            pass
+        return message
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        service.close()
+
+
 class _Leaving:
     """What a node does when it is told to stop: it leaves at once while it starts, and the second
     time."""
 
     def __init__(self, service: Service, patience: float) -> None:
-        self._service, self._patience = service, patience
+        self.service, self._patience = service, patience
 
     def __call__(self, number: int, _: FrameType | None) -> None:
         """Exits with status 0, like a server; while starting, with the status of the signal."""
-        name, node = signal.Signals(number).name, self._service.spec.node_rank
+        name, node = signal.Signals(number).name, self.service.spec.node_rank
         # At once: the second signal may come in the middle of this.
         patience, self._patience = self._patience, 0.0
-        if patience and self._service.facts:
+        if patience and self.service.facts:
             signal.signal(signal.SIGALRM, partial(self._leave, name))
             signal.setitimer(signal.ITIMER_REAL, patience)
             logger.info("%s: node %d waits for node 0 for up to %g s", name, node, patience)
@@ -302,6 +318,6 @@ class _Leaving:
             self._leave(name, number)
 
     def _leave(self, name: str, number: int, _: FrameType | None = None) -> None:
-        logger.info("%s: node %d leaves", name, self._service.spec.node_rank)
-        self._service.stop_message = Stop(f"it was stopped by {name}")
-        sys.exit(0 if self._service.facts else 128 + number)
+        logger.info("%s: node %d leaves", name, self.service.spec.node_rank)
+        self.service.stop_message = Stop(f"it was stopped by {name}")
+        sys.exit(0 if self.service.facts else 128 + number)

@@ -43,8 +43,10 @@ class StoreGroup(Peers):
         self._last_complete = ""
         self.collective_timeout = timeout
         self.lasts = False
+        self.node_store = self._store
+        """The one of this node's supervisor, which keeps memory of ranks that are lost."""
         self.connect_memory: Callable[[], HeldMemory] | None = None
-        """Where this node keeps memory of ranks that are lost."""
+        """Where this node keeps memory of GPUs."""
 
     @cached_property
     def store(self) -> TorchStore:
@@ -94,9 +96,9 @@ class StoreGroup(Peers):
         return [part for part in parts if part is not None]
 
     def lasting_memory(self, name: str, length: int) -> str | None:
-        if self._store is None or not self.lasts:
+        if self.node_store is None or not self.lasts:
             return None
-        return self._store.memory(f"{self.name}/memory {self._sequence}", name, length)
+        return self.node_store.memory(f"{self.name}/memory {self._sequence}", name, length)
 
     def held_memory(self) -> tuple[HeldMemory, str] | None:
         if self._store is None or not self.lasts or self.connect_memory is None:

@@ -12,15 +12,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import msgspec
 
 from moesaic.comm.mesh import Mesh
+from moesaic.comm.supervise.elastic_state import ElasticReplica, PendingChange, RankLife
 from moesaic.comm.supervise.journal import Journal
 from moesaic.comm.supervise.membership_policy import EndableService, MembershipPolicy
-from moesaic.comm.supervise.restarts import Restarts
 from moesaic.comm.supervise.service_spec import ServiceSpec
 from moesaic.comm.supervise.step_rollback import StepRollbacks
 from moesaic.core.messages import (
@@ -28,6 +27,7 @@ from moesaic.core.messages import (
     Message,
     ResumeSteps,
     RollbackStep,
+    StepFailed,
     Submit,
     encode,
 )
@@ -40,43 +40,17 @@ KEPT_CHANGES: Final = 64
 # all ranks redo a step.
 JOIN_SECONDS: Final = 0.25
 LOST, RETURNED, REMOVED = "lost", "returned", "removed"
-WORDS: Final = {LOST: "were lost", RETURNED: "had returned", REMOVED: "were removed"}
+CUT_OFF: Final = "cut off"
+WORDS: Final = {
+    LOST: "were lost",
+    RETURNED: "had returned",
+    REMOVED: "were removed",
+    CUT_OFF: "were cut off",
+}
+# How often in a row connections of a rank that break are made anew, and what ends such a row.
+MOST_CUTS: Final = 3
+CUT_SECONDS: Final = 60.0
 MIB: Final = 1 << 20
-
-
-@dataclass(slots=True)
-class PendingChange:
-    """A change that some ranks have yet to adopt, and when it began."""
-
-    change: MembershipChange
-    began: float
-
-
-@dataclass(slots=True)
-class RankLife:
-    is_live: bool = True
-    """It takes part in steps, or will once the others have abandoned theirs."""
-    since: float = 0.0
-    """When it returned, or was lost."""
-    restart_at: float | None = None
-    """When its process is to be started; None: it has been."""
-    restarts: Restarts = field(default_factory=Restarts)
-    ready_at: float | None = None
-    """Since when its process could serve, until it joins."""
-
-
-@dataclass(slots=True)
-class ElasticReplica:
-    number: int
-    rollbacks: StepRollbacks
-    epoch: int = 1
-    reset: set[int] = field(default_factory=set)
-    """Serving groups that have lost a rank, until all ranks know."""
-    adopting: set[int] = field(default_factory=set)
-    """Ranks that have yet to adopt the epoch."""
-    waits_since: float | None = None
-    """Since when its ranks wait for one that is lost."""
-    pending: list[PendingChange] = field(default_factory=list)
 
 
 class ElasticHost(Protocol):
@@ -90,6 +64,9 @@ class ElasticHost(Protocol):
     def is_serving(self) -> bool: ...
 
     def fail(self, message: str, ranks: Sequence[int]) -> None: ...
+
+    def is_away(self, rank: int) -> bool:
+        """Whether its node is lost, so that it cannot be started."""
 
     def start_rank(self, rank: int) -> None: ...
 
@@ -247,6 +224,20 @@ class ElasticMembership(MembershipPolicy):
             if here:
                 self._change(replica, LOST, here, cause, now)
 
+    def on_link_lost(self, failed: StepFailed) -> None:
+        """A connection between nodes has broken, and no rank is lost: all make new ones. A rank
+        whose connections break again and again is lost."""
+        rank, now = failed.rank, time.monotonic()
+        replica, life = self._replicas[self._mesh.place(rank).replica], self.ranks[rank]
+        if replica.rollbacks.in_progress or failed.generation != replica.rollbacks.generation:
+            return
+        life.cuts = [then for then in life.cuts if now - then < CUT_SECONDS] + [now]
+        cause = f"{self._mesh.describe(rank)} is cut off: {failed.error}"
+        if len(life.cuts) > MOST_CUTS:
+            self.on_ranks_lost(self._host, [rank], cause)
+        else:
+            self._change(replica, CUT_OFF, [rank], cause, now)
+
     def on_ready(self, rank: int) -> None:
         """A rank that was started can serve."""
         now = time.monotonic()
@@ -285,18 +276,29 @@ class ElasticMembership(MembershipPolicy):
 
     def tick(self, now: float) -> None:
         for rank, life in self.ranks.items():
-            if life.restart_at is not None and now >= life.restart_at:
-                life.restart_at = None
-                self._host.start_rank(rank)
-            elif life.restart_at is None and not life.is_live and rank < self._size:
+            if life.restart_at is not None:
+                if now >= life.restart_at and not self._host.is_away(rank):
+                    life.restart_at, life.started = None, now
+                    self._host.start_rank(rank)
+            elif not life.is_live and rank < self._size:
                 limit = self._host.spec.timeouts.start
-                if now - life.since > limit:
+                if now - life.started > limit:
                     why = f"{self._mesh.describe(rank)} is not ready after {limit:.0f} s"
                     self.on_ranks_lost(self._host, [rank], why)
                     return
         for replica in self._replicas:
             self._join(replica, now)
             self._lose_stuck(replica, now)
+            self._give_up(replica, now)
+
+    def _give_up(self, replica: ElasticReplica, now: float) -> None:
+        """Ranks wait for a node that is away as long as nodes wait for each other at the start."""
+        limit, since = self._host.spec.timeouts.nodes, replica.waits_since
+        away = [rank for rank in self.ranks if self._host.is_away(rank)]
+        if away and since is not None and now - since > limit:
+            nodes = sorted({self._mesh.node_of(rank) for rank in away})
+            text = f"node {_numbers(nodes)} has not come again within {limit:.0f} s"
+            self._host.fail(f"{text}, and the others cannot serve without it", away)
 
     def _lose_stuck(self, replica: ElasticReplica, now: float) -> None:
         """Ranks that do not abandon their step hold up all others."""
@@ -371,10 +373,11 @@ class ElasticMembership(MembershipPolicy):
         live = [r for r in self._mesh.ranks_of_replica(replica.number) if self.ranks[r].is_live]
         change = MembershipChange(replica.epoch, kind, ranks, cause, time.time(), live)
         replica.pending.append(PendingChange(change, now))
-        replica.reset |= {self._mesh.group_of(self._mesh.place(rank)) for rank in ranks}
+        if kind != CUT_OFF:
+            replica.reset |= {self._mesh.group_of(self._mesh.place(rank)) for rank in ranks}
         for group in replica.reset:
             self._host.journal.balancer.set_away(group, True)
-        level = logging.WARNING if kind == LOST else logging.INFO
+        level = logging.WARNING if kind in (LOST, CUT_OFF) else logging.INFO
         logger.log(level, "epoch %d: %s; live ranks: %s", replica.epoch, cause, _numbers(live))
         self._host.note_members(self.live)
         rollback = replica.rollbacks.change(live)

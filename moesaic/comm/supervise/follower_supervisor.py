@@ -46,6 +46,8 @@ class FollowerSupervisor(NodeSupervisor):
         self._name = f"node {spec.node_rank} ({self._host})"
         self._joined = False
         """Whether node 0 has admitted this node."""
+        self._starting: set[int] = set()
+        """Ranks that were started again and are not ready yet."""
         self._last_beat = 0.0
         self._started = time.monotonic()
         self._last_logged = -math.inf
@@ -86,16 +88,43 @@ class FollowerSupervisor(NodeSupervisor):
         if not self.is_serving and now - self._started > times.start + times.node:
             self.fail(f"not ready within {times.start:.0f} s, although node 0 is connected", [])
         elif silence > times.node:
-            self.fail(
-                f"node 0 ({self.spec.dist_init_addr}) is lost: silent for {silence:.1f} s", []
-            )
+            self._lose_lead(f"is lost: silent for {silence:.1f} s")
         elif now - self._last_beat >= BEAT_SECONDS:
             self._last_beat = now
             ranks = {rank: self.page.snapshot(rank) for rank in self.spec.ranks}
             self._lead.send(messages.Beat(self.spec.node_rank, ranks))
 
+    def is_starting(self, rank: int) -> bool:
+        return rank in self._starting or super().is_starting(rank)
+
+    def lose_ranks(self, ranks: Sequence[int], cause: str) -> None:
+        """Node 0 decides how an elastic service goes on without them."""
+        if not self._goes_on:
+            super().lose_ranks(ranks, cause)
+        elif self._end_ranks(ranks):
+            self._lead.send(messages.RanksLost(list(ranks), f"{self._name}: {cause}"))
+
+    def _end_ranks(self, ranks: Sequence[int]) -> bool:
+        self.strike(ranks)
+        self._starting.difference_update(ranks)
+        for rank in ranks:
+            if not self.kill_rank(rank):
+                self.fail(f"the process of {self.mesh.describe(rank)} cannot be killed", [rank])
+                return False
+        return True
+
+    @property
+    def _goes_on(self) -> bool:
+        return self.spec.elastic and self.is_serving
+
     def on_rank(self, rank: int, message: AnyMessage, data: bytes) -> None:
+        if isinstance(message, messages.Ready):
+            self._starting.discard(rank)
         if isinstance(message, messages.Failed):
+            if self._goes_on:
+                self._lead.send(messages.Relay(rank, data))
+                self.lose_ranks([rank], self.describe_loss(rank, f"failed: {message.error}"))
+                return
             if not message.waited:
                 self.lose_ranks([rank], self.describe_loss(rank, f"failed: {message.error}"))
                 return
@@ -119,14 +148,24 @@ class FollowerSupervisor(NodeSupervisor):
         self._lead.close()
         super().close()
 
-    def _join(self) -> None:
-        """Starts the ranks, now that node 0 has admitted this node."""
+    def _join(self, serves: bool) -> None:
+        """Starts the ranks, now that node 0 has admitted this node. If the service serves without
+        them already, node 0 says when."""
         self._joined = True
         ranks = self.spec.ranks
         names = f"ranks {ranks.start} to {ranks.stop - 1} are" if len(ranks) > 1 else "its rank is"
         logger.info("joined node 0 at %s; %s here", self.spec.dist_init_addr, names)
         store = StoreAddress(*self._lead.address, own_secret() or NO_SECRET)
-        self.start_ranks(store, self._host)
+        if serves:
+            self.is_serving = True
+            self.set_store(store, self._host)
+            self.send_client(messages.Ready(ranks.start, {"serves": True}))
+        else:
+            self.start_ranks(store, self._host)
+
+    def _start_again(self, rank: int) -> None:
+        self._starting.add(rank)
+        self.start_rank(rank)
 
     def _on_lead(self) -> None:
         for event in self._lead.receive(time.monotonic()):
@@ -135,21 +174,31 @@ class FollowerSupervisor(NodeSupervisor):
                     self._lead.send(messages.Hello(self.spec.node_rank, facts_of(self.spec)))
                 case Disconnected(reason, refused):
                     self._on_disconnected(reason, refused)
-                case messages.Hello():
-                    self._join()
+                case messages.Hello(facts=facts):
+                    self._join(facts["serves"])
                 case messages.Relay(rank, data):
                     self.send_local(rank, data)
                 case messages.RollbackStep():
-                    self.roll_back(event, self.mesh.ranks_of_replica(event.replica))
+                    self.roll_back(event, event.ranks)
+                case messages.StartRank(rank):
+                    self._start_again(rank)
+                case messages.EndRank(rank):
+                    if self._end_ranks([rank]):
+                        self._lead.send(messages.RankEnded(rank))
                 case messages.Ready():
                     self.is_serving = True
                     self.send_client(event)
-                case messages.Fault(text, ranks):
-                    super().fail(text, ranks, tell=False)
+                case messages.Fault():
+                    self.fail_with(event, tell=False)
                 case messages.Stop() if self.end(0, logging.INFO, "node 0 has ended the service"):
                     self.stop_ranks()
 
     def _on_disconnected(self, reason: str, refused: bool) -> None:
         gone = "is lost" if self._lead.connected_at else "cannot be reached"
         what = "refuses" if refused else gone
-        self.fail(f"node 0 ({self.spec.dist_init_addr}) {what}: {reason}", [])
+        self._lose_lead(f"{what}: {reason}")
+
+    def _lose_lead(self, what: str) -> None:
+        """This node ends; in an elastic service another supervisor of it waits for node 0."""
+        text = f"{self._name}: node 0 ({self.spec.dist_init_addr}) {what}"
+        self.fail_with(messages.Fault(text, supervisor=True))

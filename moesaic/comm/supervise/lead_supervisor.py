@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -16,23 +15,17 @@ import zmq
 
 from moesaic.comm.network.store import LocalStore
 from moesaic.comm.supervise.address import family_of, numeric
-from moesaic.comm.supervise.config_check import differences, facts_of
 from moesaic.comm.supervise.elastic import ElasticMembership
 from moesaic.comm.supervise.event_hook import EventHooks
+from moesaic.comm.supervise.follower_nodes import FollowerNodes
 from moesaic.comm.supervise.journal import HELD, Journal
 from moesaic.comm.supervise.load_balance import LoadBalancer
 from moesaic.comm.supervise.node_supervisor import NodeSupervisor
 from moesaic.comm.supervise.service_spec import ServiceSpec, split_address
 from moesaic.comm.supervise.step_rollback import StepRollbacks
 from moesaic.comm.supervise.step_watchdog import StepWatchdog
-from moesaic.comm.supervise.supervisor_links import (
-    BEAT_SECONDS,
-    WAIT_SECONDS,
-    Disconnected,
-    FollowerLinks,
-)
 from moesaic.core import messages
-from moesaic.core.messages import AnyMessage, Message, decode, encode
+from moesaic.core.messages import AnyMessage, Message, encode
 from moesaic.core.rank_state import RankSnapshot, RankState
 from moesaic.core.request import FinishReason, NewRequest
 
@@ -67,12 +60,7 @@ class LeadSupervisor(NodeSupervisor):
         self._facts: dict[int, dict[str, Any]] = {}
         self._replicas = [self._replica(number) for number in range(mesh.replicas)]
         self._started = time.monotonic()
-        self._last_logged = -math.inf
-        """When the missing nodes were last logged."""
-        self._followers: FollowerLinks | None = None
-        self._remote: dict[int, tuple[float, RankSnapshot]] = {}
-        """The last snapshot of each rank on other nodes, and when it was received."""
-        self._last_beat = 0.0
+        self._followers: FollowerNodes | None = None
         self._open_queries: dict[int, messages.Query] = {}
         """Where ranks may be lost: questions, and below who has not replied."""
         self._awaited: dict[int, set[int]] = {}
@@ -100,13 +88,13 @@ class LeadSupervisor(NodeSupervisor):
         except (OSError, ValueError) as error:
             self.fail(f"node 0 cannot listen at {self.spec.dist_init_addr}: {error}", [])
             return
-        self._followers = FollowerLinks(self.spec, listening)
-        self.loop.add(self._followers.inbox.wakeup_fd, self._on_followers)
+        self._followers = FollowerNodes(self, listening)
         self.start_ranks(self._followers.store, self.spec.host or host)
 
     def tick(self, now: float) -> None:
         super().tick(now)
-        self._check_followers(now)
+        if self._followers is not None and self.exit_code is None:
+            self._followers.tick(now, self.watch.was_late)
         if self.exit_code is not None:
             return
         if not self.is_serving:
@@ -126,7 +114,7 @@ class LeadSupervisor(NodeSupervisor):
     def snapshots(self, now: float) -> dict[int, RankSnapshot]:
         """What each rank of the service was last seen doing."""
         here = {rank: self.page.snapshot(rank) for rank in self.spec.ranks}
-        return here | {rank: one.later(now - then) for rank, (then, one) in self._remote.items()}
+        return here if self._followers is None else here | self._followers.snapshots(now)
 
     def _watched(self, seen: dict[int, RankSnapshot]) -> dict[int, RankSnapshot]:
         if self.elastic is None:
@@ -137,6 +125,32 @@ class LeadSupervisor(NodeSupervisor):
         if self.elastic is not None and self.is_serving:
             return self.elastic.is_starting(rank)
         return super().is_starting(rank)
+
+    @property
+    def goes_on(self) -> bool:
+        return self.elastic is not None and self.is_serving
+
+    def is_away(self, rank: int) -> bool:
+        return self._followers is not None and self._followers.is_away(rank)
+
+    def start_rank(self, rank: int) -> None:
+        if rank in self.spec.ranks:
+            super().start_rank(rank)
+        elif self._followers is not None:
+            self._followers.start_rank(rank)
+
+    def kill_rank(self, rank: int) -> bool:
+        """A rank of another node is gone when that node goes on with what it is told next."""
+        if rank in self.spec.ranks:
+            return super().kill_rank(rank)
+        assert self._followers is not None
+        self._followers.end_rank(rank)
+        return True
+
+    def roll_back(self, rollback: messages.RollbackStep, ranks: Sequence[int]) -> None:
+        rollback.ranks = list(ranks)
+        self.tell_nodes(rollback)
+        super().roll_back(rollback, ranks)
 
     def tell_nodes(self, message: Message) -> None:
         if self._followers is not None:
@@ -218,80 +232,15 @@ class LeadSupervisor(NodeSupervisor):
 
     def send_rank(self, rank: int, data: bytes) -> None:
         """Sends to a rank of any node."""
-        node = self.mesh.node_of(rank)
-        if node == 0:
+        if rank in self.spec.ranks:
             self.send_local(rank, data)
         elif self._followers is not None:
-            self._followers.send(node, messages.Relay(rank, data))
+            self._followers.send_rank(rank, data)
 
     def close(self) -> None:
         if self._followers is not None:
             self._followers.close()
         super().close()
-
-    def _on_followers(self) -> None:
-        assert self._followers is not None
-        now = time.monotonic()
-        for node, message in self._followers.receive(now):
-            match message:
-                case messages.Relay(rank, data) if rank in self.mesh.ranks_of_node(node):
-                    self.on_rank(rank, decode(data), data)
-                case messages.Beat(ranks=seen):
-                    self._remote |= {rank: (now, snapshot) for rank, snapshot in seen.items()}
-                case messages.Fault(text, ranks):
-                    self.fail(text, ranks)
-                case messages.Hello(facts=facts):
-                    self._admit(node, facts)
-                case Disconnected(reason):
-                    self._lose_node(node, reason)
-
-    def _admit(self, node: int, facts: Mapping[str, Any]) -> None:
-        assert self._followers is not None
-        unlike = differences(facts_of(self.spec), facts, node)
-        if unlike:
-            self.fail(f"nodes 0 and {node} have different settings: {unlike}", [])
-            return
-        self._followers.welcome(node)
-        here = self.mesh.nnodes - len(self._followers.missing)
-        logger.info("node %d is here (%d of %d nodes)", node, here, self.mesh.nnodes)
-
-    def _await_nodes(self, now: float) -> None:
-        assert self._followers is not None
-        missing, nnodes = self._followers.missing, self.mesh.nnodes
-        if not missing:
-            return
-        names = f"node{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-        address, limit = self.spec.dist_init_addr, self.spec.timeouts.nodes
-        if now - self._started > limit:
-            flags = f"--nnodes {nnodes} --node-rank {missing[0]} --dist-init-addr {address}"
-            self.fail(
-                f"{names} did not connect to {address} within {limit:.0f} s: start {flags}", []
-            )
-        elif now - self._last_logged > WAIT_SECONDS:
-            self._last_logged = now
-            here = nnodes - len(missing)
-            logger.info("waiting for %s (%d of %d nodes are here)", names, here, nnodes)
-
-    def _check_followers(self, now: float) -> None:
-        if self._followers is None or self.exit_code is not None:
-            return
-        if self.watch.was_late:
-            self._followers.reset_silence(now)
-        if now - self._last_beat >= BEAT_SECONDS:
-            self._last_beat = now
-            self._followers.broadcast(messages.Beat(0))
-        self._await_nodes(now)
-        lost = self._followers.lost(now)
-        if lost is not None:
-            node, seconds = lost
-            self._lose_node(node, f"silent for {seconds:.1f} s")
-
-    def _lose_node(self, node: int, why: str) -> None:
-        assert self._followers is not None
-        ranks, host = self.mesh.ranks_of_node(node), self._followers.host_of(node)
-        more = f" to {ranks[-1]}" if len(ranks) > 1 else ""
-        names = f"rank{'s' * (len(ranks) > 1)} {ranks[0]}{more}"
-        self.lose_ranks(ranks, f"node {node} ({host}, {names}) is lost: {why}")
 
     def _submit(self, requests: Sequence[NewRequest]) -> None:
         accepted: dict[int, NewRequest] = {}
@@ -396,6 +345,9 @@ class LeadSupervisor(NodeSupervisor):
 
     def _on_step_failed(self, failed: messages.StepFailed) -> None:
         replica = self._replica_of(failed.rank)
+        if failed.lost_link and self.elastic is not None:
+            self.elastic.on_link_lost(failed)
+            return
         rollback = replica.rollbacks.start(failed)
         if rollback is None:
             return
@@ -407,7 +359,6 @@ class LeadSupervisor(NodeSupervisor):
         rollback.error = f"{self.mesh.describe(failed.rank)}: {failed.error}"
         logger.warning("a step is abandoned: %s", rollback.error)
         replica.awake = True
-        self.tell_nodes(rollback)
         self.roll_back(rollback, replica.rollbacks.ranks)
 
     def _on_abandoned(self, abandoned: messages.StepAbandoned) -> None:

@@ -19,7 +19,7 @@ import zmq
 from moesaic.comm.launch.mps import terminate_client
 from moesaic.comm.network.node_secret import NO_SECRET, own_secret
 from moesaic.comm.network.quiet_log import QuietLog
-from moesaic.comm.network.store import StoreAddress
+from moesaic.comm.network.store import LocalStore, StoreAddress
 from moesaic.comm.supervise.control_page import ControlPage
 from moesaic.comm.supervise.membership_policy import EndService, MembershipPolicy
 from moesaic.comm.supervise.poll_loop import PollLoop, receive_some
@@ -69,6 +69,8 @@ class NodeSupervisor(ABC):
         """The routes of processes that are gone: what they sent is dropped."""
         self._store: StoreAddress | None = None
         self._host = ""
+        self._memory: StoreAddress | None = None
+        """Where this node keeps memory of ranks that are lost, if the store is on another."""
         # Not from the environment later: a thread hides it there from processes that it starts.
         self._secret = own_secret() or NO_SECRET
         target = spec.target.partition(":")[0]
@@ -220,15 +222,27 @@ class NodeSupervisor(ABC):
         return f"{self.mesh.describe(rank)} {what}; {self.page.snapshot(rank)}"
 
     def start_ranks(self, store: StoreAddress, host: str = "") -> None:
-        self._store, self._host = store, host
+        self.set_store(store, host)
         for rank in self.spec.ranks:
             self.start_rank(rank)
+
+    def set_store(self, store: StoreAddress, host: str = "") -> None:
+        self._store, self._host = store, host
+        if self.spec.elastic and self.mesh.nnodes > 1:
+            self._memory = LocalStore(self.folder).address
 
     def start_rank(self, rank: int) -> None:
         assert self._store is not None, "start_ranks has been called"
         sockets, place = (self._endpoint, self._routes[rank]), (self._store, self._host)
         spec = RankSpec(
-            rank, self.spec, self._control, *sockets, *place, self._secret, self.is_serving
+            rank,
+            self.spec,
+            self._control,
+            *sockets,
+            *place,
+            self._secret,
+            self._memory,
+            self.is_serving,
         )
         data = msgspec.msgpack.encode(spec)
         name = f"rank{rank} {self._routes[rank].decode()}"

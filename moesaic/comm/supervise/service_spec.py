@@ -116,6 +116,8 @@ class RankSpec:
     """The address of this node, for several nodes."""
     secret: bytes = b""
     """What the node shares with other nodes and instances."""
+    memory: StoreAddress | None = None
+    """The store that keeps memory of this node's ranks, if `store` is on another node."""
     returns: bool = False
     """Whether the other ranks serve already: this one starts in the place of one that was lost."""
 

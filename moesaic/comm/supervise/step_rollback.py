@@ -52,7 +52,7 @@ class StepRollbacks:
         self.generation += 1
         self.missing = set(ranks)
         self._suspects.clear()
-        return RollbackStep(self.replica, self.generation, 0, "")
+        return RollbackStep(self.replica, self.generation, 0, "", ends_links=True)
 
     def note_abandoned(self, abandoned: StepAbandoned) -> ResumeSteps | None:
         """The message for all ranks once the last of them has abandoned its step."""

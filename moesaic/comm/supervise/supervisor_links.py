@@ -120,7 +120,10 @@ class FollowerLinks:
             )
         self.store = StoreAddress(host, port, secret)
         self.inbox = Inbox(MOST_RECEIVED)
+        self._patience = 2 * self._silence if spec.elastic else 0.0
         self._lock = threading.Lock()
+        self._left = threading.Condition(self._lock)
+        """Notified when the connection of a node is forgotten."""
         self._channels: dict[int, Channel] = {}
         self._hosts: dict[int, str] = {}
         self._heard: dict[int, float] = {}
@@ -142,9 +145,25 @@ class FollowerLinks:
         with self._lock:
             return self._hosts[node]
 
-    def welcome(self, node: int) -> None:
+    def welcome(self, node: int, *, serves: bool) -> None:
         self._joined.add(node)
-        self.send(node, messages.Hello())
+        self.send(node, messages.Hello(facts={"serves": serves}))
+
+    def cut(self, node: int) -> None:
+        """Ends the connection of a node; Disconnected is the last that comes of it."""
+        self._heard.pop(node, None)
+        self._joined.discard(node)
+        with self._lock:
+            channel = self._channels.get(node)
+        if channel is not None:
+            channel.close(0.0)
+
+    def forget(self, node: int) -> None:
+        """Lets a node come again whose connection has ended."""
+        self.cut(node)
+        with self._left:
+            self._channels.pop(node, None)
+            self._left.notify_all()
 
     def send(self, node: int, message: Message) -> None:
         with self._lock:
@@ -190,11 +209,12 @@ class FollowerLinks:
             channel.receive_all(node, self.inbox)
 
     def _claim(self, node: int, host: str, channel: Channel) -> str:
-        """The reason why a node is not admitted; empty if it is."""
+        """The reason why a node is not admitted; empty if it is. One that comes again may come
+        before its former connection is known to be lost."""
         if not 0 < node < self._nnodes:
             return f"--node-rank {node}: this service has nodes 0 to {self._nnodes - 1}"
-        with self._lock:
-            if node in self._channels:
+        with self._left:
+            if not self._left.wait_for(lambda: node not in self._channels, self._patience):
                 return taken(node)
             self._channels[node], self._hosts[node] = channel, host
         return ""

@@ -16,7 +16,7 @@ import hashlib
 import json
 import mmap
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,12 +51,19 @@ class NodeSender:
     """Sends what a rank has written: pieces of the mapping, and the routes that each takes."""
 
     def __init__(self, window: int, memory: mmap.mmap, routes: Sequence[NodeRoute]) -> None:
-        self.window, self.routes = window, routes
+        self.window = window
         self._bytes = memoryview(memory)
         self._address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-        self._everywhere = (1 << len(routes)) - 1
-        self._mask_of = {rank: 1 << i for i, route in enumerate(routes) for rank in route.ranks}
         self._pieces: list[tuple[int, int, int]] = []
+        """The first byte, the one after the last, and a mask of nodes."""
+        self.take(routes)
+
+    def take(self, routes: Sequence[NodeRoute]) -> None:
+        """Sends on these routes from now on. What was not sent on the former ones is dropped."""
+        self.clear()
+        self.routes = routes
+        self._mask_of = {rank: 1 << route.node for route in routes for rank in route.ranks}
+        self._everywhere = sum(1 << route.node for route in routes)
 
     def add(self, view: Tensor, ranks: Sequence[int] | None) -> None:
         mask = self._everywhere
@@ -78,15 +85,21 @@ class NodeSender:
         self, channel: int, epoch: int, operation: str, seconds: float, status: RankStatus | None
     ) -> None:
         loaded, self._pieces = self._pieces, []
-        for number, route in enumerate(self.routes):
-            pieces = [(start, stop) for start, stop, mask in loaded if mask >> number & 1]
+        for route in self.routes:
+            pieces = [(start, stop) for start, stop, mask in loaded if mask >> route.node & 1]
             table = [(start, stop - start) for start, stop in pieces]
             head = frame(FrameKind.POST, self.window, channel, epoch, operation, table)
             data = [self._bytes[start:stop] for start, stop in pieces]
             route.outlet.send([head, *data], seconds, status)
 
+    def open(self, generation: int, seconds: float, status: RankStatus | None = None) -> None:
+        """From here on the receivers notice when this rank ends."""
+        for route in self.routes:
+            opening = frame(FrameKind.OPEN, self.window, epoch=generation)
+            route.outlet.send([opening], seconds, status)
+
     def clear(self) -> None:
-        self._pieces.clear()
+        self._pieces = []
 
     def unreachable(self) -> dict[int, str]:
         """The ranks that cannot be reached any more, and why."""
@@ -130,8 +143,10 @@ class NodeWindow(SharedWindow):
         super().__init__(memory, specs, group, timeout, channels)
         self._sender = self._signals.sender = sender
         self._signals.timeout = timeout
-        outlets = [route.outlet for route in sender.routes]
-        weakref.finalize(self, _retire, outlets, sender.window)
+        weakref.finalize(self, _retire, sender, group.links)
+        if group.links is not None and group.links.renews:
+            self._signals.renews = True
+            group.links.windows.add(self)
 
     def touch(self, view: Tensor, ranks: Sequence[int] | None = None) -> None:
         self._sender.add(view, ranks)
@@ -139,10 +154,21 @@ class NodeWindow(SharedWindow):
     def forget(self) -> None:
         self._sender.clear()
 
+    def connect_again(
+        self, connect: Callable[[int], Outlet], live: Sequence[int], generation: int
+    ) -> None:
+        group, sender = self.group, self._sender
+        members = [number for number, rank in enumerate(group.members) if rank in live]
+        sender.take(_routes(group, lambda number: connect(group.members[number]), members))
+        sender.open(generation, self.timeout, group.status)
+        self._signals.unreachable = sender.unreachable()
 
-def _retire(outlets: list[Outlet], window: int) -> None:
-    for outlet in outlets:
-        outlet.retire(window)
+
+def _retire(sender: NodeSender, links: TcpLinks | None) -> None:
+    for route in sender.routes:
+        route.outlet.retire(sender.window)
+    if links is not None and links.renews:
+        links.forget(sender.window)
 
 
 def create_node_window(
@@ -160,8 +186,15 @@ def create_node_window(
     def join(memory: mmap.mmap, notes: list[str]) -> str:
         peers = [_Peer(*json.loads(note)) for note in notes]
         _expect(links, group, memory, peers, channels, window)
+
+        def connect(number: int) -> Outlet:
+            peer = peers[number]
+            return links.connect(peer.address, peer.port, Identity(peer.rank, peer.node))
+
+        # A rank that is started again connects when it joins: what it knows of the others is old.
+        live = [] if group.repeats else range(group.size)
         try:
-            found.append(NodeSender(window, memory, _routes(links, group, peers)))
+            found.append(NodeSender(window, memory, _routes(group, connect, live)))
         except OSError as error:
             return str(error)
         return ""
@@ -174,17 +207,15 @@ def create_node_window(
     except BaseException:
         links.forget(window)
         raise
-    sender = found[0]
-    # From here on the receivers notice when this rank ends.
-    for route in sender.routes:
-        route.outlet.send([frame(FrameKind.OPEN, window)], timeout)
-    return NodeWindow(memory, specs, group, timeout, channels, sender)
+    found[0].open(0, timeout)
+    return NodeWindow(memory, specs, group, timeout, channels, found[0])
 
 
-def receiver(nodes: Sequence[int], sender: int, node: int) -> int:
-    """The rank of `node` that receives from `sender`: the ranks of a node share the work."""
-    there = _ranks_of(nodes, node)
-    return there[_ranks_of(nodes, nodes[sender]).index(sender) % len(there)]
+def receiver(nodes: Sequence[int], sender: int, node: int, live: Container[int]) -> int | None:
+    """The live rank of `node` that receives from `sender`: the ranks of a node share the work."""
+    there = [rank for rank in _ranks_of(nodes, node) if rank in live]
+    place = _ranks_of(nodes, nodes[sender]).index(sender)
+    return there[place % len(there)] if there else None
 
 
 def _ranks_of(nodes: Sequence[int], node: int) -> tuple[int, ...]:
@@ -208,11 +239,12 @@ def _expect(
     channels: int,
     window: int,
 ) -> None:
-    """Prepares to receive from the senders that this rank serves."""
-    here = group.nodes[group.rank]
+    """Prepares to receive from the senders that this rank serves, or may serve."""
+    here, everyone = group.nodes[group.rank], range(group.size)
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     for sender, node in enumerate(group.nodes):
-        if node == here or receiver(group.nodes, sender, here) != group.rank:
+        serves = links.renews or receiver(group.nodes, sender, here, everyone) == group.rank
+        if node == here or not serves:
             continue
         page = memoryview(memory)[: page_bytes(group.size, channels + 1)]
         signals = Signals(page, address, sender, group.size, channels + 1)
@@ -225,12 +257,14 @@ def _names(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def _routes(links: TcpLinks, group: Peers, peers: Sequence[_Peer]) -> list[NodeRoute]:
+def _routes(
+    group: Peers, connect: Callable[[int], Outlet], live: Container[int]
+) -> list[NodeRoute]:
+    """To the other nodes that have live ranks."""
     nodes = group.nodes
     routes = []
     for node in dict.fromkeys(nodes):
-        if node != nodes[group.rank]:
-            peer = peers[receiver(nodes, group.rank, node)]
-            outlet = links.connect(peer.address, peer.port, Identity(peer.rank, peer.node))
-            routes.append(NodeRoute(outlet, node, _ranks_of(nodes, node)))
+        there = None if node == nodes[group.rank] else receiver(nodes, group.rank, node, live)
+        if there is not None:
+            routes.append(NodeRoute(connect(there), node, _ranks_of(nodes, node)))
     return routes

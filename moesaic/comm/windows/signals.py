@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Final
 
-from moesaic.comm.errors import PeerLost, PeerTimeout
+from moesaic.comm.errors import ConnectionLost, PeerLost, PeerTimeout
 from moesaic.comm.supervise.control_page import RankStatus
 from moesaic.comm.windows import futex
 from moesaic.comm.windows.shared_memory import decode_text, encode_text, round_up
@@ -30,6 +30,10 @@ MAX_RANKS: Final = 63
 SPINS: Final = 12
 # The longest sleep without a check: the cost of a lost wake, and the delay of a new epoch.
 SLICE: Final = 0.02
+
+# How long a rank whose connection to another is lost waits for its supervisor to say why, where the
+# service goes on. A node that is silent is lost after 3 s.
+PATIENCE: Final = 5.0
 
 # The line of a sleeper. The ticket is 0 while it is awake, and is written last.
 TICKET, CHANNEL, EPOCH, MASK = range(4)
@@ -73,6 +77,9 @@ class Signals:
         self._status = status
         self.unreachable: dict[int, str] = {}
         """Ranks to which this one cannot send any more, and why: waits for them fail."""
+        self.renews = False
+        """Whether lost connections are made anew when a step is rolled back."""
+        self._lost_since: float | None = None
         self._size = size
         self._bytes = page
         self._words = page.cast("q")
@@ -142,6 +149,10 @@ class Signals:
         for peer in self._peers:
             self._wake(peer)
 
+    def find(self) -> None:
+        """Undoes `lose`: another connection takes the place of the one that was lost."""
+        self._words[self._wake_line[self._rank] + LOST] = 0
+
     def _arrived(self, pending: list[int], epoch: int) -> bool:
         """Removes the words that reached the epoch; returns whether none is left."""
         words = self._words
@@ -170,8 +181,16 @@ class Signals:
                     lost[rank] = self._operation_of(rank)
             elif rank in self.unreachable:
                 lost[rank] = self.unreachable[rank]
-        if lost:
-            raise PeerLost(tuple(sorted(lost)), self._operation, 0.0, lost)
+        if not lost:
+            self._lost_since = None
+            return
+        error = PeerLost(tuple(sorted(lost)), self._operation, 0.0, lost)
+        if not self.renews:
+            raise error
+        self._lost_since = self._lost_since or time.monotonic()
+        if time.monotonic() - self._lost_since > PATIENCE:
+            self._lost_since = None
+            raise ConnectionLost(str(error))
 
     def _sleep(
         self, channel: int, epoch: int, ranks: Sequence[int], pending: list[int], timeout: float

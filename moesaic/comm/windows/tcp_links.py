@@ -14,17 +14,19 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
-from typing import Final
+from typing import Final, Protocol
+from weakref import WeakSet
 
 from moesaic.comm.network.connect import Unreachable, connect
 from moesaic.comm.network.handshake import Identity, Role, Session, read_exactly
 from moesaic.comm.network.listener import Listener
 from moesaic.comm.network.node_secret import check_secret
-from moesaic.comm.supervise.control_page import EpochChanged, RankStatus
+from moesaic.comm.supervise.control_page import EpochChanged, RankStatus, StepRolledBack
 from moesaic.comm.windows.signals import SLICE, Signals
 
 logger = logging.getLogger(__name__)
@@ -90,19 +92,20 @@ def frame(
 
 
 class Outlet:
-    """A connection to a rank of another node, to send; once `broken`, frames are dropped."""
+    """A connection to a rank of another node, to send; once `broken`, frames are dropped. With
+    `renewed` another one follows it in the next generation of steps."""
 
-    def __init__(self, connection: socket.socket, name: str) -> None:
+    def __init__(self, connection: socket.socket, name: str, *, renewed: bool = False) -> None:
         self.broken = ""
         self.bytes_sent = 0
-        self._name = name
+        self._name, self._renewed = name, renewed
         self._connection = connection
         self._lock = threading.Lock()
         self._closed_windows: deque[int] = deque()
 
     def send(self, buffers: list[Buffer], seconds: float, status: RankStatus | None = None) -> None:
         """`seconds`: how long the peer may accept nothing. A new epoch ends it as it ends a wait. A
-        new generation does not: the connection is kept, so that a frame must be whole."""
+        new generation does only if it is renewed then; else a frame must be whole."""
         with self._lock:
             if self.broken:
                 return
@@ -113,7 +116,7 @@ class Outlet:
                 self._send_all(buffers, seconds, status)
             except OSError as error:
                 self._break(f"{self._name} cannot be reached: {error}")
-            except EpochChanged:
+            except (EpochChanged, StepRolledBack):
                 # Part of a frame may have been sent: nothing can follow it.
                 self._break(f"a frame to {self._name} was given up")
                 raise
@@ -126,6 +129,17 @@ class Outlet:
         with self._lock:
             self._break("closed")
 
+    def cut(self) -> None:
+        """Closes it although another thread may be in `send`, which then ends."""
+        _shut_down(self._connection)
+        self.close()
+
+    @classmethod
+    def unconnected(cls, why: str) -> Outlet:
+        outlet = cls(socket.socket(), "")
+        outlet._break(why)
+        return outlet
+
     def _send_all(self, buffers: list[Buffer], seconds: float, status: RankStatus | None) -> None:
         left = [memoryview(buffer) for buffer in buffers]
         left.reverse()
@@ -135,7 +149,7 @@ class Outlet:
                 sent = self._connection.sendmsg(left[: -MOST_BUFFERS - 1 : -1])
             except TimeoutError:
                 if status is not None:
-                    status.check_epoch()
+                    (status.check if self._renewed else status.check_epoch)()
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"it has taken nothing for {seconds:.1f} s") from None
                 continue
@@ -148,12 +162,28 @@ class Outlet:
         self._connection.close()
 
 
+class LinkedWindow(Protocol):
+    """A window between nodes, whose routes change with the live ranks."""
+
+    def connect_again(
+        self, connect: Callable[[int], Outlet], live: Sequence[int], generation: int
+    ) -> None:
+        """Sends to the nodes of these ranks from now on; `connect` gives the way to a rank."""
+
+
 class TcpLinks:
     """This process's connections between nodes: a listener on the node's own address, a thread for
     each rank that sends here, and connections to send on, opened at first use. `rank` and `node`
-    are those of the service. All ranks have the same secret."""
+    are those of the service. All ranks have the same secret.
 
-    def __init__(self, rank: int, node: int, address: str, secret: bytes) -> None:
+    With `renews` ranks come and go: connections are those of a generation. `end_generation` ends
+    all of the former ones before any rank begins with the next, so that no byte of theirs arrives
+    later. Which rank of a node receives from a sender depends on the live ones, so all expect it.
+    """
+
+    def __init__(
+        self, rank: int, node: int, address: str, secret: bytes, *, renews: bool = False
+    ) -> None:
         check_secret(secret)
         if address in ("", "0.0.0.0", "::"):
             raise ValueError(f"address {address!r}: give the one by which other nodes reach this")
@@ -165,6 +195,11 @@ class TcpLinks:
         self._expected: dict[tuple[int, int], Inlet] = {}
         self._outlets: dict[tuple[str, int], Outlet] = {}
         self._windows: dict[str, int] = {}
+        self.renews = renews
+        self.windows: WeakSet[LinkedWindow] = WeakSet()
+        self._generation = 0
+        self._serving: set[socket.socket] = set()
+        self._ended = threading.Condition(self._lock)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listening = socket.create_server((address, 0), family=family, backlog=128)
         self.port: int = listening.getsockname()[1]
@@ -197,8 +232,41 @@ class TcpLinks:
             connection = self._call((host, port), peer, name)
             # A blocked sender checks its rank's status this often.
             connection.settimeout(SLICE)
-            outlet = self._outlets[host, port] = Outlet(connection, name)
+            outlet = self._outlets[host, port] = Outlet(connection, name, renewed=self.renews)
             return outlet
+
+    def end_generation(self, generation: int) -> None:
+        """Ends all connections; those of ranks that are behind this generation are refused."""
+        with self._lock:
+            self._generation = generation
+            serving, outlets = set(self._serving), list(self._outlets.values())
+            self._outlets.clear()
+        for outlet in outlets:
+            outlet.cut()
+        for connection in serving:
+            _shut_down(connection)
+        with self._ended:
+            if not self._ended.wait_for(lambda: not serving & self._serving, CONNECT_SECONDS):
+                late = len(serving & self._serving)
+                raise TimeoutError(
+                    f"{late} connections from other nodes have not ended in {CONNECT_SECONDS:.0f} s"
+                )
+
+    def begin_generation(
+        self, live: Sequence[int], address_of: Callable[[int], tuple[str, int, int]]
+    ) -> None:
+        """Connects to the live ranks; `address_of`: host, port and node of a rank. What cannot be
+        reached is broken: the supervisor is about to say why."""
+
+        def connect_to(rank: int) -> Outlet:
+            host, port, node = address_of(rank)
+            try:
+                return self.connect(host, port, Identity(rank, node))
+            except OSError as error:
+                return Outlet.unconnected(str(error))
+
+        for window in list(self.windows):
+            window.connect_again(connect_to, live, self._generation)
 
     @property
     def bytes_sent(self) -> int:
@@ -234,6 +302,8 @@ class TcpLinks:
     def _serve(self, connection: socket.socket, session: Session, name: str) -> None:
         """Receives until the connection ends; the windows of the sender then lose it."""
         inlets: dict[int, Inlet] = {}
+        with self._lock:
+            self._serving.add(connection)
         why = "is no longer listened to"
         try:
             while self._receive_frame(connection, session.peer, inlets):
@@ -249,6 +319,9 @@ class TcpLinks:
                 why = f"was cut off by {self.identity}, which closed its links"
             for inlet in inlets.values():
                 inlet.signals.lose(f"{name} {why}")
+            with self._ended:
+                self._serving.discard(connection)
+                self._ended.notify_all()
 
     def _receive_frame(
         self, connection: socket.socket, peer: Identity, inlets: dict[int, Inlet]
@@ -262,7 +335,7 @@ class TcpLinks:
             raise Malformed(f"a frame that begins with {bytes(head).hex()}")
         rest = read_exactly(connection, text_bytes + count * PIECE_BYTES)
         if kind == FrameKind.OPEN:
-            inlets[window] = self._open(window, peer)
+            inlets[window] = self._open(window, peer, epoch)
             return True
         inlet = inlets.get(window)
         if inlet is None:
@@ -279,12 +352,21 @@ class TcpLinks:
             raise Malformed(f"a frame of kind {kind}")
         return True
 
-    def _open(self, window: int, peer: Identity) -> Inlet:
+    def _open(self, window: int, peer: Identity, generation: int) -> Inlet:
+        key = window, peer.rank
         with self._lock:
-            inlet = self._expected.pop((window, peer.rank), None)
+            if generation < self._generation:
+                raise ConnectionAbortedError(f"it is in generation {generation}")
+            inlet = self._expected.get(key) if self.renews else self._expected.pop(key, None)
         if inlet is None:
             raise Malformed(f"a frame for window {window:x}, which is not expected of it")
+        inlet.signals.find()
         return inlet
+
+
+def _shut_down(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _check_signal(inlet: Inlet, channel: int, epoch: int) -> None:

@@ -222,14 +222,15 @@ def share_memory(
     `join` gets the mapping and the notes of all ranks before it is used, and returns an error."""
     nodes = group.nodes or (0,) * group.size
     first = nodes.index(nodes[group.rank])
-    own, path, error = _new_memory(group, length) if group.rank == first else (-1, "", "")
+    own, path, error = _new_memory(group, length, creates=group.rank == first)
     try:
         offer = {"path": path, "layout": layout, "note": note, "error": error}
         offers = _exchange(group, offer)
         _refuse_if("; ".join(other["error"] for other in offers if other["error"]))
         different = [r for r, other in enumerate(offers) if other["layout"] != offers[0]["layout"]]
         _refuse_if(f"ranks {different} ask for other planes than rank 0" if different else "")
-        memory, error = _map(offers[first]["path"], length)
+        # What a former rank has offered may be of a supervisor that is gone.
+        memory, error = _map(path or offers[first]["path"], length)
         if memory is not None and join is not None:
             error = join(memory, [other["note"] for other in offers])
         errors = [answer["error"] for answer in _exchange(group, {"error": error})]
@@ -251,15 +252,17 @@ def _refuse_if(error: str) -> None:
         raise RuntimeError(f"no shared window: {error}")
 
 
-def _new_memory(group: Peers, length: int) -> tuple[int, str, str]:
+def _new_memory(group: Peers, length: int, *, creates: bool) -> tuple[int, str, str]:
     """(descriptor, path, "") of unnamed memory, or (-1, "", error). The descriptor is -1 if another
-    process holds the memory."""
+    process holds the memory; the path is empty if another rank creates it."""
     if not hasattr(os, "memfd_create"):
         return -1, "", "memory shared between processes needs Linux (memfd_create)"
     try:
         lasting = group.lasting_memory(MEMORY, length)
         if lasting is not None:
             return -1, lasting, ""
+        if not creates:
+            return -1, "", ""
         own = create_memory(MEMORY, length)
         return own, f"/proc/{os.getpid()}/fd/{own}", ""
     except (OSError, RuntimeError) as error:

@@ -164,6 +164,11 @@ class CopyBuffers:
         if count := int(self._num_wrong):
             raise WrongExpert(f"{count} pieces of experts arrived damaged")
 
+    def abandon(self) -> None:
+        """Forgets what is being sent, too: its connections have ended."""
+        self._sending = None
+        self.forget()
+
     def forget(self) -> None:
         """Forgets damage, as what was staged is dropped."""
         self._wrong.zero_()

@@ -197,7 +197,7 @@ class Rebalancer:
         some ranks are lost (`is_partial`)."""
         self._phases.clear()
         self._chunks.clear()
-        self._copies.forget()
+        self._copies.abandon()
         self._failed, self._error, self._is_partial = 0, "", is_partial
         phases, aborts, begun = (max(column) for column in zip(*counters, strict=True))
         self._num_ended, self._num_aborts = phases + 1, aborts

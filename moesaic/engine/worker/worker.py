@@ -17,7 +17,7 @@ from typing import NoReturn
 from moesaic.comm.collectives.collective import Collective, SingleRank, WindowCollective
 from moesaic.comm.collectives.group import Peers
 from moesaic.comm.collectives.pipeline import Pipe
-from moesaic.comm.errors import PeerTimeout, WindowAborted
+from moesaic.comm.errors import ConnectionLost, PeerTimeout, WindowAborted
 from moesaic.comm.launch.rank_link import RankLink, last_lines
 from moesaic.comm.supervise.control_page import EpochChanged, StepRolledBack
 from moesaic.comm.windows.lasting_memory import LastingMemory
@@ -219,7 +219,8 @@ class Worker:
         trace = None if text == self._last_error else error
         logger.warning("step %d failed: %s", number, text, exc_info=trace)
         self._last_error = text
-        self.link.send(messages.StepFailed(self.link.rank, generation, number, text))
+        lost_link = isinstance(error, ConnectionLost)
+        self.link.send(messages.StepFailed(self.link.rank, generation, number, text, lost_link))
         while True:
             self._handle(self.link.receive(None, f"be called back from step {number}"))
 
@@ -244,6 +245,8 @@ class Worker:
             raise RuntimeError(f"the GPU is unusable in this process: {self.runner.steps.stuck}")
         suspects = 0 if self.leader is None else self._undo_steps(self.leader, self._rollback)
         self.loop.inflight.clear()
+        if self._rollback.ends_links:
+            self.link.end_links(generation)
         self.link.send(
             messages.StepAbandoned(self.link.rank, generation, self.stage.number, suspects)
         )
@@ -297,7 +300,7 @@ def join(link: RankLink, lasting: bool = False) -> RankContext:
         attention_peers=attention_peers,
         status=link.status,
         timeout=timeout,
-        memory=LastingMemory(link.store, link.rank) if lasting else None,
+        memory=LastingMemory(link.node_store, link.rank) if lasting else None,
         returns=link.returns,
     )
 
