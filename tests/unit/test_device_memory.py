@@ -23,6 +23,7 @@ from moesaic.engine.setup.device_memory import (
     default_share,
     gpu_cache_tokens,
     gpu_sharers,
+    logit_bytes,
     planned_tokens,
     smaller_weights,
 )
@@ -151,7 +152,7 @@ def test_a_step_is_estimated_from_its_shapes(name: str, experts: int):
         model = build_model(raw, BuildContext.single(torch.bfloat16, 1))
     step = StepBytes.of(model, StepLimits(8448, 256), 32768)
     assert step.experts == experts
-    assert step.logits == 256 * raw.integer("vocab_size") * 14
+    assert step.logits == logit_bytes(256, raw.integer("vocab_size"), "cpu")
     assert step.counters == 256 * raw.integer("vocab_size") * 4
     assert step.attention == 256 * 32 * 130 * 4 * 32
     assert GIB < step.total < 4 * GIB

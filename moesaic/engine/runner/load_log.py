@@ -40,9 +40,12 @@ def log_loaded(runner: ModelRunner, args: ServerArgs, weight_bytes: int, seconds
     if runner.limits.drafts:
         logger.info(
             "speculative decoding: steps verify up to %d drafts beside %d requests; buffers "
-            "of low-latency dispatch, logits and graphs follow from that",
+            "of low-latency dispatch, logits and graphs follow from that: the largest step takes "
+            "%.2f GiB for logits and sampling, and %.2f GiB for logits of a draft model",
             runner.limits.drafts,
             runner.limits.running,
+            runner.step_bytes.logits / GIB,
+            runner.step_bytes.drafts / GIB,
         )
 
 

@@ -14,6 +14,7 @@ import torch
 from moesaic.config import ServerArgs
 from moesaic.config.devices import ranks_here
 from moesaic.config.gpus import share_gpus
+from moesaic.engine.sampling.sampler import CPU_PIECE, DEVICE_PIECE
 from moesaic.engine.setup.moe_setup import StepLimits
 from moesaic.layers.attention import Attention, LatentAttention
 from moesaic.layers.mlp import GatedMLP
@@ -39,8 +40,10 @@ SAFETY = 2.0
 LARGEST_SHARE, SMALLEST_SHARE = 0.92, 0.5
 # The most splits of a context when few sequences decode.
 SPLITS = 32
-# Bytes of a logit: in the model's dtype, in float32, and in the sampler.
-LOGIT_BYTES = 2 + 4 + 8
+# Bytes of a logit: in the model's dtype, in float32, and of scores; and in the piece that the
+# sampler works on, beside these two, at most.
+LOGIT_BYTES, SCORE_BYTES = 2 + 4, 8
+SAMPLED_BYTES = 34
 SLOT_BYTES = 4
 # A token's counter for the penalties of a request.
 COUNTER_BYTES = 4
@@ -199,7 +202,7 @@ class StepBytes:
         widest += [matrix.shape[0] for matrix in _dense(model)]
         tapped = model.output_size - config.hidden_size
         return cls(
-            logits=limits.decode_tokens * config.vocab_size * LOGIT_BYTES,
+            logits=logit_bytes(limits.decode_tokens, config.vocab_size, config.moe.resolved.device),
             experts=max(experts),
             # The residual, its norm, the widest product and its result; what the draft model reads
             # of other layers, and a copy.
@@ -210,6 +213,13 @@ class StepBytes:
             counters=limits.running * config.vocab_size * COUNTER_BYTES,
             graphs=graphs,
         )
+
+
+def logit_bytes(rows: int, vocab_size: int, device: str) -> int:
+    """Of a step that samples so many rows, those of drafts included."""
+    numbers = rows * vocab_size
+    piece = max(vocab_size, CPU_PIECE if device == "cpu" else DEVICE_PIECE)
+    return numbers * LOGIT_BYTES + max(numbers * SCORE_BYTES, min(numbers, piece) * SAMPLED_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
