@@ -39,7 +39,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     },
 }
 # The least accepted tokens of an answer. The draft model of STANDALONE is the target.
-ACCEPTED = {"EAGLE": 0.1, "EAGLE3": 0.1, "STANDALONE": 4.0, "NGRAM": 0.02}
+ACCEPTED = {"EAGLE": 0.1, "EAGLE3": 0.1, "STANDALONE": 3.0, "NGRAM": 0.02}
 
 
 @cache

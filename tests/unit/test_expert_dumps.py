@@ -102,7 +102,7 @@ def test_passes_that_are_overwritten_between_two_reads(
     ranks = Ranks("stat")
     ranks.records.start()
     ranks.run(1, 5)
-    answer, asked = ranks.records._ask, []
+    answer, asked = ranks.records._target._ask, []
 
     def ask(what: str, options: dict[str, Any]) -> RankAnswers:
         asked.append(what)
@@ -111,7 +111,7 @@ def test_passes_that_are_overwritten_between_two_reads(
         found: RankAnswers = answer(what, options)
         return found
 
-    ranks.records._ask = ask
+    ranks.records._target._ask = ask
     dumps = [ranks.records.dump() for _ in range(2)]
     assert [(dump.passes, dump.lost) for dump in dumps] == [(2, 2), (3, 0)]
 

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -27,9 +27,10 @@ from moesaic.balance.recording import (
 )
 from moesaic.comm.mesh import Mesh
 from moesaic.config import ServerArgs
+from moesaic.config.speculation import speculation_of
 from moesaic.engine.frontend.queries import ANSWER_SECONDS, QueryTimeout
 from moesaic.engine.frontend.recorded_details import RankRead, TokenBuffer, token_details
-from moesaic.engine.runner.expert_recorder import RecordedRows, RecorderState
+from moesaic.engine.runner.expert_recorder import DRAFT, RecordedRows, RecorderState
 from moesaic.engine.runner.recorded_tokens import RecordedTokens
 
 logger = logging.getLogger(__name__)
@@ -82,53 +83,85 @@ class RecordDump:
 
 
 class ExpertRecords:
-    """May be called from any thread."""
+    """The recordings of the target and of a draft model. May be called from any thread."""
 
     def __init__(
         self, ask: Callable[..., Any], args: ServerArgs, mesh: Mesh, num_layers: int
     ) -> None:
-        self._ask, self._mesh, self._num_layers = ask, mesh, num_layers
-        self._mode = args.expert_distribution_recorder_mode
-        self._lock = threading.Lock()
+        self._lock, mode = threading.Lock(), args.expert_distribution_recorder_mode
+        self._target = ModelRecords(ask, mode, mesh, num_layers)
+        self._models = [self._target]
+        if (speculation := speculation_of(args)) is not None and speculation.makes.on_ranks:
+            self._models.append(ModelRecords(ask, mode, mesh, None))
 
     def start(self) -> None:
         """Records from now on and drops what was recorded before."""
         with self._lock:
-            if any(state.on for state in self._states().values()):
+            if any(state.on for state in self._target.states().values()):
                 logger.warning("%s", ALREADY_ON)
-            self._query("expert_record_start", RecorderState)
+            for model in self._models:
+                model.start()
 
     def stop(self) -> None:
         """Stops recording; what was recorded stays until it is dumped or a new start."""
         with self._lock:
-            if not all(state.on for state in self._states().values()):
+            if not all(state.on for state in self._target.states().values()):
                 logger.warning("%s", NOT_ON)
-            self._query("expert_record_stop", RecorderState)
+            for model in self._models:
+                model.stop()
 
     def dump(self) -> RecordDump:
         """Writes what was recorded since the start or the last dump. A recording goes on; a pass
         that only some ranks have recorded yet is in the next dump."""
         with self._lock:
-            reads = self._read(self._settled_states())
-            common = common_passes([(one.replica, one.numbers) for one in reads])
-            lost = max(one.lost(common.last[one.replica]) for one in reads)
-            ends = {one.rank: one.end(common.last[one.replica]) for one in reads}
-            reads = [one.only(common.numbers[one.replica]) for one in reads]
-            if self._mode == PER_TOKEN:
-                self._read_tokens({one.rank: one for one in reads})
-            dump = self._write(reads, lost, common.incomplete)
-            self._query("expert_record_discard", RecorderState, {"ends": ends})
-        logger.info("wrote %d recorded passes to %s", dump.passes, ", ".join(dump.files))
-        return dump
+            dumps = [model.dump() for model in self._models]
+        files = [path for dump in dumps for path in dump.files]
+        logger.info("wrote %d recorded passes to %s", dumps[0].passes, ", ".join(files))
+        return replace(dumps[0], files=files)
 
-    def _states(self) -> dict[int, RecorderState]:
+
+class ModelRecords:
+    """Those of one model. `num_layers`: None for a draft model, whose layers the ranks tell, if any
+    has experts; its files are in a folder of their own."""
+
+    def __init__(
+        self, ask: Callable[..., Any], mode: str | None, mesh: Mesh, num_layers: int | None
+    ) -> None:
+        self._ask, self._mesh, self._mode = ask, mesh, mode
+        self._is_draft, self._num_layers = num_layers is None, num_layers or 0
+
+    def start(self) -> None:
+        self._query("expert_record_start", RecorderState)
+
+    def stop(self) -> None:
+        self._query("expert_record_stop", RecorderState)
+
+    def states(self) -> dict[int, RecorderState]:
         return self._query("expert_record_state", RecorderState)
+
+    def dump(self) -> RecordDump:
+        states = self._settled_states()
+        if self._is_draft:
+            layers = [layer for state in states.values() for layer in state.layers]
+            self._num_layers = 1 + max(layers, default=-1)
+            if not layers:
+                return RecordDump([], 0, 0)
+        reads = self._read(states)
+        common = common_passes([(one.replica, one.numbers) for one in reads])
+        lost = max(one.lost(common.last[one.replica]) for one in reads)
+        ends = {one.rank: one.end(common.last[one.replica]) for one in reads}
+        reads = [one.only(common.numbers[one.replica]) for one in reads]
+        if self._mode == PER_TOKEN and not self._is_draft:
+            self._read_tokens({one.rank: one for one in reads})
+        dump = self._write(reads, lost, common.incomplete)
+        self._query("expert_record_discard", RecorderState, {"ends": ends})
+        return dump
 
     def _settled_states(self) -> dict[int, RecorderState]:
         """The states once devices have finished all recorded passes, unless these go on."""
         deadline = time.monotonic() + ANSWER_SECONDS
         while True:
-            states = self._states()
+            states = self.states()
             late = [r for r, state in states.items() if state.pending and not state.on]
             if not late:
                 return states
@@ -164,7 +197,10 @@ class ExpertRecords:
 
     def _write(self, reads: list[RankRead], lost: int, incomplete: int) -> RecordDump:
         num_experts = max(read.state.num_experts for read in reads)
-        stem = str(_new_folder() / f"expert_distribution_recorder_{time.time()}")
+        stem = str(
+            _new_folder(DRAFT if self._is_draft else "")
+            / f"expert_distribution_recorder_{time.time()}"
+        )
         ranks = [read.rank_passes() for read in reads]
         passes = len({(rank.replica, number) for rank in ranks for number in rank.numbers})
         if self._mode in STAT:
@@ -204,7 +240,8 @@ class ExpertRecords:
         """The replies of all ranks."""
         if self._mode is None:
             raise ValueError(NO_RECORDER)
-        replies = self._ask(what, options or {}).replies
+        given = dict(options or {}) | ({"of": DRAFT} if self._is_draft else {})
+        replies = self._ask(what, given).replies
         if missing := sorted(set(range(self._mesh.world)) - set(replies)):
             raise QueryTimeout(
                 f"{self._names(missing)} did not answer within {ANSWER_SECONDS:g} s: a long step "
@@ -219,8 +256,8 @@ class ExpertRecords:
         return ", ".join(map(self._mesh.describe, ranks))
 
 
-def _new_folder() -> Path:
-    folder = Path(os.environ.get(FOLDER_VARIABLE) or DEFAULT_FOLDER)
+def _new_folder(inner: str) -> Path:
+    folder = Path(os.environ.get(FOLDER_VARIABLE) or DEFAULT_FOLDER) / inner
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

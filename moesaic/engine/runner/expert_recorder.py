@@ -10,7 +10,7 @@ S rows of the ring · L MoE layers of this rank · e local slots · P slots of a
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -28,6 +28,7 @@ from moesaic.engine.runner.recorded_tokens import (
 )
 from moesaic.engine.schedule.plan import StepAgreement, StepPlan
 from moesaic.models.blocks import takes_all_rows
+from moesaic.moe.layer import FusedMoE
 from moesaic.moe.pass_totals import RowEvents, Totals, make_totals
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ CHUNK_BYTES: Final = 256 << 10
 LEAST_PASSES: Final = 1000
 # Passes that a rank keeps for the report of balancedness.
 REPORT_PASSES: Final = 256
+# The value of a query's option `of` that asks for the recorder of a draft model.
+DRAFT: Final = "draft"
 # The number of a row that is no pass: the totals from which the next pass is counted.
 NO_PASS: Final = -1
 
@@ -117,10 +120,18 @@ class PassSums(msgspec.Struct, array_like=True):
 
 
 class ExpertRecorder:
-    def __init__(self, runner: ModelRunner, passes: int, keeps_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        passes: int,
+        keeps_tokens: bool = False,
+        layers: Sequence[FusedMoE] | None = None,
+        first_layer: int = 0,
+    ) -> None:
         """`passes`: the most that are kept; -1 for as many as MOST_BYTES hold, and LARGEST_BYTES
-        for all ranks."""
-        self._runner, self._layers = runner, runner.moe_layers
+        for all ranks. `layers`: unset, the target's; `first_layer`: which of them is told as 0."""
+        self._runner, self._first_layer = runner, first_layer
+        self._layers = runner.moe_layers if layers is None else list(layers)
         self._loads = [layer.load for layer in self._layers]
         row_bytes = 4 * sum(layer.layout.slots_per_rank for layer in self._layers)
         self.passes = _num_passes(passes, row_bytes, runner.ranks.mesh.world)
@@ -169,6 +180,20 @@ class ExpertRecorder:
             recorder.nbytes / MIB,
         )
         return recorder
+
+    @classmethod
+    def of_draft(cls, args: ServerArgs, runner: ModelRunner) -> ExpertRecorder | None:
+        """That of a draft model, which may have other experts than the target; it keeps no tokens.
+        What it computes behind a pass of the target counts to the next one."""
+        mode = args.expert_distribution_recorder_mode
+        if mode is None or runner.draft is None:
+            return None
+        default = max(LEAST_PASSES, args.eplb_rebalance_num_iterations)
+        passes = args.expert_distribution_recorder_buffer_size or default
+        layers = runner.draft_layers
+        follow = layers and layers[0].load.layer >= runner.num_layers
+        first = runner.num_layers if follow else 0
+        return cls(runner, passes, layers=layers, first_layer=first)
 
     @classmethod
     def for_report(cls, args: ServerArgs, runner: ModelRunner) -> ExpertRecorder | None:
@@ -268,7 +293,7 @@ class ExpertRecorder:
         state = RecorderState(self._on, self._first, end, self._next - end, self._told)
         if self._layers:
             layer = self._layers[0]
-            state.layers = [load.layer for load in self._loads]
+            state.layers = [load.layer - self._first_layer for load in self._loads]
             state.counts, state.first_slot = layer.load.counts, layer.layout.first_slot
             state.num_local = layer.layout.slots_per_rank
             state.num_experts = layer.config.num_experts

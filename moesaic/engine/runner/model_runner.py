@@ -108,6 +108,7 @@ class ModelRunner:
         self.watchdog = PeerWatchdog.of(self.moe, ranks)
         # Before the KV cache takes the memory that is left.
         self.recorder = ExpertRecorder.of(args, self)
+        self.draft_recorder = ExpertRecorder.of_draft(args, self)
         self.balance_recorder = ExpertRecorder.for_report(args, self)
         asynchronous = self.kind == "cuda" if asynchronous is None else asynchronous
         sizes = GraphSizes.of(args, self.limits) if asynchronous else GraphSizes()
@@ -356,8 +357,9 @@ class ModelRunner:
         `tokens`: its rows, if `records_tokens`."""
         if self.recorder is not None:
             self.recorder.record(plan, agreement, tokens)
-        if self.balance_recorder is not None:
-            self.balance_recorder.record(plan, agreement)
+        for recorder in (self.draft_recorder, self.balance_recorder):
+            if recorder is not None:
+                recorder.record(plan, agreement)
 
     @property
     def records_tokens(self) -> bool:
@@ -408,7 +410,7 @@ class ModelRunner:
         self.steps.drop()
         if self.draft is not None and not self.watchdog.lifecycle.keeps_graphs:
             self.draft.drop()
-        for recorder in (self.recorder, self.balance_recorder):
+        for recorder in (self.recorder, self.draft_recorder, self.balance_recorder):
             if recorder is not None:
                 recorder.restart()
 

@@ -142,7 +142,7 @@ class Calibration:
         ):
             yield
         runner.reset_statistics()
-        for recorder in (runner.recorder, runner.balance_recorder):
+        for recorder in (runner.recorder, runner.draft_recorder, runner.balance_recorder):
             if recorder is not None:
                 recorder.restart()
 

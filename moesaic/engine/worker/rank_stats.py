@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from moesaic.core.stats import GroupStats, MoveStats, RankStats
+from moesaic.engine.runner.expert_recorder import DRAFT
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.moe.expert_load import tokens_of
 from moesaic.moe.layer import FusedMoE
@@ -58,6 +59,8 @@ class RankStatsReporter:
 
     def answer(self, what: str, options: dict[str, Any]) -> Any:
         spans, recorder = self._spans, self._runner.recorder
+        if options.get("of") == DRAFT:
+            recorder = self._runner.draft_recorder
         if recorder is not None and what.startswith("expert_record"):
             return recorder.answer(what, options, self._rank)
         if what == "balancedness" and self._runner.balance_recorder is not None:
