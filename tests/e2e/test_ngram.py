@@ -42,7 +42,7 @@ class Moody(DraftController):
     def observe_step(self, *given: Any) -> None:
         if self._chance.random() < 0.2:
             chance, most = self._chance, self.largest
-            self.chosen = chance.choice((0, 1 + chance.randrange(most), most, most))
+            self.chosen = chance.choice((0, 0, 1 + chance.randrange(most), most, most))
 
 
 def remember(core: LocalCore, served: list[tuple[Request, str]], chance: random.Random) -> None:
