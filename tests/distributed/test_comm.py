@@ -172,7 +172,7 @@ def test_missing_rank_is_named(four: LocalRanks):
             "rank 2 did not reach 'deepep dispatch, layer 3' within 0.3 s "
             "(last seen: 'deepep combine, layer 2')"
         )
-        assert 0.3 <= seconds < 5  # not the 10 s of the window
+        assert 0.3 <= seconds < 9  # not the 10 s of the window
 
 
 def test_window_is_counted_before_it_is_made():

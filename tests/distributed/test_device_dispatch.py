@@ -282,7 +282,7 @@ def without_last(group: RankGroup, ep: int) -> tuple[float, list[str]]:
     return float((y_TH - reference(experts, x_TH, kept)).abs().max()), told
 
 
-@pytest.mark.parametrize(("tp", "ep"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("tp", "ep"), [pytest.param(2, 2, marks=pytest.mark.slow), (4, 2)])
 def test_mooncake_goes_on_without_a_rank(tp: int, ep: int, pools: Pools):
     """Experts of the last group add nothing, also where another rank of it is still there."""
     *others, _ = pools(tp).run(without_last, ep)

@@ -225,7 +225,7 @@ def stay_away(group: RankGroup, a2a: str) -> None:
         layer(*share(group, 12, torch.float32))
 
 
-@pytest.mark.parametrize("a2a", ["ring", "gloo"])
+@pytest.mark.parametrize("a2a", ["ring", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_a_missing_rank_and_the_operation_are_named(a2a: str):
     with (
         LocalRanks(3, timeout=30, peer_timeout=1.0) as ranks,

@@ -95,6 +95,7 @@ def test_faults_leave_nothing_half_moved(pools: Pools) -> None:
     check_disturbed(pools(RANKS).run(there, TWO, with_late_copies, disturb, 4, GPU), 4)
 
 
+@pytest.mark.slow  # that of test_rebalance.py is always run
 def test_a_rank_that_missed_a_step_follows(pools: Pools) -> None:
     """A rebalance that is dropped leaves copies behind, which the next one waits for."""
     check_abandoned(pools(RANKS).run(there, TWO, with_late_copies, abandon_steps, 6, GPU, 117))

@@ -172,8 +172,9 @@ def test_a_rank_that_holds_up_the_others(tmp_path: Path) -> None:
     assert [rank.state for rank in held.ranks] == ["waiting", "computing"]
     assert all(rank.steps > 30 and not rank.expert_tokens for rank in held.ranks)
     assert all(rank.expert_tokens for rank in freed.ranks) and len(freed.groups) == 2
-    slow = r"step \d+ took .* s, usually .* s: rank 1 \(.*\) computed longest, for"
-    assert len(re.findall(slow, done.stderr)) == 1, done.stderr
+    slow = r"step (\d+) took .* s, usually .* s: rank 1 \(.*\) computed longest, for"
+    told = re.findall(slow, done.stderr)  # a busy machine may make others slow, too
+    assert told and len(set(told)) == len(told), done.stderr
     for rank in range(2):
         assert f"[rank {rank} DP{rank}] Prefill batch, #new-seq: 1, #new-token: 3," in done.stderr
         assert f"[rank {rank} DP{rank}] Decode batch, #running-req: 1," in done.stderr

@@ -97,7 +97,6 @@ CASES = [(family, line) for family, lines in LINES.items() for line in lines]
 ALWAYS = {
     ("deepseek_v3", LINES["deepseek_v3"][1], "bfloat16"),
     ("deepseek_v3", LINES["deepseek_v3"][2], "float32"),
-    ("qwen2_moe", LINES["qwen2_moe"][1], "bfloat16"),
 }
 
 

@@ -13,7 +13,6 @@ import pytest
 from bench.fault_cases import (
     DP_LEADER,
     FOLLOWER,
-    LAST,
     LEADER,
     SUPERVISOR,
     Case,
@@ -32,7 +31,6 @@ ALWAYS = [
     Case(LEADER, "kill -9", "start"),
     Case(FOLLOWER, "SIGSTOP", "prefill"),
     Case(DP_LEADER, "exception", "idle"),
-    Case(LAST, "kill -9", "idle"),
     Case(SUPERVISOR, "SIGSTOP", "decode"),
 ]
 # tests/distributed/test_supervisor.py always kills a client.

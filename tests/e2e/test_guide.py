@@ -182,6 +182,7 @@ def test_command_line_on_one_gpu(
             assert running.processes() == [], running.log()
 
 
+@pytest.mark.slow  # test_torchrun.py always has processes of torchrun
 @pytest.mark.timeout(START_SECONDS + 200)
 def test_torchrun(expected: list[list[int]], tmp_path: Path) -> None:
     """What ends with torchrun's own status ends nevertheless."""

@@ -161,7 +161,9 @@ def _request(number: int, rng: random.Random) -> Request:
     )
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "gpt_oss", pytest.param("mixtral", marks=pytest.mark.slow)]
+)
 def test_random_traffic(family, device, ran, poisoned):
     args = replace(arguments(family), max_total_tokens=100)
     expected = traffic(runner_of(args, disable_cuda_graph=True), args, seed=1)

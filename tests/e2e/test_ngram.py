@@ -116,7 +116,13 @@ def repetitive(count: int) -> list[list[int]]:
     return prompts
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family in ("gpt_oss", "deepseek_v3") else pytest.mark.slow)
+        for family in FAMILIES
+    ],
+)
 def test_greedy_answers_of_all_families(family: str) -> None:
     """Alone and eight at once, in chunks that cut the prompts."""
     flags: dict[str, Any] = {

@@ -461,7 +461,7 @@ def test_structured_answers(client: openai.OpenAI, http: httpx.Client) -> None:
     "choice",
     [
         "required",
-        {"type": "function", "function": {"name": "lift"}},
+        pytest.param({"type": "function", "function": {"name": "lift"}}, marks=pytest.mark.slow),
         {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": TOOLS[1:]}},
     ],
     ids=str,

@@ -124,7 +124,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 HEADS = [
     pytest.param(True, True, id="eagle3 asynchronous"),
-    pytest.param(False, False, id="eagle synchronous"),
+    pytest.param(False, False, id="eagle synchronous", marks=pytest.mark.slow),
     pytest.param(True, False, id="eagle3 synchronous", marks=pytest.mark.slow),
     pytest.param(False, True, id="eagle asynchronous", marks=pytest.mark.slow),
 ]

@@ -160,7 +160,7 @@ def test_what_waits_for_one_peer_leaves_room_for_others(monkeypatch: pytest.Monk
         assert outlets.take("127.0.0.1", receiver.port, buffer.largest) is not None
         began = time.monotonic()
         assert outlets.take(*address, 1) is None  # nobody welcomes it
-        assert 0.2 < time.monotonic() - began < 3
+        assert 0.2 < time.monotonic() - began < 20
         wait_until(lambda: buffer.free_bytes == buffer.nbytes - buffer.largest)
 
 
