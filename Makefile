@@ -21,10 +21,11 @@ BIN := .venv/bin
 # Tests start some hundred processes: each would compile the package again where this is set.
 export PYTHONDONTWRITEBYTECODE :=
 # They judge ranks by how long these take: beside tests that compute they may misjudge them. They mostly wait, so
-# that two of them at a time do not disturb each other.
+# that three of them at a time do not disturb each other.
 WATCHFUL := $(patsubst %,tests/distributed/test_%.py,supervisor nodes missing_peer comm tcp_links)
-# Tests on a GPU have it to themselves. Nothing to run, of what PYTEST_ARGS choose, is no error.
-BESIDE := -n 2 -m "not slow and not gpu"
+# Tests on a GPU have it to themselves. Nothing to run, of what PYTEST_ARGS choose, is no error. All files are
+# collected at once, as that takes long; those that start services come first, as many short ones end together.
+BESIDE := -n 2 -m "not slow and not gpu" --dist loadfile --no-loadscope-reorder
 NONE := || [ $$? -eq 5 ]
 STAMP := .venv/.stamp
 
@@ -42,11 +43,9 @@ $(STAMP): pyproject.toml
 test: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/pytest $(BESIDE) tests/unit tests/kernels $(PYTEST_ARGS) $(NONE)
-	$(BIN)/pytest $(BESIDE) --dist loadfile tests/distributed $(WATCHFUL:%=--ignore=%) $(PYTEST_ARGS) $(NONE)
-	$(BIN)/pytest $(BESIDE) --dist loadfile $(WATCHFUL) $(PYTEST_ARGS) $(NONE)
-	$(BIN)/pytest $(BESIDE) --dist loadfile tests/e2e tests/server $(PYTEST_ARGS) $(NONE)
+	$(BIN)/mypy --num-workers 2
+	$(BIN)/pytest $(BESIDE) tests $(WATCHFUL:%=--ignore=%) $(PYTEST_ARGS) $(NONE)
+	$(BIN)/pytest $(BESIDE) -n 3 $(WATCHFUL) $(PYTEST_ARGS) $(NONE)
 	[ ! -e /dev/nvidiactl ] || $(BIN)/pytest -m "gpu and not slow" tests $(PYTEST_ARGS) $(NONE)
 
 test-slow: setup
