@@ -8,7 +8,7 @@ from tests.e2e.grid import ALWAYS, SLOW, answers, arguments, on_one_rank
 
 # Slow ones answer with more tokens, and so do those that are always run, once more.
 LINES = [
-    *(pytest.param(line, 10, id=line) for line in ALWAYS),
+    *(pytest.param(line, 6, id=line) for line in ALWAYS),
     *(pytest.param(line, 16, id=f"{line} long", marks=pytest.mark.slow) for line in ALWAYS),
     *(pytest.param(line, 16, id=line, marks=pytest.mark.slow) for line in SLOW),
 ]

@@ -159,12 +159,12 @@ def process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 )
 def test_a_signal_ends_the_server_in_order(number: signal.Signals) -> None:
     with process() as (server, url), httpx.Client(base_url=url, timeout=60) as client:
-        body = {"text": "Hello", "sampling_params": LONG | {"max_new_tokens": 200}, "stream": True}
+        body = {"text": "Hello", "sampling_params": LONG | {"max_new_tokens": 80}, "stream": True}
         with client.stream("POST", "/generate", json=body) as response:
             pieces = pieces_of(response)
             next(pieces)
             server.send_signal(number)
-            assert len(list(pieces)[-1]["output_ids"]) == 200
+            assert len(list(pieces)[-1]["output_ids"]) == 80
         assert server.wait(timeout=60) == 0
         with pytest.raises(httpx.ConnectError):
             client.get("/health")
