@@ -23,6 +23,7 @@ from moesaic.engine.frontend import core_client
 from tests.e2e import interrupted_rank
 from tests.e2e.namespaces import Node, NotAllowed, nodes
 from tests.e2e.test_elastic import COMMON, SHORT, all_live, ask, during, info, scale
+from tests.unit.test_draft_model import RANDOM
 
 SECRET = "MOESAIC_SECRET", "a secret of some length"
 FLAGS = COMMON | {"nnodes": 2, "speculative_algorithm": None, "ep_num_redundant_experts": 8}
@@ -168,6 +169,16 @@ def test_a_service_grows_to_another_node() -> None:
         for size in (4, 2, 4):
             made.check_size(size)
         made.check(made.kill, (2,))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_drafts_of_a_model_on_two_nodes() -> None:
+    flags = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 1, "model_path": RANDOM}
+    with two_nodes(**flags, disable_speculative_adaptive=True) as made:
+        for ranks in ((0, 3), (2,)):
+            made.check(made.kill, ranks)
+        assert made.membership["returned"] == 3
 
 
 @pytest.mark.slow
