@@ -224,6 +224,43 @@ def test_drafts_are_verified_also_where_steps_overlap(asynchronous: bool) -> Non
     assert core.planner.num_steps == 1 + 20 // 5  # the prompt, then five tokens a step
 
 
+def test_a_request_is_tried_without_the_drafts_that_it_has_left() -> None:
+    """Else it would be blamed for what they break."""
+    core = make_core(False)
+    request = requests()[0]
+    core.add(RequestState(request, None, lambda progress: None))
+    while not request.num_output:
+        core.step()
+    request.drafts, request.draft_parents = [7, 8, 9], [0, 0, 1]
+    core.planner.report_failure([request], "a step failed", alone=False)
+    step = core.planner.plan()
+    assert [item.num_drafts for item in step.plan.items] == [0] and request.drafts == []
+    core.planner.rollback([step])
+
+
+def test_a_request_alone_in_a_step_that_its_drafts_break_goes_on() -> None:
+    core = make_core(False)
+    begin, broken, (request,) = core.runner.begin, list[int](), requests()[:1]
+
+    def fail(plan: StepPlan, *given: object) -> StepHandle:
+        if any(item.num_drafts for item in plan.items):
+            broken.append(1)
+            raise ZeroDivisionError
+        return begin(plan, *given)
+
+    class Always:
+        def propose(self, requests: Sequence[Request], shape: DraftShape) -> None:
+            for one in requests:
+                one.drafts = [7, 8] if one.may_draft else []
+
+    core.runner.begin, core.planner.drafts.drafter = fail, Always()
+    core.add(RequestState(request, None, lambda progress: None))
+    while core.has_work:
+        core.step()
+    assert broken == [1] and not request.failed
+    assert request.output_ids == without_drafts(False)[0][0].output_ids
+
+
 def test_a_rollback_takes_the_drafts_away() -> None:
     (request,) = requests()[:1]
     request.token_ids.append(5)

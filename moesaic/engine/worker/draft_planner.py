@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from moesaic.config import ServerArgs
 from moesaic.config.speculation import speculation_of
 from moesaic.core.draft_shape import ANY_DRAFTS, NO_DRAFTS, DraftShape, draft_shapes
+from moesaic.core.request import Request
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.schedule.acceptance import Acceptance
 from moesaic.engine.schedule.inflight import InflightStep, PlannedItem
@@ -49,6 +50,7 @@ class DraftPlanner:
         self._observed_at = 0.0
         self._made = NO_DRAFTS
         """The drafts of the last step that has run, and the largest that it made for the next."""
+        self._undone = set[Request]()
         self._has_found: bool | None = None
         """Whether the drafter proposes anything; None: it has to be asked again."""
 
@@ -106,9 +108,12 @@ class DraftPlanner:
                 request.drafts, request.draft_parents = cut
         return self._planned.drafts > 0
 
-    def skip(self) -> None:
-        """The next step has no drafts, as it looks for a request that breaks it."""
+    def skip(self, suspects: Iterable[Request] = ()) -> None:
+        """The next step has no drafts, as it looks for a request that breaks it: these may have
+        some from before."""
         self._planned = NO_DRAFTS
+        for request in suspects:
+            request.drafts, request.draft_parents = [], []
 
     @property
     def steps_planned(self) -> int:
@@ -177,8 +182,15 @@ class DraftPlanner:
         """The oldest step in flight is applied next: tokens that follow others are known."""
         self._num_inflight, self._has_found = self._num_inflight - 1, None
 
-    def restart(self) -> None:
-        """All steps in flight were undone."""
+    def have_broken(self, request: Request) -> bool:
+        """Whether the steps that were undone last had drafts of it, which may have broken them."""
+        was_drafted = request in self._undone
+        self._undone.discard(request)
+        return was_drafted
+
+    def restart(self, steps: Sequence[InflightStep]) -> None:
+        """These, all that were in flight, are undone."""
+        self._undone = {item.request for step in steps for item in step.items if item.drafts}
         self._num_inflight, self._has_found = 0, None
 
     def observe(

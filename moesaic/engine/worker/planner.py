@@ -275,6 +275,7 @@ class Planner:
             suspects = [r for r in next_suspects if r.request_no in self.states]
             if not suspects:
                 continue
+            self.drafts.skip(suspects)
             try:
                 chosen = self._plan_work(self._schedule(only=frozenset(suspects)))
             except Exception as error:
@@ -309,8 +310,9 @@ class Planner:
         """Undoes all in-flight steps and returns their requests; their pages are cleared again, and
         all pages are sent again."""
         suspects: dict[Request, None] = {}
-        self.drafts.restart()
-        for step in reversed([*steps]):
+        undone = [*steps]
+        self.drafts.restart(undone)
+        for step in reversed(undone):
             self._new_pages += step.plan.clear if step.has_requests else []
             self._ended += step.plan.ended if step.has_requests else []
             for request in step.undo(self.kv):
@@ -323,7 +325,9 @@ class Planner:
         """A step with these requests failed. `alone`: no other serving group was in it."""
         self.metrics.counts.failed_steps += bool(suspects)
         culprit = self._quarantine.report_failure(suspects, alone=alone)
-        if culprit is not None and self._is_replaceable and not culprit.is_suspect:
+        if culprit is not None and self.drafts.have_broken(culprit):
+            self._quarantine.put_back([culprit])
+        elif culprit is not None and self._is_replaceable and not culprit.is_suspect:
             culprit.is_suspect = True
             self._quarantine.put_back([culprit])  # what does not come again is not its fault
         elif culprit is not None:
