@@ -9,6 +9,7 @@ import pytest
 
 from bench import speculation
 from bench.speculation import LOOP, LOOPS, Script, ScriptDrafter
+from moesaic.core.draft_shape import ANY_DRAFTS
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
 
@@ -55,7 +56,7 @@ def test_drafts_are_right_as_often_as_asked() -> None:
         drafter, request = ScriptDrafter(script, rate, drafts), Request("0", [5], SAMPLING, 0, 9, 0)
         accepted = 0
         for _ in range(200):
-            drafter.propose([request])
+            drafter.propose([request], ANY_DRAFTS)
             truth = script.follow(5, drafts)
             same = [a == b for a, b in zip(request.drafts, truth, strict=True)]
             assert sorted(same, reverse=True) == same
