@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from bench.fault_run import Run, wait_for
+from bench.http_server import free_port
 from moesaic.comm.supervise.control_page import HEAD_BYTES, STATUS_BYTES, ControlPage
 from moesaic.core.rank_state import RankState
 
@@ -181,11 +181,11 @@ def serving(flags: str, hook: str = "", nodes: int = 1) -> Iterator[Served]:
     """The server of these flags; its processes are gone afterwards. `hook`: a command for its
     events."""
     run = Run()
-    port = _free_port()
+    port = free_port()
     words = ["serve", MODEL, "--port", str(port), *FLAGS.split(), *flags.split()]
     words += ["--elastic-event-command", hook] if hook else []
     if nodes > 1:
-        words += ["--nnodes", str(nodes), "--dist-init-addr", f"127.0.0.1:{_free_port()}"]
+        words += ["--nnodes", str(nodes), "--dist-init-addr", f"127.0.0.1:{free_port()}"]
     process, *others = (_start(run, [*words, "--node-rank", str(node)]) for node in range(nodes))
     try:
         wait_for(lambda: "ready: http" in run.log.read_text(), "server", run)
@@ -194,11 +194,6 @@ def serving(flags: str, hook: str = "", nodes: int = 1) -> Iterator[Served]:
         run.close()
         for one in (process, *others):
             one.wait()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def _start(run: Run, words: Sequence[str]) -> subprocess.Popen[bytes]:

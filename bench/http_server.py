@@ -93,7 +93,7 @@ def started(
     goes to `log`, and the end of that is in the error where it does not start or does not end.
     `module`: what starts it."""
     with tempfile.TemporaryDirectory() as folder:
-        path, port = log or Path(folder, "server.log"), _free_port()
+        path, port = log or Path(folder, "server.log"), free_port()
         command = [sys.executable, "-m", module, "--model-path", model]
         command += ["--port", str(port), *flags]
         command += [] if "--log-level" in flags else ["--log-level", "warning"]
@@ -108,11 +108,6 @@ def started(
                 raise RuntimeError(f"the server ended with status {status}{_tail(path)}")
         finally:
             _end(process)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], log: Path, seconds: float) -> None:
@@ -138,3 +133,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait(END_SECONDS)
     process.kill()
     process.wait()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])

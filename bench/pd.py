@@ -24,7 +24,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -48,7 +47,7 @@ from bench.common import (
     positive,
     show_table,
 )
-from bench.http_server import START_SECONDS, Server, started
+from bench.http_server import START_SECONDS, Server, free_port, started
 from bench.pd_transfer import FROM_BYTES, LEAST_SHARE, TransferRow, measure
 from bench.serving_load import LoadDriver, Sizes
 from moesaic.comm.launch.mps import start_mps
@@ -153,11 +152,6 @@ def daemon(device: str) -> Iterator[dict[str, str]]:
         return
     with start_mps() as mps, environment(mps.environment):
         yield mps.environment
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
 
 
 @contextmanager

@@ -38,6 +38,7 @@ from tqdm import tqdm
 
 from bench.common import RESULTS, machine, print_table, write_json
 from bench.fault_run import Run
+from bench.http_server import free_port
 
 ROOT: Final = Path(__file__).parents[1]
 MODEL: Final = "tiny:qwen3_moe"
@@ -438,11 +439,6 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
     return {name: round(ordered[round(q * last)], 3) for name, q in QUANTILES.items()}
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
-
-
 def table(found: dict[str, Any]) -> list[list[str]]:
     plan = found["plan"]
     kinds = ", ".join(f"{n} × {kind}" for kind, n in sorted(found["faults_by_kind"].items()))
@@ -477,14 +473,8 @@ def main() -> int:
         rows = [["", ""], ["---", "---"], *table(json.loads(path.read_text()))]
         print("\n".join(f"| {one} | {other} |" for one, other in rows))
         return 0
-    plan = Plan(
-        args.requests,
-        args.faults,
-        args.seconds,
-        clients=args.clients,
-        seed=args.seed,
-        elastic=args.elastic,
-    )
+    options = {name: getattr(args, name) for name in ("seconds", "clients", "seed", "elastic")}
+    plan = Plan(args.requests, args.faults, **options)
     found = asyncio.run(measure(plan))
     print_table(["", ""], table(found))
     write_json(args.out, found)

@@ -1,4 +1,4 @@
-"""What the drafts of a step look like: a chain, or a tree of so many levels and tokens."""
+"""The shape of a draft: a chain, or a tree with a number of levels and of tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moesaic.core.draft_tree import Parents, depths, first_path
 from moesaic.core.speculation import Speculation
 
 LENGTHS: Final = (1, 2, 3, 4, 6, 8)
-"""Of the chains that are chosen from, beside the longest one."""
+"""The controller chooses among chains of these lengths and of the longest one."""
 
 
 class DraftShape(NamedTuple):
@@ -51,7 +51,7 @@ ANY_DRAFTS: Final = DraftShape(1 << 20, 1 << 20, 1 << 20)
 
 
 def chains(longest: int) -> list[DraftShape]:
-    """No drafts, and chains of up to so many."""
+    """The shape without drafts, and those of chains of up to `longest` tokens."""
     lengths = [*(length for length in LENGTHS if length < longest), longest]
     return [NO_DRAFTS, *(DraftShape(1, length, length) for length in lengths)]
 

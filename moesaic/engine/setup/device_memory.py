@@ -216,7 +216,7 @@ class StepBytes:
 
 
 def logit_bytes(rows: int, vocab_size: int, device: str) -> int:
-    """Of a step that samples so many rows, those of drafts included."""
+    """The memory of a step that samples `rows` rows; rows that verify drafts count, too."""
     numbers = rows * vocab_size
     piece = max(vocab_size, CPU_PIECE if device == "cpu" else DEVICE_PIECE)
     return numbers * LOGIT_BYTES + max(numbers * SCORE_BYTES, min(numbers, piece) * SAMPLED_BYTES)

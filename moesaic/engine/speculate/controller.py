@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from moesaic.core.draft_shape import DraftShape
-from moesaic.engine.speculate.draft_shares import DraftShares, Tokens, VerifiedDraft
+from moesaic.engine.speculate.draft_shares import FORGETTING, DraftShares, Tokens, VerifiedDraft
 
 # The share of the time that trials may lose, and the most that is saved up for them, in steps.
 TRIAL_SHARE: Final = 0.004
@@ -29,8 +29,6 @@ MOST_SAVED: Final = 12.0
 MARGIN: Final = 1.01
 # Steps whose milliseconds count fully. Older ones fade.
 TIMED: Final = 32
-# What is left of the count of a shape's steps behind each step of another: half after 400.
-FORGETTING: Final = 0.5 ** (1 / 400)
 # How far acceptance may be above what was seen, in standard deviations, and milliseconds below
 # what is expected of them: before any was measured, and of one step that was.
 DEVIATIONS: Final = 1.5
@@ -106,8 +104,8 @@ class DraftWork:
     top_k: int = 0
 
     def share(self, shape: DraftShape, most: DraftShape, requests: float) -> float:
-        """Of the work of the largest shape: the mean of the shares of its rows, of the experts that
-        they read, and of passes."""
+        """The work of a step with this shape, as a share of that with the largest one: the mean of
+        its shares of rows, of experts that rows read, and of passes."""
         parts = [shape.drafts / most.drafts]
         if self.has_passes:
             parts.append(shape.steps / most.steps)
@@ -137,7 +135,7 @@ class DraftController:
         self._places = {shape: place for place, shape in enumerate(shapes)}
         self._shares, self._work = DraftShares(shapes), work or DraftWork()
         self._work_shares: dict[int, list[float]] = {}
-        """Of all shapes, by kind."""
+        """The work shares of all shapes, by the kind of batch."""
         self._batches: dict[int, BatchTimes] = {}
         self._turn = 0
         self._saved = 0.0

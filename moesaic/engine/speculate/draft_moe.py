@@ -27,7 +27,8 @@ OWN_FLAGS = ("moe-runner-backend", "moe-a2a-backend")
 def is_as_target(args: ServerArgs, target: MoeContext, weights: WeightFormat) -> bool:
     """Whether experts with these weights, of a layer like the target's, are the target's in all
     but that: they have redundant slots and move as those do. Others have none, and stay, as do
-    those of a rank that may be lost: nobody takes them over, and drafts rest until it is back."""
+    all of them with --elastic-ep-backend: no rank takes over a lost one's, and no drafts are made
+    until it is back."""
     own = args.speculative_moe_runner_backend, args.speculative_moe_a2a_backend
     can_move = args.elastic_ep_backend is None
     return can_move and own == (None, None) and weights == target.weight_format

@@ -18,13 +18,15 @@ from moesaic.core.draft_tree import Parents, depths, first_path
 
 # Requests and steps whose drafts count fully. Older ones fade.
 WINDOW: Final = 1000
-# Acceptance of a draft before there were any, which counts as so many requests. That of a tree's
-# token is so much less likely than that of the one before it.
+# The acceptance that is assumed before any draft was verified, and the number of requests that the
+# assumption weighs as much as. A tree's token is assumed to be accepted HOPED times as often as the
+# token before it.
 HOPED: Final = 0.7
 HOPE: Final = 2.0
-# What is left of what was seen behind each step without drafts at a position: half after 400.
+# Each step that observes something else multiplies a count by this: half of it is left after 400.
 FORGETTING: Final = 0.5 ** (1 / 400)
-# So many newest requests tell that acceptance has changed, beyond so many standard deviations.
+# Acceptance has changed if that of the newest requests is so many standard deviations from the
+# mean.
 NEWEST: Final = 24
 CHANGED: Final = 4.0
 
@@ -72,15 +74,15 @@ class VerifiedDraft(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Of a request in a step."""
+    """The tokens that a request gets from a step."""
 
     expected: float
     hoped: float
 
 
 class _Counts:
-    """Of a step, by position: requests that would have had a draft there, and those of them whose
-    draft was accepted."""
+    """Counts of a step, for each position: the requests that would have had a draft there, and
+    those whose draft was accepted."""
 
     def __init__(self, positions: int) -> None:
         self.accepted, self._until = [0] * positions, [0] * (positions + 1)
