@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ from typing import Final
 from bench.fault_cases import MODEL, Outcome, Struck, logged
 from bench.fault_run import PATIENCE, Run, wait_for
 from bench.faulty_rank import HOLD
+from bench.http_server import free_port
 
 ROOT: Final = Path(__file__).parents[1]
 FLAGS: Final = "--tp 2 --num-threads 1 --max-total-tokens 16384".split()
@@ -77,8 +77,7 @@ def _generate(case: CommandCase, run: Run) -> Outcome:
 
 def _serve(case: CommandCase, run: Run) -> Outcome:
     """Also what the HTTP client is told."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     process = _start(run, "serve", MODEL, "--port", str(port))
     wait_for(lambda: "ready: http" in run.log.read_text(), "server", run)
     call = Call(f"http://127.0.0.1:{port}/generate")

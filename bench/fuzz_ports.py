@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 from bench.common import cpu_name
 from bench.fuzz_server import GOOD, MODEL, State, Tally, compare, run_fuzzer, state_of
-from bench.http_server import started
+from bench.http_server import free_port, started
 from moesaic.comm.network.handshake import GREETING, IDENTITY, NONCE_BYTES, PROOF_BYTES, Role
 from moesaic.comm.windows.tcp_links import FrameKind, frame
 
@@ -247,8 +247,7 @@ def second_node(flags: Sequence[str]) -> Iterator[int]:
 
 
 def measure(numbers: range, seed: int) -> dict[str, Any]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     flags = f"--tp 4 --ep 4 --num-threads 1 --nnodes 2 --dist-init-addr {address}".split()
     os.environ.setdefault("MOESAIC_SECRET", random.SystemRandom().randbytes(16).hex())
     with second_node(flags) as node, started(MODEL, [*flags, "--node-rank", "0"]) as server:

@@ -37,7 +37,6 @@ import argparse
 import os
 import re
 import secrets
-import socket
 import statistics
 import subprocess
 import sys
@@ -67,6 +66,7 @@ from bench.ep import engine_args as stage_args
 from bench.ep_rank import FOLDER, WANTED
 from bench.ep_trace import read_trace
 from bench.gpu import named
+from bench.http_server import free_port
 from bench.nodes_command import prepare_ranks
 from bench.nodes_tables import Row, Timing, compare, kernel_stages, mean_of, report, timing
 from bench.one_batch import generate, say
@@ -185,8 +185,7 @@ def other_nodes(
     if args["nnodes"] == 1:
         yield args
         return
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        args = {**args, "dist_init_addr": f"127.0.0.1:{listener.getsockname()[1]}"}
+    args = {**args, "dist_init_addr": f"127.0.0.1:{free_port()}"}
     command = [sys.executable, "-m", module, "serve", *flag_words(args)]
     nodes = [
         subprocess.Popen([*command, f"--node-rank={node}"], env=child_environment(NODE_SECRET))

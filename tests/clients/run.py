@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from bench.http_server import free_port
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -142,9 +143,7 @@ def servers() -> Iterator[Path]:
 
 @contextmanager
 def server(name: str, profile_dir: Path) -> Iterator[str]:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_port()
     flags = f"{SERVERS[name]} --port {port} --enable-metrics --enable-cache-report"
     flags += f" --profile-dir {profile_dir}"
     command = [sys.executable, "-m", "moesaic.launch_server", "--model-path", *flags.split()]

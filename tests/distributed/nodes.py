@@ -26,11 +26,6 @@ UNEVEN = (0, 1, 0, 0)
 LAYOUTS = (TWO, FOUR, UNEVEN)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 @contextmanager
 def on_nodes(
     group: RankGroup, nodes: tuple[int, ...], secret: bytes = SECRET, *, renews: bool = False

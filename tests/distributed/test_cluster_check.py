@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.http_server import free_port
 from moesaic.comm.launch.cluster_check import (
     NodeFacts,
     PairFacts,
@@ -18,7 +19,6 @@ from moesaic.comm.launch.cluster_check import (
     model_digest,
 )
 from moesaic.config.devices import cuda_missing
-from tests.distributed.nodes import free_port
 
 SECRET = {"MOESAIC_SECRET": "a secret of some length"}
 

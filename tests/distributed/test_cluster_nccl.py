@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 
+from bench.http_server import free_port
 from moesaic.cli.doctor_cluster import _nccl_lines
 from moesaic.comm.collectives.collective import Collective, WindowCollective
 from moesaic.comm.collectives.group import Peers, RankGroup
@@ -29,7 +30,6 @@ from moesaic.comm.network.handshake import Identity
 from moesaic.comm.network.store import LocalStore, StoreAddress, StoreClient
 from moesaic.config.devices import cuda_missing
 from tests.distributed.moe_ranks import Pools
-from tests.distributed.nodes import free_port
 from tests.distributed.test_cluster_check import doctor
 
 PAIRS = ("0-1", "0-2", "1-2")

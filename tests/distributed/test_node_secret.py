@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.http_server import free_port
 from moesaic.cli.main import main
 from moesaic.comm.launch.service import Service
 from moesaic.comm.network.handshake import Identity, Role
@@ -18,7 +19,6 @@ from moesaic.comm.network.listener import Listener
 from moesaic.comm.network.node_secret import NO_SECRET, check_is_secret, own_secret
 from moesaic.comm.network.store import StoreTable
 from moesaic.comm.supervise.address import check_init_address
-from tests.distributed.nodes import free_port
 from tests.distributed.test_nodes import family, spec, two_nodes
 
 ME, SECRET = Identity(0, 0), b"a secret of some length"

@@ -17,13 +17,13 @@ import psutil
 import pytest
 
 from bench.fuzz_ports import attack, listening
+from bench.http_server import free_port
 from moesaic.cli.main import main
 from moesaic.comm.launch.service import Service, ServiceSpec, Timeouts
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.supervise.address import check_init_address
 from moesaic.comm.supervise.config_check import differences, facts_of
 from moesaic.core.messages import Fault, Stop, Submit
-from tests.distributed.nodes import free_port
 from tests.distributed.test_supervisor import (
     TARGET,
     collect,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import httpx
 import openai
 import pytest
 
+from bench.http_server import free_port
 from moesaic import Engine
 from moesaic.engine.frontend.core_client import CoreClient
 from moesaic.router.args import RouterArgs
@@ -34,11 +34,6 @@ SAME: dict[str, Any] = {
     "dist_timeout": 30,  # two cores may be shared with other work: it only ends what hangs
 }
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
 
 
 @dataclass

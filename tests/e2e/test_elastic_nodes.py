@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ import psutil
 import pytest
 
 from bench.fault_run import Run, wait_for
+from bench.http_server import free_port
 from moesaic import Engine
 from moesaic.engine.frontend import core_client
 from tests.e2e import interrupted_rank
@@ -48,9 +48,7 @@ class TwoNodes:
         params: list[dict[str, Any]] = SHORT,
         **flags: Any,
     ) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
-        address = f"{'127.0.0.1' if place is None else place.bridge}:{port}"
+        address = f"{'127.0.0.1' if place is None else place.bridge}:{free_port()}"
         self.run, self.place, self.params = run, place, params
         self.flags = FLAGS | {"dist_init_addr": address} | flags
         self.second = self.start_second()

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from bench.http_server import free_port
 from moesaic import Engine
 from moesaic.comm.launch.mps import start_mps
 from moesaic.engine.frontend import core_client as remote
@@ -77,9 +78,7 @@ def second_node(
     fails: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Runs node 1; gives the flags of node 0."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-    flags = {**flags, "nnodes": 2, "dist_init_addr": address}
+    flags = {**flags, "nnodes": 2, "dist_init_addr": f"127.0.0.1:{free_port()}"}
     words = list[str]()
     for name, value in {**base, **flags}.items():
         values = value if isinstance(value, tuple) else () if value is True else (value,)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bench.http_server import free_port
 from moesaic import Engine
 from moesaic.comm.launch.mps import start_mps
 from moesaic.config.gpus import PERCENT
@@ -17,7 +18,7 @@ from moesaic.engine.frontend import core_client as remote
 from moesaic.router.args import RouterArgs
 from tests import gpu_rank
 from tests.e2e.grid import model_path
-from tests.e2e.test_disaggregation import Pair, free_port
+from tests.e2e.test_disaggregation import Pair
 from tests.e2e.test_gpu_ranks import (
     DETERMINISTIC,
     GREEDY,

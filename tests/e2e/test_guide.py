@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ import httpx
 import pytest
 import torch
 
+from bench.http_server import free_port
 from moesaic.comm.launch.mps import start_mps
 from moesaic.engine.engine import Engine
 from tests.e2e.guide_lines import ALWAYS, MASTER, ON_ONE_GPU, SLOW, Deployment
@@ -128,11 +128,6 @@ def deployed(
                 command = place.command([*command, "--host", master])
             running.start(command, variables)
         yield running
-
-
-def free_port() -> int:
-    with socket.create_server((LOCAL, 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @pytest.mark.timeout(START_SECONDS + 200)

@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from bench.http_server import free_port
 from moesaic import Engine
-from tests.distributed.nodes import free_port
 from tests.e2e.grid import model_path
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -19,9 +19,10 @@ from typing import Any
 
 import pytest
 
+from bench.http_server import free_port
 from moesaic import Engine
 from tests.e2e.grid import model_path
-from tests.e2e.test_disaggregation import SAME, Pair, free_port, without_times
+from tests.e2e.test_disaggregation import SAME, Pair, without_times
 
 DPA = {"enable_dp_attention": True}
 CACHED = {"disaggregation_decode_enable_radix_cache": True}

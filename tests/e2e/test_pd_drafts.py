@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from bench.http_server import free_port
 from moesaic import Engine
-from tests.e2e.test_disaggregation import SAME, Pair, free_port
+from tests.e2e.test_disaggregation import SAME, Pair
 from tests.e2e.test_eagle_ranks import QWEN, prompted, trained
 from tests.unit.test_draft_model import HOUSE, prompts
 

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from bench.fault_run import Run, wait_for
+from bench.http_server import free_port
 from moesaic import Engine
-from tests.e2e.test_disaggregation import Pair, free_port
+from tests.e2e.test_disaggregation import Pair
 from tests.e2e.test_elastic import PARAMS, PROMPTS, all_live, info
 
 SAME: dict[str, Any] = {

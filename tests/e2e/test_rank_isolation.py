@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from bench.http_server import free_port
 from moesaic import Engine
 from moesaic.engine.frontend import core_client as remote
 from tests.e2e.grid import DPA, arguments, model_path
@@ -212,8 +212,7 @@ def test_every_mesh(line: str) -> None:
 def test_two_nodes(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is on its way between nodes when a step is abandoned is not taken for a later one."""
     monkeypatch.setenv("MOESAIC_SECRET", "a secret of some length")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     line = f"qwen3_moe {flags} --page-size 4 --nnodes 2 --dist-init-addr {address}"
     command = [sys.executable, "-m", "tests.e2e.poison_rank", "serve", "--model-path"]
     words = [model_path("qwen3_moe"), *line.split()[1:], "--node-rank", "1"]

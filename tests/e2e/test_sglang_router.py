@@ -14,8 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.http_server import free_port
 from moesaic.router.args import RouterArgs
-from tests.e2e.test_disaggregation import Pair, free_port, start
+from tests.e2e.test_disaggregation import Pair, start
 from tests.server.serving import served, wait_until
 from tests.server.test_router import routed
 

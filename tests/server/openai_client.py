@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,8 @@ import httpx
 import pydantic
 from openai import types
 from openai.types import chat as chat_types
+
+from bench.http_server import free_port
 
 Json = dict[str, Any]
 MODEL = "tiny:mixtral"
@@ -36,9 +37,7 @@ BEYOND = {"reasoning_content", "max_model_len", "root", "parent", "sglext"}
 @contextmanager
 def openai_server() -> Iterator[str]:
     """The address of a server process with two expert-parallel ranks."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_port()
     command = f"-m moesaic.launch_server --model-path {MODEL} --tp 2 --ep 2 --port {port}"
     flags = "--num-threads 1 --enable-cache-report --log-level warning"
     server = subprocess.Popen(

@@ -20,6 +20,7 @@ import httpx
 import psutil
 import pytest
 
+from bench.http_server import free_port
 from moesaic.config import ServerArgs, resolve
 from moesaic.engine.engine import Engine
 from moesaic.server import run
@@ -130,11 +131,6 @@ def test_a_port_in_use_is_refused_before_anything_is_loaded() -> None:
         done = subprocess.run([*command, "--port", str(port)], capture_output=True, text=True)
     assert done.returncode == 2
     assert f"--host 127.0.0.1 --port {port}: Address already in use" in done.stderr
-
-
-def free_port() -> int:
-    with bind("127.0.0.1", 0) as listener:
-        return int(listener.getsockname()[1])
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 import importlib
 import io
 import json
-import socket
 import subprocess
 import sys
 import types
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from bench.http_server import free_port
 from moesaic.cli.main import COMMANDS, main
 from moesaic.config.args import ServerArgs
 from moesaic.config.parser import FlagParser, merge
@@ -150,13 +150,6 @@ def test_nodes_of_the_guide_must_know_where_to_meet(
     line = "M --tp 8 --ep 8 --pp-size 4 --nnodes 4 --node-rank 0 --moe-a2a-backend deepep"
     assert main(["serve", *line.split()]) == 2
     assert "give all nodes --dist-init-addr NODE0:PORT" in capsys.readouterr().err
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_launch_server_is_serve():
