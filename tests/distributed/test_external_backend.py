@@ -228,7 +228,7 @@ def stay_away(group: RankGroup, a2a: str) -> None:
 @pytest.mark.parametrize("a2a", ["ring", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_a_missing_rank_and_the_operation_are_named(a2a: str):
     with (
-        LocalRanks(3, timeout=30, peer_timeout=1.0) as ranks,
+        LocalRanks(3, timeout=60, peer_timeout=3.0) as ranks,
         pytest.raises(RankFailed, match=rf"(?s)rank 1.*{a2a} dispatch, layer 0"),
     ):
         ranks.run(stay_away, a2a)

@@ -78,8 +78,8 @@ def main():
         held = []  # on a busy machine rank 0 may still compute
         until(lambda: held.append(engine.get_stats()) or held[-1].ranks[0].state == "waiting")
         print(msgspec.json.encode(held[-1]).decode())
-        pathlib.Path("go").touch()
         time.sleep(1.2)  # between two lines of a kind
+        pathlib.Path("go").touch()
         steps = [group.decode_steps for group in engine.get_stats().groups]
         until(lambda: all(group.decode_steps > steps[group.group] + 10 for group in
             engine.get_stats().groups))
@@ -148,8 +148,8 @@ def test_a_slow_step_is_told(engine: Engine, caplog: pytest.LogCaptureFixture) -
     )
     engine.generate(input_ids=[1, 2, 3], sampling_params=call)
     hooks[0].remove()
-    assert re.search(r"step \d+ took \d+\.\d s, usually \d\.\d\d s", caplog.text)
-    assert caplog.text.count("usually") == 1
+    told = re.findall(r"step (\d+) took \d+\.\d s, usually \d\.\d\d s", caplog.text)
+    assert told and len(set(told)) == len(told), caplog.text
 
 
 def test_a_rank_that_holds_up_the_others(tmp_path: Path) -> None:

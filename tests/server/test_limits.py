@@ -445,7 +445,7 @@ def test_which_client_may_abort(
     with (
         keys(running, api, admin),
         running.client() as client,
-        httpx.Client(base_url=url, transport=other) as stranger,
+        httpx.Client(base_url=url, transport=other, timeout=60) as stranger,
         ThreadPoolExecutor() as pool,
     ):
         running.engine._thread.submit(lambda core: go_on.wait(60))

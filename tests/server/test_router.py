@@ -191,9 +191,9 @@ def test_a_client_that_leaves_before_the_first_token(servers: Servers, streams: 
     with ExitStack() as stack:
         for engine in servers.engines:
             stack.enter_context(held(engine))
-        with pytest.raises(httpx.ReadTimeout):
+        with pytest.raises(httpx.TimeoutException):
             servers.client.post("/generate", json=body, timeout=0.5)
-        wait_until(lambda: all(worker.requests == 0 for worker in workers), 15)
+        wait_until(lambda: all(worker.requests == 0 for worker in workers))
     wait_until(lambda: not any(engine._inflight for engine in servers.engines))
     assert all(worker.is_healthy for worker in workers)
 
@@ -321,15 +321,16 @@ def test_a_drained_server_is_left_at_once(servers: Servers) -> None:
     stats = servers.router.proxy.stats  # type: ignore[union-attr]
     resumed, retries = stats.resumed, stats.retries
     with ExitStack() as stack:
-        stack.callback(lambda: httpx.post(f"{servers.urls[0]}/drain", json={"drain": False}))
+        direct = stack.enter_context(httpx.Client(base_url=servers.urls[0], timeout=60))
+        stack.callback(lambda: direct.post("/drain", json={"drain": False}))
         stack.enter_context(held(servers.engines[0]))
         asked = [threading.Thread(target=ask, args=(streams,)) for streams in (True, False) * 2]
         for thread in asked:
             before = first.total + second.total
             thread.start()
             wait_until(lambda before=before: first.total + second.total == before + 1)
-        assert httpx.post(f"{servers.urls[0]}/drain", json={}).json()["open_requests"] >= 1
-        assert httpx.post(f"{servers.urls[0]}/generate", json={"text": "x"}).status_code == 503
+        assert direct.post("/drain", json={}).json()["open_requests"] >= 1
+        assert direct.post("/generate", json={"text": "x"}).status_code == 503
         for thread in asked:
             thread.join(60)
         assert not first.is_healthy and first.state()["is_drained"]
@@ -385,11 +386,11 @@ def test_a_stream_of_a_drained_server_goes_on(is_silent: bool) -> None:
             worker_urls=tuple(urls),
             policy="round_robin",
             health_check_interval_secs=0.1,
-            health_check_timeout_secs=0.3,
+            health_check_timeout_secs=1.0,
         )
         router, client = stack.enter_context(routed(args))
         stack.callback(is_over.set)
-        answer = client.post("/v1/completions", json={"prompt": "x", "stream": True}, timeout=20)
+        answer = client.post("/v1/completions", json={"prompt": "x", "stream": True})
         assert router.proxy is not None and router.proxy.stats.resumed == 1
     events = [line.removeprefix("data: ") for line in answer.text.strip().split("\n\n")]
     assert [json.loads(event)["choices"][0]["text"] for event in events[:-1]] == ["one", " two"]
@@ -410,7 +411,7 @@ def test_a_full_server_is_passed_over() -> None:
         _, client = stack.enter_context(routed(args))
         body = {"text": "x", "sampling_params": {"max_new_tokens": 2}}
         with held(made[0]):
-            ask = lambda: httpx.post(f"{urls[0]}/generate", json=body)  # noqa: E731
+            ask = lambda: httpx.post(f"{urls[0]}/generate", json=body, timeout=60)  # noqa: E731
             blocked = [threading.Thread(target=ask) for _ in "ab"]
             for thread in blocked:
                 thread.start()
@@ -507,7 +508,7 @@ def test_a_slow_body_does_not_hold_a_connection(servers: Servers) -> None:
 def test_routes_of_users_are_passed_on(servers: Servers) -> None:
     client = servers.client
     for path in ("/", "/version", "/openapi.json", "/model_info", "/v1/loads?include=core"):
-        direct = httpx.get(servers.urls[0] + path)
+        direct = httpx.get(servers.urls[0] + path, timeout=60)
         assert (found := client.get(path)).status_code == direct.status_code == 200, path
         assert found.headers["content-type"] == direct.headers["content-type"]
     assert "a?b/c" in client.get("/v1/models/a%3Fb%2Fc").json()["error"]["message"]

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from moesaic.engine.frontend import output_queue
 from moesaic.engine.frontend.output_queue import (
     MAX_PAUSE,
     DeliveryError,
@@ -135,12 +136,19 @@ def test_an_error_at_the_end_of_a_request_keeps_no_other_waiting() -> None:
 
 
 def test_a_long_delivery_is_followed_by_a_short_pause() -> None:
-    async def run() -> float:
+    async def run() -> None:
         sender = (await begun(OutputSenders()))._sender
-        sender._pause(time.monotonic() - FAR)
-        return sender._resume_at - time.monotonic()
+        before = time.monotonic()
+        sender._pause(before - FAR)
+        assert before <= sender._resume_at - MAX_PAUSE <= time.monotonic()
 
-    assert asyncio.run(run()) <= MAX_PAUSE
+    asyncio.run(run())
+
+
+@pytest.fixture
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a busy machine makes a delivery long, too."""
+    monkeypatch.setattr(output_queue, "MAX_PAUSE", 0.0)
 
 
 class Reader:
@@ -158,6 +166,7 @@ class Reader:
         return True
 
 
+@pytest.mark.usefixtures("without_pauses")
 def test_a_reader_takes_what_arrives_while_the_task_waits() -> None:
     async def run() -> tuple[list[int], Progress]:
         output = await begun(OutputSenders())
@@ -185,6 +194,7 @@ def test_a_reader_does_not_overtake_the_task() -> None:
     assert asyncio.run(run()) == ([], progress(2))
 
 
+@pytest.mark.usefixtures("without_pauses")
 def test_what_a_reader_refuses_is_the_tasks() -> None:
     async def run() -> tuple[list[int], Progress]:
         output = await begun(OutputSenders())
@@ -266,11 +276,12 @@ def test_a_wake_up_whose_progress_was_delivered_meanwhile_loses_no_other() -> No
 
 
 def test_a_delivery_of_nothing_does_not_end_a_pause() -> None:
-    async def run() -> float:
+    async def run() -> None:
         sender = (await begun(OutputSenders()))._sender
         sender._pause(time.monotonic() - FAR)
+        paused_until = sender._resume_at
         sender._deliver()
         await asyncio.sleep(0)
-        return sender._resume_at - time.monotonic()
+        assert sender._resume_at >= paused_until
 
-    assert asyncio.run(run()) > MAX_PAUSE / 2
+    asyncio.run(run())
