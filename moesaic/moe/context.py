@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -122,6 +122,11 @@ class MoeContext:
         if num_shared:
             placement = placement.with_everywhere(num_shared, groups)
         return placement if self.copies == 1 else placement.copied(groups, self.copies)
+
+    def with_redundant(self, number: int) -> MoeContext:
+        """The same with at most as many redundant experts, in the default placement."""
+        most = min(number, self.redundant_experts)
+        return replace(self, redundant_experts=most, placements={})
 
     def layout(self, num_slots: int) -> EpLayout:
         return EpLayout(num_slots, self.resolved.ep, self.resolved.moe_tp, self.comm.group.rank)

@@ -35,6 +35,8 @@ from tests.distributed.moe_ranks import A2A_FLAGS
 from tests.moe_oracle import Experts, config_of, random_topk, reference
 
 EXPERTS, HIDDEN, INNER, TOP_K, LAYERS, RANKS = 12, 128, 64, 3, 2, 4
+# Of a last layer that is another model's: its experts are smaller, too.
+OTHER_EXPERTS, OTHER_INNER, OTHER_REDUNDANT = 6, 32, 2
 TOKENS = (5, 0, 9, 1)
 # In each rank: a process takes longer to start than to plan.
 PLANNERS: dict[str, PlannerProcess] = {}
@@ -53,6 +55,8 @@ class Setting:
     per_chunk: int | None = None
     step_bytes: int = 170_000
     """An expert has 98,304: some travel in two parts."""
+    has_other: bool = False
+    """Whether the last layer is another model's."""
     rebalances: int = 1
     tolerance: float = 1e-4
     device: str = "cpu"
@@ -92,6 +96,8 @@ class Bench:
     def __init__(self, group: RankGroup, setting: Setting) -> None:
         self.group, self.setting = group, setting
         self.experts = [Experts.random(EXPERTS, HIDDEN, INNER, seed) for seed in range(LAYERS)]
+        if setting.has_other:
+            self.experts[-1] = Experts.random(OTHER_EXPERTS, HIDDEN, OTHER_INNER, LAYERS)
         self.layers = [self._layer(number) for number in range(LAYERS)]
         self.loaded = {
             (n, expert): layer.store.checksum(slot)
@@ -119,6 +125,8 @@ class Bench:
 
     def _layer(self, number: int) -> FusedMoE:
         setting = self.setting
+        is_other = setting.has_other and number == LAYERS - 1
+        redundant = OTHER_REDUNDANT if is_other else setting.redundant
         problem = MoeProblem(
             a2a=setting.a2a,
             mode=setting.mode,
@@ -136,8 +144,8 @@ class Bench:
             timeout=30.0 if setting.where.type == "cpu" else 60.0,  # others may compile
             max_tokens=64,
             max_decode_tokens=64,
-            redundant_experts=setting.redundant,
-            max_replicas=setting.redundant + 1,
+            redundant_experts=redundant,
+            max_replicas=redundant + 1,
             dispatch_algorithm=setting.dispatch,
             deterministic=setting.deterministic,
         )
@@ -165,8 +173,9 @@ class Bench:
         results = []
         for number, (layer, experts) in enumerate(zip(self.layers, self.experts, strict=True)):
             tokens = TOKENS[(self.group.rank + seed) % RANKS]
-            topk = random_topk(tokens, EXPERTS, TOP_K, 7 * seed + self.group.rank)
-            topk.ids_TK[: tokens // 2] = (torch.arange(TOP_K) + seed // 20) % EXPERTS  # hot ones
+            count = layer.config.num_experts
+            topk = random_topk(tokens, count, TOP_K, 7 * seed + self.group.rank)
+            topk.ids_TK[: tokens // 2] = (torch.arange(TOP_K) + seed // 20) % count  # hot ones
             x_TH = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
             prefill, where = self.setting.dispatch == "lp", self.setting.where
             rows = max(TOKENS) if self.setting.device == "cuda" else 0
@@ -286,6 +295,21 @@ def test_slices_formats_chunks_and_bits(pools: Callable[[int], LocalRanks]) -> N
         Setting("none", deterministic=True),
     ]
     check(pools(RANKS).run(serve, settings), settings)
+
+
+def test_layers_of_another_model_move_with_plans_of_their_own(
+    pools: Callable[[int], LocalRanks],
+) -> None:
+    settings = [
+        Setting(has_other=True, per_chunk=2, rebalances=2),
+        Setting(has_other=True, ep=2, redundant=8, algorithm="incremental"),
+    ]
+    by_rank = pools(RANKS).run(serve, settings)
+    check(by_rank, settings)
+    for found in by_rank[0]:
+        first, other = found.slots
+        assert other != tuple(n % OTHER_EXPERTS for n in range(8)), "it has moved"
+        assert set(other) == {*range(OTHER_EXPERTS)} and set(first) == {*range(EXPERTS)}
 
 
 def disturb(group: RankGroup, rebalances: int, setting: Setting = Setting()) -> Found:

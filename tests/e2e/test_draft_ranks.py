@@ -106,14 +106,19 @@ def test_drafts_of_ranks_are_right_behind_steps_without(line: str) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_experts_of_the_layer_move_as_those_of_the_target() -> None:
+@pytest.mark.parametrize(
+    "own",
+    ["", pytest.param("--speculative-moe-a2a-backend none", marks=pytest.mark.slow)],
+    ids=["as the target's", "with a backend of its own"],
+)
+def test_experts_of_the_layer_move_as_those_of_the_target(own: str) -> None:
     """Every few steps, while drafts are made and verified."""
     line = (
         f"--model-path {HOUSE} --dtype float32 --page-size 4 --tp 2 {DPA} 2 "
         "--moe-a2a-backend deepep "
         "--speculative-algorithm NEXTN --speculative-num-steps 1 --disable-speculative-adaptive "
         "--enable-eplb --eplb-algorithm deepseek --eplb-rebalance-num-iterations 3 "
-        "--ep-num-redundant-experts 2"
+        f"--ep-num-redundant-experts 2 {own}"
     )
     sampling = [{"max_new_tokens": 12 + 4 * n, "temperature": 0.0} for n in range(5)]
 

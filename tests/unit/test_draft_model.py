@@ -4,6 +4,7 @@ over whole answers at once."""
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from moesaic.engine.sampling.sampler import SampleRow
 from moesaic.engine.schedule.plan import ItemResult, PlanItem, StepPlan
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.setup.memory_plan import plan_memory
+from moesaic.engine.speculate.draft_moe import log_moves
 from moesaic.engine.speculate.draft_rows import Continuation
 from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.engine.worker.local_core import LocalCore
@@ -416,6 +418,28 @@ def test_the_draft_model_has_a_format_and_a_runner_of_its_own(
     assert drafting.runner.moe.weight_format.name == "nvfp4"
     served = [serve(core, requests(RANDOM)[:3]) for core in (plain, drafting)]
     assert [one.output_ids for one in served[0]] == [one.output_ids for one in served[1]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"enable_eplb": True}, ["draft model: eplb: 8 experts of 1 layer move among 8 slots"]),
+        (
+            {"enable_eplb": True, "elastic_ep_backend": "mooncake"},
+            ["its experts keep their places"],
+        ),
+        ({}, []),
+    ],
+)
+def test_the_log_says_whether_experts_of_the_draft_model_move(
+    flags: dict[str, Any], told: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    draft = runner(RANDOM, 1, False, True).draft
+    assert draft is not None
+    with caplog.at_level(logging.INFO):
+        log_moves(ServerArgs(model_path=RANDOM, **flags), draft.model.experts)
+    assert len(caplog.messages) == len(told)
+    assert all(part in line for part, line in zip(told, caplog.messages, strict=True))
 
 
 def test_a_format_that_the_runner_does_not_compute_is_refused() -> None:

@@ -17,6 +17,7 @@ from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.setup.device_memory import DeviceRoom, HostRoom, TooLittleMemory
 from moesaic.engine.setup.memory_plan import check_plan, loaded_tokens, plan_memory
 from moesaic.models.locate import model_folder
+from moesaic.models.tiny import materialise
 
 RANKS = {"tp_size": 3, "ep_size": 3, "dp_size": 3, "enable_dp_attention": True}
 HOST, GPU = {"device": "cpu"}, {"device": "cuda", "chunked_prefill_size": 64}
@@ -94,13 +95,29 @@ def test_the_redundant_experts_that_fit_are_named(flags: dict[str, Any]) -> None
     assert "does not fit without redundant experts either" in refusal(asked, least[0] - 1)
 
 
-def test_the_draft_layer_has_redundant_experts_too() -> None:
+@pytest.mark.parametrize(
+    ("moves", "drafts"),
+    [
+        (False, {"speculative_algorithm": "NEXTN"}),
+        (True, {"speculative_algorithm": "NEXTN", "speculative_moe_a2a_backend": "deepep"}),
+        (
+            True,
+            {
+                "speculative_algorithm": "STANDALONE",
+                "speculative_draft_model_path": materialise("tiny:mixtral"),
+            },
+        ),
+    ],
+    ids=["its layer", "a layer with a backend of its own", "another model"],
+)
+def test_the_draft_layer_has_redundant_experts_too(moves: bool, drafts: dict[str, Any]) -> None:
     """The number that fits counts them, as they are as many as the target's."""
     model = "tiny:deepseek_v3,num_nextn_predict_layers=1"
-    args = arguments(model, **RANKS, speculative_algorithm="NEXTN")
+    flags: dict[str, Any] = RANKS | {"enable_eplb": moves}
+    args = arguments(model, **flags, **drafts)
     numbers = (1, 4, 7)
     least = [least_room(with_redundant(args, number)) for number in numbers]
-    plain = [least_room(with_redundant(arguments(model, **RANKS), n)) for n in numbers]
+    plain = [least_room(with_redundant(arguments(model, **flags), n)) for n in numbers]
     assert least[1] - least[0] > 1.2 * (plain[1] - plain[0])
     for number, enough, more in zip(numbers, least, least[1:], strict=False):
         asked = with_redundant(args, 7)

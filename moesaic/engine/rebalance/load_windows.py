@@ -29,6 +29,7 @@ class LoadWindows:
     two become one, and the next ones are twice as long."""
 
     def __init__(self, layers: int, experts: int) -> None:
+        self.num_experts = experts
         self.restart(torch.zeros(layers, experts, dtype=torch.int64, device="cpu"))
 
     def restart(self, total_LE: Tensor) -> None:

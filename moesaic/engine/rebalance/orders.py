@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from torch import Tensor
+
+from moesaic.engine.rebalance.layer_groups import LayerGroup
+from moesaic.engine.rebalance.planner_child import PlanReply
 
 # Of the rebalancer, whose log ranks show.
 logger = logging.getLogger("moesaic.engine.rebalance.rebalancer")
@@ -61,6 +69,31 @@ class RebalanceResult:
     layers: int = 0
     """Layers whose placement changes."""
     seconds: float = 0.0
+
+
+@dataclass
+class Running:
+    """The rebalance in progress."""
+
+    result: RebalanceResult
+    by_operator: bool
+    began: float = field(default_factory=time.monotonic)
+    planned: list[LayerGroup] = field(default_factory=list)
+    """The layers that have computed tokens; below a plan for each group of them."""
+    plans: Future[list[PlanReply]] | None = None
+    tokens_LE: Tensor | None = None
+    """Tokens that this rank had computed when the rebalance began."""
+
+    def note(self, replies: Sequence[PlanReply]) -> None:
+        """Each layer counts as much as another; the algorithm is that of the first ones. Nothing
+        where no layer has computed tokens."""
+        counts = [len(group.layers) for group in self.planned]
+        if not counts:
+            return
+        result, found = self.result, [*zip(counts, replies, strict=True)]
+        result.algorithm, result.reason = replies[0].algorithm, replies[0].reason
+        result.balancedness = sum(count * plan.before for count, plan in found) / sum(counts)
+        result.predicted = sum(count * plan.after for count, plan in found) / sum(counts)
 
 
 @dataclass

@@ -9,6 +9,9 @@ same two steps on all ranks: a layer has the same placement everywhere, with all
 A rank that has failed says so in the same exchange, and all drop what is staged. Slots that have
 flipped keep their new experts, the others the old ones.
 
+Layers that are alike have one plan; a draft model's may have other experts than the target's. What
+is for all layers has as many columns as those with the most experts or slots.
+
 W windows of time · S those to plan with · L layers · E experts · P slots.
 """
 
@@ -19,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any, Final
 
 import msgspec
@@ -44,13 +47,20 @@ from moesaic.engine.rebalance.copy_phases import (
     flips_of,
 )
 from moesaic.engine.rebalance.expert_copies import ChunkCopy, CopyBuffers, WrongExpert
+from moesaic.engine.rebalance.layer_groups import LayerGroup, computed_tokens, groups_of
 from moesaic.engine.rebalance.load_windows import MAX_WINDOWS, LoadWindows, planned_windows
-from moesaic.engine.rebalance.orders import Order, RankReport, RebalanceResult, Trigger, log_end
+from moesaic.engine.rebalance.orders import (
+    Order,
+    RankReport,
+    RebalanceResult,
+    Running,
+    Trigger,
+    log_end,
+)
 from moesaic.engine.rebalance.planner_child import PlannerProcess, PlanReply, PlanRequest
-from moesaic.engine.setup.expert_buffers import ExpertImage, buffer_sizes
+from moesaic.engine.setup.expert_buffers import buffer_sizes
 from moesaic.engine.setup.rank_context import RankContext
 from moesaic.engine.text.limited_child import ChildUnresponsive
-from moesaic.moe.expert_load import tokens_of
 from moesaic.moe.layer import FusedMoE
 from moesaic.observe.spans import SpanKind, Spans
 
@@ -79,18 +89,6 @@ class PlanFailed(RuntimeError):
     """There is no plan: the planner has failed or was killed."""
 
 
-@dataclass
-class Running:
-    """The rebalance in progress."""
-
-    result: RebalanceResult
-    by_operator: bool
-    began: float = field(default_factory=time.monotonic)
-    plan: Future[PlanReply] | None = None
-    tokens_LE: Tensor | None = None
-    """Tokens that this rank had computed when the rebalance began."""
-
-
 class Rebalancer:
     """This rank's part in moving experts of its stage. One thread uses it."""
 
@@ -102,17 +100,19 @@ class Rebalancer:
         device: torch.device,
         num_groups: int = 1,
     ) -> None:
+        """`num_groups`: of the first layer's experts, and of others that have as many."""
         self._args, self._layers, self._ranks = args, layers, ranks
-        self._layout, self._num_groups = layers[0].layout, num_groups
+        self._groups, self._num_groups = groups_of(layers), num_groups
         self._spans: Spans = layers[0].context.comm.spans
         sizes = buffer_sizes(args, layers, ranks.stage_peers)
         self._rate = COPY_RATE["cuda" if sizes.on_gpu and not sizes.through_host else "cpu"]
         self.window_bytes = sizes.window_bytes(ranks.mesh.tp, device)
         """The part of its buffers that torch's allocator does not count on a GPU."""
-        shape = len(layers), layers[0].config.num_experts
+        shape = len(layers), max(group.num_experts for group in self._groups)
+        slots = max(group.num_slots for group in self._groups)
         specs = [
             PlaneSpec(LOADS, (MAX_WINDOWS, *shape), torch.int64),
-            PlaneSpec(PLAN, (len(layers), self._layout.num_slots), torch.int32),
+            PlaneSpec(PLAN, (len(layers), slots), torch.int32),
         ]
         with torch.device("cpu"):
             self._copies = CopyBuffers(ranks.stage_peers, sizes, ranks.timeout, device)
@@ -155,15 +155,16 @@ class Rebalancer:
         """Copies an expert in every way and updates all placements to what they are; statistics are
         cleared afterwards. On a GPU new kernels, pinned memory and memory of another stream stop
         what it computes: later they would hold up a step."""
-        layout, layers = self._layout, self._layers
-        own = layout.first_slot
-        other = (own + layout.slots_per_rank) % layout.num_slots
-        sent = ChunkCopy(layers[:1], [[SlotMove(other, own), SlotMove(own, other)]], self._copies)
-        kept = ChunkCopy(layers[:1], [[SlotMove(own, own)]], self._copies)
-        self._copies.warm_up(sent.warm_up)
-        self._copies.warm_up(kept.warm_up)
-        kept.adopt(0, [own])
-        for layer in layers:
+        for group in self._groups:
+            own = group.layout.first_slot
+            other = (own + group.layout.slots_per_rank) % group.num_slots
+            moves, layers = [SlotMove(other, own), SlotMove(own, other)], group.layers[:1]
+            sent = ChunkCopy(layers, [moves], self._copies)
+            kept = ChunkCopy(layers, [[SlotMove(own, own)]], self._copies)
+            self._copies.warm_up(sent.warm_up)
+            self._copies.warm_up(kept.warm_up)
+            kept.adopt(0, [own])
+        for layer in self._layers:
             layer.update_placement(layer.placement)
 
     def wait_for_planner(self) -> None:
@@ -344,15 +345,7 @@ class Rebalancer:
 
     def _tokens(self) -> Tensor:
         """[L, E]: tokens of each expert that this rank has computed since its start."""
-        total_LE = torch.zeros(
-            len(self._layers), self._layers[0].config.num_experts, dtype=torch.int64
-        )
-        counting = [(n, layer) for n, layer in enumerate(self._layers) if layer.load.counts]
-        tokens = tokens_of([layer.load for _, layer in counting])
-        for (n, layer), found in zip(counting, tokens, strict=True):
-            experts = torch.tensor(layer.counted_experts)
-            total_LE[n].index_add_(0, experts, torch.tensor(found, dtype=torch.int64))
-        return total_LE
+        return computed_tokens(self._layers, self._windows.num_experts)
 
     def _plan(self, number: int) -> bool:
         """The first rank plans in another process; the others have nothing to do."""
@@ -360,29 +353,34 @@ class Rebalancer:
         assert running is not None
         if not self.is_leader:
             return True
-        if running.plan is None:
+        if running.plans is None:
             self._control.wait(0, number - 1, "read loads")
             loads_WLE = self._control.stacked(LOADS).sum(0).to(torch.float32).numpy()
-            request = self._request(planned_windows(loads_WLE))
-            running.plan = in_background(lambda: self._planner.plan(request))
-        if not running.plan.done():
+            running.planned = [one for one in self._groups if loads_WLE[:, one.rows].any()]
+            requests = [self._request(group, loads_WLE) for group in running.planned]
+            running.plans = in_background(lambda: [*map(self._planner.plan, requests)])
+        if not running.plans.done():
             return False
-        self._publish(running, running.plan, number)
+        self._publish(running, running.plans, number)
         return True
 
-    def _request(self, loads_SLE: Floats) -> PlanRequest:
-        image, mesh = ExpertImage.of(self._layers[0]).nbytes, self._ranks.mesh
-        nodes = len(set(self._nodes))
-        per_layer = EXPERT_SHARE * self._step_seconds / len(self._layers)
+    def _request(self, group: LayerGroup, loads_WLE: Floats) -> PlanRequest:
+        loads_SLE = planned_windows(loads_WLE[:, group.rows, : group.num_experts])
+        nodes, image = len(set(self._nodes)), group.expert_bytes
+        grouped = group.num_experts == self._groups[0].num_experts
+        grouped = grouped and self._num_groups % nodes == 0
+        # A layer's part of a step is as large as its part of all experts' bytes.
+        of_all = sum(one.expert_bytes * len(one.layers) for one in self._groups)
+        per_layer = EXPERT_SHARE * self._step_seconds * image / of_all
         return PlanRequest(
             self._args.eplb_algorithm,
             loads_SLE.shape,
-            self._layout.num_slots,
-            self._layout.ep_size,
-            self._num_groups if self._num_groups % nodes == 0 else 1,
-            nodes if mesh.tp % nodes == 0 else 1,
+            group.num_slots,
+            group.layout.ep_size,
+            self._num_groups if grouped else 1,
+            nodes if self._ranks.mesh.tp % nodes == 0 else 1,
             loads_SLE.tobytes(),
-            self._current().astype(np.int32).tobytes(),
+            group.current.astype(np.int32).tobytes(),
             COPIES * image / (self._copies.rate or self._rate),
             max(per_layer, 1e-6),
             self._trigger.horizon(self._all_finished),
@@ -393,40 +391,38 @@ class Rebalancer:
         """The node of each expert-parallel rank."""
         peers = self._ranks.stage_peers
         nodes = peers.nodes or (0,) * peers.size
-        return nodes[:: self._layout.moe_tp_size]
+        return nodes[:: self._groups[0].layout.moe_tp_size]
 
-    def _current(self) -> Ints:
-        return np.array([layer.placement.slots for layer in self._layers])
-
-    def _publish(self, running: Running, plan: Future[PlanReply], number: int) -> None:
+    def _publish(self, running: Running, plans: Future[list[PlanReply]], number: int) -> None:
         """Writes the plan for all ranks: the current placement if nothing is to move."""
         result = running.result
         try:
-            found = plan.result()
+            replies = plans.result()
         except ChildUnresponsive as error:
             raise PlanFailed("the planner was killed, or its plan took too long") from error
         except Exception as error:
             raise PlanFailed(f"no plan: {error or type(error).__name__}") from error
-        result.outcome = self._why_not(running, found)
-        new_LP = self._current().astype(np.int32)
-        if int(self._control.stacked(LOADS).sum()):
-            result.algorithm, result.reason = found.algorithm, found.reason
-            result.balancedness, result.predicted = found.before, found.after
-        if not result.outcome:
-            result.fetched = found.fetched
-            new_LP = np.frombuffer(found.slots, np.int32).reshape(new_LP.shape).copy()
+        running.note(replies)
+        result.outcome = self._why_not(running)
         own_LP = self._control.plane(PLAN)
-        own_LP.copy_(torch.from_numpy(new_LP))
+        for group in self._groups:
+            own_LP[group.rows, : group.num_slots] = torch.from_numpy(group.current)
+        for group, reply in zip(running.planned, replies, strict=True):
+            if not result.outcome:
+                new_LP = np.frombuffer(reply.slots, np.int32).reshape(group.current.shape).copy()
+                own_LP[group.rows, : group.num_slots] = torch.from_numpy(new_LP)
+                result.fetched += reply.fetched
         self._control.touch(own_LP)
         self._control.signal(0, number, "tell the plan")
 
-    def _why_not(self, running: Running, found: PlanReply) -> str:
+    def _why_not(self, running: Running) -> str:
         """Why a plan is not carried out; empty if it is."""
         threshold = self._args.eplb_min_rebalancing_utilization_threshold
-        if not int(self._control.stacked(LOADS).sum()):
+        before = running.result.balancedness
+        if before is None:
             return "nothing to plan from: no tokens since the last rebalance"
-        if found.before > threshold and not running.by_operator:
-            return f"skipped: balancedness is {found.before:.3f}, above {threshold:g}"
+        if before > threshold and not running.by_operator:
+            return f"skipped: balancedness is {before:.3f}, above {threshold:g}"
         return ""
 
     def _adopt_plan(self, number: int) -> bool:
@@ -435,22 +431,21 @@ class Rebalancer:
         assert running is not None
         self._control.wait(0, number - 1, "read the plan", [LEADER])
         new_LP = self._control.plane(PLAN, LEADER).numpy().astype(np.int64)
-        old_LP, result = self._current(), running.result
+        result, self._new_LP = running.result, new_LP
         if running.tokens_LE is not None and not result.dry_run:
             self._windows.restart(running.tokens_LE)
-        changed = np.flatnonzero((old_LP != new_LP).any(1)).tolist()
-        image, ranks = ExpertImage.of(self._layers[0]).nbytes, self._layout.ep_size
-        fetched_LP = fetched_slots(old_LP, new_LP, ranks, self._layers[0].config.num_experts)
-        result.layers = len(changed)
-        result.fetched_bytes = int(fetched_LP.sum()) * image * self._layout.moe_tp_size
-        if result.dry_run or not changed:
+        size, chunks = self._args.eplb_rebalance_layers_per_chunk or 1, list[list[int]]()
+        for group in self._groups:
+            old, new, layout = group.current, new_LP[group.rows, : group.num_slots], group.layout
+            changed = group.rows.start + np.flatnonzero((old != new).any(1))
+            chunks += (changed[at : at + size].tolist() for at in range(0, len(changed), size))
+            fetched = int(fetched_slots(old, new, layout.ep_size, group.num_experts).sum())
+            result.fetched_bytes += fetched * group.expert_bytes * layout.moe_tp_size
+        result.layers = sum(map(len, chunks))
+        if result.dry_run or not chunks:
             self._end(result.outcome or ("dry run" if result.dry_run else "nothing to move"))
             return True
-        size = self._args.eplb_rebalance_layers_per_chunk or 1
-        self._chunks = deque(
-            changed[start : start + size] for start in range(0, len(changed), size)
-        )
-        self._new_LP = new_LP
+        self._chunks = deque(chunks)
         self._phases.append(self._open_chunk)
         return True
 
@@ -472,9 +467,10 @@ class Rebalancer:
         return True
 
     def _move_of(self, number: int) -> LayerMove:
-        layer, new_P = self._layers[number], self._new_LP[number]
-        old_P = np.array(layer.placement.slots)
-        moves = moves_of_layer(old_P, new_P, self._layout.ep_size, self._nodes)
+        layer = self._layers[number]
+        old_P, new_P = np.array(layer.placement.slots), self._new_LP[number]
+        new_P = new_P[: layer.layout.num_slots]
+        moves = moves_of_layer(old_P, new_P, layer.layout.ep_size, self._nodes)
         return LayerMove(layer, moves, tuple(new_P.tolist()))
 
     def state(self) -> dict[str, Any]:

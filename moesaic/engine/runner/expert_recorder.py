@@ -184,16 +184,13 @@ class ExpertRecorder:
     @classmethod
     def of_draft(cls, args: ServerArgs, runner: ModelRunner) -> ExpertRecorder | None:
         """That of a draft model, which may have other experts than the target; it keeps no tokens.
-        What it computes behind a pass of the target counts to the next one."""
+        What it computes behind a pass of the target counts to that pass."""
         mode = args.expert_distribution_recorder_mode
         if mode is None or runner.draft is None:
             return None
         default = max(LEAST_PASSES, args.eplb_rebalance_num_iterations)
         passes = args.expert_distribution_recorder_buffer_size or default
-        layers = runner.draft_layers
-        follow = layers and layers[0].load.layer >= runner.num_layers
-        first = runner.num_layers if follow else 0
-        return cls(runner, passes, layers=layers, first_layer=first)
+        return cls(runner, passes, False, runner.draft_layers, runner.first_draft_layer)
 
     @classmethod
     def for_report(cls, args: ServerArgs, runner: ModelRunner) -> ExpertRecorder | None:

@@ -221,12 +221,12 @@ class ModelRunner:
 
     def _make_rebalancer(self, args: ServerArgs, resolved: ResolvedModel) -> Rebalancer | None:
         """Before the KV cache is sized, as it takes memory."""
-        if not (args.enable_eplb and self.moe_layers):
+        layers = self.moving_layers
+        if not (args.enable_eplb and layers):
             return None
         # A shared expert among the routed ones belongs to no group.
-        shared = self.moe_layers[0].config.num_shared
-        groups = 1 if shared else resolved.raw.integer("n_group", 1)
-        made = Rebalancer(args, self.moving_layers, self.ranks, self.device, groups)
+        groups = 1 if layers[0].config.num_shared else resolved.raw.integer("n_group", 1)
+        made = Rebalancer(args, layers, self.ranks, self.device, groups)
         made.start_planner()
         return made
 
@@ -343,9 +343,15 @@ class ModelRunner:
         return [] if self.draft is None else list(self.draft.model.experts)
 
     @property
+    def first_draft_layer(self) -> int:
+        """The number of the draft model's first layer: one that reads the target's hidden states
+        is behind its last layer, and others begin anew."""
+        return self.num_layers if self.draft is not None and self.draft.model.reads_target else 0
+
+    @property
     def moving_layers(self) -> list[FusedMoE]:
-        """Those whose experts --enable-eplb moves: also of a draft model, if they are like the
-        target's."""
+        """Those whose experts --enable-eplb moves: also of a draft model, unless ranks are
+        elastic."""
         return self.moe_layers + [
             layer for layer in self.draft_layers if layer.context.max_replicas
         ]
@@ -357,9 +363,16 @@ class ModelRunner:
         `tokens`: its rows, if `records_tokens`."""
         if self.recorder is not None:
             self.recorder.record(plan, agreement, tokens)
-        for recorder in (self.draft_recorder, self.balance_recorder):
-            if recorder is not None:
-                recorder.record(plan, agreement)
+        if self.balance_recorder is not None:
+            self.balance_recorder.record(plan, agreement)
+        if not agreement.draft_steps:
+            self.record_drafts(plan, agreement)
+
+    def record_drafts(self, plan: StepPlan, agreement: StepAgreement) -> None:
+        """The same of the draft passes behind a step, once they are launched, too. Before the next
+        step experts may move, with which their counts begin anew."""
+        if self.draft_recorder is not None:
+            self.draft_recorder.record(plan, agreement)
 
     @property
     def records_tokens(self) -> bool:

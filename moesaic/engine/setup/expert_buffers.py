@@ -79,8 +79,10 @@ class BufferSizes:
         nodes: int = 1,
         on_gpu: bool = False,
     ) -> BufferSizes:
+        """Large enough for each of the layers, which may have unlike experts."""
         image = max(ExpertImage.of(layer).nbytes for layer in layers)
-        staged = layers[0].layout.slots_per_rank * min(per_chunk, len(layers))
+        slots = max(layer.layout.slots_per_rank for layer in layers)
+        staged = slots * min(per_chunk, len(layers))
         # A multiple of words, as sums of pieces need it.
         return cls(min(outbox // ALIGN * ALIGN, image * staged), image, staged, nodes, on_gpu)
 

@@ -294,7 +294,8 @@ class ResolvedModel:
 
     def with_redundant(self, number: int) -> ResolvedModel:
         """The same model with as many redundant experts, in the default placement."""
-        return replace(self, moe=replace(self.moe, redundant_experts=number, placements={}))
+        draft = None if self.draft is None else self.draft.with_redundant(number)
+        return replace(self, moe=self.moe.with_redundant(number), draft=draft)
 
     def plan(self, args: ServerArgs, shares: Sequence[RankShare] = ()) -> MemoryPlan:
         """`shares`: those of one replica's ranks, or of one rank if all are alike."""
@@ -324,8 +325,8 @@ class ResolvedModel:
         role, token_bytes = args.disaggregation_mode, model.cache.bytes_per_token(size)
         sent_bytes = token_bytes + draft_cache * (draft is not None and draft.reads_target)
         sent = send_buffer_bytes(sent_bytes, self.context_length, kind_of(args))
-        moves = args.enable_eplb and experts
         own = [] if draft is None else [one for one in draft.experts if one.context.max_replicas]
+        moves = args.enable_eplb and experts + own
         moving = buffer_sizes(args, experts + own, ranks.stage_peers) if moves else None
         return RankShare(
             place=ranks.place,

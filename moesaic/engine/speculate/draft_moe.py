@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -24,14 +25,37 @@ OWN_FLAGS = ("moe-runner-backend", "moe-a2a-backend")
 """Those that draft models have behind `--speculative-`, too."""
 
 
+def may_move(args: ServerArgs) -> bool:
+    """Whether a draft model's experts move as the target's do. With --elastic-ep-backend they stay:
+    no rank takes over a lost one's, and no drafts are made until it is back."""
+    return args.enable_eplb and args.elastic_ep_backend is None
+
+
+def log_moves(args: ServerArgs, layers: Sequence[FusedMoE]) -> None:
+    """Whether --enable-eplb moves the experts of these layers, the draft model's."""
+    if not args.enable_eplb or not layers:
+        return
+    if not may_move(args):
+        logger.info(
+            "draft model: eplb: its experts keep their places: with --elastic-ep-backend no rank "
+            "takes over those of a lost one"
+        )
+        return
+    logger.info(
+        "draft model: eplb: %d experts of %d layer%s move among %d slots",
+        layers[0].config.num_experts,
+        len(layers),
+        "s" * (len(layers) != 1),
+        layers[0].layout.num_slots,
+    )
+
+
 def is_as_target(args: ServerArgs, target: MoeContext, weights: WeightFormat) -> bool:
     """Whether experts with these weights, of a layer like the target's, are the target's in all
-    but that: they have redundant slots and move as those do. Others have none, and stay, as do
-    all of them with --elastic-ep-backend: no rank takes over a lost one's, and no drafts are made
-    until it is back."""
+    but that. Those of elastic ranks move where the draft model's stay."""
     own = args.speculative_moe_runner_backend, args.speculative_moe_a2a_backend
-    can_move = args.elastic_ep_backend is None
-    return can_move and own == (None, None) and weights == target.weight_format
+    alike = args.elastic_ep_backend is None and weights == target.weight_format
+    return alike and own == (None, None)
 
 
 def draft_moe(
@@ -40,10 +64,11 @@ def draft_moe(
     weights: WeightFormat,
     limits: StepLimits,
     mesh: Mesh,
-    raw: RawConfig | None = None,
+    raw: RawConfig,
 ) -> MoeContext:
-    """`weights`: of the draft model's experts, which are not as the target's. `raw`: the draft
-    model's config, if it is another model."""
+    """`weights`: of the draft model's experts, which are not as the target's. `raw`: the config of
+    the model whose layers they are like. If they move they have redundant slots, as many as the
+    target's or one for each expert that a rank lacks."""
     runner, a2a = args.speculative_moe_runner_backend, args.speculative_moe_a2a_backend
     problem = replace(
         target.resolved,
@@ -53,9 +78,14 @@ def draft_moe(
         payload="auto",
         weights=weights,
     )
-    problem = _sized(problem, target.dtype, raw)
+    asked = args.ep_num_redundant_experts if may_move(args) else 0
+    problem, redundant = _sized(problem, target.dtype, raw, asked)
     context = replace(
-        _make(target, problem, limits, mesh), comm=target.comm, workspace=target.workspace
+        _make(target, problem, limits, mesh),
+        comm=target.comm,
+        workspace=target.workspace,
+        redundant_experts=redundant,
+        max_replicas=problem.redundant + 1 if may_move(args) else 0,
     )
     for reason in context.reasons:
         logger.info("draft model: moe: %s", reason)
@@ -67,23 +97,28 @@ def draft_moe(
     return context
 
 
-def _sized(problem: MoeProblem, dtype: torch.dtype, raw: RawConfig | None) -> MoeProblem:
-    """Without redundant slots, but for those that an even distribution needs."""
+def _sized(
+    problem: MoeProblem, dtype: torch.dtype, raw: RawConfig, asked: int
+) -> tuple[MoeProblem, int]:
+    """With the sizes of the draft model's experts; and how many of the `asked` redundant slots its
+    layers have, beside those that an even distribution needs."""
     if not problem.experts:  # copies of all experts
-        return problem
-    if raw is not None:
-        with torch.device("meta"):
-            model = build_model(raw, BuildContext.single(dtype, 1))
-        layer = next((m.config for m in model.modules() if isinstance(m, FusedMoE)), None)
-        if layer is None:
-            return problem
-        problem = replace(
-            problem,
-            experts=layer.num_experts,
-            hidden_size=layer.hidden_size,
-            intermediate_size=layer.intermediate_size,
-        )
-    return replace(problem, redundant=redundant_slots(problem.experts, 0, problem.ep))
+        return problem, 0
+    with torch.device("meta"):
+        model = build_model(raw, BuildContext.single(dtype, 1))
+    layer = next((m.config for m in model.modules() if isinstance(m, FusedMoE)), None)
+    if layer is None:
+        return problem, 0
+    experts = layer.num_experts
+    redundant = min(asked, experts * (problem.ep - 1))
+    sized = replace(
+        problem,
+        experts=experts,
+        redundant=redundant_slots(experts, redundant, problem.ep),
+        hidden_size=layer.hidden_size,
+        intermediate_size=layer.intermediate_size,
+    )
+    return sized, redundant
 
 
 def _make(target: MoeContext, problem: MoeProblem, limits: StepLimits, mesh: Mesh) -> MoeContext:

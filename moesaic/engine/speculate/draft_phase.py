@@ -129,6 +129,13 @@ class DraftPhase:
         on_host = found_2R is None or self._runner.ranks.attention.size > 1
         if found_2R is None or on_host or agreement.draft_branches > 1:
             return partial(self.run, plan, agreement, hidden_TH)
+        add = self._launch(plan, agreement, hidden_TH, found_2R)
+        self._runner.record_drafts(plan, agreement)
+        return add
+
+    def _launch(
+        self, plan: StepPlan, agreement: StepAgreement, hidden_TH: Tensor, found_2R: Tensor
+    ) -> AddDrafts:
         rows = SampledRows.of(plan, self._passes.table.max_pages)
         next_T, rows_R, *columns = self._passes.uploads.upload(*rows.columns())
         next_T.index_copy_(0, rows_R, found_2R[0])
@@ -168,6 +175,16 @@ class DraftPhase:
         results: Sequence[ItemResult],
     ) -> None:
         """Sets the `drafts` of `results`, which only the rank that samples has."""
+        self._run(plan, agreement, hidden_TH, results)
+        self._runner.record_drafts(plan, agreement)
+
+    def _run(
+        self,
+        plan: StepPlan,
+        agreement: StepAgreement,
+        hidden_TH: Tensor,
+        results: Sequence[ItemResult],
+    ) -> None:
         facts = self._settle(plan, results)
         hidden_TH = self._extend(plan, agreement, facts.next_T, hidden_TH)
         if agreement.draft_branches > 1:

@@ -9,6 +9,7 @@ from moesaic.config import ServerArgs
 from moesaic.core.speculation import Speculation
 from moesaic.engine.setup.device_memory import GIB
 from moesaic.engine.setup.memory_plan import ResolvedModel
+from moesaic.engine.speculate.draft_moe import log_moves
 from moesaic.engine.speculate.draft_phase import DraftPhase
 
 if TYPE_CHECKING:
@@ -48,4 +49,5 @@ def load_draft(
         speculation.num_steps,
         speculation.num_draft_tokens,
     )
+    log_moves(args, model.experts)
     return DraftPhase(runner, model, speculation, args.watchdog_timeout)

@@ -124,6 +124,9 @@ class DraftSource(Protocol):
     def load(self, draft: Any, args: ServerArgs) -> None:
         """Fills its weights."""
 
+    def with_redundant(self, number: int) -> DraftSource:
+        """The same with at most as many redundant experts in a layer."""
+
 
 MakeSource = Callable[[ServerArgs, "ResolvedModel", "Mesh"], DraftSource]
 SOURCES: dict[str, MakeSource] = {}

@@ -85,6 +85,9 @@ class EagleSource:
             fill_head(draft.net, self.scheme)
         draft.head.copy_rows()
 
+    def with_redundant(self, number: int) -> EagleSource:
+        return self
+
 
 def _source(args: ServerArgs, resolved: ResolvedModel, mesh: Mesh) -> DraftSource:
     if args.speculative_draft_model_path is None:

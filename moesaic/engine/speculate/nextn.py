@@ -92,6 +92,9 @@ class NextNSource:
             fill_nextn(draft.net, self.folder, self.own, self.resolved.scheme)
         draft.head.copy_rows()
 
+    def with_redundant(self, number: int) -> NextNSource:
+        return self if self.moe is None else replace(self, moe=self.moe.with_redundant(number))
+
 
 def nextn_source(args: ServerArgs, resolved: ResolvedModel, mesh: Mesh) -> NextNSource:
     folder = Path(args.model_path)
@@ -108,7 +111,7 @@ def nextn_source(args: ServerArgs, resolved: ResolvedModel, mesh: Mesh) -> NextN
     format = _format(args, resolved, stored)
     moe = None
     if not is_as_target(args, resolved.moe, format):
-        moe = draft_moe(args, resolved.moe, format, resolved.limits, mesh)
+        moe = draft_moe(args, resolved.moe, format, resolved.limits, mesh, resolved.raw)
     tokens = hot_tokens(args, resolved.raw.integer("vocab_size"))
     return NextNSource(resolved, folder, own, moe, tokens)
 

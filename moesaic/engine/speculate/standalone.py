@@ -80,6 +80,9 @@ class StandaloneSource:
             load_weights(draft.net, self.folder, self.scheme)
             sync_input_scales(draft.net, self.folder)
 
+    def with_redundant(self, number: int) -> StandaloneSource:
+        return replace(self, moe=self.moe.with_redundant(number))
+
 
 def _source(args: ServerArgs, resolved: ResolvedModel, mesh: Mesh) -> StandaloneSource:
     assert args.speculative_draft_model_path is not None, "the flags are checked"

@@ -121,8 +121,9 @@ class RankStatsReporter:
 
     def _number(self, layer: FusedMoE) -> int:
         """Layers of a draft model follow those of the target."""
-        number, target = layer.load.layer, self._runner.num_layers
-        return number + target if layer in self._draft_layers and number < target else number
+        if layer not in self._draft_layers:
+            return layer.load.layer
+        return layer.load.layer - self._runner.first_draft_layer + self._runner.num_layers
 
     def _read(self, first: int) -> RecordingState:
         """A piece of the recording; the last one frees it."""
