@@ -43,7 +43,6 @@ from bench.common import (
 from bench.common import Request as Question
 from bench.fault_run import Run
 from moesaic import Engine
-from moesaic.config.roles import TRY_CUDA
 from moesaic.engine.frontend.inputs import GenerateInput
 
 NAME: Final = "h200_elastic"
@@ -203,7 +202,7 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
         args.requests, VOCAB, Range(16, 64), Range(args.output_len // 2, args.output_len), 0
     )
     began = time.monotonic()
-    with run.marked(**{TRY_CUDA: "1"}):
+    with run.marked():
         engine = Engine(**flags)
     try:
         start = time.monotonic() - began

@@ -16,8 +16,9 @@ never. Graphs of steps with prompts are off, as they keep no row's token.
   `--only layer`, as the model takes memory.
 
 Of each batch, text and probability it measures steps without drafts, with each fixed number of
-them, and with as many as the controller chooses, one after the other on the same requests. All must
-give the script's tokens. `--out` has the rows of a case as soon as that is measured.
+them, and with as many as the controller chooses, one after the other. Each figure has new requests,
+as a step takes longer the longer its texts have become. All must give the script's tokens.
+`--out` has the rows of a case as soon as that is measured.
 """
 
 from __future__ import annotations
@@ -249,16 +250,12 @@ class Runs:
         config = replace(planner.scheduler.config, has_draft_model=layer)
         planner.scheduler.config = config
 
-    def open(self, batch: int) -> None:
-        """Requests that all decode; those of before go on if they have not become much longer."""
-        core, requests = self.core, self._requests
-        longest = max((request.num_output for request in requests), default=0)
-        if len(requests) == batch and longest < self.context:
-            return
+    def _open(self, batch: int) -> None:
+        """New requests that all decode."""
         self.close()
         self._requests = [self._request() for _ in range(batch)]
         while any(not request.num_output for request in self._requests):
-            core.step()
+            self.core.step()
 
     def close(self) -> None:
         self._use(None, DraftController(chains(1), adaptive=False))
@@ -269,11 +266,20 @@ class Runs:
         self._requests = []
 
     def measure(
-        self, drafter: Drafter | None, controller: DraftController, layer: bool, settle: float
+        self,
+        batch: int,
+        drafter: Drafter | None,
+        controller: DraftController,
+        layer: bool = False,
+        settles: bool = False,
     ) -> Measured:
-        """Times steps in which all requests decode, after `settle` seconds that are not counted."""
-        self._use(drafter, controller, layer)
-        self._run_for(settle)
+        """Times steps in which all requests decode. If it `settles`, the controller has seen others
+        before."""
+        seconds = [self.settle] if settles else []
+        for uncounted in (*seconds, self.settle / 8):
+            self._open(batch)
+            self._use(drafter, controller, layer)
+            self._run_for(uncounted)
         before = self._totals(self._requests)
         self._run_for(self.seconds)
         after = self._totals(self._requests)
@@ -332,19 +338,18 @@ def run_case(runs: Runs, case: Case, args: ServerArgs) -> list[Row]:
         runs.script.choose(case.text)
     most, layer = max(case.drafts), case.drafter == "layer"
 
-    def measured(drafts: int, controller: DraftController, settle: float) -> Measured:
-        runs.open(case.batch)
+    def measured(drafts: int, controller: DraftController, settles: bool = False) -> Measured:
         drafter: Drafter | None = None
         if drafts and case.drafter == "ngram":
             drafter = NgramDrafter(NgramIndex(10_000_000, 18), drafts)
         elif drafts:
             drafter = ScriptDrafter(runs.script, case.rate, drafts)
-        return runs.measure(drafter, controller, layer and drafts > 0, settle)
+        return runs.measure(case.batch, drafter, controller, layer and drafts > 0, settles)
 
-    short, chosen = runs.settle / 8, DraftController(chains(most), adaptive=True)
-    plain = measured(0, DraftController(chains(1), adaptive=False), short)
-    found = {k: measured(k, DraftController(chains(k), adaptive=False), short) for k in case.drafts}
-    adaptive = measured(most, chosen, runs.settle)
+    chosen = DraftController(chains(most), adaptive=True)
+    plain = measured(0, DraftController(chains(1), adaptive=False))
+    found = {k: measured(k, DraftController(chains(k), adaptive=False)) for k in case.drafts}
+    adaptive = measured(most, chosen, settles=True)
     return [
         Row(
             model=runs.model,

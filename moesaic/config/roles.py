@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -17,8 +16,6 @@ from moesaic.config.speculation import speculation_problems
 from moesaic.core.speculation import ALGORITHMS
 
 HOOKS: Final = ("elastic_event_command", "elastic_event_url")
-TRY_CUDA: Final = "MOESAIC_ELASTIC_CUDA"
-"""Elasticity of ranks on GPUs is refused without this variable: no GPU has run it yet."""
 
 
 def elastic_problems(args: ServerArgs) -> Iterator[str]:
@@ -29,7 +26,7 @@ def elastic_problems(args: ServerArgs) -> Iterator[str]:
         return
     yield from _hook_problems(args)
     shown = f"--elastic-ep-backend {args.elastic_ep_backend}"
-    if (device := device_of(args)) == "cuda" and TRY_CUDA in os.environ:
+    if (device := device_of(args)) == "cuda":
         yield from _nccl_problems(args, shown)
         if args.disaggregation_mode != "null":
             yield (
@@ -37,7 +34,7 @@ def elastic_problems(args: ServerArgs) -> Iterator[str]:
                 "CPU ranks that send caches are restarted so far; leave one of them out"
             )
     elif device != "cpu":
-        yield f"{shown} with --device {device}: only CPU ranks are restarted so far; leave it out"
+        yield f"{shown} with --device {device}: ranks on it are not restarted; leave it out"
     if args.nnodes > 1 and device != "cpu":
         yield f"{shown} with --nnodes {args.nnodes}: only CPU ranks of several nodes so far; give 1"
     elif args.nnodes > 1 and args.disaggregation_mode != "null":

@@ -15,7 +15,6 @@ import pytest
 from bench import faulty_rank
 from bench.fault_run import Run, wait_for
 from moesaic import Engine
-from moesaic.config.roles import TRY_CUDA
 from moesaic.engine.frontend import core_client as remote
 from tests import gpu_rank
 from tests.e2e.test_gpu_ranks import GPU, SMALL, WHOLE, groups, nothing_left
@@ -147,11 +146,6 @@ def test_a_death_that_takes_all_devices_with_it_loses_no_answer() -> None:
         assert ask(engine) == wanted
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TRY_CUDA, "1")
-
-
 STRIKES = {
     "killed": [[(1, KILLED)]],
     "leader and another": [[(0, KILLED)], [(3, KILLED)]],
@@ -160,7 +154,6 @@ STRIKES = {
 }
 
 
-@pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize(
     ("ranks", "redundant", "name"),
     [

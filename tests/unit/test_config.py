@@ -25,7 +25,6 @@ from moesaic.config.resolve import (
     problems,
     resolve,
 )
-from moesaic.config.roles import TRY_CUDA
 from moesaic.config.speculation import speculation_defaults, speculation_of
 from moesaic.core.speculation import Speculation
 from moesaic.moe.backends import ENTRY_POINTS
@@ -817,15 +816,10 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None, int], None]:
     return have
 
 
-def test_elastic_ranks_on_gpus_are_allowed_on_trial(
-    gpus: Callable[[str | None, int], None], monkeypatch: pytest.MonkeyPatch
-):
+def test_elastic_ranks_on_gpus(gpus: Callable[[str | None, int], None]):
     sharded = {"elastic_ep_backend": "mooncake", "device": "cuda", "tp_size": 4}
     whole = {**sharded, "dp_size": 4, "enable_dp_attention": True}
     gpus("13.0", 1)
-    with pytest.raises(ValueError, match="with --device cuda: only CPU ranks are restarted so far"):
-        resolve(make(**whole))
-    monkeypatch.setenv(TRY_CUDA, "1")
     for flags in (sharded, whole):
         assert resolve(make(**flags)).device == "cuda"
     gpus("13.0", 4)

@@ -145,10 +145,10 @@ def replay(
 def test_measured_steps(drafter: str, rate: float) -> None:
     """Once 1,000 steps have passed, at most 2% are lost against the best fixed number, trials
     included, and against none at any time behind the first steps."""
-    for requests in (1, 8, 32, 256):
+    for requests in (1, 8, 128):
         ms = measured_ms(drafter, requests)
         best = max(sum(rate**n for n in range(k + 1)) / took for k, took in enumerate(ms))
-        runs = [replay(drafter, rate, requests, seed, range(1000, 1800)) for seed in range(2)]
+        runs = [replay(drafter, rate, requests, seed, range(1000, 1800)) for seed in range(4)]
         speeds = [speed for speed, _ in runs]
         assert sum(speeds) / len(speeds) > 0.98 * best, requests
         assert min(speeds) > 0.98 / ms[0], requests
