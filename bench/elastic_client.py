@@ -8,7 +8,7 @@ import json
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -134,15 +134,21 @@ class Tally:
 
 
 async def ask(
-    session: aiohttp.ClientSession, url: str, question: Question, answer: Answer | None = None
+    session: aiohttp.ClientSession,
+    url: str | Sequence[str],
+    question: Question,
+    answer: Answer | None = None,
 ) -> Answer:
-    """Asks until there is an end or an error that is not that of a connection. `answer`: grows."""
+    """Asks until there is an end or an error that is not that of a connection, servers in turn if
+    there are several. `answer`: grows."""
+    urls = [url] if isinstance(url, str) else url
     answer, request_id = answer or Answer(), uuid.uuid4().hex
     try:
         async with asyncio.timeout(REQUEST_SECONDS):
             while not (answer.done or answer.error):
+                one = urls[answer.reconnects % len(urls)]
                 try:
-                    await _attempt(session, url, question, answer, request_id)
+                    await _attempt(session, one, question, answer, request_id)
                     lost = not (answer.done or answer.error)
                 except aiohttp.ClientError:
                     lost = True

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import httpx
+
 from bench.fault_run import Run, wait_for
 from bench.http_server import free_port
 from moesaic.comm.supervise.control_page import HEAD_BYTES, STATUS_BYTES, ControlPage
@@ -194,6 +196,59 @@ def serving(flags: str, hook: str = "", nodes: int = 1) -> Iterator[Served]:
         run.close()
         for one in (process, *others):
             one.wait()
+
+
+@dataclass
+class Heads:
+    """A server of two nodes, each of which may lead."""
+
+    flags: str
+    urls: tuple[str, str]
+    meeting: str
+    """Where the nodes meet."""
+    runs: list[Run]
+    processes: list[subprocess.Popen[bytes]]
+
+    @classmethod
+    def create(cls, flags: str) -> Heads:
+        ports = [free_port() for _ in range(4)]
+        urls = f"http://127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}"
+        heads = cls(flags, urls, f"127.0.0.1:{ports[2]},127.0.0.1:{ports[3]}", [], [])
+        for node in range(2):
+            heads.runs.append(Run())
+            heads.processes.append(heads.start(node))
+        return heads
+
+    def start(self, node: int) -> subprocess.Popen[bytes]:
+        port = self.urls[node].rpartition(":")[2]
+        words = ["serve", MODEL, "--port", port, *FLAGS.split(), *self.flags.split()]
+        words += ["--nnodes", "2", "--dist-init-addr", self.meeting, "--node-rank", str(node)]
+        return _start(self.runs[node], words)
+
+    def kill(self, node: int) -> None:
+        """All processes of a node, in any order."""
+        pids = self.runs[node].pids()
+        random.shuffle(pids)
+        for pid in pids:
+            _send(pid, signal.SIGKILL)
+        self.processes[node].wait()
+
+    def leads(self, node: int) -> bool:
+        """Whether it serves HTTP."""
+        try:
+            return httpx.get(f"{self.urls[node]}/health", timeout=60).status_code == 200
+        except httpx.ConnectError:
+            return False
+
+    def await_text(self, node: int, text: str, times: int = 1) -> None:
+        """Until a node has logged it so often."""
+        run = self.runs[node]
+        wait_for(lambda: run.log.read_text().count(text) >= times, text, run)
+
+    def close(self) -> None:
+        for run, process in zip(self.runs, self.processes, strict=True):
+            run.close()
+            process.wait()
 
 
 def _start(run: Run, words: Sequence[str]) -> subprocess.Popen[bytes]:

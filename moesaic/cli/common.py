@@ -74,8 +74,10 @@ def check_nodes(args: ServerArgs, name_timeout: float = 0.0) -> None:
         from moesaic.comm.network.node_secret import own_secret
         from moesaic.comm.supervise.address import check_init_address
 
-        secret, address = own_secret(file=args.node_secret_file), args.dist_init_addr or ""
-        check_init_address(args.node_rank, address, secret, name_timeout=name_timeout)
+        secret = own_secret(file=args.node_secret_file)
+        for node, address in enumerate((args.dist_init_addr or "").split(",")):
+            own = 0 if node == args.node_rank else 1
+            check_init_address(own, address, secret, name_timeout=name_timeout)
 
 
 def prepare(args: ServerArgs, needs_tokenizer: str = "") -> ServerArgs:
@@ -98,4 +100,6 @@ def join_node(args: ServerArgs) -> int:
     """Run the ranks of a node other than the first until the first one ends."""
     from moesaic.engine.frontend.core_client import serve_node
 
-    return serve_node(args)
+    found = serve_node(args)
+    assert isinstance(found, int), "a node of one that leads has no keeper"
+    return found

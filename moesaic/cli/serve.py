@@ -120,7 +120,12 @@ def _start(args: ServerArgs, waits_for_name: bool = False) -> int:
     """Waits for a name that a launcher gave; one that a user typed may be wrong."""
     args = resolve(args)  # before anything slow, so a wrong flag is reported at once
     check_nodes(args, (args.dist_timeout or 0.0) if waits_for_name else 0.0)
-    return join_node(args) if args.node_rank > 0 else _serve(args)
+    return join_node(args) if args.node_rank > 0 and not _has_heads(args) else _serve(args)
+
+
+def _has_heads(args: ServerArgs) -> bool:
+    """Whether this node and others may lead the service."""
+    return 1 < (args.dist_init_addr or "").count(",") + 1 > args.node_rank
 
 
 def _serve(args: ServerArgs) -> int:
@@ -129,4 +134,8 @@ def _serve(args: ServerArgs) -> int:
         from moesaic.server.run import serve
     if args.elastic_ep_backend is None:
         return serve(args, listener)
-    return keep(partial(serve, args, listener), args)
+    if not _has_heads(args):
+        return keep(partial(serve, args, listener), args)
+    from moesaic.server.stand_by import bind_meeting, serve_or_stand_by
+
+    return keep(partial(serve_or_stand_by, args, listener), args, bind_meeting(args))

@@ -112,7 +112,8 @@ class ParallelArgs:
     dist_init_addr: str | None = flag(
         None,
         "Rendezvous address: an address of node 0 and a free port there; unset: MASTER_ADDR "
-        "and MASTER_PORT.",
+        "and MASTER_PORT. With --elastic-ep-backend further ones, separated by commas, of node 1, "
+        "2, …: these take its place if it is lost.",
         aliases=("--nccl-init-addr",),
         metavar="HOST:PORT",
     )

@@ -326,7 +326,13 @@ def _rendezvous(args: ServerArgs) -> Iterator[str]:
                 "--dist-init-addr NODE0:PORT, an address of node 0 and a free port there "
                 "(or MASTER_ADDR and MASTER_PORT in the environment)"
             )
-    if address is not None and not is_address(address):
+    heads = [] if address is None else address.split(",")
+    if len(heads) > 1 and (len(heads) > args.nnodes or args.elastic_ep_backend is None):
+        yield (
+            f"{source} names {len(heads)} nodes that may lead: that takes as many --nnodes, and "
+            "--elastic-ep-backend"
+        )
+    if not all(map(is_address, heads)):
         yield (
             f"{source} is {address!r}: give HOST:PORT with a port from 1 to 65535, such as "
             "10.0.0.1:29500 or [fd00::1]:29500"

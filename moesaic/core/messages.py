@@ -240,6 +240,63 @@ class Beat(Message):
     ranks: dict[int, RankSnapshot] = {}
 
 
+class MirrorOpen(Message):
+    """To the node that mirrors the journal: an open request. `submit`: an encoded Submit of it as
+    it was submitted. `told`: what its client got, if it may ask for it by its `key`."""
+
+    submit: bytes
+    emitted: list[int]
+    key: str = ""
+    is_aborted: bool = False
+    told: RequestDelta | None = None
+
+
+class MirrorKept(Message):
+    """The same: an answer that has ended, for which its client may ask for `seconds` more."""
+
+    key: str
+    number: int
+    data: bytes
+    seconds: float
+
+
+class MirrorBegin(Message):
+    """The same: the journal is complete with this. `facts`: those of each rank.
+    `store`: what ranks have exchanged. `generations`: of each replica."""
+
+    number: int
+    facts: list[dict[str, Any]]
+    store: dict[str, bytes]
+    generations: list[int]
+
+
+class MirrorStep(Message):
+    """The same: an encoded message that changes the journal."""
+
+    number: int
+    data: bytes
+
+
+class MirrorStore(Message):
+    """The same: a value that a rank has set in the store."""
+
+    key: str
+    value: bytes
+
+
+class Mirrored(Message):
+    """The answer: all up to the message of this number is mirrored."""
+
+    number: int
+
+
+class TakeOver(Message):
+    """To the client of a node that stood by: its supervisor leads the service from now on, for this
+    reason."""
+
+    cause: str
+
+
 class StartRank(Message):
     """From node 0 to the node of a rank that is to be started again."""
 
@@ -288,6 +345,13 @@ AnyMessage = (
     | Hello
     | Relay
     | Beat
+    | MirrorOpen
+    | MirrorKept
+    | MirrorBegin
+    | MirrorStep
+    | MirrorStore
+    | Mirrored
+    | TakeOver
     | StartRank
     | EndRank
     | RankEnded

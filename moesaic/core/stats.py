@@ -149,10 +149,11 @@ class MembershipStats(msgspec.Struct):
 
 
 class ServiceLoss(msgspec.Struct):
-    """A loss of the HTTP process or of the supervisor, which was started again."""
+    """A loss of the HTTP process or of the supervisor, which was started again, or of the node
+    whose place this one has taken."""
 
     process: str
-    """http or supervisor."""
+    """http, supervisor or node."""
     cause: str
     when: float
     """Seconds since the epoch of the clock."""
@@ -168,6 +169,8 @@ class ServiceLosses(msgspec.Struct):
     http: int = 0
     """How often it was lost since the start."""
     supervisor: int = 0
+    node: int = 0
+    """How often another node led the service before."""
     seconds: float = 0.0
     """Until requests went on, of all losses together."""
     last: list[ServiceLoss] = []

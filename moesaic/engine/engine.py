@@ -105,7 +105,7 @@ class Engine:
             "tokenizer": prepared - started,
             "model": time.monotonic() - prepared,
         }
-        first_number = 0 if keeper is None else keeper.first_number
+        first_number = self._core.first_request
         self.limits = EngineLimits.of(self.args, self._core.facts, self.tokenizer, first_number)
         self.max_running = self._core.facts.max_running * self.mesh.num_groups
         """The most requests that run at once, on all ranks together."""
@@ -130,7 +130,7 @@ class Engine:
 
     def _make_core(self, apart: bool) -> Core:
         """A core in this process, or one whose ranks are processes."""
-        if self.args.node_rank > 0:
+        if self.args.node_rank > 0 and not (self._keeper and self._keeper.leads):
             raise ValueError(
                 f"an Engine runs on node 0, not on --node-rank {self.args.node_rank}: run "
                 "moesaic serve or moesaic generate with the same flags there"

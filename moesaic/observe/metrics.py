@@ -263,8 +263,13 @@ METRICS: Final[tuple[Metric, ...]] = (
         series.losses(lambda lost: lost.supervisor),
     ),
     _counter(
+        "node_takeovers_total",
+        "Nodes that were lost while they led the service, whose place this one has taken.",
+        series.losses(lambda lost: lost.node),
+    ),
+    _counter(
         "service_loss_seconds_total",
-        "Seconds from losses of the HTTP process or supervisor until requests went on.",
+        "Seconds from losses of the HTTP process, supervisor or leading node until requests go on.",
         series.losses(lambda lost: lost.seconds),
     ),
     _counter(

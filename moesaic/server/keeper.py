@@ -14,6 +14,7 @@ import logging
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -45,10 +46,13 @@ END_SECONDS: Final = 10.0
 READ_BYTES: Final = 1 << 16
 
 
-def keep(serve: Callable[[KeeperLink], int], args: ServerArgs) -> int:
+def keep(
+    serve: Callable[[KeeperLink], int], args: ServerArgs, meeting: socket.socket | None = None
+) -> int:
     """Calls `serve` in a process of its own, and again in another one when that is lost; the exit
-    status. Like a fork it returns in all of these processes."""
-    keeper = Keeper(args.restart_limit, EventHooks(asdict(args)))
+    status. Like a fork it returns in all of these processes. `meeting`: where nodes reach this one
+    while it leads, if another one may."""
+    keeper = Keeper(args.restart_limit, EventHooks(asdict(args)), meeting)
     with handling_signals(keeper.on_signal):
         while (link := keeper.next_life()) is None:
             keeper.watch()
@@ -59,8 +63,11 @@ def keep(serve: Callable[[KeeperLink], int], args: ServerArgs) -> int:
 
 
 class Keeper:
-    def __init__(self, restart_limit: int, hooks: EventHooks) -> None:
-        self._hooks = hooks
+    def __init__(
+        self, restart_limit: int, hooks: EventHooks, meeting: socket.socket | None = None
+    ) -> None:
+        self._hooks, self._meeting = hooks, meeting
+        self._leads = meeting is None
         name_process("moesaic-keeper")
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -113,7 +120,9 @@ class Keeper:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         life = self._restarts.total
-        return KeeperLink(keeper, writer, life, self._lost, self._supervisor, self._losses)
+        known = self._lost, self._supervisor, self._losses
+        meeting = -1 if self._meeting is None else self._meeting.fileno()
+        return KeeperLink(keeper, writer, life, *known, meeting, self._leads)
 
     def watch(self) -> None:
         """Returns once the HTTP process has ended: it has ended the server, or is to be started
@@ -200,7 +209,11 @@ class Keeper:
             self._supervisor, self._starting = note.supervisor, 0
         if note.loss is not None:
             self._losses.add(note.loss)
+        if note.leads:
+            self._leads, self._lost = True, time.monotonic()
         self._has_ended = self._has_ended or note.ended
+        if note.stands_by and self._ready is None:
+            self._ready, self._was_ready = time.monotonic(), True
         if note.ready:
             self._ready = time.monotonic()
             if self._was_ready:
@@ -210,12 +223,15 @@ class Keeper:
     def _note_return(self, requests: int) -> None:
         assert self._ready is not None
         seconds = self._ready - self._lost
-        returned = self._losses.note_return("http", requests, seconds)
-        for loss in returned:
-            self._hooks.tell(event_of_loss(loss))
-        logger.info(
-            "the HTTP process is back after %.2f s; %d requests have gone on", seconds, requests
-        )
+        for process, text in (
+            ("http", "the HTTP process is back"),
+            ("node", "this node serves in the place of another"),
+        ):
+            returned = self._losses.note_return(process, requests, seconds)
+            for loss in returned:
+                self._hooks.tell(event_of_loss(loss))
+            if returned:
+                logger.info("%s after %.2f s; %d requests have gone on", text, seconds, requests)
 
     def _end_half_started(self) -> None:
         """A supervisor whose client was lost before it could say where it is."""

@@ -66,7 +66,7 @@ def serve(args: ServerArgs, listener: socket.socket, keeper: KeeperLink | None =
         with _progress(args.model_path):
             engine = Engine(apart=True, keeper=keeper, **asdict(args))
         try:
-            if not args.skip_server_warmup and (keeper is None or not keeper.life):
+            if not args.skip_server_warmup and (keeper is None or keeper.is_start):
                 warm_up(engine)
             server = Server(engine, listener, keys, start)
             with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:

@@ -269,6 +269,19 @@ def test_missing_file_is_named(tmp_path: Path):
         ("--tp 64", "64 ranks on --nnodes 1: a node holds at most 62"),
         ("--tp 8 --dp 8", "64 ranks on --nnodes 1: a node holds at most 62"),
         (
+            "--nnodes 2 --tp 2 --dist-init-addr h:1,g:1",
+            "--dist-init-addr names 2 nodes that may lead: that takes as many --nnodes, and "
+            "--elastic-ep-backend",
+        ),
+        (
+            "--nnodes 2 --tp 2 --dist-init-addr h:1,g:1,f:1 --elastic-ep-backend mooncake",
+            "--dist-init-addr names 3 nodes that may lead: that takes as many --nnodes",
+        ),
+        (
+            "--nnodes 2 --tp 2 --dist-init-addr h:1,g --elastic-ep-backend mooncake",
+            "--dist-init-addr is 'h:1,g': give HOST:PORT with a port from 1 to 65535",
+        ),
+        (
             "--tp 2 --nnodes 2 --node-rank 0",
             "--nnodes 2 without a rendezvous address: give all nodes --dist-init-addr NODE0:PORT",
         ),

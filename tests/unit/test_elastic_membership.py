@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -23,8 +24,9 @@ from moesaic.comm.mesh import Mesh
 from moesaic.comm.supervise.control_page import ControlPage
 from moesaic.comm.supervise.elastic import ElasticMembership
 from moesaic.comm.supervise.journal import HELD, Journal
-from moesaic.comm.supervise.lead_supervisor import LeadSupervisor, Replica
+from moesaic.comm.supervise.lead_supervisor import LeadSupervisor
 from moesaic.comm.supervise.load_balance import LoadBalancer
+from moesaic.comm.supervise.replica import Replica
 from moesaic.comm.supervise.service_spec import ServiceSpec, Timeouts
 from moesaic.comm.supervise.step_rollback import StepRollbacks
 from moesaic.core import messages
@@ -172,7 +174,8 @@ class Service:
             if rank in self.ranks:
                 self.ranks[rank].inbox.append(rollback)
 
-    def send_client(self, message: Message | bytes) -> None:
+    def send_answer(self, data: bytes) -> None:
+        message = decode(data)
         assert isinstance(message, messages.StepOutput)
         self._record(message)
 
@@ -298,8 +301,8 @@ def test_an_abort_that_a_lost_rank_had_not_heard_of() -> None:
     service = Service(MESHES["each rank a group"], 0)
     for number in range(4):
         service.submit(number)
-    lead: Any = SimpleNamespace(journal=service.journal, mesh=service.mesh)
-    lead.send_rank, lead.send_client = service.send_rank, service.send_client
+    lead: Any = SimpleNamespace(journal=service.journal, mesh=service.mesh, _mirror=Mock())
+    lead.send_rank, lead.send_answer = service.send_rank, service.send_answer
     lead._abort = partial(LeadSupervisor._abort, lead)
     LeadSupervisor.on_client(lead, messages.Abort(2))
     group = service.journal.open[2].group
@@ -315,8 +318,8 @@ def test_requests_that_are_aborted_end_once() -> None:
     aborted = 0
     for seed in range(60):
         service = Service(MESHES["groups of two" if seed % 2 else "each rank a group"], seed)
-        lead: Any = SimpleNamespace(journal=service.journal, mesh=service.mesh)
-        lead.send_rank, lead.send_client = service.send_rank, service.send_client
+        lead: Any = SimpleNamespace(journal=service.journal, mesh=service.mesh, _mirror=Mock())
+        lead.send_rank, lead.send_answer = service.send_rank, service.send_answer
         lead._abort = partial(LeadSupervisor._abort, lead)
         for number in range(8):
             service.submit(number)

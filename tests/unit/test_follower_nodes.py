@@ -26,10 +26,10 @@ BUSY = RankSnapshot(RankState.COMPUTING, 7, "layer 0", 0.0, 0.0, 1)
 class Links:
     """In the place of FollowerLinks."""
 
-    store = close = None
+    store = table = close = None
     missing: tuple[int, ...] = ()
 
-    def __init__(self, spec: ServiceSpec, listening: object) -> None:
+    def __init__(self, spec: ServiceSpec, listening: object, secret: bytes) -> None:
         self.inbox, self.wakeup_fd = self, 0
         self.sent: list[Message] = []
         self.events: list[Event] = []
@@ -66,7 +66,7 @@ class Links:
 class Host:
     """In the place of LeadSupervisor: it notes what it is told."""
 
-    mesh = MESH
+    mesh, secret = MESH, b""
     is_serving = True
 
     def __init__(self, elastic: bool = True) -> None:
@@ -82,6 +82,15 @@ class Host:
 
     def lose_ranks(self, ranks: Sequence[int], cause: str) -> None:
         self.told.append(("lost", list(ranks), cause))
+
+    def on_joined(self, node: int) -> None:
+        self.told.append(("joined", node))
+
+    def on_left(self, node: int) -> None:
+        self.told.append(("left", node))
+
+    def on_mirrored(self, node: int, number: int) -> None:
+        self.told.append(("mirrored", node, number))
 
     def on_rank(self, rank: int, message: AnyMessage, data: bytes) -> None:
         self.told.append((rank, message))
@@ -148,7 +157,8 @@ def test_a_node_is_lost_once_and_comes_again(nodes: FollowerNodes, host: Host, h
         links.silent = 1, 4.0
         nodes.tick(time.monotonic(), was_late=False)
         receive(nodes, relay(3), messages.Beat(1, {3: BUSY}), Disconnected("closed"))
-    ((what, ranks, text),) = host.told
+    left, (what, ranks, text) = host.told
+    assert left == ("left", 1)
     assert (what, ranks) == ("lost", [2, 3])
     assert text.startswith(f"node 1 (10.0.0.2, ranks 2 to 3) is lost: {cause[how]}")
     told = [one.reason for one in sent(nodes) if isinstance(one, messages.Stop)]
@@ -161,7 +171,7 @@ def test_a_node_is_lost_once_and_comes_again(nodes: FollowerNodes, host: Host, h
     assert sent(nodes) == [messages.Hello(facts={"serves": True})]
     assert not nodes.is_away(2)
     receive(nodes, relay(2))
-    assert host.told[1:] == [(2, messages.Asleep(0, 2))]
+    assert host.told[2:] == [("joined", 1), (2, messages.Asleep(0, 2))]
 
 
 def test_a_node_that_comes_again_with_other_flags_is_refused(
@@ -176,4 +186,4 @@ def test_a_node_that_comes_again_with_other_flags_is_refused(
         "nodes 0 and 1 have different settings: --page-size is 1 on node 0 and 4 on node 1"
     )
     assert cut == messages.Stop("cut") and nodes.is_away(2)
-    assert [told[0] for told in host.told] == ["lost"]
+    assert [told[0] for told in host.told] == ["left", "lost"]

@@ -31,6 +31,10 @@ class Note(msgspec.Struct, omit_defaults=True):
     ended: bool = False
     """The server ends, and is not to be started again."""
     loss: ServiceLoss | None = None
+    stands_by: bool = False
+    """This node may lead the service later, and has joined the one that does."""
+    leads: bool = False
+    """Its supervisor leads the service from now on."""
 
 
 @dataclass(slots=True)
@@ -44,6 +48,17 @@ class KeeperLink:
     lost: float = 0.0
     supervisor: SupervisorAddress | None = None
     losses: ServiceLosses = field(default_factory=ServiceLosses)
+    meeting: int = -1
+    """The descriptor of a socket that is bound to this node's part of --dist-init-addr."""
+    leads: bool = True
+    """The supervisor of this node leads the service, or did before the last loss."""
+    has_taken_over: bool = False
+    """From another node, in this life."""
+
+    @property
+    def is_start(self) -> bool:
+        """Whether the service starts, with this process."""
+        return not (self.life or self.has_taken_over)
 
     @property
     def first_number(self) -> int:
@@ -58,7 +73,8 @@ class KeeperLink:
 
     def note_ready(self, requests: int) -> None:
         """The server accepts connections; ranks compute so many requests of the former process."""
-        self.losses.note_return("http", requests, time.monotonic() - self.lost)
+        for process in ("http", "node"):
+            self.losses.note_return(process, requests, time.monotonic() - self.lost)
         self.tell(Note(ready=True, requests=requests))
 
     def find(self) -> FoundSupervisor | None:

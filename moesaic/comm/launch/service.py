@@ -31,7 +31,17 @@ from moesaic.comm.supervise.address import check_init_address
 from moesaic.comm.supervise.process_watch import process_state
 from moesaic.comm.supervise.restarts import Restarts
 from moesaic.comm.supervise.service_spec import ServiceSpec, Timeouts
-from moesaic.core.messages import AnyMessage, Fault, Hello, Message, Ready, Stop, decode, encode
+from moesaic.core.messages import (
+    AnyMessage,
+    Fault,
+    Hello,
+    Message,
+    Ready,
+    Stop,
+    TakeOver,
+    decode,
+    encode,
+)
 from moesaic.core.process import NODE_SECRET, handling_signals
 
 __all__ = ["Service", "ServiceSpec", "Timeouts", "host_ranks"]
@@ -59,7 +69,7 @@ class Service:
         former process has started; its spec is the same."""
         environment = dict(environment or {})
         secret = own_secret(os.environ | environment, spec.secret_file)
-        if spec.mesh.nnodes > 1:
+        if spec.mesh.nnodes > 1 and spec.listening < 0:
             check_init_address(spec.node_rank, spec.dist_init_addr or "", secret, spec.host)
         environment[NODE_SECRET] = secret.decode()
         self._mps = start_mps() if spec.gpu_sharers > 1 and found is None else None
@@ -190,11 +200,21 @@ class Service:
         if self._mps is not None:
             self._mps.stop()
 
+    def detach(self) -> None:
+        """Leaves the supervisor to its next client."""
+        self._process.close()
+        self._socket.close()
+        self._context.term()
+        with self._wakeup_lock:
+            os.close(self._wakeup_fd)
+            self._wakeup_fd = -1
+
     def open(self) -> None:
         """Connects to the supervisor, which has started; ranks may need much longer."""
         address = self._process.address(MARGIN)
         self.folder = Path(address.folder)
         if self.keeper is not None:
+            self.keeper.supervisor = address
             self.keeper.tell(Note(supervisor=address))
         self._socket.identity = address.route.encode()
         self._socket.connect(f"ipc://{address.folder}/client")
@@ -262,11 +282,12 @@ class Service:
         return self._fault
 
 
-def host_ranks(service: Service, patience: float = 0.0) -> int:
-    """Runs a node other than node 0 until the service or this node ends; the exit status. Launchers
-    tell all nodes to stop at once: then node 0 lets open requests finish, for which this one waits
-    up to `patience` seconds. A node of an elastic service comes again if its supervisor is lost, or
-    node 0."""
+def host_ranks(service: Service, patience: float = 0.0) -> int | TakeOver:
+    """Runs a node that another one leads until the service or this node ends; the exit status.
+    Launchers tell all nodes to stop at once: then the one that leads lets open requests finish, for
+    which this one waits up to `patience` seconds. A node of an elastic service comes again if its
+    supervisor is lost, or that of the node that leads. TakeOver: its supervisor leads from now
+    on."""
     node, restarts = service.spec.node_rank, Restarts()
     with handling_signals(leaving := _Leaving(service, patience)):
         while True:
@@ -279,6 +300,8 @@ def host_ranks(service: Service, patience: float = 0.0) -> int:
             logger.warning("%s; node %d starts again in %.1f s", message.message, node, pause)
             time.sleep(pause)
             service = leaving.service = service.successor()
+    if isinstance(message, TakeOver):
+        return message
     if isinstance(message, Fault):
         logger.error("%s", message.message)
         return 1
@@ -286,12 +309,16 @@ def host_ranks(service: Service, patience: float = 0.0) -> int:
     return 0
 
 
-def _host(service: Service) -> Stop | Fault:
+def _host(service: Service) -> Stop | Fault | TakeOver:
     try:
         service.connect()
         logger.info("node %d is ready", service.spec.node_rank)
-        while not isinstance(message := service.receive(None), Stop | Fault):
+        if service.keeper is not None:
+            service.keeper.tell(Note(stands_by=True))
+        while not isinstance(message := service.receive(None), Stop | Fault | TakeOver):
             pass
+        if isinstance(message, TakeOver):
+            service.detach()
         return message
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -67,6 +67,7 @@ class StartedSupervisor:
             stdout=subprocess.PIPE,
             env={**child_environment(NODE_SECRET), **environment},
             start_new_session=True,
+            pass_fds=() if spec.listening < 0 else (spec.listening,),
             bufsize=0,
         )
         self.pid = self._process.pid

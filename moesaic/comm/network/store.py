@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -119,6 +119,19 @@ class StoreTable:
         self._memory: dict[str, int] = {}
         """The descriptors of memory that outlives the ranks that map it."""
         self._lock = threading.Lock()
+        self._on_set: Callable[[str, bytes], None] | None = None
+
+    def fill(self, values: Mapping[str, bytes]) -> None:
+        """What ranks set in a former store."""
+        with self._lock:
+            for key, value in values.items():
+                self._put(key, value)
+
+    def follow(self, on_set: Callable[[str, bytes], None]) -> dict[str, bytes]:
+        """All values; from now on `on_set` is called with each that is set."""
+        with self._lock:
+            self._on_set = on_set
+            return dict(self._values)
 
     def serve(self, connection: Connection, session: Session, name: str) -> None:
         stream = MessageStream(connection)
@@ -183,6 +196,8 @@ class StoreTable:
         if grown > MOST_BYTES:
             raise ValueError(f"the store holds {MOST_BYTES} bytes, not {grown}")
         self._values[key], self._bytes = value, grown
+        if self._on_set is not None:
+            self._on_set(key, value)
 
 
 class StoreClient:

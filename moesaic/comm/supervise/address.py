@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Final
 
 from moesaic.comm.network.node_secret import check_is_secret
-from moesaic.comm.supervise.service_spec import split_address
+from moesaic.comm.supervise.service_spec import ServiceSpec, split_address
 from moesaic.core.addresses import host_and_port
 
 logger = logging.getLogger(__name__)
 
 SIOCGIFADDR: Final = 0x8915
 NAME_SECONDS: Final = 1.0
+BACKLOG: Final = 128
 
 
 def check_init_address(
@@ -84,6 +85,17 @@ def address_towards(host: str, port: int) -> str:
     with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])
+
+
+def listen(spec: ServiceSpec) -> tuple[str, socket.socket]:
+    """The address of a node that leads, and the socket at which the others reach it there."""
+    host, port = spec.heads[spec.node_rank]
+    host = numeric(host)
+    if spec.listening < 0:
+        return host, socket.create_server((host, port), family=family_of(host), backlog=BACKLOG)
+    listening = socket.socket(fileno=spec.listening)
+    listening.listen(BACKLOG)
+    return host, listening
 
 
 def family_of(host: str) -> socket.AddressFamily:

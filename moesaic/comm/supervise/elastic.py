@@ -24,7 +24,6 @@ from moesaic.comm.supervise.service_spec import ServiceSpec
 from moesaic.comm.supervise.step_rollback import StepRollbacks
 from moesaic.core.messages import (
     MembersAdopted,
-    Message,
     ResumeSteps,
     RollbackStep,
     StepFailed,
@@ -78,7 +77,7 @@ class ElasticHost(Protocol):
 
     def send_rank(self, rank: int, data: bytes) -> None: ...
 
-    def send_client(self, message: Message | bytes) -> None: ...
+    def send_answer(self, data: bytes) -> None: ...
 
     def roll_back(self, rollback: RollbackStep, ranks: Sequence[int]) -> None: ...
 
@@ -195,6 +194,26 @@ class ElasticMembership(MembershipPolicy):
         if start is not None and (why := self.scale(start)):
             self._host.fail(f"the service cannot start with fewer ranks: {why}", [])
         self._phase = "idle"
+
+    def inherit(self, facts: Mapping[str, Any], generations: Sequence[int]) -> None:
+        """Another node led the service, and is lost: all ranks are to start again, and those of
+        nodes that live do. `facts`: those of one; `generations`: the last of each replica."""
+        now = time.monotonic()
+        self._slots = len(facts["experts"]), facts.get("num_experts", 0)
+        self._size = self._host.spec.start_size or self._mesh.world
+        for rank, life in self.ranks.items():
+            life.is_live = False
+            life.restart_at = now if rank < self._size else None
+        for replica, generation in zip(self._replicas, generations, strict=True):
+            replica.rollbacks.generation, replica.rollbacks.ranks = generation, []
+            replica.reset = set(
+                range(replica.number * self._mesh.dp, (replica.number + 1) * self._mesh.dp)
+            )
+            replica.waits_since = now
+
+    @property
+    def generations(self) -> list[int]:
+        return [replica.rollbacks.generation for replica in self._replicas]
 
     def on_ranks_lost(self, service: EndableService, ranks: Sequence[int], cause: str) -> None:
         if not self._host.is_serving:
@@ -338,7 +357,7 @@ class ElasticMembership(MembershipPolicy):
         returns how many."""
         count, journal = 0, self._host.journal
         for number in journal.aborted_in(groups):  # a lost rank may not have heard of it
-            self._host.send_client(journal.abort(number))
+            self._host.send_answer(encode(journal.abort(number)))
         for group in range(self._mesh.num_groups):
             journal.balancer.set_away(group, not self._serves(group))
         for group, requests in journal.move(groups).items():

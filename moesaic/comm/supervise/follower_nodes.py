@@ -1,4 +1,4 @@
-"""The other nodes as the supervisor of node 0 sees them: who has joined, what their ranks do, and
+"""The other nodes as the supervisor that leads sees them: who has joined, what their ranks do, and
 how a rank there is started and ended.
 
 Messages of a node arrive in order. So what the process of a rank has sent comes before the answer
@@ -36,9 +36,10 @@ ABSENT: Final = RankSnapshot(RankState.ABSENT, 0, "", 0.0, 0.0, 0)
 
 
 class LeadHost(Protocol):
-    """What this needs of the supervisor of node 0."""
+    """What this needs of the supervisor that leads."""
 
     spec: ServiceSpec
+    secret: bytes
     mesh: Mesh
     loop: PollLoop
 
@@ -55,12 +56,19 @@ class LeadHost(Protocol):
 
     def on_rank(self, rank: int, message: AnyMessage, data: bytes) -> None: ...
 
+    def on_joined(self, node: int) -> None: ...
+
+    def on_left(self, node: int) -> None: ...
+
+    def on_mirrored(self, node: int, number: int) -> None: ...
+
 
 class FollowerNodes:
-    def __init__(self, host: LeadHost, listening: socket) -> None:
+    def __init__(self, host: LeadHost, listening: socket, are_away: bool = False) -> None:
+        """`are_away`: the service serves already, and nodes come again."""
         self._host, self._spec, self._mesh = host, host.spec, host.mesh
-        self._links = FollowerLinks(host.spec, listening)
-        self.store = self._links.store
+        self._links = FollowerLinks(host.spec, listening, host.secret)
+        self.store, self.table = self._links.store, self._links.table
         self.send, self.broadcast = self._links.send, self._links.broadcast
         self.close = self._links.close
         self._started = time.monotonic()
@@ -71,9 +79,14 @@ class FollowerNodes:
         """The last snapshot of each rank on other nodes, and when it was received."""
         self._ending: Counter[int] = Counter()
         """Ranks whose end was ordered and is not reported yet: what they send is dropped."""
-        self._away: set[int] = set()
+        self._away = set(self._links.nodes) if are_away else set[int]()
         """Nodes that were lost and have not joined again."""
         host.loop.add(self._links.inbox.wakeup_fd, self._on_inbox)
+
+    @property
+    def here(self) -> list[int]:
+        """The other nodes that have joined."""
+        return [node for node in self._links.nodes if node not in self._links.missing]
 
     def snapshots(self, now: float) -> dict[int, RankSnapshot]:
         return {rank: one.later(now - then) for rank, (then, one) in self._seen.items()}
@@ -99,7 +112,7 @@ class FollowerNodes:
             self._links.reset_silence(now)
         if now - self._last_beat >= BEAT_SECONDS:
             self._last_beat = now
-            self.broadcast(messages.Beat(0))
+            self.broadcast(messages.Beat(self._spec.node_rank))
         if not self._host.is_serving:
             self._await_nodes(now)
         lost = self._links.lost(now)
@@ -133,6 +146,8 @@ class FollowerNodes:
                     self._lose(node, text)
                 else:
                     self._host.fail(text, ranks)
+            case messages.Mirrored(number):
+                self._host.on_mirrored(node, number)
             case messages.Hello(facts=facts):
                 self._admit(node, facts)
 
@@ -145,7 +160,8 @@ class FollowerNodes:
     def _admit(self, node: int, facts: Mapping[str, Any]) -> None:
         unlike = differences(facts_of(self._spec), facts, node)
         if unlike:
-            text = f"nodes 0 and {node} have different settings: {unlike}"
+            own = self._spec.node_rank
+            text = f"nodes {own} and {node} have different settings: {unlike}"
             if not self._host.goes_on:
                 self._host.fail(text, [])
                 return
@@ -157,6 +173,7 @@ class FollowerNodes:
         self._links.welcome(node, serves=self._host.is_serving)
         here = self._mesh.nnodes - len(self._links.missing)
         logger.info("node %d is here (%d of %d nodes)", node, here, self._mesh.nnodes)
+        self._host.on_joined(node)
 
     def _await_nodes(self, now: float) -> None:
         missing, nnodes = self._links.missing, self._mesh.nnodes
@@ -184,4 +201,5 @@ class FollowerNodes:
             for rank in ranks:
                 del self._ending[rank]
                 self._seen[rank] = time.monotonic(), ABSENT
+        self._host.on_left(node)
         self._host.lose_ranks(ranks, f"node {node} ({address}, {names}) is lost: {why}")

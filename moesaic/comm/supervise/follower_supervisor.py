@@ -1,4 +1,4 @@
-"""The supervisor of a node other than node 0: it relays between its ranks and node 0."""
+"""The supervisor of a node that another one leads: it relays between its ranks and that node."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from typing import Final
 
 import zmq
 
-from moesaic.comm.network.node_secret import NO_SECRET, own_secret
 from moesaic.comm.network.store import StoreAddress
 from moesaic.comm.supervise.address import address_towards, numeric
 from moesaic.comm.supervise.config_check import facts_of
+from moesaic.comm.supervise.mirror import MirroredService
 from moesaic.comm.supervise.node_supervisor import NodeSupervisor
-from moesaic.comm.supervise.service_spec import ServiceSpec, split_address
+from moesaic.comm.supervise.service_spec import ServiceSpec
 from moesaic.comm.supervise.supervisor_links import (
     BEAT_SECONDS,
     WAIT_SECONDS,
     Connected,
     Disconnected,
     LeadLink,
+    Refused,
 )
 from moesaic.core import messages
+from moesaic.core.addresses import host_and_port
 from moesaic.core.messages import AnyMessage, Message
 
 logger = logging.getLogger(__name__)
@@ -34,15 +36,25 @@ ANSWER_SECONDS: Final = 30.0
 
 
 class FollowerSupervisor(NodeSupervisor):
-    """It detects faults of its own ranks; node 0 decides everything else."""
+    """It detects faults of its own ranks; the node that leads, node 0 at first, decides everything
+    else. It may mirror the journal, and ends when it is to lead itself (`mirrored.takes_over`)."""
 
     def __init__(
         self, spec: ServiceSpec, folder: Path, context: zmq.Context[zmq.Socket[bytes]]
     ) -> None:
         super().__init__(spec, folder, context)
-        host, port = split_address(spec.dist_init_addr or "")
-        self._lead = LeadLink(spec.node_rank, (numeric(host), port))
-        self._host = spec.host or address_towards(*self._lead.address)
+        heads = [(numeric(host), port) for host, port in spec.heads]
+        own, others = spec.node_rank, heads[: spec.node_rank] + heads[spec.node_rank + 1 :]
+        self._heads, self._others = heads, others
+        self._lead = LeadLink(own, others, self.secret)
+        self._host = spec.host or (
+            heads[own][0] if own < len(heads) else address_towards(*others[0])
+        )
+        self.mirrored: MirroredService | None = None
+        """What the node that leads has told of the service, if this one mirrors it."""
+        self._search: LeadLink | None = None
+        """Looks whether the node that led is gone, or leads again; None: it is not lost."""
+        self.takes_over = False
         self._name = f"node {spec.node_rank} ({self._host})"
         self._joined = False
         """Whether node 0 has admitted this node."""
@@ -58,7 +70,7 @@ class FollowerSupervisor(NodeSupervisor):
 
     def tick(self, now: float) -> None:
         super().tick(now)
-        if self.exit_code is not None:
+        if self.exit_code is not None or self._search is not None:
             return
         if not self._lead.connected_at:
             self._await_lead(now)
@@ -88,7 +100,7 @@ class FollowerSupervisor(NodeSupervisor):
         if not self.is_serving and now - self._started > times.start + times.node:
             self.fail(f"not ready within {times.start:.0f} s, although node 0 is connected", [])
         elif silence > times.node:
-            self._lose_lead(f"is lost: silent for {silence:.1f} s")
+            self._lose_lead(f"is lost: silent for {silence:.1f} s", silent=True)
         elif now - self._last_beat >= BEAT_SECONDS:
             self._last_beat = now
             ranks = {rank: self.page.snapshot(rank) for rank in self.spec.ranks}
@@ -146,6 +158,8 @@ class FollowerSupervisor(NodeSupervisor):
 
     def close(self) -> None:
         self._lead.close()
+        if self._search is not None:
+            self._search.close()
         super().close()
 
     def _join(self, serves: bool) -> None:
@@ -155,7 +169,7 @@ class FollowerSupervisor(NodeSupervisor):
         ranks = self.spec.ranks
         names = f"ranks {ranks.start} to {ranks.stop - 1} are" if len(ranks) > 1 else "its rank is"
         logger.info("joined node 0 at %s; %s here", self.spec.dist_init_addr, names)
-        store = StoreAddress(*self._lead.address, own_secret() or NO_SECRET)
+        store = StoreAddress(*self._lead.address, self.secret)
         if serves:
             self.is_serving = True
             self.set_store(store, self._host)
@@ -168,17 +182,26 @@ class FollowerSupervisor(NodeSupervisor):
         self.start_rank(rank)
 
     def _on_lead(self) -> None:
+        confirmed = None
         for event in self._lead.receive(time.monotonic()):
             match event:
+                case messages.MirrorStep() if self.mirrored is not None:
+                    confirmed = self.mirrored.take(event)
+                case messages.MirrorOpen() | messages.MirrorKept() | messages.MirrorStore():
+                    self._mirror.take(event)
+                case messages.MirrorBegin():
+                    confirmed = self._mirror.take(event)
                 case Connected():
                     self._lead.send(messages.Hello(self.spec.node_rank, facts_of(self.spec)))
-                case Disconnected(reason, refused):
-                    self._on_disconnected(reason, refused)
+                case Disconnected():
+                    self._on_disconnected(event)
                 case messages.Hello(facts=facts):
                     self._join(facts["serves"])
                 case messages.Relay(rank, data):
                     self.send_local(rank, data)
                 case messages.RollbackStep():
+                    if self.mirrored is not None:
+                        self.mirrored.note_generation(event.replica, event.generation)
                     self.roll_back(event, event.ranks)
                 case messages.StartRank(rank):
                     self._start_again(rank)
@@ -192,13 +215,57 @@ class FollowerSupervisor(NodeSupervisor):
                     self.fail_with(event, tell=False)
                 case messages.Stop() if self.end(0, logging.INFO, "node 0 has ended the service"):
                     self.stop_ranks()
+        if confirmed is not None:
+            self._lead.send(messages.Mirrored(confirmed))
 
-    def _on_disconnected(self, reason: str, refused: bool) -> None:
+    @property
+    def _mirror(self) -> MirroredService:
+        if self.mirrored is None:
+            self.mirrored = MirroredService(self.spec)
+        return self.mirrored
+
+    def _on_disconnected(self, event: Disconnected) -> None:
         gone = "is lost" if self._lead.connected_at else "cannot be reached"
-        what = "refuses" if refused else gone
-        self._lose_lead(f"{what}: {reason}")
+        what = "refuses" if event.refused else gone
+        self._lose_lead(f"{what}: {event.reason}", event.silent)
 
-    def _lose_lead(self, what: str) -> None:
-        """This node ends; in an elastic service another supervisor of it waits for node 0."""
-        text = f"{self._name}: node 0 ({self.spec.dist_init_addr}) {what}"
-        self.fail_with(messages.Fault(text, supervisor=True))
+    def _lose_lead(self, what: str, silent: bool = False) -> None:
+        """This node ends; in an elastic service another supervisor of it waits for one that leads.
+        A mirror first makes sure that the one that led is not gone for good. One that is silent may
+        go on without this node, so that the mirror is of no use."""
+        if self._search is not None or self.exit_code is not None:
+            return
+        address = self._lead.address
+        self._lost = f"node {self._heads.index(address)} ({host_and_port(*address)}) {what}"
+        if silent or self.mirrored is None or not self.mirrored.is_complete:
+            self._end_without_lead()
+            return
+        logger.warning("%s: %s", self._name, self._lost)
+        self._end_ranks(self.spec.ranks)
+        self._search = LeadLink(self.spec.node_rank, self._others, self.secret)
+        self._search.start(self.spec.timeouts.nodes)
+        self.loop.add(self._search.inbox.wakeup_fd, self._on_search)
+
+    def _end_without_lead(self) -> None:
+        self.fail_with(messages.Fault(f"{self._name}: {self._lost}", supervisor=True), tell=False)
+
+    def _on_search(self) -> None:
+        assert self._search is not None
+        for event in self._search.receive(time.monotonic()):
+            if isinstance(event, Refused) and event.address == self._lead.address:
+                self._take_over()
+            elif isinstance(event, Connected | Disconnected):
+                self._end_without_lead()
+            if self.exit_code is not None:
+                return
+
+    def _take_over(self) -> None:
+        """No process of the node that led is left: another one would keep its socket."""
+        assert self.mirrored is not None
+        self.mirrored.journal.inherit()
+        requests = len(self.mirrored.journal.open)
+        logger.warning(
+            "%s leads the service from now on; %d open requests go on", self._name, requests
+        )
+        self.takes_over, self.exit_code = True, 0
+        self.send_client(messages.TakeOver(self._lost))

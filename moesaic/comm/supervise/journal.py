@@ -79,19 +79,23 @@ class Journal:
             entry = self.open.get(number)
             if entry is not None:
                 entry.emitted.append(token)
-                self.balancer.note_tokens(number, 1)
+                self._note_tokens(entry, number, 1)
         for delta in output.deltas:
             entry = self.open.get(delta.request_no)
             if entry is None:
                 continue
             entry.emitted += delta.token_ids
-            self.balancer.note_tokens(delta.request_no, len(delta.token_ids))
+            self._note_tokens(entry, delta.request_no, len(delta.token_ids))
             if entry.key:
                 entry.told = merged(entry.told, delta)
             if delta.finish is not None:
                 if delta.finish.type != "abort":
                     self.keep(delta.request_no)
                 self._drop(delta.request_no)
+
+    def _note_tokens(self, entry: OpenRequest, request_no: int, number: int) -> None:
+        if entry.group != HELD:  # else this is a mirror, or what a lost group had sent
+            self.balancer.note_tokens(request_no, number)
 
     def keep(self, request_no: int) -> None:
         """Keeps the answer of a request that ends."""
@@ -105,6 +109,13 @@ class Journal:
         for entry in self.open.values():
             entry.is_orphan = bool(entry.key)
         return [n for n, one in self.open.items() if not (one.is_orphan or one.is_aborted)]
+
+    def inherit(self) -> None:
+        """Another node had the clients: keeps the requests that they may ask for."""
+        for number, entry in list(self.open.items()):
+            entry.is_orphan = bool(entry.key)
+            if entry.is_aborted or not entry.key:
+                self._drop(number)
 
     def attach(self, request: NewRequest) -> tuple[int, bytes] | None:
         """The number of the request that this one asks for again, and all of its answer so far, as

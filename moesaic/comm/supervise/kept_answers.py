@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -62,12 +63,18 @@ class KeptAnswers:
 
     def add(self, key: str, answer: RequestDelta, now: float) -> None:
         """The oldest ones make room for it."""
-        self._drop(key)
         data = encode(StepOutput([answer]))
-        self._answers[key] = KeptAnswer(answer.request_no, data, now + self._seconds)
-        self.nbytes += len(data)
+        self.put(key, KeptAnswer(answer.request_no, data, now + self._seconds))
+
+    def put(self, key: str, answer: KeptAnswer) -> None:
+        self._drop(key)
+        self._answers[key] = answer
+        self.nbytes += len(answer.data)
         while self.nbytes > self._most:
             self._drop(next(iter(self._answers)))
+
+    def items(self) -> Iterable[tuple[str, KeptAnswer]]:
+        return self._answers.items()
 
     def find(self, key: str) -> KeptAnswer | None:
         return self._answers.get(key)

@@ -1,12 +1,10 @@
-"""The supervisor of node 0: it owns membership and the journal, and assigns requests to groups."""
+"""The supervisor that leads: it owns membership and the journal, and assigns requests to groups."""
 
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,14 +12,17 @@ import msgspec
 import zmq
 
 from moesaic.comm.network.store import LocalStore
-from moesaic.comm.supervise.address import family_of, numeric
+from moesaic.comm.supervise.address import listen
 from moesaic.comm.supervise.elastic import ElasticMembership
 from moesaic.comm.supervise.event_hook import EventHooks
 from moesaic.comm.supervise.follower_nodes import FollowerNodes
+from moesaic.comm.supervise.follower_supervisor import FollowerSupervisor
 from moesaic.comm.supervise.journal import HELD, Journal
 from moesaic.comm.supervise.load_balance import LoadBalancer
+from moesaic.comm.supervise.mirror import JournalMirror, MirroredService
 from moesaic.comm.supervise.node_supervisor import NodeSupervisor
-from moesaic.comm.supervise.service_spec import ServiceSpec, split_address
+from moesaic.comm.supervise.replica import Replica
+from moesaic.comm.supervise.service_spec import ServiceSpec
 from moesaic.comm.supervise.step_rollback import StepRollbacks
 from moesaic.comm.supervise.step_watchdog import StepWatchdog
 from moesaic.core import messages
@@ -35,27 +36,24 @@ logger = logging.getLogger(__name__)
 SUPERVISOR_QUERIES: Final = ("scaling",)
 
 
-@dataclass(slots=True)
-class Replica:
-    """While `awake`, its ranks step together until they send Asleep; else they wait for a Wake."""
-
-    ranks: range
-    groups: range
-    rollbacks: StepRollbacks
-    awake: bool = False
-    round: int = 0
-    poked: bool = False
-    """Wake its ranks although there is no request."""
-
-
 class LeadSupervisor(NodeSupervisor):
     def __init__(
-        self, spec: ServiceSpec, folder: Path, context: zmq.Context[zmq.Socket[bytes]]
+        self,
+        spec: ServiceSpec,
+        folder: Path,
+        context: zmq.Context[zmq.Socket[bytes]],
+        former: FollowerSupervisor | None = None,
     ) -> None:
-        super().__init__(spec, folder, context)
+        """`former`: the one that has mirrored the node which led."""
+        super().__init__(spec, folder, context, former)
         mesh, times = spec.mesh, spec.timeouts
-        self._balancer = LoadBalancer(mesh.num_groups, spec.load_balance, spec.prefix_page)
-        self.journal = Journal(self._balancer)
+        mirrored = None if former is None else former.mirrored
+        if mirrored is None:
+            balancer = LoadBalancer(mesh.num_groups, spec.load_balance, spec.prefix_page)
+            self.journal = Journal(balancer)
+        else:
+            self.journal = mirrored.journal
+        self._balancer = self.journal.balancer
         self._watchdog = StepWatchdog(mesh, times.guard, times.hang)
         self._facts: dict[int, dict[str, Any]] = {}
         self._replicas = [self._replica(number) for number in range(mesh.replicas)]
@@ -69,6 +67,20 @@ class LeadSupervisor(NodeSupervisor):
         if spec.elastic:
             rollbacks = [replica.rollbacks for replica in self._replicas]
             self.policy = self.elastic = ElasticMembership(self, rollbacks)
+        self._mirror = JournalMirror(
+            self.journal, self._send_node, lambda data: self.send_client(data)
+        )
+        self._inherited = mirrored
+        if mirrored is not None:
+            self._inherit(mirrored)
+
+    def _inherit(self, mirrored: MirroredService) -> None:
+        """All ranks are lost, and those of this node start again."""
+        assert self.elastic is not None, "only an elastic service is mirrored"
+        self.is_serving = True
+        self._facts = dict(enumerate(mirrored.facts))
+        self._limit_cache()
+        self.elastic.inherit(mirrored.facts[0], mirrored.generations)
 
     def _replica(self, number: int) -> Replica:
         mesh = self.mesh
@@ -82,14 +94,17 @@ class LeadSupervisor(NodeSupervisor):
             self.start_ranks(LocalStore(self.folder).address)
             return
         try:
-            host, port = split_address(self.spec.dist_init_addr or "")
-            host = numeric(host)
-            listening = socket.create_server((host, port), family=family_of(host), backlog=128)
+            host, listening = listen(self.spec)
         except (OSError, ValueError) as error:
-            self.fail(f"node 0 cannot listen at {self.spec.dist_init_addr}: {error}", [])
+            node = self.spec.node_rank
+            self.fail(f"node {node} cannot listen at {self.spec.dist_init_addr}: {error}", [])
             return
-        self._followers = FollowerNodes(self, listening)
-        self.start_ranks(self._followers.store, self.spec.host or host)
+        self._followers = FollowerNodes(self, listening, self._inherited is not None)
+        if self._inherited is None:
+            self.start_ranks(self._followers.store, self.spec.host or host)
+        else:
+            self._followers.table.fill(self._inherited.store)
+            self.set_store(self._followers.store, self.spec.host or host)
 
     def tick(self, now: float) -> None:
         super().tick(now)
@@ -152,12 +167,43 @@ class LeadSupervisor(NodeSupervisor):
         self.tell_nodes(rollback)
         super().roll_back(rollback, ranks)
 
+    def on_joined(self, node: int) -> None:
+        """One of the nodes that may lead mirrors the journal."""
+        followers, mirror = self._followers, self._mirror
+        if followers is None or self.elastic is None or not self.is_serving:
+            return
+        may = [one for one in followers.here if one < len(self.spec.heads)]
+        if mirror.node is None and may:
+            logger.info("the journal is mirrored on node %d", may[0])
+            facts = [self._facts[rank] for rank in range(self.mesh.world)]
+            mirror.begin(may[0], followers.table, facts, self.elastic.generations)
+
+    def on_left(self, node: int) -> None:
+        if node == self._mirror.node:
+            self._mirror.end()
+            self.on_joined(node)
+
+    def on_mirrored(self, node: int, number: int) -> None:
+        self._mirror.confirm(node, number)
+
+    def _send_node(self, node: int, message: Message) -> None:
+        if self._followers is not None:
+            self._followers.send(node, message)
+
+    def abandon(self, reason: str) -> None:
+        """A node that mirrors the journal goes on without this one."""
+        if self._mirror.node is None:
+            self.stop(reason)
+        elif self.end(1, logging.ERROR, f"node {self.spec.node_rank} ends: {reason}"):
+            self.fence([], reason)
+
     def tell_nodes(self, message: Message) -> None:
         if self._followers is not None:
             self._followers.broadcast(message)
 
     def stop(self, reason: str) -> None:
         if self.end(0, logging.INFO, f"the service stops: {reason}"):
+            self._mirror.end()
             for answer in self.journal.end_all(f"the service stops: {reason}"):
                 self.send_client(answer)
             self.tell_nodes(messages.Stop())
@@ -169,6 +215,7 @@ class LeadSupervisor(NodeSupervisor):
                 self._submit(requests)
             case messages.Abort(request_no, keep):
                 if request_no in self.journal.open:
+                    self._mirror.note(encode(message))
                     if keep:
                         self.journal.keep(request_no)
                     self._abort(request_no)
@@ -185,7 +232,7 @@ class LeadSupervisor(NodeSupervisor):
             entry.is_aborted = True
             self.send_rank(self.mesh.leader(entry.group), encode(messages.Abort(request_no)))
         if not self.journal.is_served(request_no):
-            self.send_client(self.journal.abort(request_no))
+            self.send_answer(encode(self.journal.abort(request_no)))
 
     def lose_client(self) -> None:
         """Requests go on whose clients may ask for them again."""
@@ -195,12 +242,17 @@ class LeadSupervisor(NodeSupervisor):
         for number in self.journal.lose_client():
             self._abort(number)
 
+    def send_answer(self, data: bytes) -> None:
+        """To the client, an encoded StepOutput that is noted in the journal."""
+        self._mirror.note(data)
+        self._mirror.answer(data)
+
     def on_rank(self, rank: int, message: AnyMessage, data: bytes) -> None:
         """Outputs and replies are passed on without being encoded again."""
         match message:
             case messages.StepOutput():
                 self.journal.record(message)
-                self.send_client(data)
+                self.send_answer(data)
                 self._replica_of(rank).rollbacks.note_progress()
             case messages.QueryReply():
                 self._note_reply(message, rank)
@@ -248,11 +300,13 @@ class LeadSupervisor(NodeSupervisor):
             if request.request_no in self.journal.open or request.request_no in accepted:
                 self._refuse(request.request_no)
             elif (found := self.journal.attach(request)) is not None:
-                self.send_client(messages.Attached(request.request_no, found[0]))
-                self.send_client(found[1])
+                self._mirror.answer(encode(messages.Attached(request.request_no, found[0])))
+                self._mirror.answer(found[1])
             else:
                 accepted[request.request_no] = request
         groups = self.journal.assign(list(accepted.values()))
+        if accepted:
+            self._mirror.note(encode(messages.Submit(list(accepted.values()))))
         by_group: dict[int, list[NewRequest]] = {}
         for request, group in zip(accepted.values(), groups, strict=True):
             by_group.setdefault(group, []).append(request)
@@ -385,15 +439,20 @@ class LeadSupervisor(NodeSupervisor):
                 self.elastic.note_ready(ranks[0])
                 if self.exit_code is not None:
                     return
-            if "cache_tokens" in ranks[0]:
-                self._balancer.limit_cache(ranks[0]["cache_tokens"])
+            self._limit_cache()
             ready = self._ready()
             self.tell_nodes(ready)
             self.send_client(ready)
+            self.on_joined(self.spec.node_rank)
+
+    def _limit_cache(self) -> None:
+        if "cache_tokens" in self._facts[0]:
+            self._balancer.limit_cache(self._facts[0]["cache_tokens"])
 
     def _ready(self) -> messages.Ready:
         ranks = [self._facts[rank] for rank in range(self.mesh.world)]
         facts = {**ranks[0], "ranks": ranks, "open_requests": len(self.journal.open)}
+        facts["first_request"] = 1 + max(self.journal.open, default=-1)
         return messages.Ready(0, facts)
 
     def _check_start(self, now: float) -> None:

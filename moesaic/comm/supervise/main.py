@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 from contextlib import suppress
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -50,13 +51,19 @@ def main() -> int:
     tempfile.tempdir = str(folder.path)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        kind = FollowerSupervisor if spec.node_rank else LeadSupervisor
+        kind = LeadSupervisor if spec.is_lead else FollowerSupervisor
         node: NodeSupervisor = kind(spec, folder.path, context)
         _watch_client(node, requests)
         _watch_signals(node)
         os.write(answers, f"ok {node.client_route.decode()} {folder.path}\n".encode())
         try:
-            return _run(node)
+            code = _run(node)
+            if isinstance(node, FollowerSupervisor) and node.takes_over:
+                node = LeadSupervisor(replace(spec, leads=True), folder.path, context, node)
+                _watch_client(node, requests)
+                _watch_signals(node)
+                code = _run(node)
+            return code
         finally:
             node.close()
             context.term()
@@ -100,7 +107,7 @@ def _watch_client(node: NodeSupervisor, pipe: int) -> None:
 
         def abandoned() -> None:
             node.has_client = False
-            node.stop("the process that keeps the service ended")
+            node.abandon("the process that keeps the service ended")
 
         node.loop.add(os.pidfd_open(node.spec.keeper), abandoned)
         return

@@ -51,9 +51,21 @@ FENCE_SECONDS: Final = 5.0
 class NodeSupervisor(ABC):
     """The base of both kinds of supervisors. Its client is the process that started it."""
 
+    secret: bytes
+    """What the nodes share."""
+    client: zmq.Socket[bytes]
+    client_route: bytes
+    _ranks: zmq.Socket[bytes]
+    _spawner: Spawner
+
     def __init__(
-        self, spec: ServiceSpec, folder: Path, context: zmq.Context[zmq.Socket[bytes]]
+        self,
+        spec: ServiceSpec,
+        folder: Path,
+        context: zmq.Context[zmq.Socket[bytes]],
+        former: NodeSupervisor | None = None,
     ) -> None:
+        """`former`: another one of this process, which has handed over."""
         self.spec, self.mesh = spec, spec.mesh
         self.folder = folder
         self.loop = PollLoop()
@@ -65,27 +77,22 @@ class NodeSupervisor(ABC):
         self._dropped_log = QuietLog(logger)
         self._routes = {rank: new_route() for rank in spec.ranks}
         self._senders = {route: rank for rank, route in self._routes.items()}
-        self._former: set[bytes] = set()
+        self._former: set[bytes] = set() if former is None else former._former | {*former._senders}
         """The routes of processes that are gone: what they sent is dropped."""
         self._store: StoreAddress | None = None
         self._host = ""
-        self._memory: StoreAddress | None = None
+        self._memory: StoreAddress | None = None if former is None else former._memory
         """Where this node keeps memory of ranks that are lost, if the store is on another."""
         # Not from the environment later: a thread hides it there from processes that it starts.
-        self._secret = own_secret() or NO_SECRET
-        target = spec.target.partition(":")[0]
-        self._spawner = Spawner(["moesaic.comm.launch.rank_link", *spec.preload, target])
-        self.loop.add(self._spawner.started.wakeup_fd, self._on_spawned)
+        self.secret = (own_secret() or NO_SECRET) if former is None else former.secret
         self._endpoint = f"ipc://{folder}/ranks"
         self.sockets = context
-        self._ranks = self.socket(zmq.ROUTER)
-        self._ranks.bind(self._endpoint)
+        if former is None:
+            self._open()
+        else:
+            self._take_from(former)
+        self.loop.add(self._spawner.started.wakeup_fd, self._on_spawned)
         self.loop.add(self._ranks, self._on_ranks)
-        self.client_route = new_route()
-        self.client = self.socket(zmq.ROUTER)
-        # The client of a service that is kept may be lost, and another take its place.
-        self.client.setsockopt(zmq.ROUTER_HANDOVER, bool(spec.keeper))
-        self.client.bind(f"ipc://{folder}/client")
         self.loop.add(self.client, self._on_client)
         self.has_client = False
         """Whether the client is connected; it then logs how the service ends."""
@@ -97,9 +104,24 @@ class NodeSupervisor(ABC):
         self.is_serving = False
         """Whether all ranks are ready."""
 
+    def _take_from(self, former: NodeSupervisor) -> None:
+        self._spawner, self._ranks = former._spawner, former._ranks
+        self.client_route, self.client = former.client_route, former.client
+
+    def _open(self) -> None:
+        target = self.spec.target.partition(":")[0]
+        self._spawner = Spawner(["moesaic.comm.launch.rank_link", *self.spec.preload, target])
+        self._ranks = self.socket(zmq.ROUTER)
+        self._ranks.bind(self._endpoint)
+        self.client_route = new_route()
+        self.client = self.socket(zmq.ROUTER)
+        # The client of a service that is kept may be lost, and another take its place.
+        self.client.setsockopt(zmq.ROUTER_HANDOVER, bool(self.spec.keeper))
+        self.client.bind(f"ipc://{self.folder}/client")
+
     def run(self) -> int:
         # The client connects before anything can fail, so that it learns of every failure.
-        while self.exit_code is None and not self.has_client:
+        while self.exit_code is None and not (self.has_client or self.is_serving):
             self.loop.once(TICK)
             self._await_client()
         if self.exit_code is None:
@@ -228,7 +250,7 @@ class NodeSupervisor(ABC):
 
     def set_store(self, store: StoreAddress, host: str = "") -> None:
         self._store, self._host = store, host
-        if self.spec.elastic and self.mesh.nnodes > 1:
+        if self.spec.elastic and self.mesh.nnodes > 1 and self._memory is None:
             self._memory = LocalStore(self.folder).address
 
     def start_rank(self, rank: int) -> None:
@@ -240,7 +262,7 @@ class NodeSupervisor(ABC):
             self._control,
             *sockets,
             *place,
-            self._secret,
+            self.secret,
             self._memory,
             self.is_serving,
         )
@@ -298,6 +320,10 @@ class NodeSupervisor(ABC):
             process.join(max(0.0, deadline - time.monotonic()))
         self._kill_all()
         self.send_client(Stop())
+
+    def abandon(self, reason: str) -> None:
+        """The process that keeps the service has ended."""
+        self.stop(reason)
 
     def close(self) -> None:
         self._kill_all()

@@ -55,7 +55,12 @@ class ServiceSpec:
     """What the ranks read as link.config."""
     node_rank: int = 0
     dist_init_addr: str | None = None
-    """HOST:PORT of node 0, for several nodes."""
+    """HOST:PORT of node 0, for several nodes; behind it, with commas between, those of the nodes
+    that may take its place."""
+    leads: bool | None = None
+    """Whether its supervisor leads the service; None: that of node 0 does."""
+    listening: int = -1
+    """The descriptor of a socket that is bound to this node's part of `dist_init_addr`."""
     host: str = ""
     """This node's own address; detected if empty."""
     secret_file: str | None = None
@@ -92,7 +97,18 @@ class ServiceSpec:
         if not 0 <= self.node_rank < mesh.nnodes:
             raise ValueError(f"node rank {self.node_rank}: give one of 0..{mesh.nnodes - 1}")
         if mesh.nnodes > 1:
-            split_address(self.dist_init_addr or "")
+            heads = self.heads
+            if len(heads) > 1 and not (self.elastic and self.keeper):
+                raise ValueError("dist_init_addr: several nodes lead an elastic server alone")
+
+    @property
+    def heads(self) -> list[tuple[str, int]]:
+        """Where node 0 listens while it leads, and each node that may take its place."""
+        return [split_address(one) for one in (self.dist_init_addr or "").split(",")]
+
+    @property
+    def is_lead(self) -> bool:
+        return self.node_rank == 0 if self.leads is None else self.leads
 
     @property
     def ranks(self) -> range:

@@ -1,8 +1,8 @@
-"""The connections between supervisors: those of all other nodes connect to node 0.
+"""The connections between supervisors: those of all other nodes connect to the one that leads.
 
-Node 0 listens at --dist-init-addr, for other supervisors and for ranks that use the store. Each
-connection has a thread that receives and one that sends, so that the loop of a supervisor never
-waits for another machine.
+It listens at its part of --dist-init-addr, for other supervisors and for ranks that use the store.
+Each connection has a thread that receives and one that sends, so that the loop of a supervisor
+never waits for another machine.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from moesaic.comm.network.connect import connect
+from moesaic.comm.network.connect import PAUSE_SECONDS, Unreachable, connect
 from moesaic.comm.network.handshake import Identity, Role, Session
 from moesaic.comm.network.listener import Listener
 from moesaic.comm.network.message_stream import MessageStream
-from moesaic.comm.network.node_secret import NO_SECRET, own_secret
+from moesaic.comm.network.node_secret import NO_SECRET
 from moesaic.comm.network.store import StoreAddress, StoreTable
 from moesaic.comm.network.tls import Connection, WrongSecret
 from moesaic.comm.supervise.poll_loop import WakingQueue
@@ -44,22 +45,31 @@ MOST_RECEIVED: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """The connection to node 0 is open."""
+    """The connection to the node that leads is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The machine of that address says that no process listens there."""
+
+    address: tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """A connection has ended or failed. `refused`: retrying cannot help."""
+    """A connection has ended or failed. `refused`: retrying cannot help. `silent`: nothing comes
+    from the other machine, which may go on."""
 
     reason: str
     refused: bool = False
+    silent: bool = False
 
 
 def taken(node: int) -> str:
     return f"another node came with --node-rank {node} before: give each node its own"
 
 
-Event = AnyMessage | Connected | Disconnected
+Event = AnyMessage | Connected | Refused | Disconnected
 # What the threads of connections receive, with the node that sent it.
 Inbox = WakingQueue[tuple[int, Event]]
 
@@ -83,7 +93,8 @@ class Channel:
             while True:
                 inbox.put((node, decode(self._stream.receive())))
         except OSError as error:
-            inbox.put((node, Disconnected(str(error))))
+            silent = not isinstance(error, ConnectionError)
+            inbox.put((node, Disconnected(str(error), silent=silent)))
         except messages.NoMessage as error:
             inbox.put((node, Disconnected(f"it sent an invalid message: {error}")))
 
@@ -108,12 +119,13 @@ class Channel:
 
 
 class FollowerLinks:
-    """On node 0: the connections of all other supervisors, and the store for all ranks."""
+    """On the node that leads: the connections of all other supervisors, and the store."""
 
-    def __init__(self, spec: ServiceSpec, listening: socket.socket) -> None:
-        self._silence, self._nnodes = spec.timeouts.node, spec.mesh.nnodes
+    def __init__(self, spec: ServiceSpec, listening: socket.socket, secret: bytes) -> None:
+        self._silence, nnodes = spec.timeouts.node, spec.mesh.nnodes
+        self.nodes = [node for node in range(nnodes) if node != spec.node_rank]
+        """The others."""
         host, port = listening.getsockname()[:2]
-        secret = own_secret() or NO_SECRET
         if secret == NO_SECRET:
             logger.warning(
                 "%s is not set: every process of this machine can join this service", NODE_SECRET
@@ -128,17 +140,14 @@ class FollowerLinks:
         self._hosts: dict[int, str] = {}
         self._heard: dict[int, float] = {}
         self._joined: set[int] = set()
-        self._listener = Listener(
-            listening,
-            Identity(-1, 0),
-            secret,
-            {Role.STORE: StoreTable().serve, Role.NODE: self._serve},
-        )
+        self.table = StoreTable()
+        handlers = {Role.STORE: self.table.serve, Role.NODE: self._serve}
+        self._listener = Listener(listening, Identity(-1, spec.node_rank), secret, handlers)
 
     @property
     def missing(self) -> list[int]:
         """Nodes that have not joined yet."""
-        return [node for node in range(1, self._nnodes) if node not in self._joined]
+        return [node for node in self.nodes if node not in self._joined]
 
     def host_of(self, node: int) -> str:
         """The address from which a node that is or was connected came."""
@@ -172,7 +181,7 @@ class FollowerLinks:
             channel.send(message)
 
     def broadcast(self, message: Message) -> None:
-        for node in range(1, self._nnodes):
+        for node in self.nodes:
             self.send(node, message)
 
     def receive(self, now: float) -> list[tuple[int, Event]]:
@@ -211,8 +220,8 @@ class FollowerLinks:
     def _claim(self, node: int, host: str, channel: Channel) -> str:
         """The reason why a node is not admitted; empty if it is. One that comes again may come
         before its former connection is known to be lost."""
-        if not 0 < node < self._nnodes:
-            return f"--node-rank {node}: this service has nodes 0 to {self._nnodes - 1}"
+        if node not in self.nodes:
+            return f"--node-rank {node}: this service has nodes 0 to {len(self.nodes)}"
         with self._left:
             if not self._left.wait_for(lambda: node not in self._channels, self._patience):
                 return taken(node)
@@ -221,17 +230,21 @@ class FollowerLinks:
 
 
 class LeadLink:
-    """On other nodes: the connection to node 0; the first event is Connected or Disconnected."""
+    """On other nodes: the connection to the one that leads, at any of the addresses; the first
+    event but for Refused is Connected or Disconnected."""
 
-    def __init__(self, node: int, address: tuple[str, int]) -> None:
-        self.node, self.address = node, address
+    def __init__(self, node: int, addresses: Sequence[tuple[str, int]], secret: bytes) -> None:
+        self.node, self._addresses, self._secret = node, list(addresses), secret
+        self.address = self._addresses[0]
+        """Where it is."""
         self.inbox = Inbox(MOST_RECEIVED)
         self.connected_at = self.last_heard = 0.0
         self._channel: Channel | None = None
+        self._is_closed = False
 
     def start(self, seconds: float) -> None:
-        """Connects in a thread; nodes start in any order, so it retries until node 0 listens."""
-        threading.Thread(target=self._run, args=(seconds,), name="to node 0", daemon=True).start()
+        """Connects in a thread; nodes start in any order, so it retries until one listens."""
+        threading.Thread(target=self._run, args=(seconds,), name="to lead", daemon=True).start()
 
     def send(self, message: Message) -> None:
         """Does nothing without a connection."""
@@ -245,17 +258,17 @@ class LeadLink:
         return events
 
     def close(self) -> None:
+        self._is_closed = True
         if self._channel is not None:
             self._channel.close()
 
     def _run(self, seconds: float) -> None:
-        dial = partial(socket.create_connection, self.address, CONNECT_SECONDS)
-        own, secret = Identity(-1, self.node), own_secret()
         try:
-            connection, _ = connect(dial, Role.NODE, own, secret or NO_SECRET, seconds)
+            connection = self._connect(time.monotonic() + seconds)
         except WrongSecret:
             given = f"{NODE_SECRET} here is not that of node 0, or is not set there"
-            reason = given if secret else f"{NODE_SECRET} is set on node 0 but not here"
+            missing = f"{NODE_SECRET} is set on node 0 but not here"
+            reason = missing if self._secret == NO_SECRET else given
             event = Disconnected(f"{reason}: give all nodes the same", refused=True)
             self.inbox.put((0, event))
         except OSError as error:
@@ -264,3 +277,25 @@ class LeadLink:
             self._channel = Channel(connection)
             self.inbox.put((0, Connected()))
             self._channel.receive_all(0, self.inbox)
+
+    def _connect(self, deadline: float) -> Connection:
+        own, secret = Identity(-1, self.node), self._secret
+        while True:
+            for address in self._addresses:
+                dial = partial(socket.create_connection, address, CONNECT_SECONDS)
+                try:
+                    connection, _ = connect(dial, Role.NODE, own, secret, 0.0, waits=False)
+                except Unreachable as error:
+                    final: OSError = error
+                    if isinstance(error.__cause__, ConnectionRefusedError):
+                        self.inbox.put((0, Refused(address)))
+                except PermissionError:
+                    raise
+                except OSError as error:
+                    final = error
+                else:
+                    self.address = address
+                    return connection
+            if time.monotonic() > deadline or self._is_closed:
+                raise final
+            time.sleep(PAUSE_SECONDS)

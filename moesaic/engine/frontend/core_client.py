@@ -68,6 +68,10 @@ class CoreClient:
         self.facts = msgspec.convert(service.facts, ModelFacts)
         self.found_requests = msgspec.convert(service.facts.get("open_requests", 0), int)
         """Those of a former process that ranks computed when this one started."""
+        self.first_request = msgspec.convert(service.facts.get("first_request", 0), int)
+        """The number of the first request: above all that ranks may still answer."""
+        if service.keeper is not None:
+            self.first_request = max(self.first_request, service.keeper.first_number)
         self.states: dict[int, RequestState] = {}
         """The open requests, by number."""
         self.fault = ""
@@ -362,7 +366,7 @@ def _why_not(reason: FinishReason) -> str:
 
 def start_ranks(args: ServerArgs, mesh: Mesh, keeper: KeeperLink | None = None) -> CoreClient:
     """Returns once all ranks of all nodes can serve; those of a former process, if they live."""
-    if keeper is None or not keeper.life:  # ranks that live have the memory already
+    if keeper is None or keeper.is_start:  # ranks that live have the memory already
         check_plan(args)
     sizes = ("tp", "ep", "dp", "pp", "replicas", "nnodes")
     shape = [f"{name} {getattr(mesh, name)}" for name in sizes if getattr(mesh, name) > 1]
@@ -370,7 +374,7 @@ def start_ranks(args: ServerArgs, mesh: Mesh, keeper: KeeperLink | None = None) 
     if args.device == "cuda":
         logger.info("%s", describe_shares(gpus_of(args)))
     lobby = make_lobby(args)
-    spec = service_spec(args, mesh, 0 if keeper is None else keeper.pid)
+    spec = service_spec(args, mesh, keeper)
     core = CoreClient(args, Service.start(spec, keeper=keeper), lobby)
     log_ranks(core.rank_facts, mesh)
     return core
@@ -391,14 +395,15 @@ def make_lobby(args: ServerArgs) -> Lobby | None:
     return Lobby(listening, secret, model_digest(args), draft_digest(args))
 
 
-def serve_node(args: ServerArgs) -> int:
-    """Runs the ranks of a further node until the first node ends the service; an exit status."""
+def serve_node(args: ServerArgs, keeper: KeeperLink | None = None) -> int | messages.TakeOver:
+    """Runs the ranks of a node that another one leads until that ends the service; an exit status.
+    TakeOver: this node leads from now on. `keeper`: if it may."""
     args = with_local_folders(args, model_folder(args))
     patience = args.drain_timeout + STOP_SECONDS
-    return host_ranks(Service(service_spec(args, mesh_of(args))), patience)
+    return host_ranks(Service(service_spec(args, mesh_of(args), keeper), keeper=keeper), patience)
 
 
-def service_spec(args: ServerArgs, mesh: Mesh, keeper: int = 0) -> ServiceSpec:
+def service_spec(args: ServerArgs, mesh: Mesh, keeper: KeeperLink | None = None) -> ServiceSpec:
     assert args.dist_timeout is not None, "resolve fills it in"
     timeouts = Timeouts(
         collective=args.dist_timeout,
@@ -422,5 +427,7 @@ def service_spec(args: ServerArgs, mesh: Mesh, keeper: int = 0) -> ServiceSpec:
         elastic=args.elastic_ep_backend is not None,
         start_size=args.elastic_ep_initial_size,
         restart_limit=args.restart_limit,
-        keeper=keeper,
+        keeper=0 if keeper is None else keeper.pid,
+        leads=None if keeper is None else keeper.leads,
+        listening=-1 if keeper is None else keeper.meeting,
     )

@@ -35,7 +35,7 @@ class LocalCore:
     fault: str = ""
     lobby: None = None
     losses: None = None
-    found_requests = 0
+    found_requests = first_request = 0
     on_failure: Callable[[str], None] | None = None
 
     def __init__(
