@@ -365,8 +365,8 @@ class ElasticArgs:
     mooncake_ib_device: str | None = not_built(
         None, "InfiniBand devices, comma-separated; unset: detected."
     )
-    enable_elastic_expert_backup: bool = not_built(
-        False, "Keep a copy of the experts in host memory."
+    enable_elastic_expert_backup: bool = flag(
+        False, "Experts of a lost rank are found in memory: --weight-cache-mode daemon."
     )
     elastic_ep_join_mode: str | None = not_built(
         None,

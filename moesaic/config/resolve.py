@@ -166,6 +166,8 @@ def _logged(args: ServerArgs) -> Iterator[FlagChange]:
         yield FlagChange(
             "skip_tokenizer_init", True, "a shape has no tokenizer: requests are token ids"
         )
+    if args.enable_elastic_expert_backup:
+        yield FlagChange("weight_cache_mode", "daemon", "--enable-elastic-expert-backup")
     if _may_lose_groups(args):
         why = "with --elastic-ep-backend each attention group computes without the others"
         if args.moe_dense_tp_size is None:

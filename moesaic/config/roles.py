@@ -86,9 +86,12 @@ def _nccl_problems(args: ServerArgs, shown: str) -> Iterator[str]:
 
 
 def _weight_cache_problems(args: ServerArgs) -> Iterator[str]:
-    if args.weight_cache_mode == "off":
+    if args.enable_elastic_expert_backup:
+        shown = "--enable-elastic-expert-backup"
+    elif args.weight_cache_mode != "off":
+        shown = f"--weight-cache-mode {args.weight_cache_mode}"
+    else:
         return
-    shown = f"--weight-cache-mode {args.weight_cache_mode}"
     if args.elastic_ep_backend is None:
         yield (
             f"{shown} needs --elastic-ep-backend mooncake: without it no rank is started again, "

@@ -32,7 +32,7 @@ FLAGS: dict[str, Any] = {
     "page_size": 4,
     "elastic_ep_backend": "mooncake",
     "restart_limit": 0,
-    "weight_cache_mode": "daemon",
+    "enable_elastic_expert_backup": True,
     "enable_eplb": True,
     "eplb_rebalance_num_iterations": 1000,
     "eplb_algorithm": "deepseek",

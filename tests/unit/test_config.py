@@ -376,6 +376,10 @@ def test_missing_file_is_named(tmp_path: Path):
             "--weight-cache-mode daemon",
             "--weight-cache-mode daemon needs --elastic-ep-backend mooncake: without it no rank",
         ),
+        (
+            "--enable-elastic-expert-backup",
+            "--enable-elastic-expert-backup needs --elastic-ep-backend mooncake: without it no",
+        ),
         ("--cuda-graph-bs 1 --disable-cuda-graph", "--cuda-graph-bs and --disable-cuda-graph"),
         ("--cuda-graph-bs 1 64 --cuda-graph-max-bs 32", "has 64, more than --cuda-graph-max-bs 32"),
         (
