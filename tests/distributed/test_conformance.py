@@ -31,7 +31,7 @@ from tests.moe_bounds import expected, held, whole
 from tests.moe_oracle import Experts, config_of, reference
 
 RANKS = (1, 2, 3, 4)
-SLICE = 100
+PARTS = 24
 Outcomes = dict[Combination, list[Verdict]]
 
 
@@ -50,12 +50,10 @@ def outcomes(pools: Callable[[int], LocalRanks]) -> Callable[[int], Outcomes]:
     return of
 
 
-@pytest.mark.timeout(300)  # the first on a number of ranks computes all that run on as many
-@pytest.mark.parametrize("combination", covering(QUICK_SPLITS), ids=str)
-def test_combination(combination: Combination, outcomes: Callable[[int], Outcomes]):
-    verdicts = outcomes(combination.tp)[combination]
-    told = [f"rank {r}: {text}" for r, v in enumerate(verdicts) for text in v.complaints]
-    assert not told, "\n".join(told)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("tp", RANKS)
+def test_combinations(tp: int, outcomes: Callable[[int], Outcomes]):
+    check_outcomes(outcomes(tp))
 
 
 def test_bounds_are_close(outcomes: Callable[[int], Outcomes]):
@@ -104,15 +102,6 @@ def test_the_product_is_that_of_the_matrix():
         assert here == wanted
 
 
-def slices() -> list[tuple[str, int, int]]:
-    return [
-        (dtype, tp, start)
-        for dtype in DTYPES
-        for tp in RANKS
-        for start in range(0, len(whole_product(dtype, tp)), SLICE)
-    ]
-
-
 def whole_product(dtype: str, tp: int) -> list[Combination]:
     """All of bf16, and of the other types what is computed in a hybrid of ep and tp. Deterministic
     or not in turn. Neighbours compute with the same formats: the oracle is asked once for many."""
@@ -125,9 +114,14 @@ def whole_product(dtype: str, tp: int) -> list[Combination]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("dtype", "tp", "start"), slices())
-def test_whole_product(dtype: str, tp: int, start: int, pools: Callable[[int], LocalRanks]):
-    check_on_ranks(whole_product(dtype, tp)[start : start + SLICE], pools(tp))
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize(
+    ("dtype", "tp"), [*(("bf16", tp) for tp in RANKS), ("fp16", 4), ("fp32", 4)]
+)
+def test_whole_product(dtype: str, tp: int, part: int, pools: Callable[[int], LocalRanks]):
+    chosen = whole_product(dtype, tp)
+    begin, end = (len(chosen) * place // PARTS for place in (part, part + 1))
+    check_on_ranks(chosen[begin:end], pools(tp))
 
 
 @pytest.mark.slow
@@ -139,10 +133,14 @@ def test_every_split(tp: int, pools: Callable[[int], LocalRanks]):
 
 def check_on_ranks(chosen: list[Combination], ranks: LocalRanks) -> None:
     by_rank = ranks.run(check_all, chosen)
+    check_outcomes(dict(zip(chosen, map(list, zip(*by_rank, strict=True)), strict=True)))
+
+
+def check_outcomes(outcomes: Outcomes) -> None:
     told = [
         f"{combination}, rank {rank}: {text}"
-        for rank, verdicts in enumerate(by_rank)
-        for combination, verdict in zip(chosen, verdicts, strict=True)
+        for combination, verdicts in outcomes.items()
+        for rank, verdict in enumerate(verdicts)
         for text in verdict.complaints
     ]
     assert not told, "\n".join(told)
