@@ -24,8 +24,8 @@ from moesaic import Engine
 from moesaic.engine.frontend.core_client import CoreClient
 from moesaic.router.args import RouterArgs
 from tests.e2e.grid import model_path, prompts
+from tests.server.routers import routed
 from tests.server.serving import served, wait_until
-from tests.server.test_router import routed
 
 SAME: dict[str, Any] = {
     "log_level": "error",

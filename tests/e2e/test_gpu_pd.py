@@ -35,8 +35,8 @@ from tests.e2e.test_gpu_ranks import (
     of_gpu,
 )
 from tests.e2e.test_rank_isolation import prompts
+from tests.server.routers import routed
 from tests.server.serving import served
-from tests.server.test_router import routed
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -17,8 +17,8 @@ import pytest
 from bench.http_server import free_port
 from moesaic.router.args import RouterArgs
 from tests.e2e.test_disaggregation import Pair, start
+from tests.server.routers import routed
 from tests.server.serving import served, wait_until
-from tests.server.test_router import routed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PYTHON = os.environ.get("SGLANG_ROUTER_PYTHON", sys.executable)

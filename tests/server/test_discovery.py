@@ -19,8 +19,8 @@ from moesaic.cli.main import main
 from moesaic.router.app import Router
 from moesaic.router.args import RouterArgs
 from moesaic.router.discovery import ClusterApi
+from tests.server.routers import routed
 from tests.server.serving import listening, wait_until
-from tests.server.test_router import routed
 
 
 @contextmanager

@@ -150,9 +150,8 @@ def process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         server.wait()
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # test_process.py always ends one with SIGTERM, while a stream is open
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_server_in_order(number: signal.Signals) -> None:
     with process() as (server, url), httpx.Client(base_url=url, timeout=60) as client:
         body = {"text": "Hello", "sampling_params": LONG | {"max_new_tokens": 80}, "stream": True}
@@ -166,7 +165,10 @@ def test_a_signal_ends_the_server_in_order(number: signal.Signals) -> None:
             client.get("/health")
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+)
 def test_a_signal_while_loading_ends_the_server(number: signal.Signals, status: int) -> None:
     command = [sys.executable, "-m", "moesaic.launch_server", "--model-path", "tiny:qwen3_moe"]
     port = free_port()
