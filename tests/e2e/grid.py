@@ -24,18 +24,17 @@ MODELS = {
 }
 DPA = "--enable-dp-attention --dp"
 # The ones that are always run cover every axis: families, tp 1 to 4, ep < tp, dp, pp, all backends.
-# Eight ranks answer to a line of the guide, in test_guide.py.
 ALWAYS = (
     "mixtral --tp 4 --ep 2 --ep-num-redundant-experts 3 --ep-dispatch-algorithm lp",
     f"deepseek_v3 --tp 4 {DPA} 4 --moe-a2a-backend deepep --ep-num-redundant-experts 4 "
     "--ep-dispatch-algorithm static",
     "qwen2_moe --tp 2 --pp 2 --moe-a2a-backend mori --enable-waterfill",
-    "gpt_oss --pp 4 --chunked-prefill-size 16",
     "qwen3_moe --tp 4 --moe-a2a-backend mooncake",
     "gpt_oss --tp 2 --moe-a2a-backend ascend_fuseep",
     "deepseek_v2 --tp 3 --moe-a2a-backend flashinfer",
 )
 SLOW = (
+    "gpt_oss --pp 4 --chunked-prefill-size 16",
     f"deepseek_v3 --tp 8 {DPA} 8 --moe-a2a-backend flashinfer --ep-num-redundant-experts 5 "
     "--ep-dispatch-algorithm lp",
     "qwen3_moe --tp 2",

@@ -175,6 +175,6 @@ SMALL_EP_PP = replace(
     lines=tuple(line.replace("--tp 8 --ep 8", "--tp 2 --ep 2") for line in EP_PP.lines),
     ranks=8,
 )
-ALWAYS = (EP_DPA, TWO_SMALL_NODES)
-SLOW = (BASIC, MULTI_NODE, MODES, EP_TP, EP_PP, EP_IS_TP, HYBRID)
+ALWAYS = (TWO_SMALL_NODES,)
+SLOW = (EP_DPA, BASIC, MULTI_NODE, MODES, EP_TP, EP_PP, EP_IS_TP, HYBRID)
 ON_ONE_GPU = (TWO_SMALL_NODES, SMALL_EP_PP, EP_TP, HYBRID)

@@ -119,19 +119,6 @@ def check_resizing(engine: Engine, run: Run, wanted: list[Any]) -> None:
         assert (state["scale_phase"], state["effective_ep_size"]) == (phase, size)
 
 
-def check_lost_supervisor(engine: Engine, run: Run, wanted: list[Any]) -> None:
-    """All ranks end with their supervisor, and no request does. test_elastic_head kills one."""
-    pid = run.pid("supervisor")
-    with run.marked():
-        assert during(engine, run, partial(os.kill, pid, signal.SIGSTOP)) == wanted
-    assert run.pid("supervisor") != pid
-    told = info(engine)["losses"]
-    assert (told["http"], told["supervisor"]) == (0, 1)
-    (loss,) = told["last"]
-    assert loss["process"] == "supervisor" and "hangs" in loss["cause"]
-    assert loss["requests"] and loss["seconds"]
-
-
 @pytest.mark.timeout(400)
 def test_answers_survive_the_loss_of_ranks() -> None:
     """A leader is killed, one hangs, and both of two that hold an expert die at once."""
@@ -169,7 +156,6 @@ def test_answers_survive_the_loss_of_ranks() -> None:
             assert len(re.findall(r"rank \d \([^)]*\) returns after", log)) >= 5
             assert "had returned (the step was abandoned after" in log and "read again" in log
             assert re.search(r"waits for its lost ranks: 2 ranks have 6 slots for 8 experts", log)
-            check_lost_supervisor(engine, run, wanted)
             run.learn()
         finally:
             engine.shutdown()
@@ -237,19 +223,41 @@ def test_a_rank_returns_to_steps_that_overlap(overlap: str) -> None:
             wanted = ask(engine, SHORT)
             choices = info(engine)["overlap_choices"]
             assert bool(choices) == (overlap == "auto")
-            for rank in (1, 0):
-                pid = info(engine)["ranks"][rank]["pid"]
-                strike = partial(os.kill, pid, signal.SIGKILL)
-                assert during(engine, run, strike, SHORT) == wanted
-                wait_for(lambda: all_live(engine), f"rank {rank}", run)
+            pid = info(engine)["ranks"][0]["pid"]
+            strike = partial(os.kill, pid, signal.SIGKILL)
+            assert during(engine, run, strike, SHORT) == wanted
+            wait_for(lambda: all_live(engine), "rank 0", run)
             assert ask(engine, SHORT) == wanted
             found = info(engine)
-            assert found["membership"]["returned"] >= 2
+            assert found["membership"]["returned"] >= 1
             assert found["overlap_choices"] == choices
             log = run.log.read_text()
             assert ("as it was measured when the service started" in log) == (overlap == "auto")
         finally:
             engine.shutdown()
+    finally:
+        run.close()
+
+
+@pytest.mark.slow  # test_elastic_head always kills one
+@pytest.mark.timeout(400)
+def test_all_ranks_end_with_a_supervisor_that_hangs_and_no_request_does() -> None:
+    run = Run()
+    try:
+        with run.marked():
+            engine = Engine(**COMMON)
+            try:
+                wanted, pid = ask(engine), run.pid("supervisor")
+                assert during(engine, run, partial(os.kill, pid, signal.SIGSTOP)) == wanted
+                assert run.pid("supervisor") != pid
+                told = info(engine)["losses"]
+                assert (told["http"], told["supervisor"]) == (0, 1)
+                (loss,) = told["last"]
+                assert loss["process"] == "supervisor" and "hangs" in loss["cause"]
+                assert loss["requests"] and loss["seconds"]
+            finally:
+                engine.shutdown()
+        run.await_gone()
     finally:
         run.close()
 
@@ -272,16 +280,15 @@ def test_ranks_that_share_requests_wait_for_a_lost_one() -> None:
             engine = Engine(**COMMON | flags | {"ep_num_redundant_experts": 0})
         try:
             wanted = ask(engine)
-            for rank in (0, 1):
-                pid = info(engine)["ranks"][rank]["pid"]
+            pid = info(engine)["ranks"][1]["pid"]
 
-                def strike(pid: int = pid, rank: int = rank) -> None:
-                    os.kill(pid, signal.SIGKILL)
-                    while info(engine)["membership"]["returned"] <= rank:
-                        engine.get_stats()
+            def strike() -> None:
+                os.kill(pid, signal.SIGKILL)
+                while not info(engine)["membership"]["returned"]:
+                    engine.get_stats()
 
-                assert during(engine, run, strike) == wanted
-                assert info(engine)["membership"]["live"] == [0, 1]
+            assert during(engine, run, strike) == wanted
+            assert info(engine)["membership"]["live"] == [0, 1]
             log = run.log.read_text()
             assert "waits for its lost ranks: without --enable-dp-attention all ranks" in log
             assert re.search(r"replica 0 has waited for \d\.\d\d s", log)
@@ -391,13 +398,12 @@ def test_drafts_rest_while_a_rank_is_away(drafts: dict[str, Any]) -> None:
         try:
             wanted = ask(engine)
             assert drafted_by(engine) > 0
-            for rank in (1, 0):
-                pid = info(engine)["ranks"][rank]["pid"]
-                assert during(engine, run, lambda pid=pid: os.kill(pid, signal.SIGKILL)) == wanted
-                wait_for(lambda: all_live(engine), f"rank {rank}", run)
-                before = drafted_by(engine)
-                assert ask(engine) == wanted
-                assert drafted_by(engine) > before
+            pid = info(engine)["ranks"][0]["pid"]
+            assert during(engine, run, lambda: os.kill(pid, signal.SIGKILL)) == wanted
+            wait_for(lambda: all_live(engine), "rank 0", run)
+            before = drafted_by(engine)
+            assert ask(engine) == wanted
+            assert drafted_by(engine) > before
             assert engine.scale_elastic_ep(1)["target_ep_size"] == 1
             wait_for(lambda: info(engine)["membership"]["live"] == [0], "one rank", run)
             before = drafted_by(engine)

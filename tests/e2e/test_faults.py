@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 from bench.fault_cases import (
-    DP_LEADER,
     FOLLOWER,
-    LEADER,
     SUPERVISOR,
     Case,
     Outcome,
@@ -27,12 +25,8 @@ from moesaic.comm.supervise.run_folder import RunFolder
 
 pytestmark = pytest.mark.timeout(400)
 
-ALWAYS = [
-    Case(LEADER, "kill -9", "start"),
-    Case(FOLLOWER, "SIGSTOP", "prefill"),
-    Case(DP_LEADER, "exception", "idle"),
-    Case(SUPERVISOR, "SIGSTOP", "decode"),
-]
+# tests/distributed/test_supervisor.py always has errors, also at the start, and idle ranks.
+ALWAYS = [Case(FOLLOWER, "SIGSTOP", "prefill"), Case(SUPERVISOR, "SIGSTOP", "decode")]
 # tests/distributed/test_supervisor.py always kills a client.
 COMMANDS_ALWAYS = [CommandCase((CLIENT,), "SIGINT")]
 BOTH = CommandCase((CLIENT, "supervisor"), "kill -9")

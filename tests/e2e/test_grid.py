@@ -36,5 +36,5 @@ def test_the_grid_is_as_large_as_promised() -> None:
             "ascend_fuseep",
         }
         assert len({line.split()[0] for line in part}) == 6
-        assert max(a.pp_size for a in args) == 4
+        assert max(a.pp_size for a in args) == (4 if part is lines else 2)
     assert {args.tp_size for args in every.values()} == set(range(1, 9))

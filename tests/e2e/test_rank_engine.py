@@ -242,35 +242,46 @@ def test_figures_of_groups_and_ranks(engine: Engine) -> None:
     assert engine.flush_cache() == 12
 
 
-def test_requests_are_spread_over_groups() -> None:
+@pytest.mark.parametrize(
+    "method", ["round_robin", pytest.param("total_tokens", marks=pytest.mark.slow)]
+)
+def test_requests_are_spread_over_groups(method: str) -> None:
     """Four long and four short ones, by turns, over two groups."""
     call = {"temperature": 0, "ignore_eos": True}
-    for method in ("round_robin", "total_tokens"):
-        with Engine(
-            model_path=FAMILY, dp_size=2, page_size=4, load_balance_method=method
-        ) as engine:
-            engine.generate(
-                input_ids=[[n] * (40 if n % 2 == 0 else 4) for n in range(8)],
-                sampling_params={**call, "max_new_tokens": 2},
-            )
-            pages = [group["pages_cached"] for group in engine.get_server_info()["groups"]]
-            engine.flush_cache()
-            engine.generate(
-                input_ids=[[n] * 8 for n in range(3)],
-                sampling_params={**call, "max_new_tokens": 1},
-                data_parallel_rank=[1, 1, 0],
-            )
-            chosen = [group["pages_cached"] for group in engine.get_server_info()["groups"]]
-            with pytest.raises(ValueError, match="data_parallel_rank 2 is not one of the 2 groups"):
-                engine.generate(input_ids=[1], data_parallel_rank=2)
-        assert chosen == [2, 4]
-        if method == "round_robin":
-            assert pages == [4 * 10, 4 * 1]
-        else:
-            assert abs(pages[0] - pages[1]) <= 11
+    with Engine(model_path=FAMILY, dp_size=2, page_size=4, load_balance_method=method) as engine:
+        engine.generate(
+            input_ids=[[n] * (40 if n % 2 == 0 else 4) for n in range(8)],
+            sampling_params={**call, "max_new_tokens": 2},
+        )
+        pages = [group["pages_cached"] for group in engine.get_server_info()["groups"]]
+        engine.flush_cache()
+        engine.generate(
+            input_ids=[[n] * 8 for n in range(3)],
+            sampling_params={**call, "max_new_tokens": 1},
+            data_parallel_rank=[1, 1, 0],
+        )
+        chosen = [group["pages_cached"] for group in engine.get_server_info()["groups"]]
+        with pytest.raises(ValueError, match="data_parallel_rank 2 is not one of the 2 groups"):
+            engine.generate(input_ids=[1], data_parallel_rank=2)
+    assert chosen == [2, 4]
+    if method == "round_robin":
+        assert pages == [4 * 10, 4 * 1]
+    else:
+        assert abs(pages[0] - pages[1]) <= 11
 
 
-def test_how_prompts_are_scheduled_changes_no_answer() -> None:
+DELAYED = {"enable_prefill_delayer": True, "prefill_delayer_max_delay_passes": 4}
+APART = {"disable_mixed_chunk": True, "chunked_prefill_size": 16, "max_step_ms": 1.0}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param([DELAYED | APART], id="together"),
+        pytest.param([DELAYED, APART], id="alone", marks=pytest.mark.slow),
+    ],
+)
+def test_how_prompts_are_scheduled_changes_no_answer(flags: list[dict[str, Any]]) -> None:
     """Prompts arrive while others decode, in one group more than in the other."""
     params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 12}
     asked = [[n + 1] * (5 + 17 * n % 90) for n in range(10)]
@@ -293,9 +304,8 @@ def test_how_prompts_are_scheduled_changes_no_answer() -> None:
             return asyncio.run(ask_all())
 
     expected = answers()
-    assert answers(enable_prefill_delayer=True, prefill_delayer_max_delay_passes=4) == expected
-    apart = {"disable_mixed_chunk": True, "chunked_prefill_size": 16, "max_step_ms": 1.0}
-    assert answers(**apart) == expected
+    for each in flags:
+        assert answers(**each) == expected
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ def drawn(number: int, seed: int) -> tuple[int, int]:
     return sum(p.tokens for p in prompts), sum(p.output_len for p in prompts)
 
 
+@pytest.mark.slow  # one that runs is always driven
 def test_a_server_is_started_and_driven(tmp_path, capsys):
     out = tmp_path / "rows.json"
     words = ["--model-path", "tiny:qwen3_moe", "--dtype", "fp32", "--concurrency", "2", "3"]

@@ -45,11 +45,9 @@ MOVING = (
 )
 # Every family and backend; attention groups of one rank and of several, one group, slices of
 # experts, replicas, experts that move, stages; prompts in chunks, sequences that are never cut.
-LINES = (
-    f"qwen3_moe --tp 4 {DPA} 2 --moe-a2a-backend deepep --chunked-prefill-size 24 {MOVING}",
-    f"deepseek_v3 --tp 2 --pp 2 {DPA} 2 --moe-a2a-backend flashinfer",
-)
+LINES = (f"qwen3_moe --tp 4 {DPA} 2 --moe-a2a-backend deepep --chunked-prefill-size 24 {MOVING}",)
 SLOW_LINES = (
+    f"deepseek_v3 --tp 2 --pp 2 {DPA} 2 --moe-a2a-backend flashinfer",
     f"gpt_oss --tp 2 {DPA} 2 --moe-a2a-backend ascend_fuseep --tbo-token-distribution-threshold 0",
     "mixtral --tp 4 --ep 2 --ep-num-redundant-experts 3 --ep-dispatch-algorithm lp",
     "qwen2_moe --tp 2 --moe-a2a-backend mori",
