@@ -25,7 +25,7 @@ from moesaic.layers.parallel import Parallel
 from moesaic.layers.rotary import RopeConfig, RotaryTable
 from moesaic.layers.torch_attention import TorchAttention
 from moesaic.moe.topk import TopK, TopKConfig
-from tests.pairs import every_second
+from tests.pairs import every_pair, every_second
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(64, 32), (48, 96), (2048, 128), (16, 7), (5, 64), (160, 1), (33, 672)]
@@ -65,9 +65,9 @@ def differing(function: Rows, x_T: Tensor, batches: int) -> int:
     return found
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "dtype", "bias"), every_second(SHAPES, DTYPES, [False, True])
+)
 def test_rows_of_a_product_do_not_know_each_other(
     inputs: int, outputs: int, dtype: torch.dtype, bias: bool, path: str, threads: int
 ) -> None:
@@ -208,9 +208,9 @@ OTHERS: dict[str, Rows] = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("width", [96, 1008, 4128])
+@pytest.mark.parametrize(
+    ("name", "dtype", "width"), every_pair([*OTHERS], DTYPES, [96, 1008, 4128])
+)
 def test_the_other_operations_are_by_row(
     name: str, dtype: torch.dtype, width: int, threads: int
 ) -> None:
@@ -388,18 +388,19 @@ def some_heads(case: Case, queries: slice, kv: slice) -> Case:
     return Case(spec, case.q[:, queries], case.k[:, kv], case.v[:, kv])
 
 
-@pytest.mark.parametrize("window", [None, 19, 100], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
+HEADS = [
+    (8, 2, 16, [1, 2, 4, 8]),
+    (12, 3, 24, [3, 6, 12]),
+    (6, 6, 64, [2, 3]),
+    (40, 1, 16, [2, 5, 8, 40]),
+    (128, 1, 40, [2, 4, 8, 16, 128]),
+    (16, 1, 576, [2, 8]),
+]
+
+
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "parts"),
-    [
-        (8, 2, 16, [1, 2, 4, 8]),
-        (12, 3, 24, [3, 6, 12]),
-        (6, 6, 64, [2, 3]),
-        (40, 1, 16, [2, 5, 8, 40]),
-        (128, 1, 40, [2, 4, 8, 16, 128]),
-        (16, 1, 576, [2, 8]),
-    ],
+    ("heads", "kv_heads", "dim", "parts", "dtype", "window"),
+    every_pair(HEADS, DTYPES, [None, 19, 100]),
 )
 def test_attention_does_not_know_other_heads(
     heads: int, kv_heads: int, dim: int, parts: list[int], dtype: torch.dtype, window: int | None
