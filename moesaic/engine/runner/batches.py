@@ -61,7 +61,7 @@ class StepInputs(NamedTuple):
     def of(cls, plan: StepPlan, slots: TokenSlots | None) -> StepInputs:
         return cls(
             plan.token_ids,
-            plan.positions(),
+            plan.positions,
             () if slots is None else slots.numbers.repeat(plan.lengths),
             plan.logit_rows(),
             () if slots is None else slots.numbers.repeat(plan.sampled),
@@ -199,7 +199,7 @@ class GraphBatch:
         table = packed.numpy()
         sequences = sequences_of(plan, self._runner.page_table)
         table[IDS, :count] = plan.token_ids
-        table[POSITIONS, :count] = plan.positions()
+        table[POSITIONS, :count] = plan.positions
         table[SLOTS, :count] = np.repeat(slots.numbers, lengths)
         padding = self._future_tokens.padding
         table[IDS : SLOTS + 1, count : key.rows] = [[0], [0], [padding]]

@@ -54,7 +54,9 @@ class TokenSlots:
 
     def choose(self, paths: Sequence[SamplingPath], sequences: Ints) -> Ints:
         """Which of these sequences take one of the paths."""
-        return np.flatnonzero(np.isin(self.paths[sequences], paths))
+        wanted = np.zeros(len(SamplingPath), bool)
+        wanted[list(paths)] = True
+        return np.flatnonzero(wanted[self.paths[sequences]])
 
 
 class FutureTokens:

@@ -65,14 +65,11 @@ class PinnedRing:
         """Copies all columns to the device in one transfer."""
         sizes = [len(column) for column in columns]
         host, event = self.next_buffer(sum(sizes))
-        table, start = host.numpy(), 0
-        for column, size in zip(columns, sizes, strict=True):
-            table[start : start + size] = column
-            start += size
+        np.concatenate(columns, out=host.numpy(), casting="unsafe")  # an empty list has floats
         # On CPU this must be a copy, too: the buffer is reused.
-        packed = torch.empty_like(host, device=self.device).copy_(host, non_blocking=True)
+        packed = host.to(self.device, non_blocking=True, copy=True)
         event.record()
-        return list(packed.split(sizes))
+        return list(packed.split_with_sizes(sizes))
 
     def _make(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.int64, pin_memory=self.device.type == "cuda")

@@ -210,10 +210,12 @@ class StepPlan(msgspec.Struct, dict=True):
     def num_sampled(self) -> int:
         return int(self.sampled.sum())
 
+    @cached_property
     def positions(self) -> Ints:
         """Of all tokens in their sequences."""
-        return self.places() - self._skipped(self.lengths)
+        return self.places - self._skipped(self.lengths)
 
+    @cached_property
     def places(self) -> Ints:
         """Where the tokens are stored in their sequences: at their positions, but for trees."""
         lengths = self.lengths

@@ -49,7 +49,7 @@ class Frontier:
             if item.parents:
                 masks_D[n] = row_masks(item.parents)[row - window]
         until_D = np.array([plan.items[n].draft_until for n in drafting], np.int64)
-        position_D, first_D = plan.positions()[last_D], plan.rows[drafting] * max_pages
+        position_D, first_D = plan.positions[last_D], plan.rows[drafting] * max_pages
         return cls(slots_D[:, None], masks_D[:, None], position_D, until_D, first_D)
 
     def behind(self, from_DK: Ints) -> Frontier:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,8 +69,8 @@ class DraftGraphs(GraphCache):
         host, event = self._uploads.next_buffer(self._packed.numel())
         packed = host.view(self._packed.shape)
         table = packed.numpy()
-        table[:POSITIONS, : key.rows] = 0
-        table[POSITIONS, : key.rows] = np.pad(positions_T, (0, key.rows - count))
+        table[:COUNT, : key.rows] = 0
+        table[POSITIONS, :count] = positions_T
         table[COUNT, 0] = count
         table[OWN, 0] = self._runner.parallel.own_tokens(count, key.rows)
         if not isinstance(ids_T, Tensor):

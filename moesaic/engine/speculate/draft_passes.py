@@ -132,12 +132,14 @@ class DraftPasses:
     def most_likely(self, hidden_DH: Tensor, counts: Sequence[int]) -> Tensor:
         """On the first rank of a group; no rows on the others, and where it has no sequences."""
         groups = self.runner.ranks.mesh.dp > 1
-        found = [torch.zeros(0, dtype=torch.int64, device=self.runner.device)]
+        found = []
         for piece, rows in self._pieces(hidden_DH, counts):
             logits_RV = self.model.logits(piece, rows if groups else ())
             if self.runner.samples and len(piece):
                 found.append(self.model.to_target(greedy_rows(logits_RV)[0]))
-        return torch.cat(found)
+        if len(found) == 1:
+            return found[0]
+        return torch.cat([torch.zeros(0, dtype=torch.int64, device=self.runner.device), *found])
 
     def most_likely_of(
         self, hidden_RH: Tensor, counts: tuple[int, ...], topk: int

@@ -248,7 +248,7 @@ class DraftPhase:
         drafting = np.array([item.draft_until > 0 for item in plan.items], bool)
         until_D = np.array([item.draft_until for item in plan.items], np.int64)[drafting]
         first_D = plan.rows[drafting] * self._passes.table.max_pages
-        position_D = plan.positions()[facts.last_D]
+        position_D = plan.positions[facts.last_D]
         for number in self._chained(agreement):
             at_D = np.minimum(position_D + number, until_D)
             given_D, sequences = self._passes.shared(ids_D, len(at_D)), single_tokens(at_D, first_D)

@@ -92,7 +92,7 @@ class SampledRows(NamedTuple):
         for row, item in zip(drafts_DK, items, strict=True):
             row[: item.num_drafts] = item.drafts
         places_DK = np.where(drafts_DK < 0, 0, starts_D[:, None] + np.arange(most))
-        position_D = plan.positions()[rows_R[starts_D]]
+        position_D = plan.positions[rows_R[starts_D]]
         until_D = np.array([item.draft_until for item in items], np.int64)
         first_D = plan.rows[drafting] * max_pages
         parts = (rows_R[starts_D], position_D, until_D, first_D)
@@ -117,7 +117,7 @@ class Extension(NamedTuple):
 
     @classmethod
     def of(cls, plan: StepPlan, table: PageTable) -> Extension:
-        positions_T, sequences = plan.positions(), sequences_of(plan, table)
+        positions_T, sequences = plan.positions, sequences_of(plan, table)
         if not plan.gaps:
             return cls(positions_T, sequences, positions_T[:0])
         rows, first = (np.array([gap[n] for gap in map(astuple, plan.gaps)]) for n in (0, 1))

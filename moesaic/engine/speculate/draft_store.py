@@ -50,15 +50,15 @@ class DraftStore:
         rows_R = plan.logit_rows()[: plan.num_sampled]
         next_T, places_R = self._passes.uploads.upload(tokens_behind(plan, empty), rows_R)
         next_T.index_copy_(0, places_R, found_2R[0])
-        self._store(next_T, plan.positions(), sequences_of(plan, self._passes.table), hidden_TH)
+        self._store(next_T, plan.positions, sequences_of(plan, self._passes.table), hidden_TH)
         return self._rest(plan, hidden_TH, rows_R[on_host]) if len(on_host) else None
 
     def _rest(self, plan: StepPlan, hidden_TH: Tensor, rows_L: Ints) -> StoreRest:
         """Stores these rows again. All but the tokens behind them is kept as it is now."""
         numbers = np.repeat(np.arange(plan.num_sequences), plan.lengths)[rows_L]
-        positions_L = plan.positions()[rows_L]
+        positions_L = plan.positions[rows_L]
         first_L = plan.rows[numbers] * self._passes.table.max_pages
-        at = single_tokens(plan.places()[rows_L], first_L)
+        at = single_tokens(plan.places[rows_L], first_L)
         attention, some_LH = self._passes.attention.attend(at), hidden_TH[rows_L]
 
         def store(result: StepResult) -> None:
@@ -79,7 +79,7 @@ class DraftStore:
             own = own if group.rank == 0 else own[:0]
             next_T = group.gather_rows(own, counts, "tokens for drafts").numpy()[:, 0]
         hidden_TH = self._passes.model.of_target(hidden_TH)
-        self._store(next_T, plan.positions(), sequences_of(plan, self._passes.table), hidden_TH)
+        self._store(next_T, plan.positions, sequences_of(plan, self._passes.table), hidden_TH)
 
     def _store(
         self, ids_T: Ints | Tensor, positions_T: Ints, sequences: Sequences, hidden_TH: Tensor
