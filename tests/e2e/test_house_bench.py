@@ -81,6 +81,7 @@ def rows_of(cases: list[Case]) -> list[Row]:
     return [Row(case.name, case.flags) for case in cases]
 
 
+@pytest.mark.slow  # test_twins always fills a sheet with rows of an engine
 @pytest.mark.timeout(240)
 def test_grid(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     args = asked(tmp_path)
