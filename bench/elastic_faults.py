@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,24 +206,33 @@ class Heads:
     urls: tuple[str, str]
     meeting: str
     """Where the nodes meet."""
+    place: Callable[[list[str]], list[str]] | None
+    """The command that runs another one where node 0 is; None: here."""
     runs: list[Run]
     processes: list[subprocess.Popen[bytes]]
 
     @classmethod
-    def create(cls, flags: str) -> Heads:
-        ports = [free_port() for _ in range(4)]
-        urls = f"http://127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}"
-        heads = cls(flags, urls, f"127.0.0.1:{ports[2]},127.0.0.1:{ports[3]}", [], [])
+    def create(
+        cls,
+        flags: str,
+        hosts: tuple[str, str] = ("127.0.0.1", "127.0.0.1"),
+        place: Callable[[list[str]], list[str]] | None = None,
+    ) -> Heads:
+        first, second = hosts
+        urls = f"http://{first}:{free_port()}", f"http://{second}:{free_port()}"
+        meeting = f"{first}:{free_port()},{second}:{free_port()}"
+        heads = cls(flags, urls, meeting, place, [], [])
         for node in range(2):
             heads.runs.append(Run())
             heads.processes.append(heads.start(node))
         return heads
 
     def start(self, node: int) -> subprocess.Popen[bytes]:
-        port = self.urls[node].rpartition(":")[2]
-        words = ["serve", MODEL, "--port", port, *FLAGS.split(), *self.flags.split()]
+        _, host, port = self.urls[node].replace("//", "").split(":")
+        words = ["serve", MODEL, "--host", host, "--port", port]
+        words += [*FLAGS.split(), *self.flags.split()]
         words += ["--nnodes", "2", "--dist-init-addr", self.meeting, "--node-rank", str(node)]
-        return _start(self.runs[node], words)
+        return _start(self.runs[node], words, self.place if node == 0 else None)
 
     def kill(self, node: int) -> None:
         """All processes of a node, in any order."""
@@ -251,10 +260,13 @@ class Heads:
             process.wait()
 
 
-def _start(run: Run, words: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start(
+    run: Run, words: Sequence[str], place: Callable[[list[str]], list[str]] | None = None
+) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "bench.faulty_rank", *words]
     with run.log.open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "bench.faulty_rank", *words],
+            command if place is None else place(command),
             env=run.environment | SECRET,
             stdout=log,
             stderr=log,

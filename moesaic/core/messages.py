@@ -204,11 +204,13 @@ class Failed(Message):
 
 class Fault(Message):
     """From the supervisor: the service and its open requests end. `ranks`: those at fault.
-    `supervisor`: it is at fault itself, and another one could serve."""
+    `supervisor`: it is at fault itself, and another one could serve. `yields`: one does, of another
+    node."""
 
     message: str
     ranks: list[int] = []
     supervisor: bool = False
+    yields: bool = False
 
 
 class Stop(Message):

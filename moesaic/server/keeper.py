@@ -67,7 +67,7 @@ class Keeper:
         self, restart_limit: int, hooks: EventHooks, meeting: socket.socket | None = None
     ) -> None:
         self._hooks, self._meeting = hooks, meeting
-        self._leads = meeting is None
+        self._leads, self._yields = meeting is None, False
         name_process("moesaic-keeper")
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -131,6 +131,9 @@ class Keeper:
         self._read_notes()
         os.close(self._pipe)
         child, self._child = self._child, -1
+        if self._yields and not self._signal:
+            self._yields = False
+            return
         if self._has_ended or self._signal or not self._was_ready:
             self.status = code if code >= 0 else 128 - code
             return
@@ -209,6 +212,8 @@ class Keeper:
             self._supervisor, self._starting = note.supervisor, 0
         if note.loss is not None:
             self._losses.add(note.loss)
+        if note.yields:
+            self._leads, self._yields = False, True
         if note.leads:
             self._leads, self._lost = True, time.monotonic()
         self._has_ended = self._has_ended or note.ended

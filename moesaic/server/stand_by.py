@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import time
 from contextlib import suppress
@@ -52,6 +53,7 @@ def bind_meeting(args: ServerArgs) -> socket.socket:
 
 def serve_or_stand_by(args: ServerArgs, listener: socket.socket, keeper: KeeperLink) -> int:
     if not keeper.leads and (args.node_rank > 0 or _another_leads(args)):
+        _refuse_connections(listener, keeper)
         if (former := keeper.find()) is not None:
             former.end(END_SECONDS, ask=True)
             former.close()
@@ -68,6 +70,14 @@ def serve_or_stand_by(args: ServerArgs, listener: socket.socket, keeper: KeeperL
         keeper.leads = True
         keeper.tell(Note(leads=True))
     return serve(args, listener, keeper)
+
+
+def _refuse_connections(listener: socket.socket, keeper: KeeperLink) -> None:
+    """Until it leads again, if it did. The sockets stay bound."""
+    with socket.socket(fileno=os.dup(keeper.meeting)) as meeting:
+        for one in (listener, meeting):
+            if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                one.shutdown(socket.SHUT_RDWR)
 
 
 def _another_leads(args: ServerArgs) -> bool:

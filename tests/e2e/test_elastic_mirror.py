@@ -4,6 +4,7 @@ clients that ask there by the id of their request get the answers of a run witho
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import signal
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import pytest
 from bench.elastic_client import Answer, Question, Tally, ask
 from bench.elastic_faults import Heads
 from bench.fault_run import wait_for
+from tests.e2e.namespaces import NotAllowed, nodes
 
 FLAGS = (
     "--tp 2 --ep 2 --dp 2 --enable-dp-attention --ep-num-redundant-experts 8 "
@@ -44,10 +46,14 @@ def expected(heads: Heads) -> list[Any]:
 
 
 async def ask_all(
-    urls: tuple[str, ...], strike: Callable[[], object] | None = None
+    urls: tuple[str, ...],
+    strike: Callable[[], object] | None = None,
+    patience: float | None = None,
 ) -> list[Answer]:
-    """The answers; `strike` is called once streams have begun."""
-    async with aiohttp.ClientSession() as session:
+    """The answers; `strike` is called once streams have begun. `patience`: for the next event, as
+    nothing ends a connection to a node that is cut off."""
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=patience, sock_read=patience)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
         found = [Answer() for _ in QUESTIONS]
         tasks = [
             asyncio.create_task(ask(session, urls, question, answer))
@@ -60,10 +66,15 @@ async def ask_all(
         return list(await asyncio.gather(*tasks))
 
 
-def during(heads: Heads, expected: list[Any], strike: Callable[[], object]) -> Tally:
+def during(
+    heads: Heads,
+    expected: list[Any],
+    strike: Callable[[], object],
+    patience: float | None = None,
+) -> Tally:
     """No answer is another one."""
     tally = Tally()
-    answers = asyncio.run(ask_all(heads.urls, strike))
+    answers = asyncio.run(ask_all(heads.urls, strike, patience))
     for question, answer, value in zip(QUESTIONS, answers, expected, strict=True):
         tally.count(answer, value, str(question))
     assert (tally.right, tally.shown) == (len(QUESTIONS), [])
@@ -124,6 +135,56 @@ def test_nodes_take_turns(heads: Heads, expected: list[Any]) -> None:
         during(heads, expected, lambda victim=victim: heads.kill(victim))  # type: ignore[misc]
         leads = 1 - victim
         comes_again(heads, victim, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_supervisor_that_is_lost_is_replaced_on_its_node(
+    heads: Heads, expected: list[Any]
+) -> None:
+    """The keeper there lives: nobody takes over, and no connection breaks."""
+    leads = 0 if heads.leads(0) else 1
+    if heads.processes[1 - leads].poll() is not None:
+        comes_again(heads, 1 - leads, expected)
+    pid, text = heads.runs[leads].pid("supervisor"), f"mirrored on node {1 - leads}"
+    before = heads.runs[leads].log.read_text().count(text)
+    tally = during(heads, expected, lambda: os.kill(pid, signal.SIGKILL))
+    asked_first = leads * len(QUESTIONS)  # at node 0, which refused
+    assert tally.reconnects == asked_first
+    assert heads.leads(leads) and not heads.leads(1 - leads)
+    heads.await_text(leads, text, before + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_node_that_leads_is_cut_off() -> None:
+    """It shows nothing from then on, and the other one leads. Once it hears of that, it joins."""
+    try:
+        with nodes(1) as (far,):
+            cut = Heads.create(FLAGS, (far.address, far.bridge), far.command)
+            try:
+                check_cut(cut, far.cut, far.mend)
+            finally:
+                cut.close()
+    except NotAllowed as reason:
+        pytest.skip(f"no network namespaces here: {reason}")
+
+
+def check_cut(cut: Heads, strike: Callable[[], object], mend: Callable[[], object]) -> None:
+    cut.await_text(0, "mirrored on node 1")
+    cut.await_text(0, "ready: http")
+    wanted = [one.value for one in asyncio.run(ask_all(cut.urls[:1]))]
+    during(cut, wanted, strike, 5.0)
+    (loss,) = info(cut, 1)["losses"]["last"]
+    assert loss["process"] == "node" and "is lost: silent for" in loss["cause"]
+    cut.await_text(0, "and may lead from now on: node 0 waits for it")
+    mend()
+    cut.await_text(0, "another node leads, at ")
+    cut.await_text(1, "mirrored on node 0")
+    live = [0, 1]
+    wait_for(lambda: info(cut, 1)["membership"]["live"] == live, "all ranks", cut.runs[1])
+    assert not cut.leads(0)
+    assert [one.value for one in asyncio.run(ask_all(cut.urls))] == wanted
 
 
 @pytest.mark.timeout(300)

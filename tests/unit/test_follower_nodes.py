@@ -89,6 +89,9 @@ class Host:
     def on_left(self, node: int) -> None:
         self.told.append(("left", node))
 
+    def yields_to(self, node: int, why: str) -> bool:
+        return False
+
     def on_mirrored(self, node: int, number: int) -> None:
         self.told.append(("mirrored", node, number))
 

@@ -35,6 +35,8 @@ class Note(msgspec.Struct, omit_defaults=True):
     """This node may lead the service later, and has joined the one that does."""
     leads: bool = False
     """Its supervisor leads the service from now on."""
+    yields: bool = False
+    """Another node leads it: the next process of this one stands by."""
 
 
 @dataclass(slots=True)

@@ -60,6 +60,9 @@ class LeadHost(Protocol):
 
     def on_left(self, node: int) -> None: ...
 
+    def yields_to(self, node: int, why: str) -> bool:
+        """Whether the service ends here, as a node that is silent may lead it from now on."""
+
     def on_mirrored(self, node: int, number: int) -> None: ...
 
 
@@ -118,13 +121,13 @@ class FollowerNodes:
         lost = self._links.lost(now)
         if lost is not None:
             node, seconds = lost
-            self._lose(node, f"silent for {seconds:.1f} s")
+            self._lose(node, f"silent for {seconds:.1f} s", silent=True)
 
     def _on_inbox(self) -> None:
         now = time.monotonic()
         for node, event in self._links.receive(now):
             if isinstance(event, Disconnected):
-                self._on_disconnected(node, event.reason)
+                self._on_disconnected(node, event)
             elif node not in self._away or isinstance(event, messages.Hello):
                 self._handle(node, event, now)
 
@@ -151,9 +154,12 @@ class FollowerNodes:
             case messages.Hello(facts=facts):
                 self._admit(node, facts)
 
-    def _on_disconnected(self, node: int, reason: str) -> None:
+    def _on_disconnected(self, node: int, event: Disconnected) -> None:
+        if self._spec.elastic and not self._host.is_serving and node in self._links.missing:
+            self._links.forget(node)  # it has looked whether a supervisor is here again
+            return
         if node not in self._away:
-            self._lose(node, reason)
+            self._lose(node, event.reason, event.silent)
         if self._host.goes_on:
             self._links.forget(node)
 
@@ -191,10 +197,12 @@ class FollowerNodes:
             here = nnodes - len(missing)
             logger.info("waiting for %s (%d of %d nodes are here)", names, here, nnodes)
 
-    def _lose(self, node: int, why: str) -> None:
+    def _lose(self, node: int, why: str, silent: bool = False) -> None:
         ranks, address = self._mesh.ranks_of_node(node), self._links.host_of(node)
         more = f" to {ranks[-1]}" if len(ranks) > 1 else ""
         names = f"rank{'s' * (len(ranks) > 1)} {ranks[0]}{more}"
+        if silent and self._host.yields_to(node, f"node {node} ({address}) is {why}"):
+            return
         if self._host.goes_on:
             self._away.add(node)
             self._links.cut(node)

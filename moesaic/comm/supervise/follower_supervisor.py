@@ -24,6 +24,7 @@ from moesaic.comm.supervise.supervisor_links import (
     Disconnected,
     LeadLink,
     Refused,
+    Silent,
 )
 from moesaic.core import messages
 from moesaic.core.addresses import host_and_port
@@ -231,13 +232,14 @@ class FollowerSupervisor(NodeSupervisor):
 
     def _lose_lead(self, what: str, silent: bool = False) -> None:
         """This node ends; in an elastic service another supervisor of it waits for one that leads.
-        A mirror first makes sure that the one that led is not gone for good. One that is silent may
-        go on without this node, so that the mirror is of no use."""
+        A mirror first makes sure that the one that led is not gone for good. Of more than two nodes
+        one that is silent goes on without this one, so that the mirror is of no use."""
         if self._search is not None or self.exit_code is not None:
             return
         address = self._lead.address
         self._lost = f"node {self._heads.index(address)} ({host_and_port(*address)}) {what}"
-        if silent or self.mirrored is None or not self.mirrored.is_complete:
+        stale = silent and self.mesh.nnodes > 2
+        if stale or self.mirrored is None or not self.mirrored.is_complete:
             self._end_without_lead()
             return
         logger.warning("%s: %s", self._name, self._lost)
@@ -252,7 +254,9 @@ class FollowerSupervisor(NodeSupervisor):
     def _on_search(self) -> None:
         assert self._search is not None
         for event in self._search.receive(time.monotonic()):
-            if isinstance(event, Refused) and event.address == self._lead.address:
+            if (isinstance(event, Refused) and event.address == self._lead.address) or (
+                isinstance(event, Silent) and self.mesh.nnodes == 2
+            ):
                 self._take_over()
             elif isinstance(event, Connected | Disconnected):
                 self._end_without_lead()
@@ -260,7 +264,8 @@ class FollowerSupervisor(NodeSupervisor):
                 return
 
     def _take_over(self) -> None:
-        """No process of the node that led is left: another one would keep its socket."""
+        """No process of the node that led is left, as another one would keep its socket; or it is
+        silent, and shows clients nothing that is not mirrored."""
         assert self.mirrored is not None
         self.mirrored.journal.inherit()
         requests = len(self.mirrored.journal.open)

@@ -188,3 +188,10 @@ class Journal:
         entry = self.open.pop(request_no)
         if entry.group != HELD:
             self.balancer.finish(request_no, entry.emitted)
+
+
+def refusal(request_no: int) -> StepOutput:
+    """The answer to a request with the number of another one."""
+    why = f"request {request_no} was submitted twice"
+    finish = FinishReason("abort", message=why, failed=True)
+    return StepOutput([RequestDelta(request_no, [], finish=finish)])

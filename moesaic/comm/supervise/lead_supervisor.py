@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import zmq
 
 from moesaic.comm.network.store import LocalStore
@@ -17,18 +16,20 @@ from moesaic.comm.supervise.elastic import ElasticMembership
 from moesaic.comm.supervise.event_hook import EventHooks
 from moesaic.comm.supervise.follower_nodes import FollowerNodes
 from moesaic.comm.supervise.follower_supervisor import FollowerSupervisor
-from moesaic.comm.supervise.journal import HELD, Journal
+from moesaic.comm.supervise.journal import HELD, Journal, refusal
+from moesaic.comm.supervise.lead_search import LeadSearch
 from moesaic.comm.supervise.load_balance import LoadBalancer
 from moesaic.comm.supervise.mirror import JournalMirror, MirroredService
 from moesaic.comm.supervise.node_supervisor import NodeSupervisor
-from moesaic.comm.supervise.replica import Replica
+from moesaic.comm.supervise.replica import Replica, overview_of
 from moesaic.comm.supervise.service_spec import ServiceSpec
 from moesaic.comm.supervise.step_rollback import StepRollbacks
 from moesaic.comm.supervise.step_watchdog import StepWatchdog
 from moesaic.core import messages
+from moesaic.core.addresses import host_and_port
 from moesaic.core.messages import AnyMessage, Message, encode
 from moesaic.core.rank_state import RankSnapshot, RankState
-from moesaic.core.request import FinishReason, NewRequest
+from moesaic.core.request import NewRequest
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class LeadSupervisor(NodeSupervisor):
             self.journal, self._send_node, lambda data: self.send_client(data)
         )
         self._inherited = mirrored
+        self._search: LeadSearch | None = None
         if mirrored is not None:
             self._inherit(mirrored)
 
@@ -102,6 +104,7 @@ class LeadSupervisor(NodeSupervisor):
         self._followers = FollowerNodes(self, listening, self._inherited is not None)
         if self._inherited is None:
             self.start_ranks(self._followers.store, self.spec.host or host)
+            self._search = LeadSearch(self.spec, self.secret, self.loop, self._on_other_lead)
         else:
             self._followers.table.fill(self._inherited.store)
             self.set_store(self._followers.store, self.spec.host or host)
@@ -182,6 +185,19 @@ class LeadSupervisor(NodeSupervisor):
         if node == self._mirror.node:
             self._mirror.end()
             self.on_joined(node)
+
+    def yields_to(self, node: int, why: str) -> bool:
+        """Of two nodes that do not hear each other the one that mirrors leads."""
+        if self.mesh.nnodes > 2 or node != self._mirror.node:
+            return False
+        text = f"{why}, and may lead from now on: node {self.spec.node_rank} waits for it"
+        self.fail_with(messages.Fault(text, supervisor=True), tell=False)
+        return True
+
+    def _on_other_lead(self, address: tuple[str, int]) -> None:
+        if not self.is_serving:
+            text = f"another node leads, at {host_and_port(*address)}"
+            self.fail_with(messages.Fault(text, supervisor=True, yields=True), tell=False)
 
     def on_mirrored(self, node: int, number: int) -> None:
         self._mirror.confirm(node, number)
@@ -292,13 +308,15 @@ class LeadSupervisor(NodeSupervisor):
     def close(self) -> None:
         if self._followers is not None:
             self._followers.close()
+        if self._search is not None:
+            self._search.close()
         super().close()
 
     def _submit(self, requests: Sequence[NewRequest]) -> None:
         accepted: dict[int, NewRequest] = {}
         for request in requests:
             if request.request_no in self.journal.open or request.request_no in accepted:
-                self._refuse(request.request_no)
+                self.send_client(refusal(request.request_no))
             elif (found := self.journal.attach(request)) is not None:
                 self._mirror.answer(encode(messages.Attached(request.request_no, found[0])))
                 self._mirror.answer(found[1])
@@ -316,20 +334,13 @@ class LeadSupervisor(NodeSupervisor):
         for replica in self._replicas:
             self._wake_if_due(replica)
 
-    def _refuse(self, request_no: int) -> None:
-        why = f"request {request_no} was submitted twice"
-        finish = FinishReason("abort", message=why, failed=True)
-        self.send_client(
-            messages.StepOutput([messages.RequestDelta(request_no, [], finish=finish)])
-        )
-
     def _ask(self, question: messages.Query) -> None:
         if question.what in SUPERVISOR_QUERIES:
             self.send_client(messages.QueryReply(question.number, -1, self._scale(question)))
             return
         if question.what in ("info", "stats"):
             membership = None if self.elastic is None else self.elastic.stats
-            overview = self._overview()
+            overview = overview_of(self.mesh, self.snapshots(time.monotonic()), self._facts)
             view = messages.QueryReply(question.number, -1, overview, membership=membership)
             self.send_client(view)
         if question.what == "flush_cache":
@@ -378,16 +389,6 @@ class LeadSupervisor(NodeSupervisor):
     def note_awake(self, replica: int) -> None:
         self._replicas[replica].awake = True
 
-    def _overview(self) -> list[dict[str, Any]]:
-        """Where each rank is in the mesh, what it holds, and what it does now."""
-        seen = self.snapshots(time.monotonic())
-        return [
-            {"rank": rank, "place": self.mesh.describe(rank), **self._facts[rank]}
-            | (msgspec.structs.asdict(seen[rank]) | {"state": seen[rank].state.name.lower()})
-            for rank in sorted(seen)
-            if rank in self._facts
-        ]
-
     def _replica_of(self, rank: int) -> Replica:
         return self._replicas[self.mesh.place(rank).replica]
 
@@ -434,6 +435,8 @@ class LeadSupervisor(NodeSupervisor):
     def _check_ready(self) -> None:
         if len(self._facts) == self.mesh.world and not self.is_serving:
             self.is_serving = True
+            if self._search is not None:
+                self._search.close()
             ranks = [self._facts[rank] for rank in range(self.mesh.world)]
             if self.elastic is not None:
                 self.elastic.note_ready(ranks[0])

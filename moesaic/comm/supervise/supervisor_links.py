@@ -69,7 +69,14 @@ def taken(node: int) -> str:
     return f"another node came with --node-rank {node} before: give each node its own"
 
 
-Event = AnyMessage | Connected | Refused | Disconnected
+@dataclass(frozen=True, slots=True)
+class Silent:
+    """Nothing comes from that address."""
+
+    address: tuple[str, int]
+
+
+Event = AnyMessage | Connected | Refused | Silent | Disconnected
 # What the threads of connections receive, with the node that sent it.
 Inbox = WakingQueue[tuple[int, Event]]
 
@@ -231,7 +238,7 @@ class FollowerLinks:
 
 class LeadLink:
     """On other nodes: the connection to the one that leads, at any of the addresses; the first
-    event but for Refused is Connected or Disconnected."""
+    event but for Refused and Silent is Connected or Disconnected."""
 
     def __init__(self, node: int, addresses: Sequence[tuple[str, int]], secret: bytes) -> None:
         self.node, self._addresses, self._secret = node, list(addresses), secret
@@ -287,8 +294,8 @@ class LeadLink:
                     connection, _ = connect(dial, Role.NODE, own, secret, 0.0, waits=False)
                 except Unreachable as error:
                     final: OSError = error
-                    if isinstance(error.__cause__, ConnectionRefusedError):
-                        self.inbox.put((0, Refused(address)))
+                    refuses = isinstance(error.__cause__, ConnectionRefusedError)
+                    self.inbox.put((0, Refused(address) if refuses else Silent(address)))
                 except PermissionError:
                     raise
                 except OSError as error:

@@ -1,0 +1,42 @@
+"""Looks whether another node leads the service already."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from moesaic.comm.supervise.address import numeric
+from moesaic.comm.supervise.poll_loop import PollLoop
+from moesaic.comm.supervise.service_spec import ServiceSpec
+from moesaic.comm.supervise.supervisor_links import Connected, LeadLink
+
+
+class LeadSearch:
+    """Of a supervisor that waits for all nodes: one of them may have taken over. `on_found` gets
+    the address."""
+
+    def __init__(
+        self,
+        spec: ServiceSpec,
+        secret: bytes,
+        loop: PollLoop,
+        on_found: Callable[[tuple[str, int]], None],
+    ) -> None:
+        others = [(numeric(host), port) for host, port in spec.heads]
+        del others[spec.node_rank]
+        self._loop, self._on_found = loop, on_found
+        self._link: LeadLink | None = None
+        if others:
+            self._link = LeadLink(spec.node_rank, others, secret)
+            self._link.start(spec.timeouts.nodes)
+            loop.add(self._link.inbox.wakeup_fd, self._on_event)
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._loop.remove(self._link.inbox.wakeup_fd)
+            self._link.close()
+            self._link = None
+
+    def _on_event(self) -> None:
+        if self._link is not None and Connected() in self._link.receive(time.monotonic()):
+            self._on_found(self._link.address)
