@@ -17,9 +17,9 @@ NOTHING: Final = ("", "0")
 class ChoiceMark(msgspec.Struct, array_like=True):
     index: int
     texts: dict[str, tuple[int, bytes]]
-    """Lengths and digests."""
+    """Lengths and digests; token ids, too, are texts, of a character each."""
     counts: dict[str, int]
-    """Of what comes in lists: logprobs, token ids."""
+    """Of what comes in lists that are not compared: logprobs."""
     is_finished: bool
 
 
@@ -27,6 +27,7 @@ class StreamMark(msgspec.Struct, array_like=True):
     head: dict[str, Any]
     """The fields that all chunks have in common."""
     choices: list[ChoiceMark]
+    has_usage: bool = False
 
     def encode(self) -> str:
         return base64.urlsafe_b64encode(_encoder.encode(self)).decode().rstrip("=")

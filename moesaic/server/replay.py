@@ -7,7 +7,7 @@ an error rather than with two halves that do not fit.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ from moesaic.server.event_ids import ChoiceMark, RunningDigest, StreamMark, dige
 DONE: Final = "[DONE]"
 # Parts of a choice, or of its `delta`, that are texts.
 TEXTS: Final = ("content", "reasoning_content", "text")
-# Parts of a choice that are lists, with an element for each token.
+# Parts of a choice that are lists of token ids.
 TOKEN_IDS: Final = ("token_ids", "response_token_ids")
 # Of /generate, whose events have all of both.
 WHOLE_TEXT, WHOLE_IDS = "text", "output_ids"
@@ -45,6 +45,18 @@ class Progress:
                 digest = self.digests.setdefault(name, RunningDigest())
                 found[name] = len(text), digest.of(text)
         return ChoiceMark(index, found, self.counts, self.is_finished)
+
+    def length(self, name: str) -> int:
+        return len(self.texts.get(name, ""))
+
+    def hears(self, name: str, whole: str) -> bool:
+        """All of a text so far: whether the client has no more; Diverged if it has another one."""
+        if name in self.unseen and not self.catch_up(name, whole):
+            return False
+        known = self.texts.get(name, "")
+        if not (whole.startswith(known) or known.startswith(whole)):
+            raise Diverged
+        return len(whole) >= len(known)
 
     def catch_up(self, name: str, heard: str) -> bool:
         """Whether this is the beginning that the client has, and perhaps more; Diverged if it is
@@ -79,13 +91,13 @@ class StreamReplay:
         self._behind: dict[int, _Behind] | None = None
         self._head: dict[str, Any] = {}
         """The fields that every chunk of a stream has in common."""
-        self.is_done = False
+        self._has_usage = self.is_done = False
 
     @classmethod
     def resumed(cls, path: str, mark: StreamMark) -> StreamReplay:
         """Of a client that has this much; the first event is that of an instance that begins."""
         made = cls(path)
-        made._head = dict(mark.head)
+        made._head, made._has_usage = dict(mark.head), mark.has_usage
         for one in mark.choices:
             made._sent[one.index] = Progress(
                 counts=dict(one.counts), is_finished=one.is_finished, unseen=dict(one.texts)
@@ -97,7 +109,7 @@ class StreamReplay:
     def mark(self) -> StreamMark:
         """What the client has."""
         choices = [progress.mark(index) for index, progress in self._sent.items()]
-        return StreamMark(self._head, choices)
+        return StreamMark(self._head, choices, self._has_usage)
 
     def restart(self) -> None:
         """The next event is the first one of another instance."""
@@ -115,28 +127,27 @@ class StreamReplay:
         self._head = self._head or head
         event |= {name: self._head[name] for name in head if name in self._head}
         if not event.get("choices"):  # the usage at the end
-            return json.dumps(event, ensure_ascii=False)
+            is_known, self._has_usage = self._has_usage, "usage" in event
+            return None if is_known else json.dumps(event, ensure_ascii=False)
         event["choices"] = [*self._new_choices(event["choices"])]
         return json.dumps(event, ensure_ascii=False) if event["choices"] else None
 
     def _is_new(self, event: dict[str, Any]) -> bool:
         progress = self._sent.setdefault(event.get("index", 0), Progress())
-        text, known = event.get("text", ""), progress.texts.get(WHOLE_TEXT, "")
-        if WHOLE_TEXT in progress.unseen and progress.catch_up(WHOLE_TEXT, text):
-            known = progress.texts[WHOLE_TEXT]
-        length, sent = len(event.get("output_ids", ())), progress.counts.get(WHOLE_IDS, 0)
+        ids = _as_text(event.get(WHOLE_IDS, ()))
+        texts = {WHOLE_TEXT: event.get(WHOLE_TEXT, ""), WHOLE_IDS: ids}
+        heard = [progress.hears(name, text) for name, text in texts.items()]
         reason = (event.get("meta_info") or {}).get("finish_reason")
         is_end = reason is not None
-        if not (text.startswith(known) or known.startswith(text)):
+        if is_end and not all(heard) and not _is_aborted(reason):
             raise Diverged
-        is_short = len(text) < len(known) or WHOLE_TEXT in progress.unseen
-        if is_end and is_short and not _is_aborted(reason):
-            raise Diverged
-        if length <= sent and not (is_end and not progress.is_finished):
+        has_more = WHOLE_IDS not in progress.unseen and len(ids) > progress.length(WHOLE_IDS)
+        if not has_more and not (is_end and not progress.is_finished):
             return False
-        if WHOLE_TEXT not in progress.unseen:
-            progress.texts[WHOLE_TEXT] = max(text, known, key=len)
-        progress.counts[WHOLE_IDS], progress.is_finished = max(length, sent), is_end
+        for name, text in texts.items():
+            if name not in progress.unseen and len(text) > progress.length(name):
+                progress.texts[name] = text
+        progress.is_finished = is_end
         return True
 
     def _new_choices(self, choices: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -176,8 +187,14 @@ class StreamReplay:
         calls = holder.pop("tool_calls", None) or ()
         if left := [call for call in calls if _cut_call(call, progress, behind)]:
             holder["tool_calls"], is_new = left, True
-        for name, lists in _lists_of(choice):
-            is_new |= _cut_lists(name, lists, progress, behind)
+        for name in TOKEN_IDS:
+            if isinstance(ids := choice.get(name), list):
+                new = _rest(_as_text(ids), name, progress, behind)
+                choice[name] = [*map(ord, new)]
+                is_new |= bool(new)
+        if isinstance(scores := choice.get("logprobs"), dict):
+            lists = [values for values in scores.values() if isinstance(values, list)]
+            is_new |= _cut_lists("logprobs", lists, progress, behind)
         return is_new
 
 
@@ -196,13 +213,9 @@ def _cut_call(call: dict[str, Any], progress: Progress, behind: _Behind | None) 
     return behind is None or bool(function["arguments"]) or "name" in function
 
 
-def _lists_of(choice: dict[str, Any]) -> Iterator[tuple[str, list[list[Any]]]]:
-    """What comes in lists, by what their lengths are counted as."""
-    if isinstance(scores := choice.get("logprobs"), dict):
-        yield "logprobs", [values for values in scores.values() if isinstance(values, list)]
-    for name in TOKEN_IDS:
-        if isinstance(ids := choice.get(name), list):
-            yield name, [ids]
+def _as_text(ids: Iterable[int]) -> str:
+    """Token ids are compared and cut as texts are: a character of each."""
+    return "".join(map(chr, ids))
 
 
 def _cut_lists(

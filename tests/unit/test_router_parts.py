@@ -225,6 +225,46 @@ def test_another_answer_is_noticed() -> None:
         replay.pass_on(json.dumps({"choices": [{"index": 0, "text": " three"}]}))
 
 
+@pytest.mark.parametrize("is_unseen", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+def test_token_ids_are_compared_and_cut(path: str, is_unseen: bool) -> None:
+    """Also those of answers without a text."""
+
+    def event(first: int, ids: list[int]) -> str:
+        if path == "/generate":  # which repeats all of them
+            return json.dumps({"text": "", "output_ids": [*range(first), *ids], "meta_info": {}})
+        return json.dumps({"choices": [{"index": 0, "text": "", "token_ids": ids}]})
+
+    for ids, left in (([0, 1, 2, 200_000], [200_000]), ([0, 1], None), ([0, 1, 9], Diverged)):
+        replay = StreamReplay(path)
+        for first, found in ((0, [0]), (1, [1, 2])):
+            assert replay.pass_on(event(first, found)) == event(first, found)
+        if is_unseen:
+            replay = StreamReplay.resumed(path, replay.mark)
+        else:
+            replay.restart()
+        if left is Diverged:
+            with pytest.raises(Diverged):
+                replay.pass_on(event(0, ids))
+        else:
+            whole = ids if path == "/generate" else left
+            assert replay.pass_on(event(0, ids)) == (left and event(0, whole))
+
+
+@pytest.mark.parametrize("is_unseen", [False, True])
+def test_the_usage_comes_once(is_unseen: bool) -> None:
+    """Also if the instance is lost behind it, and before the end of the stream."""
+    path, usage = "/v1/completions", json.dumps({"choices": [], "usage": {"total_tokens": 3}})
+    text = json.dumps({"choices": [{"index": 0, "text": "ab", "finish_reason": "stop"}]})
+    replay = StreamReplay(path)
+    assert [replay.pass_on(text), replay.pass_on(usage)] == [text, usage]
+    if is_unseen:
+        replay = StreamReplay.resumed(path, StreamMark.decode(replay.mark.encode()))
+    else:
+        replay.restart()
+    assert [replay.pass_on(one) for one in (text, usage, "[DONE]")] == [None, None, "[DONE]"]
+
+
 # --- choices ---
 
 
