@@ -159,13 +159,13 @@ class HealthChecks:
                     worker.leave("it takes no requests any more")
                 else:
                     worker.lose(f"/health answers {answer.status}")
-        except TimeoutError:
-            worker.lose(f"/health does not answer within {self._timeout.total:g} s")
-            worker.silences += 1
-            if worker.silences == MOST_SILENCES:  # it is stopped: its connections stay open
-                worker.leave("it does not answer")
         except (aiohttp.ClientError, OSError) as error:
-            worker.lose(f"/health fails: {str(error) or type(error).__name__}")
+            slow = f"/health does not answer within {self._timeout.total:g} s"
+            why = str(error) or type(error).__name__
+            worker.lose(slow if isinstance(error, TimeoutError) else f"/health fails: {why}")
+            worker.silences += 1
+            if worker.silences == MOST_SILENCES:  # what is open may stay so: it or its node stopped
+                worker.leave("it does not answer")
 
 
 def _is_draining(answer: bytes) -> bool:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import socket
 from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
 
+import aiohttp
 import pytest
 
-from moesaic.router.args import POLICIES
+from moesaic.router.args import POLICIES, RouterArgs
 from moesaic.router.halves import Call
 from moesaic.router.policies import BLOCK, MOST_AHEAD, CacheAware
 from moesaic.router.policies import POLICIES as CLASSES
-from moesaic.router.workers import Worker
+from moesaic.router.workers import HealthChecks, Worker
 from moesaic.server.event_ids import StreamMark
 from moesaic.server.replay import Diverged, StreamReplay
 
@@ -304,3 +307,23 @@ def test_prefixes_are_forgotten_with_their_server() -> None:
     for number in range(5):
         policy.choose([Worker(f"http://{number}", "both")], "x" * 2 * BLOCK)
     assert len(policy._known) == 0
+
+
+# --- health ---
+
+
+def test_what_is_open_on_a_server_that_nothing_reaches_is_moved() -> None:
+    """Of a node that is gone: checks fail at once, but no connection that is open breaks off."""
+
+    async def check(worker: Worker) -> None:
+        async with aiohttp.ClientSession() as session:
+            checks = HealthChecks(RouterArgs(worker_urls=(worker.url,)), [worker], session)
+            await checks.check(worker)
+            assert not worker.is_healthy and not worker.leaving.is_set()
+            await checks.check(worker)
+
+    with socket.socket() as bound:  # nobody listens
+        bound.bind(("127.0.0.1", 0))
+        worker = Worker("http://127.0.0.1:{1}".format(*bound.getsockname()), "both")
+        asyncio.run(check(worker))
+    assert worker.leaving.is_set()
