@@ -186,21 +186,24 @@ class Scheduler:
     def reserve(self, room: int) -> list[Request]:
         """Gives pages to requests whose prompts arrive from other instances, in order, as far as
         there are some and no older request waits for them; returns those that have begun. `room`:
-        the tokens that may be on their way at once."""
+        the tokens that may still be on their way; what has a ticket was counted already, also
+        if it was retracted since."""
         begun: list[Request] = []
         self._promised = None
         while self.arriving.oldest < self.waiting.oldest and self._free_rows:
             request = next(iter(self.arriving))
             if request.pending:  # retracted while its next token is in flight
                 break
+            assert request.arriving is not None
             num_tokens = len(request.token_ids)
+            coming = num_tokens if request.arriving.ticket is None else 0
             node, pages = self.kv.lookup(request) if self.config.reuses_arrived else self.kv.nothing
-            if num_tokens > room or not self._fits(request, node, len(pages)):
+            if coming > room or not self._fits(request, node, len(pages)):
                 break
             self._begin(request, node, pages)
             has_pages = self.kv.grow(request, num_tokens)
             assert has_pages, "it fits"
-            room -= num_tokens
+            room -= coming
             self._promised = None
             begun.append(request)
         return begun
