@@ -109,3 +109,15 @@ def test_many_prompts_that_were_retracted_begin_again() -> None:
     group.arrivals.advance()
     assert [request.phase for request in requests[1:]] == [RequestPhase.RUNNING] * 3
     assert group.rooms.offered == [0, 1, 2, 3]
+
+
+def test_the_end_of_a_request_gives_its_room_to_the_next_one_at_once() -> None:
+    """Nothing else may happen in this group that would look again."""
+    group = Group()
+    first, second = group.add(1, 60), group.add(2, 60)
+    group.arrivals.advance()
+    assert group.rooms.offered == [1] and second.phase is RequestPhase.WAITING
+    group.finish(first)
+    group.arrivals.advance()
+    assert group.rooms.released == [1] and group.rooms.offered == [1, 2]
+    assert second.phase is RequestPhase.RUNNING

@@ -42,18 +42,18 @@ class Arrivals:
         self._rooms.announce(request.request_no, request.room, prompt)
 
     def advance(self) -> bool:
-        """Takes what has come, gives pages to those that wait, and releases what is over; returns
+        """Takes what has come, releases what is over, and gives pages to those that wait; returns
         whether there was any request to do this for. What came for others is taken, too."""
         for event in self._rooms.take():
             self._apply(event)
         if not self._open:
             return False
-        for request in self._planner.scheduler.reserve(self._room):
-            self._offer(request)
         for request in list(self._open.values()):
             if request.arriving is None or request.phase is RequestPhase.FINISHED:
                 del self._open[request.request_no]
                 self._rooms.release(request.request_no)
+        for request in self._planner.scheduler.reserve(self._room):
+            self._offer(request)
         return True
 
     @property
