@@ -45,7 +45,7 @@ BEAT_SECONDS: Final = 0.5
 SILENCE_SECONDS: Final = 5.0
 # How long an end may take to tell decode instances about it.
 CLOSE_SECONDS: Final = 0.5
-# Rooms without a request that are over are remembered, the last ones: the request may come late.
+# Rooms that are over before their request entered them are remembered, the last ones.
 MOST_OVER: Final = 4096
 
 
@@ -102,7 +102,7 @@ class Lobby:
         self._room_of: dict[int, int] = {}
         """By request."""
         self._over: dict[int, str] = {}
-        """Why rooms ended for which no request had come."""
+        """Why rooms ended that no request had entered."""
         self._announced: dict[Outbox, set[int]] = {}
         """By the connection of a decode instance: its rooms."""
         self._events: deque[LobbyEvent] = deque()
@@ -296,9 +296,9 @@ class Lobby:
             if room is None or room.connection is not connection:
                 return
             self._remove(number)
-            if room.request_no is not None:
+            if room.request_no is not None and room.is_entered:
                 self._add_event(LobbyEvent(room.request_no, None, f"room {number}: {why}"))
-            else:
+            else:  # the engine does not know the request yet
                 self._remember(number, why)
 
     def _remove(self, number: int) -> MeetingRoom:

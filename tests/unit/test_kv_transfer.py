@@ -781,13 +781,18 @@ def test_a_rank_that_dies_breaks_its_transfers() -> None:
         rooms.release(1)
 
 
-def test_a_half_that_comes_late_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its decode instance has given up: nobody else will come to this room, until one does."""
+@pytest.mark.parametrize("is_queued", [False, True])
+def test_a_half_that_comes_late_ends_at_once(is_queued: bool) -> None:
+    """Its decode instance has given up, also while it was in the queue: nobody else will come to
+    this room, until one does."""
     with prefill_lobby() as (lobby, room), receivers(shares(1, 1, False)) as (_, rooms):
+        if is_queued:
+            lobby.expect(5, room.number)
         rooms.announce(1, room, PROMPT)
-        wait_until(lambda: bool(lobby.state()))
+        wait_until(lambda: any(one["peer"] for one in lobby.state()))
         rooms.release(1)
         wait_until(lambda: not lobby.state())
+        assert not lobby.take()
         lobby.enter(5, room.number, PROMPT)
         assert next_event(lobby) == LobbyEvent(
             5, None, "room 7: the decode instance does not want it any more"
