@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 # How long a chunk may come before its leader's Open, which takes another way.
 OPEN_SECONDS: Final = 2.0
 READ_AT_ONCE: Final = 1 << 20
-# Tickets that are remembered after their end.
+# Tickets that are remembered after their end, or after a wait for it to be opened.
 MOST_CLOSED: Final = 4096
 
 
@@ -108,7 +108,7 @@ class KVReceiver:
         self._leaders: dict[Ticket, Any] = {}
         """The connection of the leader that opened it."""
         self._closed: dict[Ticket, None] = {}
-        """The last ones, in order: nobody waits for them to be opened."""
+        """The last ones, in order: nobody waits for them to be opened, or not again."""
         self.on_result: Callable[[PromptResult], None] | None = None
         self.port: int = listening.getsockname()[1]
         handlers = {Role.KV: self._serve}
@@ -204,10 +204,14 @@ class KVReceiver:
         with self._changed:
             self._staged.pop(ticket, None)
             self._leaders.pop(ticket, None)
-            self._closed[ticket] = None
-            if len(self._closed) > MOST_CLOSED:
-                del self._closed[next(iter(self._closed))]
+            self._remember(ticket)
             self._changed.notify_all()
+
+    def _remember(self, ticket: Ticket) -> None:
+        """With the lock: nobody waits for it any more."""
+        self._closed[ticket] = None
+        if len(self._closed) > MOST_CLOSED:
+            del self._closed[next(iter(self._closed))]
 
     def _receive_chunk(self, feed: Feed, chunk: Chunk, size: int) -> None:
         with self._changed:
@@ -215,6 +219,8 @@ class KVReceiver:
                 lambda: chunk.ticket in self._staged or chunk.ticket in self._closed, OPEN_SECONDS
             )
             staged = self._staged.get(chunk.ticket)
+            if staged is None:
+                self._remember(chunk.ticket)
         if staged is None:
             _skip(feed.connection, size)
         else:

@@ -398,6 +398,25 @@ def test_what_comes_late_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
         leader.close()
 
 
+def test_a_ticket_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with those of a rank's predecessor: what is behind their chunks is good."""
+    monkeypatch.setattr("moesaic.disagg.receiver.OPEN_SECONDS", 0.01)
+    [one] = shares(1, 1, False)
+    with receivers([one]) as ((receiver,), _):
+        old, new = Ticket(9, 1), Ticket(9, 2)
+        leader = talk(receiver, frame(Open(new, 0, 2)))
+        wait_until(lambda: receiver.staged_bytes > 0)
+        half = frame(chunk_of(new, stop=1), [BODY[: len(BODY) // 2]])
+        sender = talk(receiver, frame(chunk_of(old), [BODY]), half)
+        wait_until(lambda: receiver.staged(new).num_missing == LAYERS * HEADS)
+        monkeypatch.setattr("moesaic.disagg.receiver.OPEN_SECONDS", 600)
+        for buffer in frame(chunk_of(old), [BODY]) + frame(chunk_of(new), [BODY]):
+            sender.sendall(buffer)
+        wait_until(lambda: receiver.staged(new).is_complete)
+        sender.close()
+        leader.close()
+
+
 def test_ends_are_remembered_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk whose ticket is closed while it waits is dropped, too."""
     monkeypatch.setattr("moesaic.disagg.receiver.OPEN_SECONDS", 600)
