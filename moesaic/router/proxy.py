@@ -295,7 +295,7 @@ class Proxy:
         """Waits for the answer's beginning. If the prompt is lost before, or an instance is
         drained, so is the attempt, as far as others can do better."""
         both = [worker] if prefill is None else [worker, prefill]
-        leaving = {asyncio.create_task(one.leaving.wait()): one for one in both}
+        leaving = {asyncio.create_task(self._until_moved(one)): one for one in both}
         waiting: set[asyncio.Task[Any]] = {second, *leaving}
         waiting |= set() if first is None else {first}
         try:
@@ -306,8 +306,7 @@ class Proxy:
                 if first in done and prefill is not None and self._others(prefill):
                     first.result()  # raises what it has failed with
                 for one in (leaving[task] for task in done if task in leaving):
-                    if self._others(one):
-                        raise WorkerLost(one, one.why)
+                    raise WorkerLost(one, one.why)
             return second.result()
         finally:
             for task in leaving:
@@ -315,10 +314,14 @@ class Proxy:
 
     async def _close_to_move(self, worker: Worker, answer: aiohttp.ClientResponse) -> None:
         """Whoever reads the answer of an instance that is drained then goes on elsewhere."""
+        await self._until_moved(worker)
+        answer.close()
+
+    async def _until_moved(self, worker: Worker) -> None:
+        """Until the worker is drained, and others could do its work."""
         while True:
             await worker.leaving.wait()
             if self._others(worker):
-                answer.close()
                 return
             await asyncio.sleep(PAUSE_SECONDS)
 

@@ -1,0 +1,68 @@
+"""What a router does with requests whose answers have not begun, when instances fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import aiohttp
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from starlette.responses import Response
+
+from moesaic.router.args import RouterArgs
+from moesaic.router.halves import Call
+from moesaic.router.proxy import Proxy
+from moesaic.router.workers import Worker
+
+Handler = Callable[[web.Request], Awaitable[web.Response]]
+CALL = Call.of("/generate", {"text": "x"})
+
+
+@asynccontextmanager
+async def instance(role: str, handler: Handler) -> AsyncIterator[Worker]:
+    app = web.Application()
+    app.router.add_post("/generate", handler)
+    async with TestServer(app) as server:
+        yield Worker(str(server.make_url("")).rstrip("/"), role)
+
+
+async def answer(request: web.Request) -> web.Response:
+    return web.json_response({"text": "whole"})
+
+
+async def turns() -> None:
+    """All that is ready in the event loop has its turn."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_what_waits_is_moved_once_there_is_another_server() -> None:
+    """There was none when the server that does not answer was given up."""
+    asked, is_over = asyncio.Event(), asyncio.Event()
+
+    async def hang(request: web.Request) -> web.Response:
+        asked.set()
+        await is_over.wait()
+        return web.Response(status=500)
+
+    async def run() -> Response:
+        async with (
+            instance("both", hang) as first,
+            instance("both", answer) as second,
+            aiohttp.ClientSession() as session,
+        ):
+            proxy = Proxy(RouterArgs(), [first, second], session)
+            second.lose("it starts")
+            found = asyncio.create_task(proxy.generate(CALL, {}))
+            await asked.wait()
+            first.leave("it does not answer")
+            await turns()
+            second.find()
+            try:
+                return await asyncio.wait_for(found, 30)
+            finally:
+                is_over.set()
+
+    assert asyncio.run(run()).body == b'{"text": "whole"}'
