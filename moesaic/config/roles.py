@@ -123,6 +123,11 @@ def role_problems(args: ServerArgs) -> Iterator[str]:
 
 def _halves(args: ServerArgs) -> Iterator[str]:
     """What an instance that does one half of its requests cannot have."""
+    if args.disaggregation_mode == "prefill" and args.disaggregation_bootstrap_port == args.port:
+        yield (
+            f"--disaggregation-bootstrap-port {args.port} is --port: decode instances ask there, "
+            "and clients here; give another one"
+        )
     device, asked = device_of(args), args.disaggregation_transfer_backend
     if (needed := TRANSFER_DEVICES.get(asked, device)) != device:
         yield (

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 # So many checks in a row that are not answered, and what is open goes to other instances.
 MOST_SILENCES: Final = 2
 MOST_PORT: Final = 65535
+# The --disaggregation-mode of an instance, by what it has to do.
+MODES: Final = {"both": "null", "prefill": "prefill", "decode": "decode"}
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -152,10 +154,13 @@ class HealthChecks:
             url = f"{worker.url}/health"
             ask = self._session.get(url, timeout=self._timeout, allow_redirects=False)
             async with ask as answer:
-                worker.silences = 0
-                if answer.status == 200:
+                worker.silences, told = 0, _fields(await answer.read())
+                mode = told.get("disaggregation_mode")
+                if answer.status == 200 and mode not in (None, wanted := MODES[worker.role]):
+                    worker.lose(f"it runs --disaggregation-mode {mode}, not {wanted}")
+                elif answer.status == 200:
                     worker.find()
-                elif _is_draining(await answer.read()):
+                elif _is_draining(told):
                     worker.leave("it takes no requests any more")
                 else:
                     worker.lose(f"/health answers {answer.status}")
@@ -168,8 +173,15 @@ class HealthChecks:
                 worker.leave("it does not answer")
 
 
-def _is_draining(answer: bytes) -> bool:
+def _fields(answer: bytes) -> dict[str, Any]:
+    """Those of an answer in JSON; other servers have none."""
     try:
-        return bool(json.loads(answer)["error"]["code"] == DRAINING)
-    except (ValueError, KeyError, TypeError):
-        return False
+        found = json.loads(answer)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_draining(told: dict[str, Any]) -> bool:
+    error = told.get("error")
+    return isinstance(error, dict) and error.get("code") == DRAINING

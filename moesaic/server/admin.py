@@ -13,7 +13,7 @@ from starlette.responses import Response
 import moesaic
 from moesaic.engine.frontend.inputs import GenerateInput
 from moesaic.server import generation
-from moesaic.server.bodies import AbortBody, read_body
+from moesaic.server.bodies import AbortBody, read_body, read_optional_body
 from moesaic.server.context import CLOSE_AND_RETRY, DRAINING, Context
 from moesaic.server.errors import Refusal
 from moesaic.server.responses import json_response
@@ -29,7 +29,7 @@ async def health(context: Context, _: Request) -> Response:
     if reason := context.unavailable_reason:
         code = None if context.engine.fault else DRAINING
         raise Refusal(503, reason, code=code, headers=CLOSE_AND_RETRY)
-    return json_response({"status": "ok"})
+    return json_response({"status": "ok", "disaggregation_mode": context.args.disaggregation_mode})
 
 
 class DrainBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -40,8 +40,8 @@ class DrainBody(msgspec.Struct, forbid_unknown_fields=True):
 
 async def drain(context: Context, request: Request) -> Response:
     """A router moves what is open to other servers."""
-    context.is_drained = (await read_body(request, DrainBody)).drain
-    return json_response({"status": "ok", "open_requests": context.admission.calls})
+    context.is_drained = (await read_optional_body(request, DrainBody)).drain
+    return json_response({"status": "ok", "open_requests": context.admission.open_requests})
 
 
 class HealthProbe:

@@ -51,6 +51,10 @@ class AdmissionQueue(FairQueue["QueuedCall"]):
         self._max_running = max_running
         self._rate = _EndRate()
 
+    @property
+    def open_requests(self) -> int:
+        return self.arriving + self.waiting + self.running
+
     def new_call(self, client: Hashable) -> QueuedCall:
         return QueuedCall(self, client)
 

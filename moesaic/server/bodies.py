@@ -118,6 +118,12 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     return (await read_sized(request, kind))[0]
 
 
+async def read_optional_body(request: Request, kind: type[Body]) -> Body:
+    """The same; without one its fields have their defaults."""
+    data = await read_bytes(request)
+    return _decode(data, kind) if data else kind()
+
+
 async def read_sized(request: Request, kind: type[Body]) -> tuple[Body, int]:
     """The body and the number of its bytes, an estimate of the time that it takes."""
     data = await read_bytes(request)

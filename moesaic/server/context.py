@@ -23,7 +23,7 @@ from moesaic.server.live_stats import LiveStats
 logger = logging.getLogger(__name__)
 
 STOPPING: Final = "the server is stopping"
-DRAINED: Final = "the server is drained: POST /drain with false ends it"
+DRAINED: Final = 'the server is drained: POST /drain with {"drain": false} ends it'
 # The code of /health then: its open requests may be moved to other servers.
 DRAINING: Final = "draining"
 # Another server, or this one after a restart, can answer at once.

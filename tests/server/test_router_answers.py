@@ -14,7 +14,7 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from moesaic.cli.main import main
@@ -190,6 +190,21 @@ def test_a_stream_of_a_drained_server_goes_on(is_silent: bool) -> None:
         assert router.proxy is not None and router.proxy.stats.resumed == 1
     events = [line.removeprefix("data: ") for line in answer.text.strip().split("\n\n")]
     assert [json.loads(event)["choices"][0]["text"] for event in events[:-1]] == ["one", " two"]
+
+
+def test_an_instance_with_another_role_is_not_used() -> None:
+    async def health(_: Request) -> Response:
+        return JSONResponse({"status": "ok", "disaggregation_mode": "decode"})
+
+    with ExitStack() as stack:
+        url = stack.enter_context(listening(Starlette(routes=[Route("/health", health)])))
+        pair = RouterArgs(pd_disaggregation=True, prefill=(url,), decode=(url,))
+        plain = RouterArgs(worker_urls=(url,))
+        routers = [stack.enter_context(routed(args))[0] for args in (pair, plain)]
+        prefill, decode, both = (one for router in routers for one in router.workers)
+        wait_until(lambda: not (prefill.is_healthy or both.is_healthy))
+        assert prefill.why == "it runs --disaggregation-mode decode, not prefill"
+        assert both.why == "it runs --disaggregation-mode decode, not null" and decode.is_healthy
 
 
 # --- flags and bodies ---

@@ -387,6 +387,10 @@ def test_missing_file_is_named(tmp_path: Path):
             "cuda_ipc with --device cpu: it moves caches of cuda ranks: give auto, which takes",
         ),
         (
+            "--disaggregation-mode prefill --disaggregation-bootstrap-port 4000 --port 4000",
+            "--disaggregation-bootstrap-port 4000 is --port: decode instances ask there",
+        ),
+        (
             "--disaggregation-decode-enable-radix-cache",
             "needs --disaggregation-mode decode, not null",
         ),
