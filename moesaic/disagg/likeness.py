@@ -30,13 +30,15 @@ def prompt_digest(token_ids: Sequence[int], cache_namespace: str) -> bytes:
 
 def model_digest(args: ServerArgs) -> bytes:
     """A hash of config.json and of the weight files: their names and headers, and SAMPLES of their
-    bytes; or of how dummy weights are drawn. It does not depend on the folder."""
+    bytes; or of how dummy weights are drawn. It does not depend on the folder. What is computed in
+    deterministic mode differs from what is not: a cache of both would have bits of its own."""
     folder = Path(args.model_path)
     if args.load_format == "dummy":
         weights = [repr((args.random_seed or 0, args.dummy_router_zipf)).encode()]
     else:
         weights = [file_digest(path) for path in sorted(folder.glob("*.safetensors"))]
-    return _digest((folder / "config.json").read_bytes(), *weights)
+    mode = [b"deterministic"] if args.enable_deterministic_inference else []
+    return _digest((folder / "config.json").read_bytes(), *weights, *mode)
 
 
 def draft_digest(args: ServerArgs) -> bytes:

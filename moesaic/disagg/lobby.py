@@ -273,8 +273,8 @@ class Lobby:
                     return f"the instances serve different models: {ours} here, {other} there"
         if room.model != self._model:
             return (
-                "the instances serve different models: config.json, the weight files, or "
-                "--random-seed differ"
+                "the instances serve different models: config.json, the weight files, "
+                "--random-seed or --enable-deterministic-inference differ"
             )
         if room.draft and room.draft != self._draft:
             if not self._draft:
