@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -56,6 +56,10 @@ class WorkerLost(Exception):
     def __init__(self, worker: Worker, why: str, response: Response | None = None) -> None:
         super().__init__(f"{worker.url}: {why}")
         self.worker, self.why, self.response = worker, why, response
+
+    @property
+    def is_overload(self) -> bool:
+        return self.response is not None and self.response.status_code == OVERLOADED
 
 
 class StreamFailed(Exception):
@@ -127,9 +131,9 @@ class Proxy:
         """Of the instances that give answers."""
         return "decode" if self.args.pd_disaggregation else "both"
 
-    def _others(self, worker: Worker) -> bool:
+    def _others(self, worker: Worker, avoided: Collection[Worker] = ()) -> bool:
         """Whether others could do its work."""
-        return any(one is not worker for one in self.healthy(worker.role))
+        return not {worker, *avoided}.issuperset(self.healthy(worker.role))
 
     async def generate(
         self, call: Call, headers: Mapping[str, str], resumes: Resumption = NO_IDS
@@ -269,16 +273,16 @@ class Proxy:
         worker = self._choose(self.last_role, call, avoided)
         body, first, prefill, stack = call.body, None, None, AsyncExitStack()
         try:
-            if self.healthy("prefill"):  # else a decode instance computes the prompt, too
-                prefill = self._choose("prefill", call, avoided)
+            if fresh := [one for one in self.healthy("prefill") if one not in avoided]:
+                prefill = self._policies["prefill"].choose(fresh, call.text)
                 half, body = call.halves(prefill)
                 first = asyncio.create_task(self._send_half(prefill, call, half, headers))
                 first.add_done_callback(_heed)
-                stack.callback(first.cancel)
+                stack.callback(first.cancel)  # without one, a decode instance computes the prompt
             stack.enter_context(worker.serving(call.size))
             second = asyncio.create_task(self._send(stack, worker, call.path, body, headers))
             stack.callback(second.cancel)
-            answer = await self._begin(second, first, worker, prefill)
+            answer = await self._begin(second, first, worker, prefill, avoided)
             stack.callback(asyncio.create_task(self._close_to_move(worker, answer)).cancel)
             return Attempt(worker, answer, stack)
         except BaseException:
@@ -291,9 +295,11 @@ class Proxy:
         first: asyncio.Task[None] | None,
         worker: Worker,
         prefill: Worker | None,
+        avoided: Collection[Worker],
     ) -> aiohttp.ClientResponse:
         """Waits for the answer's beginning. If the prompt is lost before, or an instance is
-        drained, so is the attempt, as far as others can do better."""
+        drained, so is the attempt, as far as others can do better. Decode instances do not compute
+        prompts because those that should are overloaded: their answers would stall."""
         both = [worker] if prefill is None else [worker, prefill]
         leaving = {asyncio.create_task(self._until_moved(one)): one for one in both}
         waiting: set[asyncio.Task[Any]] = {second, *leaving}
@@ -303,10 +309,13 @@ class Proxy:
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 if second.done():
                     break
-                if first in done and prefill is not None and self._others(prefill):
-                    first.result()  # raises what it has failed with
+                if first in done and first is not None and (lost := first.exception()):
+                    is_overload = isinstance(lost, WorkerLost) and lost.is_overload
+                    if is_overload or (prefill and self._others(prefill, avoided)):
+                        raise lost
                 for one in (leaving[task] for task in done if task in leaving):
-                    raise WorkerLost(one, one.why)
+                    if one is worker or (first and not first.done()):
+                        raise WorkerLost(one, one.why)
             return second.result()
         finally:
             for task in leaving:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import aiohttp
+import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from starlette.responses import Response
@@ -66,3 +67,42 @@ def test_what_waits_is_moved_once_there_is_another_server() -> None:
                 is_over.set()
 
     assert asyncio.run(run()).body == b'{"text": "whole"}'
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize(("refusal", "expected"), [(503, 200), (429, 429)])
+def test_when_all_prefill_instances_refuse(number: int, refusal: int, expected: int) -> None:
+    """If they stop, the decode instance computes the prompt. If they are overloaded, it does not:
+    it has answers to write."""
+    refusals, workers, is_over = 0, list[Worker](), asyncio.Event()
+
+    async def refuse(request: web.Request) -> web.Response:
+        nonlocal refusals
+        refusals += 1
+        return web.json_response({"error": {}}, status=refusal)
+
+    async def wait(request: web.Request) -> web.Response:
+        """For the prompt; longer than all prefill instances take to refuse it."""
+        while refusals < number or any(one.requests for one in workers[:number]):
+            await asyncio.sleep(0.01)
+        for one in workers[:number]:  # what stops is drained, too; it has nothing any more
+            await turns()
+            one.leave("it stops")
+            await turns()
+            one.find()
+        await is_over.wait() if refusal == 429 else None
+        return await answer(request)
+
+    async def run() -> int:
+        async with AsyncExitStack() as stack:
+            enter = stack.enter_async_context
+            workers.extend([await enter(instance("prefill", refuse)) for _ in range(number)])
+            workers.append(await enter(instance("decode", wait)))
+            proxy = Proxy(
+                RouterArgs(pd_disaggregation=True), workers, await enter(aiohttp.ClientSession())
+            )
+            stack.callback(is_over.set)
+            return (await asyncio.wait_for(proxy.generate(CALL, {}), 30)).status_code
+
+    assert asyncio.run(run()) == expected
+    assert refusals == number == workers[-1].total
