@@ -121,6 +121,7 @@ class BootstrapLink:
         self._outbox: Outbox | None = None
         self.own_host = ""
         """The address of this machine by which the prefill instance reaches it."""
+        self._begun = time.monotonic()
         threading.Thread(target=self._run, name="bootstrap-link", daemon=True).start()
 
     def post(self, message: TransferMessage) -> None:
@@ -129,6 +130,13 @@ class BootstrapLink:
                 self._waiting.append(message)
             elif self._outbox is not None:
                 self._outbox.post(self._with_hosts(message))
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it is still not connected, for whatever reason: a lookup may take its time."""
+        with self._lock:
+            waits = self._waiting is not None
+        return waits and time.monotonic() - self._begun > CONNECT_SECONDS
 
     def beat(self) -> None:
         with self._lock:
@@ -426,8 +434,12 @@ class DecodeRooms:
             time.sleep(TICK_SECONDS)
             now = time.monotonic()
             with self._lock:
-                for link in self._links.values():
+                for address, link in self._links.items():
                     link.beat()
+                    for transfer in list(self._waiting.get(address, {}).values()):
+                        if link.is_late:
+                            when = f"is not connected after {CONNECT_SECONDS:g} s"
+                            self._fail(transfer, f"the prefill instance at {address} {when}")
                 waiting = [one for rooms in self._waiting.values() for one in rooms.values()]
                 for transfer in waiting:
                     computed = transfer.computed_at

@@ -614,6 +614,39 @@ def test_a_link_is_lost_for_any_reason() -> None:
         assert "room 9: the prefill instance at a..b:9 is lost: Unicode" in next_event(rooms).why
 
 
+def test_a_link_that_is_not_connected_in_time_fails_its_rooms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its lookup, or a prefill instance that is stopped and whose kernel accepts, takes longer.
+    Once it is connected after all, rooms use it."""
+    lookup, is_found = socket.getaddrinfo, Event()
+
+    def look_up(host: str, *more: Any, **options: Any) -> Any:
+        if host == "slow":
+            is_found.wait(60)
+            host = "127.0.0.1"
+        return lookup(host, *more, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with (
+        prefill_lobby() as (lobby, room),
+        receivers(shares(1, 1, False)) as (_, rooms),
+        socket.create_server(("127.0.0.1", 0)) as stopped,
+    ):
+        slow = Room(7, "slow", room.port)
+        for one in (slow, Room(8, "127.0.0.1", stopped.getsockname()[1])):
+            rooms.announce(1, one, PROMPT)
+            link = rooms._links[one.address]
+            link._begun = -float("inf")
+            text = f"{one}: the prefill instance at {one.address} is not connected after 2 s"
+            assert next_event(rooms) == RoomEvent(1, None, text)
+            rooms.release(1)
+        is_found.set()
+        wait_until(lambda: not rooms._links[slow.address].is_late)
+        wait_until(lambda: 7 in lobby._over)
+        assert meet(lobby, rooms, Room(9, "slow", room.port), 0, 3).stop == 3
+
+
 @pytest.mark.parametrize("port", [-1, 70_000])
 def test_ports_out_of_range_end_the_connection(port: int) -> None:
     [one] = shares(1, 1, False)
