@@ -390,7 +390,10 @@ class Proxy:
                     return
                 why = "its answer has no end"
             except Diverged:
-                yield _error_event("another instance, which took over, gave another answer")
+                yield _error_event(
+                    "this is another answer than the one that the client has the beginning of: the "
+                    "instance that took over gave it, or the request is not the same"
+                )
                 return
             except StreamFailed as failed:
                 yield failed.event

@@ -238,6 +238,9 @@ def test_an_aborted_answer_ends_both_halves(pair: Pair) -> None:
 def test_bad_rooms(pair: Pair, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pair.decode.generate(input_ids=[1], **fields)
+    for rooms in (7, [7, 7]):
+        with pytest.raises(ValueError, match="2 prompts need 2 different rooms: give a list"):
+            pair.decode.generate(input_ids=[[1], [2]], bootstrap_room=rooms)
 
 
 def test_one_server_has_no_rooms(one_rank: Engine) -> None:

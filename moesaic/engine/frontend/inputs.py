@@ -199,9 +199,9 @@ class GenerateInput:
         prompts = self._prompts(tokenizer, limits)
         ids_of_prompts = self._ids(len(prompts))
         found: list[tuple[Request, PromptIds]] = []
-        for number, (prompt_ids, call) in enumerate(
-            zip(prompts, self._calls(len(prompts)), strict=True)
-        ):
+        calls = self._calls(len(prompts))
+        _check_rooms(calls)
+        for number, (prompt_ids, call) in enumerate(zip(prompts, calls, strict=True)):
             if number and call.request_id:  # equal prompts have different answers
                 call = call.sent_by(call.client, call.stream, f"{call.request_id}/{number}")
             with self._locate_errors(number):
@@ -397,6 +397,15 @@ class GenerateInput:
 
 
 _FIELDS = tuple(field.name for field in fields(GenerateInput))
+
+
+def _check_rooms(calls: Sequence[GenerateInput]) -> None:
+    rooms = [call.bootstrap_room for call in calls if isinstance(call.bootstrap_room, int)]
+    if len({*rooms}) < len(rooms):
+        text = (
+            f"bootstrap_room: {len(rooms)} prompts need {len(rooms)} different rooms: give a list"
+        )
+        raise BadParameter("bootstrap_room", text)
 
 
 def _grammars(requests: Sequence[Request]) -> Iterator[tuple[int, Grammar]]:
