@@ -92,6 +92,8 @@ class RequestDelta(msgspec.Struct, array_like=True, gc=False):
     """Experts of the tokens from `routed_first` on, if the request asks for them."""
     drafts: tuple[int, int, int] = (0, 0, 0)
     """As Request.draft_counts."""
+    unsent: str = ""
+    """Why the instance that continues the request does not get all of it, if that is known."""
 
 
 class StepOutput(Message):

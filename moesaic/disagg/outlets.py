@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from moesaic.comm.network.connect import connect
 from moesaic.comm.network.handshake import Identity, Role
+from moesaic.core.disagg import Ticket
 from moesaic.disagg.host_buffer import HostBuffer, bytes_of
 from moesaic.disagg.messages import (
     Buffer,
@@ -31,6 +32,7 @@ from moesaic.disagg.messages import (
     Malformed,
     Opened,
     Place,
+    PromptResult,
     Taken,
     TransferMessage,
     frame,
@@ -51,6 +53,8 @@ HOLD_SECONDS: Final = 1.0
 REST_SECONDS: Final = 2.0
 # One that has left is forgotten after so long: a rank that is started again has another port.
 FORGET_SECONDS: Final = 60.0
+# Transfers of which something was dropped: so many are remembered.
+MOST_MISSED: Final = 4096
 
 
 class KVOutlet:
@@ -83,6 +87,8 @@ class KVOutlet:
         """Why the connection has ended, if its reader found out."""
         self.transport = ""
         """What the peer reads by, once it is connected."""
+        self.missed: dict[Ticket, None] = {}
+        """Of which something was dropped, the last ones."""
         self._ended = False
         threading.Thread(target=self._run, name="kv-outlet", daemon=True).start()
 
@@ -128,6 +134,12 @@ class KVOutlet:
                 self._queue.append((message, event))
                 self._moved = self._moved if self._held else time.monotonic()
             self._changed.notify_all()
+
+    def miss(self, ticket: Ticket) -> None:
+        """With the lock."""
+        self.missed[ticket] = None
+        if len(self.missed) > MOST_MISSED:
+            del self.missed[next(iter(self.missed))]
 
     def drop(self, why: str) -> None:
         """With the lock: gives up what waits. The peer sees the end of the connection."""
@@ -256,6 +268,8 @@ class KVOutlet:
 
     def _drop_message(self, message: TransferMessage | None) -> None:
         """With the lock."""
+        if isinstance(message, Chunk | PromptResult):
+            self.miss(message.ticket)
         place = message.place if isinstance(message, Chunk) else None
         if place is not None and place.entry in self._held:
             self._give_back(place.entry)
@@ -304,6 +318,17 @@ class KVOutlets:
 
     def put(self, host: str, port: int, message: TransferMessage) -> None:
         self._outlet(host, port).put(message)
+
+    def miss(self, host: str, port: int, ticket: Ticket) -> None:
+        """A chunk for which there was no region."""
+        with self.buffer.changed:
+            self._outlet(host, port).miss(ticket)
+
+    def why_missed(self, ticket: Ticket) -> str:
+        """Why something of a transfer was dropped, if it was."""
+        with self.buffer.changed:
+            found = [str(one) for one in self._outlets.values() if ticket in one.missed]
+        return f"its KV cache could not be sent to {' and '.join(found)}" if found else ""
 
     def _outlet(self, host: str, port: int) -> KVOutlet:
         with self.buffer.changed:

@@ -58,8 +58,9 @@ class KVSender:
             first, stop = order.first + start, order.first + start + len(slots)
             extent = (part.layers.start, part.layers.stop), (part.heads.start, part.heads.stop)
             place = self._outlets.take(rank.host, rank.port, per_token * len(slots))
-            if place is None:
-                return  # the other instance misses it
+            if place is None:  # the other instance misses it
+                self._outlets.miss(rank.host, rank.port, order.target.ticket)
+                return
             gather(cache, layers, heads, slots, buffer.at(place))
             chunk = Chunk(order.target.ticket, first, stop, *extent, dtype, place, which)
             self._outlets.put(rank.host, rank.port, chunk)
@@ -69,9 +70,11 @@ class KVSender:
         """What each rank that is connected reads by, by its address."""
         return self._outlets.transports
 
-    def finish(self, target: KVTarget, result: PromptResult) -> None:
+    def finish(self, target: KVTarget, result: PromptResult) -> str:
+        """Returns why this rank has not sent all, if it knows that already."""
         leader = target.ranks[0]
         self._outlets.put(leader.host, leader.port, result)
+        return self._outlets.why_missed(target.ticket)
 
 
 def gather(cache: PagedCache, layers: slice, heads: slice, slots_T: Tensor, data: Tensor) -> None:

@@ -12,6 +12,7 @@ import pytest
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.supervise.journal import Journal
 from moesaic.comm.supervise.load_balance import LoadBalancer
+from moesaic.core.disagg import KVTarget, Ticket
 from moesaic.core.messages import Message, RequestDelta, StepOutput, Submit, decode, encode
 from moesaic.core.request import FinishReason, NewRequest, Request
 from moesaic.core.sampling import MAX_STOP_IDS, SamplingParams
@@ -83,6 +84,20 @@ class Chain:
         assert set(self.journal.open) == set(self.client.states)
         for number, state in self.client.states.items():
             assert self.journal.replay(number).emitted == state.request.output_ids
+
+
+@pytest.mark.parametrize("why", ["", "its KV cache could not be sent to 127.0.0.1:9"])
+def test_what_could_not_be_sent_is_refused(why: str) -> None:
+    """The prompt is computed all the same. Leaving twice is harmless."""
+    chain, left = Chain(make_core(False)), list[tuple[int, str]]()
+    sender: Any = SimpleNamespace(finish=lambda target, result: why)
+    lobby: Any = SimpleNamespace(leave=lambda *given: left.append(given), take=list)
+    chain.leader._sender, chain.client.lobby = sender, lobby
+    request = Request("r", [1, 2, 3], SamplingParams(max_new_tokens=1), 0, 1, 7)
+    request.kv_target = KVTarget(Ticket(1, 1), 0, 3, ())
+    chain.serve([request])
+    assert request.num_output == 1 and request.finish_reason == FinishReason("length", length=1)
+    assert left == [(7, why)] * bool(why) + [(7, "")]
 
 
 def ordinary(outputs: list[StepOutput]) -> Counter[int]:

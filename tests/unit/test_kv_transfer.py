@@ -697,6 +697,38 @@ def test_a_sender_outlives_an_error_of_its_device(
         outlets._outlets["127.0.0.1", 9]._rests_until = 0.0
 
 
+@pytest.mark.parametrize("misses", ["chunk", "result", "what waits"])
+def test_a_sender_knows_what_it_has_dropped(
+    misses: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So that the other instance does not wait for it; another transfer is complete."""
+    monkeypatch.setattr(KVOutlet, "_run", lambda outlet: None)
+    [one] = shares(1, 1, False)
+    outlets, source = outlets_of(0, "tcp"), Group([one], 4, torch.float32, 2)
+    sender = KVSender([(one,)], 0, outlets)
+    ranks = (KVRank(0, 0, 0, (one,), "127.0.0.1", 9),)
+    target, other = (KVTarget(Ticket(n, 1), 0, 2, ranks) for n in (1, 2))
+    outlet = outlets._outlet("127.0.0.1", 9)
+
+    def drop() -> None:
+        with outlets.buffer.changed:
+            outlet.drop("it took nothing")
+
+    if misses == "chunk":
+        drop()
+    sender.send(KVSend(target, 0, 2), source.caches[0], source.slots(0, 2))
+    if misses == "what waits":
+        drop()
+    if misses != "result":
+        outlet._rests_until = 0.0  # it is tried again behind what was dropped
+    else:
+        drop()
+    text = "its KV cache could not be sent to 127.0.0.1:9"
+    assert sender.finish(target, PromptResult(target.ticket, [5])) == text
+    outlet._rests_until = 0.0
+    assert sender.finish(other, PromptResult(other.ticket, [5])) == ""
+
+
 def test_digests_tell_prompts_and_models_apart(tmp_path: Path) -> None:
     calls = [([1, 2], ""), ([2, 1], ""), ([1, 2, 0], ""), ([1, 2], "key"), ([], "")]
     assert len({prompt_digest(*call) for call in calls}) == len(calls)

@@ -293,6 +293,8 @@ class CoreClient:
         request.input_top_logprobs += delta.input_top_logprobs
         if delta.routed:
             request.add_routed(delta.routed_first, delta.routed)
+        if delta.unsent and self.lobby is not None:  # the other instance need not wait for it
+            self.lobby.leave(delta.request_no, delta.unsent)
         reason = state.accept_all(delta)
         if delta.finish is not None:
             self._finish(state, reason or delta.finish)

@@ -226,7 +226,7 @@ class SentRequest(ReportedRequest):
             request.cached_tokens,
             None if len(request.token_ids) > request.kv_target.stop else reason,
         )
-        self._sender.finish(request.kv_target, result)
+        self._output.deltas[-1].unsent = self._sender.finish(request.kv_target, result)
 
 
 def _nobody_listens(_: Progress) -> None:
