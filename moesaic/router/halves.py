@@ -15,6 +15,8 @@ ROOM_BITS: Final = 63
 UNKNOWN_LENGTH: Final = 1024
 # Fields that say where a prompt is computed, which the router decides: an instance connects there.
 WHERE: Final = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+# Fields of the answer, and its id: without, an instance that still has that takes the prompt again.
+ANSWER: Final = ("stream_options", "rid", "request_id")
 LENGTHS: Final = ("max_tokens", "max_completion_tokens", "max_new_tokens", "max_output_tokens")
 
 
@@ -71,7 +73,7 @@ class Call:
             room = [secrets.randbits(ROOM_BITS) for _ in range(number)]
         where = dict(zip(WHERE, (prefill.host, prefill.bootstrap_port, room), strict=True))
         second = {**self.body, **where}
-        first = {name: value for name, value in second.items() if name != "stream_options"}
+        first = {name: value for name, value in second.items() if name not in ANSWER}
         return {**first, "stream": False}, second
 
 

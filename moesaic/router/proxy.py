@@ -20,6 +20,7 @@ from moesaic.router.args import RouterArgs
 from moesaic.router.halves import Call
 from moesaic.router.policies import POLICIES
 from moesaic.router.workers import Worker
+from moesaic.server.context import ID_IN_USE
 from moesaic.server.errors import TYPES
 from moesaic.server.replay import Diverged, StreamReplay
 from moesaic.server.resume import NO_IDS, Resumption
@@ -37,8 +38,9 @@ ABORT_SECONDS: Final = 5.0
 # Responses that are stored are known to the instance that made them.
 STORED: Final = "/v1/responses"
 NOT_STORED: Final = b'"previous_response_not_found"'
-# Answers after which another instance is asked: this one is overloaded, or stops. A request that
-# fails by itself (500) would fail there too, and could do harm to one instance after the other.
+# Answers after which another instance is asked: this one is overloaded, or stops (or it may still
+# have the request, which was sent before: ID_IN_USE). A request that fails by itself (500) would
+# fail there too, and could do harm to one instance after the other.
 OVERLOADED: Final = 429
 ELSEWHERE: Final = frozenset((OVERLOADED, 502, 503, 504))
 # The same, as the types of errors in streams.
@@ -253,8 +255,8 @@ class Proxy:
                 if avoided.issuperset(self.healthy(lost.worker.role)):
                     if last is not None and last.status_code == OVERLOADED:
                         return last  # all of them are
-                    avoided.clear()  # those that stop are replaced
-                    await asyncio.sleep(PAUSE_SECONDS)
+                    avoided = {one for one in avoided if one.role != lost.worker.role}
+                    await asyncio.sleep(PAUSE_SECONDS)  # those that stop are replaced
             except _NobodyThere:
                 avoided.clear()
                 await asyncio.sleep(PAUSE_SECONDS)
@@ -353,9 +355,10 @@ class Proxy:
                     allow_redirects=False,
                 )
             )
-            if answer.status in ELSEWHERE:
+            if answer.status in (400, *ELSEWHERE):
                 said = Response(await answer.read(), answer.status, _kept(answer.headers))
-                raise WorkerLost(worker, f"it answers {answer.status}", said)
+                if answer.status != 400 or f'"{ID_IN_USE}"'.encode() in bytes(said.body):
+                    raise WorkerLost(worker, f"it answers {answer.status}", said)
             return answer
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             worker.lose(_text(error))

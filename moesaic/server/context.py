@@ -11,6 +11,7 @@ from moesaic.config import ServerArgs
 from moesaic.core.foreign_fields import BadParameter, Unsupported
 from moesaic.core.request import Request
 from moesaic.engine.engine import Engine, QueueFull
+from moesaic.engine.errors import IdInUse
 from moesaic.engine.frontend.engine_limits import PromptTooLong
 from moesaic.engine.frontend.expert_records import RecordNotWritten
 from moesaic.engine.frontend.profiler import ProfileRunning
@@ -26,6 +27,8 @@ STOPPING: Final = "the server is stopping"
 DRAINED: Final = 'the server is drained: POST /drain with {"drain": false} ends it'
 # The code of /health then: its open requests may be moved to other servers.
 DRAINING: Final = "draining"
+# The code of a request whose id another one has, which may be about to end.
+ID_IN_USE: Final = "rid_in_use"
 # Another server, or this one after a restart, can answer at once.
 CLOSE_AND_RETRY: Final = {"Connection": "close", "Retry-After": "1"}
 
@@ -83,6 +86,8 @@ class Context:
                 return Refusal(409, str(error))
             case RecordNotWritten():
                 return Refusal(500, str(error))
+            case IdInUse():
+                return Refusal(400, str(error), code=ID_IN_USE)
             case PromptTooLong():
                 return Refusal(400, str(error), code="context_length_exceeded")
             case Unsupported():

@@ -301,6 +301,8 @@ def test_an_abort_ends_all_samples(http: httpx.Client, engine: Engine, path: str
             told = {name: http.post("/abort_request", json={"rid": name}) for name in ("jo", "job")}
             assert told["jo"].json() == {"status": "ok", "aborted": 0}
             assert told["job"].json() == {"status": "ok", "aborted": number}
+            taken = http.post(CHAT, json={**short, "rid": "job-0-7"})
+            assert (taken.status_code, taken.json()["error"]["code"]) == (400, "rid_in_use")
         raw, rest = answer.result().json(), other.result().json()
     kind: Any = ChatCompletion if path == CHAT else Completion
     kind.model_validate_json(json.dumps(raw), strict=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import aiohttp
 import pytest
@@ -16,6 +17,8 @@ from moesaic.router.args import RouterArgs
 from moesaic.router.halves import Call
 from moesaic.router.proxy import Proxy
 from moesaic.router.workers import Worker
+from moesaic.server.context import ID_IN_USE
+from moesaic.server.errors import Refusal
 
 Handler = Callable[[web.Request], Awaitable[web.Response]]
 CALL = Call.of("/generate", {"text": "x"})
@@ -106,3 +109,48 @@ def test_when_all_prefill_instances_refuse(number: int, refusal: int, expected: 
 
     assert asyncio.run(run()) == expected
     assert refusals == number == workers[-1].total
+
+
+def test_an_id_that_an_instance_still_has_is_no_error() -> None:
+    """The prompt was lost, and the decode instance has not ended what it waited for."""
+    bodies: dict[str, list[dict[str, Any]]] = {"lost": [], "good": [], "decode": []}
+    is_over = asyncio.Event()
+
+    async def lose(request: web.Request) -> web.Response:
+        bodies["lost"].append(await request.json())
+        return web.json_response({"error": {}}, status=503)
+
+    async def compute(request: web.Request) -> web.Response:
+        bodies["good"].append(await request.json())
+        return await answer(request)
+
+    async def decode(request: web.Request) -> web.Response:
+        asked = bodies["decode"]
+        asked.append(await request.json())
+        if asked[-1]["bootstrap_port"] == 1:
+            await is_over.wait()
+        if len(asked) == 2:
+            refusal = Refusal(400, "rid 'mine' is in use", code=ID_IN_USE)
+            return web.json_response(refusal.body(), status=refusal.status)
+        return await answer(request)
+
+    async def run() -> Response:
+        async with AsyncExitStack() as stack:
+            enter = stack.enter_async_context
+            handlers = ("prefill", lose), ("prefill", compute), ("decode", decode)
+            workers = [await enter(instance(role, handler)) for role, handler in handlers]
+            workers[0].bootstrap_port = 1
+            session = await enter(aiohttp.ClientSession())
+            stack.callback(is_over.set)
+            args = RouterArgs(pd_disaggregation=True, policy="round_robin")
+            proxy = Proxy(args, workers, session)
+            call = Call.of("/generate", {"text": "x", "rid": "mine"})
+            return await asyncio.wait_for(proxy.generate(call, {}), 30)
+
+    found = asyncio.run(run())
+    assert (found.status_code, found.body) == (200, b'{"text": "whole"}')
+    assert {name: ["rid" in body for body in sent] for name, sent in bodies.items()} == {
+        "lost": [False],
+        "good": [False] * 2,
+        "decode": [True] * 3,
+    }

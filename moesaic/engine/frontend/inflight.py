@@ -13,7 +13,7 @@ from typing import Any
 from moesaic.core.redact import shown_id
 from moesaic.core.request import ABORTED, FinishReason, Request, failure
 from moesaic.disagg.lobby import Lobby
-from moesaic.engine.errors import QueueFull
+from moesaic.engine.errors import IdInUse, QueueFull
 from moesaic.engine.frontend.engine_thread import Core, EngineThread
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.observe.spans import SpanKind, Spans
@@ -74,7 +74,7 @@ class InflightRequests:
             self.start(deque(states), len(states))
 
     def reserve(self, states: Sequence[RequestState], check_queue: bool) -> None:
-        """Takes the requests' ids; ValueError if one is in use, QueueFull if there is no room."""
+        """Takes the requests' ids; IdInUse if one is in use, QueueFull if there is no room."""
         with self._lock:
             if check_queue:
                 self._check_queue(len(states))
@@ -135,9 +135,9 @@ class InflightRequests:
             self._discard(rid)
 
     def _insert(self, states: Sequence[RequestState]) -> None:
-        """ValueError if another call uses one of their ids."""
+        """IdInUse if another call uses one of their ids."""
         if taken := self._by_id.keys() & {name for state in states for name in state.ids}:
-            raise ValueError(f"rid {shown_id(min(taken))} is in use: give each request its own")
+            raise IdInUse(f"rid {shown_id(min(taken))} is in use: give each request its own")
         new = {state.request.rid: state for state in states}
         assert len(new) == len(states), "requests of one call have the same id"
         self._states |= new
