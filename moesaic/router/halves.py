@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 from moesaic.core.request_id import SEED_BITS, seed_of
@@ -13,6 +14,9 @@ from moesaic.router.workers import Worker
 ROOM_BITS: Final = 63
 # Characters of an answer whose length is not limited.
 UNKNOWN_LENGTH: Final = 1024
+# Characters of a prompt by which an instance is chosen: more would take the time of the event loop,
+# and the place of other prompts in the index.
+MOST_TEXT: Final = 1 << 16
 # Fields that say where a prompt is computed, which the router decides: an instance connects there.
 WHERE: Final = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 # Fields of the answer, and its id: without, an instance that still has that takes the prompt again.
@@ -20,7 +24,7 @@ ANSWER: Final = ("stream_options", "rid", "request_id")
 LENGTHS: Final = ("max_tokens", "max_completion_tokens", "max_new_tokens", "max_output_tokens")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Call:
     """A request that generates."""
 
@@ -50,11 +54,22 @@ class Call:
 
     @property
     def text(self) -> str:
-        """What the prefix cache of an instance may know, in the order in which it is computed."""
+        """What the prefix cache of an instance may know, in the order in which it is computed: the
+        beginning of the prompt."""
+        return self._text[0]
+
+    @property
+    def length(self) -> int:
+        """Characters of the prompt."""
+        return self._text[1]
+
+    @cached_property
+    def _text(self) -> tuple[str, int]:
         for name in ("messages", "text", "input_ids", "prompt"):
             if (found := self.body.get(name)) is not None:
-                return found if isinstance(found, str) else json.dumps(found)
-        return ""
+                text = found if isinstance(found, str) else json.dumps(found)
+                return text[:MOST_TEXT], len(text)
+        return "", 0
 
     @property
     def size(self) -> int:
@@ -63,7 +78,7 @@ class Call:
         given = {**self.body, **(params if isinstance(params, dict) else {})}
         lengths = (given.get(name) for name in LENGTHS)
         length = next((one for one in lengths if isinstance(one, int)), UNKNOWN_LENGTH)
-        return len(self.text) + 4 * length
+        return self.length + 4 * length
 
     def halves(self, prefill: Worker) -> tuple[dict[str, Any], dict[str, Any]]:
         """For a prefill instance and for the one that continues."""

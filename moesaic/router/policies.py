@@ -20,7 +20,7 @@ MOST_AHEAD: Final = 16
 
 
 class Policy(ABC):
-    """`choose` gets the healthy instances, at least one, and the text of the prompt."""
+    """`choose` gets the healthy instances, at least one, and the beginning of the prompt."""
 
     @abstractmethod
     def choose(self, workers: Sequence[Worker], text: str) -> Worker: ...
@@ -68,10 +68,10 @@ class CacheAware(Policy):
         keys = _blocks(text)
         least = min(worker.requests for worker in workers)
         near = [worker for worker in workers if worker.requests <= least + MOST_AHEAD]
-        best = max(self._cached(worker, keys) for worker in near)
-        chosen = self._rest.choose(
-            [worker for worker in near if self._cached(worker, keys) == best], text
-        )
+        cached = [self._cached(worker, keys) for worker in near]
+        most = max(cached)
+        best = [worker for worker, found in zip(near, cached, strict=True) if found == most]
+        chosen = self._rest.choose(best, text)
         known = self._known.setdefault(chosen, OrderedDict())
         for key in reversed(keys):  # a block is not forgotten before the ones behind it
             known[key] = None

@@ -369,7 +369,7 @@ class Proxy:
     ) -> None:
         """The prefill instance's half, whose answer only says whether it was computed."""
         async with AsyncExitStack() as stack:
-            stack.enter_context(worker.serving(len(call.text)))
+            stack.enter_context(worker.serving(call.length))
             answer = await self._send(stack, worker, call.path, body, headers)
             try:
                 await answer.read()

@@ -15,7 +15,7 @@ import pytest
 
 from moesaic.router.args import POLICIES, RouterArgs
 from moesaic.router.halves import Call
-from moesaic.router.policies import BLOCK, MOST_AHEAD, CacheAware
+from moesaic.router.policies import BLOCK, MOST_AHEAD, MOST_BLOCKS, CacheAware, _blocks
 from moesaic.router.policies import POLICIES as CLASSES
 from moesaic.router.workers import HealthChecks, Worker
 from moesaic.server.event_ids import StreamMark
@@ -307,6 +307,17 @@ def test_prefixes_are_forgotten_with_their_server() -> None:
     for number in range(5):
         policy.choose([Worker(f"http://{number}", "both")], "x" * 2 * BLOCK)
     assert len(policy._known) == 0
+
+
+def test_a_large_prompt_is_read_once_and_does_not_fill_the_index() -> None:
+    worker, policy, stem = Worker("http://a", "both"), CacheAware(), "s" * 5 * BLOCK
+    large = Call.of("/v1/chat/completions", {"messages": ["x" * BLOCK * (MOST_BLOCKS + 1)]})
+    assert large.length == len(json.dumps(large.body["messages"])) < large.size
+    assert large.text is large.text and large.body["messages"][0].startswith(large.text[2:])
+    policy.choose([worker], stem)
+    policy.choose([worker], large.text)
+    assert policy._known[worker].keys() >= {*_blocks(stem)}
+    assert policy._cached(worker, _blocks(large.text)) == len(large.text) // BLOCK > 100
 
 
 # --- health ---
