@@ -19,10 +19,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from moesaic.core.request_id import LAST_EVENT_ID, REQUEST_ID
+from moesaic.router.answers import unavailable
 from moesaic.router.args import RouterArgs, contradiction
 from moesaic.router.discovery import ClusterApi, discoveries_of
 from moesaic.router.halves import Call
-from moesaic.router.proxy import HOP, READ_BUFFER, Proxy, unavailable
+from moesaic.router.proxy import HOP, READ_BUFFER, Proxy
 from moesaic.router.routes import check_access, not_passed_on, route_of
 from moesaic.router.workers import HealthChecks, workers_of
 from moesaic.server.auth import is_foreign_page, is_loopback, is_own_name

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import aiohttp
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
 from yarl import URL
 
+from moesaic.router.answers import Events, unavailable
 from moesaic.router.args import RouterArgs
 from moesaic.router.halves import Call
 from moesaic.router.policies import POLICIES
@@ -88,28 +88,6 @@ class RouterStats:
     retries: int = 0
     resumed: int = 0
     """Streams that another instance has continued."""
-
-
-class Events(StreamingResponse):
-    """A stream that ends the instance's work however it ends itself: a client may leave before its
-    first event, when nothing has been asked of the source yet."""
-
-    def __init__(
-        self,
-        source: AsyncGenerator[bytes, None],
-        first: AsyncExitStack,
-        status: int,
-        headers: Mapping[str, str],
-    ) -> None:
-        super().__init__(source, status, headers)
-        self._source, self._first = source, first
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._source.aclose()
-            await self._first.aclose()
 
 
 class Proxy:
@@ -471,15 +449,6 @@ def _lost_or(worker: Worker, data: str, replay: StreamReplay) -> str | None:
 def _error_event(message: str) -> bytes:
     error = {"message": message, "type": "server_error", "param": None, "code": 503}
     return f"data: {json.dumps({'error': error})}\n\ndata: [DONE]\n\n".encode()
-
-
-def unavailable(workers: list[Worker]) -> Response:
-    told = "; ".join(f"{one.url}: {one.why or 'it did not answer'}" for one in workers)
-    message = f"no instance can answer: {told}"
-    error = {"message": message, "type": "server_error", "param": None, "code": 503}
-    return Response(
-        json.dumps({"error": error}), 503, {"Retry-After": "1"}, media_type="application/json"
-    )
 
 
 def _is_elsewhere(path: str, answer: Response) -> bool:
