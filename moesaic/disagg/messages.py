@@ -91,7 +91,8 @@ class Arrived(TransferMessage):
 
 
 class Broken(TransferMessage):
-    """From a rank to its leader: the rest of its part will not come."""
+    """From a rank to its leader: the rest of its part will not come; or to a rank from one of the
+    prefill instance, which has dropped something."""
 
     ticket: Ticket
     why: str

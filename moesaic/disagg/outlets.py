@@ -26,6 +26,7 @@ from moesaic.comm.network.handshake import Identity, Role
 from moesaic.core.disagg import Ticket
 from moesaic.disagg.host_buffer import HostBuffer, bytes_of
 from moesaic.disagg.messages import (
+    Broken,
     Buffer,
     Chunk,
     Exported,
@@ -89,6 +90,8 @@ class KVOutlet:
         """What the peer reads by, once it is connected."""
         self.missed: dict[Ticket, None] = {}
         """Of which something was dropped, the last ones."""
+        self._untold: list[Ticket] = []
+        """Those of them of which the peer hears once it is tried again, and then not any more."""
         self._ended = False
         threading.Thread(target=self._run, name="kv-outlet", daemon=True).start()
 
@@ -137,6 +140,8 @@ class KVOutlet:
 
     def miss(self, ticket: Ticket) -> None:
         """With the lock."""
+        if ticket not in self.missed:
+            self._untold.append(ticket)
         self.missed[ticket] = None
         if len(self.missed) > MOST_MISSED:
             del self.missed[next(iter(self.missed))]
@@ -159,6 +164,8 @@ class KVOutlet:
                     lambda: self._queue or self._lost or self._ended, STALL_SECONDS / 10
                 )
                 self._look_after_peer()
+                if self._untold and not self.rests:
+                    self._tell_missed()
                 message, event = self._queue.popleft() if self._queue else (None, None)
             try:
                 if message is not None:
@@ -170,6 +177,12 @@ class KVOutlet:
                         self.drop(str(error) or repr(error))
         with self._changed:
             self._disconnect()
+
+    def _tell_missed(self) -> None:
+        """With the lock. Before what is sent next."""
+        why = "the prefill instance could not send all of it"
+        self._queue.extendleft((Broken(ticket, why), None) for ticket in self._untold)
+        self._untold.clear()
 
     def _look_after_peer(self) -> None:
         """With the lock. A connection that has ended is made again when it is needed."""

@@ -164,6 +164,8 @@ class KVReceiver:
                 self.on_result(message)
         elif isinstance(message, Open):
             self._open(message, feed.connection)
+        elif isinstance(message, Broken):
+            self._tell(message.ticket, message)
         elif isinstance(message, Close):
             self._close(message.ticket)
         else:

@@ -729,6 +729,23 @@ def test_a_sender_knows_what_it_has_dropped(
     assert sender.finish(other, PromptResult(other.ticket, [5])) == ""
 
 
+def test_a_rank_is_told_what_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it is reached again: the leader of the sender may not know."""
+    monkeypatch.setattr(outlets_module, "REST_SECONDS", 0.05)
+    [one] = shares(1, 1, False)
+    with receivers([one]) as ((receiver,), rooms):
+        link: Any = SimpleNamespace(post=lambda message: None, beat=lambda: None, is_late=False)
+        rooms._links["stays:1"] = link
+        rooms.announce(1, Room(4, "stays", 1), PROMPT)
+        ticket, outlets = rooms.offer(1, 0, 2), outlets_of(1, "tcp")
+        outlet = outlets._outlet("127.0.0.1", receiver.port)
+        with outlets.buffer.changed:
+            outlet.drop("it took nothing")
+            outlets.put("127.0.0.1", receiver.port, PromptResult(ticket, [5]))
+        text = "room 4: the prefill instance could not send all of it"
+        assert next_event(rooms) == RoomEvent(1, None, text)
+
+
 def test_digests_tell_prompts_and_models_apart(tmp_path: Path) -> None:
     calls = [([1, 2], ""), ([2, 1], ""), ([1, 2, 0], ""), ([1, 2], "key"), ([], "")]
     assert len({prompt_digest(*call) for call in calls}) == len(calls)
