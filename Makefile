@@ -43,7 +43,7 @@ $(STAMP): pyproject.toml
 test: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy --num-workers 2
+	$(BIN)/mypy
 	$(BIN)/pytest $(BESIDE) tests $(WATCHFUL:%=--ignore=%) $(PYTEST_ARGS) $(NONE)
 	$(BIN)/pytest $(BESIDE) -n 3 $(WATCHFUL) $(PYTEST_ARGS) $(NONE)
 	[ ! -e /dev/nvidiactl ] || $(BIN)/pytest -m "gpu and not slow" tests $(PYTEST_ARGS) $(NONE)
