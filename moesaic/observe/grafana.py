@@ -77,7 +77,8 @@ ROWS: Final = {
         Panel(
             "Losses and returns",
             "ops",
-            "rank_losses_total rank_returns_total http_losses_total supervisor_losses_total",
+            "rank_losses_total rank_returns_total http_losses_total supervisor_losses_total "
+            "node_takeovers_total",
         ),
         Panel(
             "Time to adopt losses and returns",

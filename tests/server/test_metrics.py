@@ -38,6 +38,7 @@ OF_SEVERAL_RANKS = (
     "rank_returns_total",
     "http_losses_total",
     "supervisor_losses_total",
+    "node_takeovers_total",
     "service_loss_seconds_total",
     "membership_change_seconds_total",
     "requests_moved_total",
