@@ -381,6 +381,35 @@ def test_short_prompts_do_not_wait_for_the_end_of_a_long_one():
         assert waited is not None and waited <= 1
 
 
+@pytest.mark.parametrize("max_ms", [0.0, None])
+def test_short_prompts_have_a_part_of_steps_without_decodes(max_ms: float | None):
+    """An instance that only computes prompts would serve a chat behind all of a long prompt."""
+    budget = StepBudget(max_ms, fitted(Device()))
+
+    def found(*prompts: tuple[int, int], most: int = MOST) -> tuple[int, int, int]:
+        made = budget.prompt_tokens(most, StepWork(), prompts, len(prompts))
+        return made.long_tokens, made.short_tokens, made.most_short
+
+    assert found((0, 20_000), (0, 100)) == (8064, MOST, 2048)
+    assert found((8064, 11_936), *[(0, 1000)] * 40) == (6144, MOST, 2048)
+    # Nobody short is next, or the long prompt ends with this step.
+    for prompts in ([(0, 20_000), (0, 3000), (0, 100)], [(16_000, MOST), (0, 100)], []):
+        assert found(*prompts) == (MOST, MOST, 0)
+    # Small chunks are not cut.
+    assert found((0, 900), (0, 10), most=64) == (64, 64, 16)
+
+
+def test_short_prompts_of_a_prefill_instance_pass_a_long_one():
+    scheduler = scheduler_of(max_prompts=8)
+    scheduler.add(make_request(list(range(1000, 3000)), 1, 1))
+    assert carry_out(scheduler).prompt_tokens == 512
+    for number in (2, 3):
+        scheduler.add(make_request(list(range(100 * number, 100 * number + 60)), 1, number))
+    work = carry_out(scheduler)
+    assert work.prompt_tokens == 384 + 120
+    assert [request.num_output for request in scheduler.running] == [0, 1, 1]
+
+
 class FixedBudget(StepBudget):
     def prompt_tokens(self, *_: object) -> PromptBudget:
         return PromptBudget(long_tokens=64, short_tokens=200, most_short=400)

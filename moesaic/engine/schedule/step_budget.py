@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Final, NamedTuple
 
 import msgspec
@@ -31,6 +31,8 @@ MOST_CROWD: Final = 2.0
 SHORT_STEPS: Final = 2
 # Tokens of short prompts beside a long one, whatever the bound: else they would wait for its end.
 SHORT_ROOM: Final = 256
+# The part of a chunk that they have at most where no bound leaves less.
+SHORT_SHARE: Final = 0.25
 # Chunks that do not end a prompt are multiples of this, so that they end at full pages.
 CHUNK_MULTIPLE: Final = 64
 # From this many waves of computed tokens on, a chunk that takes more than a wave takes whole ones.
@@ -262,7 +264,7 @@ class StepBudget:
         `prompts`: the computed and the remaining tokens of each of `count` prompts, in order."""
         base = heaviest([decodes, self.others])
         if self.max_ms == 0 or not base.decode_tokens:
-            return PromptBudget(most, most)
+            return _whole(most, prompts, count)
         base_ms = self.cost.without_tokens(base)
         long_ms = short_ms = self.max_ms
         if long_ms is None or short_ms is None:
@@ -326,6 +328,22 @@ class StepBudget:
         else:
             return most
         return min(most, total)
+
+
+def _whole(most: int, prompts: Iterable[tuple[int, int]], count: int) -> PromptBudget:
+    """The budget of a step without a bound. If a prompt goes on after it, the short ones that come
+    next have a part of it, and do not wait for the end of that prompt."""
+    ordered = islice(prompts, count)
+    _, remaining = next(ordered, (0, 0))
+    limit, room = int(SHORT_SHARE * most), 0
+    for length in map(sum, ordered if remaining > most else ()):
+        if length > limit or room >= limit:
+            break
+        room += length
+    if room == 0:
+        return PromptBudget(most, most)
+    multiple, long = min(CHUNK_MULTIPLE, most), most - min(room, limit)
+    return PromptBudget(max(multiple, long - long % multiple), most, multiple, limit)
 
 
 def _chunks(tokens: float) -> int:
