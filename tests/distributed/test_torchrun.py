@@ -30,6 +30,8 @@ def test_environment_of_torchrun():
     assert found == Torchrun(8, 1, 2, 1, "10.0.0.1:29501", 0)
     assert not found.is_launcher
     assert str(found.place) == "torchrun: this is node 1 of 2, which meet at 10.0.0.1:29501"
+    ipv6 = Torchrun.find(TORCHRUN | {"MASTER_ADDR": "fd00::1"})
+    assert ipv6 is not None and ipv6.dist_init_addr == "[fd00::1]:29501"
     alone = Torchrun.find(TORCHRUN | {"WORLD_SIZE": "4", "GROUP_RANK": "0", "LOCAL_RANK": "0"})
     assert (alone.nnodes, alone.dist_init_addr, alone.is_launcher) == (1, None, True)
     with pytest.raises(ValueError, match="'RANK'"):

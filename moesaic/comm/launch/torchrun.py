@@ -18,6 +18,7 @@ from typing import Final
 
 from moesaic.comm.launch.node_place import NodePlace
 from moesaic.comm.supervise.run_folder import held, mark_of, user_folder
+from moesaic.core.addresses import host_and_port
 
 NAMES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 POLL_SECONDS: Final = 0.1
@@ -106,4 +107,4 @@ def _is_written(path: Path) -> bool:
 
 def _meeting_point(environment: Mapping[str, str]) -> str:
     port = int(environment["MASTER_PORT"])
-    return f"{environment['MASTER_ADDR']}:{port + 1 if port < LAST_PORT else port - 1}"
+    return host_and_port(environment["MASTER_ADDR"], port + 1 if port < LAST_PORT else port - 1)
