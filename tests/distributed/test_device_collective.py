@@ -7,6 +7,7 @@ import os
 import random
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from moesaic.comm.collectives import nccl_errors
+from moesaic.comm.collectives import nccl_collective, nccl_errors
 from moesaic.comm.collectives.collective import PartsDiffer, SingleRank
 from moesaic.comm.collectives.device_collective import (
     DeviceCollective,
@@ -178,6 +179,36 @@ def over_gloo(group: RankGroup) -> int:
 
 def test_what_surrounds_nccl(pools: Pools) -> None:
     assert pools(3).run(over_gloo) == [len(DTYPES)] * 3
+
+
+class Lost(OverGloo):
+    """A network that loses everything from a time on."""
+
+    is_lost = False
+
+    def _form(self, store: Store) -> Any:
+        return threading.Event().wait() if self.is_lost else super()._form(store)
+
+
+def lost(group: RankGroup) -> list[str]:
+    """What a rank is told whose connections are lost, and one that has just started."""
+    comm, told = Lost(group, 1.0, CPU), []
+    again = partial(comm.restart, Membership(1, tuple(range(comm.size))))
+    Lost.is_lost = True
+    with patch.object(nccl_collective, "CONNECT_SECONDS", 0.5):
+        for connect in (again, partial(Lost, group, 1.0, CPU)):
+            with pytest.raises(TimeoutError) as error:
+                connect()
+            told.append(str(error.value))
+    Lost.is_lost = False
+    return told
+
+
+def test_ranks_that_nccl_does_not_connect_are_named(pools: Pools) -> None:
+    """It tries for longer than anybody waits."""
+    text = "NCCL has not connected rank 0 (127.0.0.1), rank 1 (127.0.0.1) within {} s: set NCCL_SO"
+    for restarted, started in pools(2).run(lost):
+        assert restarted.startswith(text.format("1.5")) and started.startswith(text.format("0.5"))
 
 
 class LikeNccl:

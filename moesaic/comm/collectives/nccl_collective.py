@@ -43,6 +43,8 @@ ALWAYS: Final = {
 SHARED_GPU_CTAS: Final = "2"
 # torch's own limit of an operation, in which another rank may compile or load.
 OPERATION_LIMIT: Final = timedelta(days=1)
+# How long NCCL may take to connect ranks that are all there.
+CONNECT_SECONDS: Final = 120.0
 
 
 def set_up_nccl(rank: int, node: int | None, address: str, shares_gpu: bool) -> None:
@@ -89,10 +91,10 @@ class NcclCollective(Collective):
         # torch does not keep a store alive whose methods are in Python.
         self._group_store = group.store
         self._store = PrefixStore(f"nccl {names[0]}", self._group_store)
-        self._nccl = self._form(self._store)
+        self._nccl = self._connect(self._store, CONNECT_SECONDS)
         self._lock = threading.Lock()
         self._reason = ""
-        self._end: Future[None] | None = None
+        self._end: Future[Any] | None = None
         """The end of the communicator, once it is aborted for `_reason`."""
         self._is_isolated = False
         group.register(self)
@@ -148,8 +150,7 @@ class NcclCollective(Collective):
             if self._end is None:
                 # Before NCCL's kernels return, as what they leave is no result.
                 self._reason, self._end = reason, Future()
-                ends = (self._nccl, self._end)
-                threading.Thread(target=_abort, args=ends, daemon=True, name="nccl abort").start()
+                _in_thread(self._nccl.abort, self._end, "nccl abort")
 
     def restart(self, membership: Membership) -> None:
         """Forms a new communicator: ranks may have started different numbers of operations."""
@@ -162,7 +163,9 @@ class NcclCollective(Collective):
                 f"NCCL has not given up its communicator within {self._timeout:g} s: CUDA graphs "
                 "may still hold operations of it"
             ) from None
-        self._nccl = self._form(PrefixStore(str(membership.generation), self._store))
+        # Another rank may have waited for the end of its own.
+        seconds = self._timeout + CONNECT_SECONDS
+        self._nccl = self._connect(PrefixStore(str(membership.generation), self._store), seconds)
         with self._lock:
             self._reason, self._end = "", None
 
@@ -193,6 +196,25 @@ class NcclCollective(Collective):
                 raise WindowAborted(self._reason) from error
             raise
 
+    def _connect(self, store: Store, seconds: float) -> Any:
+        """Forms a communicator. NCCL may try for ever to reach a rank, which nothing ends."""
+        device = torch.cuda.current_device() if self._device.type == "cuda" else None
+
+        def form() -> Any:
+            if device is not None:  # each thread has its own
+                torch.cuda.set_device(device)
+            return self._form(store)
+
+        end: Future[Any] = Future()
+        _in_thread(form, end, "nccl connect")
+        try:
+            return end.result(seconds)
+        except TimeoutError:
+            raise TimeoutError(
+                f"NCCL has not connected {self._who} within {seconds:g} s: set NCCL_SOCKET_IFNAME "
+                "to an interface by which they reach each other (see `moesaic doctor --cluster`)"
+            ) from None
+
     def _form(self, store: Store) -> Any:
         """Connects at once, since a graph may be captured later."""
         factory: Any = torch.distributed.ProcessGroupNCCL
@@ -219,10 +241,13 @@ class NcclCollective(Collective):
         return [part[:count] for part, count in zip(parts, counts, strict=True)]
 
 
-def _abort(nccl: Any, end: Future[None]) -> None:
-    try:
-        nccl.abort()
-    except Exception as error:
-        end.set_exception(error)
-    else:
-        end.set_result(None)
+def _in_thread(work: Callable[[], Any], end: Future[Any], name: str) -> None:
+    """Runs what may never return; the process does not wait for it at its end."""
+
+    def run() -> None:
+        try:
+            end.set_result(work())
+        except Exception as error:
+            end.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name=name).start()
