@@ -176,5 +176,5 @@ def test_two_nodes_on_one_gpu():
 
 def test_limits_are_long_enough_for_a_slow_pair():
     """Of 0.1 Gbit/s, which is called slow, not broken off."""
-    times = cluster_nccl.WARM + cluster_nccl.LARGE_TIMES
-    assert 8e-9 * cluster_nccl.LARGE_BYTES * times / 0.1 < cluster_nccl.PAIR_SECONDS + 10
+    seconds = 8e-9 * cluster_nccl.LARGE_BYTES * sum(cluster_nccl.LARGE_TIMES) / 0.1
+    assert seconds < cluster_nccl.PAIR_SECONDS - 5, "NCCL has to connect, too"

@@ -43,7 +43,8 @@ LOOK_SECONDS: Final = 0.2
 # What each rank gives: a decode step's rows, and enough for the full speed.
 SMALL_BYTES: Final = 16 << 10
 LARGE_BYTES: Final = 64 << 20
-WARM, SMALL_TIMES, LARGE_TIMES = 3, 30, 3
+# How often each is gathered before it counts, and then.
+SMALL_TIMES, LARGE_TIMES = (3, 30), (1, 3)
 LOG: Final = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
 OVER: Final = " over "
 LOG_FILE: Final = "NCCL_DEBUG_FILE"
@@ -166,19 +167,21 @@ def _measure(
     return NcclPair(1e6 * statistics.median(seconds), 8e-9 * large / best)
 
 
-def _times(collective: Collective, nbytes: int, times: int, device: torch.device) -> list[float]:
+def _times(
+    collective: Collective, nbytes: int, times: tuple[int, int], device: torch.device
+) -> list[float]:
     """Seconds of all-gathers."""
     import torch
 
+    (warm, counted), found = times, []
     part = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    found = []
-    for _ in range(WARM + times):
+    for _ in range(warm + counted):
         begin = time.perf_counter()
         collective.gather_rows(part, [nbytes] * 2, "measure")
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         found.append(time.perf_counter() - begin)
-    return found[WARM:]
+    return found[warm:]
 
 
 @contextmanager
