@@ -7,6 +7,7 @@ import logging
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import msgspec
 
@@ -50,13 +51,25 @@ def run(args: ServerArgs, as_json: bool) -> int:
     if device == "cuda" and (missing := cuda_missing()):
         raise ValueError(f"--device cuda cannot work here: {missing}; give --device cpu")
     flags = shared_flags(asdict(replace(args, device=device)))
-    installed = Installed(versions, model_digest(args.model_path), flags, args.base_gpu_id)
+    installed = Installed(versions, _model(args), flags, args.base_gpu_id)
     report = check_cluster(place, secret or NO_SECRET, installed, seconds)
     if as_json:
         print(json.dumps(msgspec.to_builtins(report), indent=2))
     else:
         print("\n".join(_lines(report)))
     return 1 if report.problems else 0
+
+
+def _model(args: ServerArgs) -> str:
+    """A digest of the model that is here: a name of the Hub stands for a folder in its cache."""
+    path = args.model_path
+    if path and ":" not in path and not Path(path).exists():
+        from moesaic.models.locate import own_folder  # it imports torch
+
+        path = own_folder(args)
+        if not Path(path).is_dir():
+            raise ValueError(f"--model-path {path} is not a folder on this node")
+    return model_digest(path)
 
 
 def _place(args: ServerArgs) -> NodePlace:

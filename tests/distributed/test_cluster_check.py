@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.http_server import free_port
+from moesaic.cli import doctor_cluster
 from moesaic.comm.launch.cluster_check import (
     NodeFacts,
     PairFacts,
@@ -18,6 +19,7 @@ from moesaic.comm.launch.cluster_check import (
     _differences,
     model_digest,
 )
+from moesaic.config import ServerArgs
 from moesaic.config.devices import cuda_missing
 
 SECRET = {"MOESAIC_SECRET": "a secret of some length"}
@@ -153,3 +155,24 @@ def test_model_digest(tmp_path: Path):
     second = model_digest(str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"abcd")
     assert len({first, second, model_digest(str(tmp_path))}) == 3
+
+
+def test_models_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Two nodes may know other versions by the same name, or none."""
+    args, found = ServerArgs(model_path="some-org/some-model"), []
+    for text in ("{}", "[]"):
+        model = tmp_path / text / "models--some-org--some-model"
+        (model / "snapshots/abc").mkdir(parents=True)
+        (model / "snapshots/abc/config.json").write_text(text)
+        (model / "refs").mkdir()
+        (model / "refs/main").write_text("abc")
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / text))
+        found.append(doctor_cluster._model(args))
+    assert len({*found, args.model_path}) == 3
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "empty"))
+    with pytest.raises(ValueError, match=r"is neither a folder nor in .*empty"):
+        doctor_cluster._model(args)
+    with pytest.raises(ValueError, match="no/such/folder is not a folder on this node"):
+        doctor_cluster._model(ServerArgs(model_path="no/such/folder"))
+    for name in ("", "tiny:dbrx", "shape:qwen3-30b-a3b"):
+        assert doctor_cluster._model(ServerArgs(model_path=name)) == name
