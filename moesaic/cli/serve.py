@@ -49,7 +49,8 @@ def run(argv: Sequence[str]) -> int:
         return _start_under(torchrun, args)
     names_nodes = given.get("nnodes") is not None or args.nnodes > 1 or args.node_rank > 0
     if args.use_ray:
-        return _start_with_ray(argv, args, names_nodes)
+        # Other nodes need no keys, and ps shows flags to every user there.
+        return _start_with_ray(parser.without_secrets(argv), args, names_nodes)
     if names_nodes:
         return _start(args)
     place = find_place()

@@ -78,6 +78,20 @@ class FlagParser(argparse.ArgumentParser):
             raise ValueError("; ".join([*unknown, *self._refusals(vars(namespace))]))
         return vars(namespace)
 
+    def without_secrets(self, argv: Sequence[str]) -> list[str]:
+        """The words of a command line that parses, without secrets and their flags."""
+        flags = [spec for cls in self._classes for spec in specs(cls).values()]
+        secret = [name for spec in flags if spec.flag.secret for name in spec.names]
+        kept, words = [], iter(argv)
+        for word in words:
+            name, equals, _ = word.partition("=")
+            begins = len(name) > 2 and any(flag.startswith(name) for flag in secret)
+            if name not in secret and (name in self.flags or not begins):
+                kept.append(word)
+            elif not equals:
+                next(words)
+        return kept
+
     def _refusals(self, given: Mapping[str, Any]) -> Iterator[str]:
         for cls in self._classes:
             try:

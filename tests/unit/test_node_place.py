@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
 
 import pytest
 
@@ -11,6 +16,7 @@ from moesaic.cli.main import main
 from moesaic.comm.launch import ray_nodes
 from moesaic.comm.launch.node_place import NodePlace, find_place, first_host, unused_ranks
 from moesaic.comm.supervise import address
+from moesaic.config.devices import VISIBLE
 from moesaic.core.addresses import host_and_port
 
 SLURM = {
@@ -171,6 +177,45 @@ def test_paths_of_an_actor_of_ray_count_from_node_0s_folder(
     assert (there / "told").read_text() == "['--tp', '2'] b"
     assert ray_nodes.RayNode().serve([], {"A": "c"}, str(tmp_path / "not here")) == 0
     assert (tmp_path / "told").read_text() == "[] c"
+
+
+HIDDEN = """
+import os, sys
+from moesaic.comm.launch import ray_nodes
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+script = "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES', 'all'))"
+ray_nodes.PROGRAM = (sys.executable, "-c", script)
+ray_nodes.RayNode().serve([], {}, "")
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "there"), [({"CUDA_VISIBLE_DEVICES": "2,3"}, "2,3"), ({}, "all")]
+)
+def test_gpus_that_ray_hides_from_an_actor(given: dict[str, str], there: str):
+    """The shell is in the place of Ray's own process, which starts the actor's."""
+    environment = {name: value for name, value in os.environ.items() if name != VISIBLE} | given
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(HIDDEN)}; true"
+    found = subprocess.run(
+        ["sh", "-c", command], env=environment, capture_output=True, text=True, check=False
+    )
+    assert found.stdout.split() == [there], found.stderr
+
+
+def test_actors_of_ray_get_no_keys(monkeypatch: pytest.MonkeyPatch):
+    """Others see the flags of a process."""
+    told: list[list[str]] = []
+
+    def nodes(argv: list[str], *_: object) -> NoReturn:
+        told.append(argv)
+        raise ValueError("enough")
+
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    monkeypatch.setattr(ray_nodes, "ray_nodes", nodes)
+    keys = "--api-key A --admin-api-key=B --ssl-keyfile-p C --tp 2 --ssl-keyfile key.pem"
+    assert main(["serve", "tiny:qwen3_moe", "--use-ray", *keys.split()]) == 2
+    kept = "--tp 2 --ssl-keyfile key.pem"
+    assert told == [["tiny:qwen3_moe", "--use-ray", *kept.split()]]
 
 
 def test_without_ray(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

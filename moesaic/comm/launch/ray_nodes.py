@@ -16,11 +16,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Final
 
 from moesaic.comm.launch.node_place import RAY_PLACE, NodePlace
 from moesaic.comm.supervise.address import family_of
+from moesaic.config.devices import VISIBLE
 from moesaic.core.addresses import host_and_port
 from moesaic.core.process import NODE_SECRET
 
@@ -42,10 +44,23 @@ class RayNode:
         `folder`: node 0's, from which paths of the command line count where it is here, too."""
         return subprocess.run(
             [*PROGRAM, *argv],
-            env=os.environ | environment,
+            env=_own_environment() | environment,
             cwd=folder if os.path.isdir(folder) else None,
             check=False,
         ).returncode
+
+
+def _own_environment() -> dict[str, str]:
+    """Of this actor. Ray hides all GPUs from one that reserves none (versions from 2026 do not):
+    those of the node are what the process may use that started it, Ray's own."""
+    found = dict(os.environ)
+    if found.get(VISIBLE) == "":
+        del found[VISIBLE]
+        with suppress(OSError):
+            started_by = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+            words = (os.fsdecode(word).partition("=") for word in started_by)
+            found |= {name: value for name, _, value in words if name == VISIBLE}
+    return found
 
 
 @contextmanager
