@@ -6,19 +6,31 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
+from contextlib import closing
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from bench.http_server import free_port
 from moesaic.cli import doctor_cluster
 from moesaic.comm.launch.cluster_check import (
+    PAIR_SECONDS,
+    Installed,
     NodeFacts,
     PairFacts,
     _bad_pairs,
     _differences,
+    _listen,
+    _measure_all,
+    check_cluster,
     model_digest,
 )
+from moesaic.comm.launch.node_place import NodePlace
+from moesaic.comm.network.handshake import Role
+from moesaic.comm.network.store import StoreClient, StoreRequest, StoreTable
 from moesaic.config import ServerArgs
 from moesaic.config.devices import cuda_missing
 
@@ -176,3 +188,36 @@ def test_models_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         doctor_cluster._model(ServerArgs(model_path="no/such/folder"))
     for name in ("", "tiny:dbrx", "shape:qwen3-30b-a3b"):
         assert doctor_cluster._model(ServerArgs(model_path=name)) == name
+
+
+def test_node_0_is_lost_after_others_came():
+    port, secret, told = free_port(), b"a secret of some length", []
+    table = StoreTable()
+    installed = Installed({}, "m", {})
+
+    def check() -> None:
+        with pytest.raises(ValueError) as error:
+            check_cluster(NodePlace("", 2, 1, f"127.0.0.1:{port}"), secret, installed, 60.0)
+        told.append(str(error.value))
+
+    with closing(_listen(("127.0.0.1", port), 0, secret, {Role.STORE: table.serve})[0]):
+        node = threading.Thread(target=check)
+        node.start()
+        while not table.has(StoreRequest("has", ["node/1"])):
+            time.sleep(0.01)
+    node.join(60)
+    assert told == [f"node 0 at 127.0.0.1:{port} is lost: the connection was closed"]
+
+
+def test_a_lost_node_is_waited_for_once():
+    """In all pairs that it was to measure."""
+    waits: list[float] = []
+
+    class Store:
+        def wait(self, keys: list[str], seconds: float) -> list[str]:
+            waits.append(seconds)
+            return keys
+
+    found = _measure_all(cast(StoreClient, Store()), [NODE] * 4, 3, b"")
+    assert waits == [PAIR_SECONDS, 0.0, 0.0, PAIR_SECONDS, 0.0, PAIR_SECONDS]
+    assert found["1-3"].error == "node 1 has not measured it" and len(found) == 6

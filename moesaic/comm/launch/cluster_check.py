@@ -11,7 +11,7 @@ import statistics
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -125,6 +125,7 @@ def check_cluster(
         own = host if node == 0 else address_towards(host, port)
         listener, own_port = _listen((own, 0), node, secret, {Role.LINK: _answer})
         stack.enter_context(closing(listener))
+        stack.enter_context(_naming_node_0(place))
         facts = _facts(own, own_port, installed, secret != NO_SECRET)
         nodes = _meet(store, place, facts, seconds)
         pairs, nccl = _measure_all(store, nodes, node, secret), None
@@ -137,6 +138,15 @@ def check_cluster(
     if nccl is not None:
         problems += _bad_nccl(nodes, pairs, nccl)
     return ClusterReport(nodes, pairs, problems, list(_notes(nodes, nccl)), nccl)
+
+
+@contextmanager
+def _naming_node_0(place: NodePlace) -> Iterator[None]:
+    """What is asked of the store inside fails only if node 0 is gone."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"node 0 at {place.address} is lost: {error}") from None
 
 
 def _listen(
@@ -220,14 +230,15 @@ def _meet(
 def _measure_all(
     store: StoreClient, nodes: Sequence[NodeFacts], own: int, secret: bytes
 ) -> dict[str, PairFacts]:
-    """One pair after the other, so that none disturbs another."""
-    found = {}
+    """One pair after the other, so that none disturbs another. A node is waited for once."""
+    found, late = {}, set[int]()
     for first, second in combinations(range(len(nodes)), 2):
         name = f"{first}-{second}"
         if first == own:
             facts = _measure(nodes[second], own, secret)
             store.set(f"pair/{name}", msgspec.msgpack.encode(facts))
-        if store.wait([f"pair/{name}"], PAIR_SECONDS):
+        if store.wait([f"pair/{name}"], 0.0 if first in late else PAIR_SECONDS):
+            late.add(first)
             found[name] = PairFacts(error=f"node {first} has not measured it")
             continue
         (data,) = store.get_now([f"pair/{name}"])
