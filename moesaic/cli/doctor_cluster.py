@@ -92,7 +92,8 @@ def _place(args: ServerArgs) -> NodePlace:
         )
     if address is None:
         raise ValueError("--cluster: where do nodes meet? Give --dist-init-addr NODE0:PORT")
-    return NodePlace(found.launcher, found.nnodes, found.node_rank, address)
+    first = address.partition(",")[0]  # behind it are nodes that may lead in its place
+    return NodePlace(found.launcher, found.nnodes, found.node_rank, first)
 
 
 def _lines(report: ClusterReport) -> Iterator[str]:

@@ -117,6 +117,7 @@ def test_the_same_node_twice_and_other_flags():
         ("--nnodes 2", "where do nodes meet"),
         ("--nnodes 2 --node-rank 5 --dist-init-addr h:1", "give one of 0..1"),
         ("--nnodes 2 --dist-init-addr 0.0.0.0:80", "other nodes cannot connect to it"),
+        ("--nnodes 2 --dist-init-addr 0.0.0.0:80,h:1", "0.0.0.0:80: other nodes cannot"),
     ],
 )
 def test_wrong_flags(flags: str, words: str):

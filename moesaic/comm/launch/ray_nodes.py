@@ -51,8 +51,8 @@ class RayNode:
 
 
 def _own_environment() -> dict[str, str]:
-    """Of this actor. Ray hides all GPUs from one that reserves none (versions from 2026 do not):
-    those of the node are what the process may use that started it, Ray's own."""
+    """Of this actor. Ray hides all GPUs from one that reserves none (newer versions do not): those
+    of the node are what the process may use that started it, Ray's own."""
     found = dict(os.environ)
     if found.get(VISIBLE) == "":
         del found[VISIBLE]
