@@ -37,6 +37,7 @@ def test_the_secret_of_a_file(tmp_path: Path):
     assert own_secret({}, path) == secret
     assert own_secret({"MOESAIC_SECRET": secret.decode()}, path) == secret
     assert own_secret({"MOESAIC_SECRET": secret.decode()}) == secret
+    assert own_secret({"MOESAIC_SECRET": secret.decode() + "\n"}, path) == secret
     assert own_secret({}) == b""
     with pytest.raises(
         ValueError, match=f"{path} has another secret than MOESAIC_SECRET: give one"

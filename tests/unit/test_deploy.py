@@ -224,6 +224,30 @@ def read_from(entry: dict[str, Any]) -> tuple[str, str]:
     return reference["name"], reference["key"]
 
 
+def test_the_group_on_gpus():
+    """The patch of the second kustomization, applied as RFC 6902 says."""
+    folder, group = KUBERNETES.with_name("kubernetes-gpu"), resources()["LeaderWorkerSet"]
+    custom = read(folder / "kustomization.yaml")
+    assert [(folder / name).resolve() for name in custom["resources"]] == [KUBERNETES]
+    (patch,) = custom["patches"]
+    assert patch["target"] == {"kind": group["kind"]}
+    for operation in yaml.safe_load((folder / patch["path"]).read_text(encoding="utf-8")):
+        *path, last = (
+            int(key) if key.isdecimal() else key.replace("~1", "/")
+            for key in operation["path"].split("/")[1:]
+        )
+        parent = at(group, path)
+        assert (last in parent) == (operation["op"] == "replace")
+        parent[last] = operation["value"]
+    check(group)
+    (container,) = pod_templates(group)[0]["spec"]["containers"]
+    args = served(container["args"])
+    gpus = int(container["resources"]["limits"]["nvidia.com/gpu"])
+    size = group["spec"]["leaderWorkerTemplate"]["size"]
+    assert (args.device, args.tp_size) == ("cuda", size * gpus)
+    assert args.port == container["ports"][0]["containerPort"]
+
+
 def test_flags_exist():
     container = resources()["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]["workerTemplate"][
         "spec"

@@ -27,7 +27,7 @@ def check_secret(secret: bytes, name: str = "the secret") -> bytes:
 
 def own_secret(environment: Mapping[str, str] = os.environ, file: str | None = None) -> bytes:
     """The secret of the environment or of a file; empty if none is given."""
-    given = environment.get(NODE_SECRET, "").encode()
+    given = environment.get(NODE_SECRET, "").strip().encode()  # as that of a file
     if given:
         check_secret(given, NODE_SECRET)
     if file is None:
