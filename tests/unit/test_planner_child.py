@@ -58,3 +58,14 @@ def test_it_starts_before_it_is_asked_and_loads_little(planner: PlannerProcess) 
 def test_what_cannot_be_planned_is_told(planner: PlannerProcess) -> None:
     with pytest.raises(ValueError, match="'unknown' is not known: choose one of auto, incremental"):
         planner.plan(msgspec.structs.replace(request(), algorithm="unknown"))
+
+
+@pytest.mark.parametrize("algorithm", ["incremental", "deepseek", "deepseek_vec"])
+def test_a_layer_without_tokens_stays_as_it_is(algorithm: str) -> None:
+    """Such as that of a draft model that rests: all of its replicas would go to one expert."""
+    current_LP = np.array([[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 3, 2]], np.int32)
+    loads_SLE = np.array([[[100, 100, 9000, 100], [0, 0, 0, 0]]], np.float32)
+    asked = msgspec.structs.replace(request(loads_SLE, current_LP), algorithm=algorithm)
+    found_LP = np.frombuffer(plan(asked).slots, np.int32).reshape(current_LP.shape)
+    assert (found_LP[0] != current_LP[0]).any()
+    assert found_LP[1].tolist() == current_LP[1].tolist()

@@ -112,6 +112,9 @@ def plan(request: PlanRequest) -> PlanReply:
     )
     found = make_plan(request.algorithm, problem)
     slots_LP = keep_slots(current_LP, found.slots_LP, ranks)
+    # Without a token no placement is better: those of a draft model that rests stay.
+    idle_L = ~loads_SLE.any((0, 2))
+    slots_LP[idle_L] = current_LP[idle_L]
     return PlanReply(
         found.algorithm,
         found.reason,
