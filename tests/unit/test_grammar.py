@@ -21,7 +21,7 @@ from moesaic import SamplingParams
 from moesaic.core.sampling import MAX_GRAMMAR_BYTES, Grammar
 from moesaic.engine.errors import QueueFull
 from moesaic.engine.runner import matchers as matchers_module
-from moesaic.engine.runner.matchers import Matchers
+from moesaic.engine.runner.matchers import Matchers, RequestMatcher
 from moesaic.engine.sampling.sampler import NonFiniteLogits, SampleRow, sample
 from moesaic.engine.sampling.token_masks import forbid
 from moesaic.engine.schedule.plan import PlanItem, StepPlan
@@ -383,6 +383,24 @@ def test_masks_of_drafts_that_are_trees(tokenizer: Tokenizer) -> None:
         found = {row: allowed_tokens(one.bits) for (_, row), one in masks.items()}
         assert found == {row: sorted(tokens) for row, tokens in expected.items()}
         assert list(matchers._matchers) == [1], "it needs no new matcher"
+
+
+def test_nothing_is_sampled_where_a_matcher_fails(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither behind the draft that it did not take, nor behind those that were to come later:
+    without a mask any token would do."""
+    matchers = Matchers(lambda: Compiler(tokenizer, VOCAB, [EOS]), 3, PATIENT)
+    a, b, c = tokenizer.encode("abc")
+    consume = RequestMatcher.consume
+    monkeypatch.setattr(RequestMatcher, "consume", lambda self, t: t != b and consume(self, t))
+    plan = plan_of({1: [a]}, [], "a[bc]d")
+    plan.items[0].token_ids += [b, c]
+    plan.items[0].num_drafts, plan.items[0].parents = 2, [0, 0]
+    matchers.begin(plan)
+    masks = matchers.wait()
+    assert allowed_tokens(masks[0, 0].bits) == [b, c]
+    assert [masks[0, row].unready for row in range(3)] == [False, True, True]
 
 
 def test_without_an_end_token_the_request_just_ends(tokenizer: Tokenizer) -> None:

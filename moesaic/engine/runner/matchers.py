@@ -113,6 +113,8 @@ class DraftWalk:
                 self.masks[row] = GrammarMask(unready=True)
                 continue
             if not self.state.forget_drafts(self._depths[parent]) or not self.state.consume(draft):
+                # Nothing may be sampled behind this draft and the others: masks are missing.
+                self.masks |= {other: GrammarMask(unready=True) for other in (row, *self._rows)}
                 return False
             self.number = row
             return True
