@@ -16,6 +16,7 @@ from moesaic.disagg.sender import KVSender
 from moesaic.disagg.staging import StagedCaches
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.runner.step_transfers import StepTransfers
+from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.speculate.controller import DraftController
 from moesaic.engine.worker.kv_share import kv_shares
 from moesaic.engine.worker.local_core import LocalCore
@@ -291,3 +292,17 @@ def test_a_core_that_others_continue_makes_no_drafts() -> None:
     core.planner.plan = noted  # type: ignore[method-assign]
     halves(core, 1)
     assert plans and not any(plans)
+
+
+def test_no_step_has_drafts_while_a_rank_is_away() -> None:
+    """Not even the first one, for which all groups had agreed on some before."""
+    core, (request, *_) = make_core(RANDOM, 1, tight=False), requests(RANDOM)
+    core.add(RequestState(request, None, lambda progress: None))
+    core.step()
+    drafts = core.planner.drafts
+    for rests, steps in ((False, 1), (True, 0), (False, 1)):
+        drafts.agreed, drafts.rests = 1, rests
+        step = core.planner.plan()
+        assert step.plan.draft_steps == steps and step.plan.has_work
+        core.planner.rollback([step], failed=False)
+    core.abort(request.request_no)

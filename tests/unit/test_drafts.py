@@ -261,6 +261,30 @@ def test_a_request_alone_in_a_step_that_its_drafts_break_goes_on() -> None:
     assert request.output_ids == without_drafts(False)[0][0].output_ids
 
 
+@pytest.mark.parametrize("failed", [True, False])
+def test_only_a_step_that_failed_takes_drafts_from_its_requests(failed: bool) -> None:
+    """One that is undone as ranks were lost does not: its requests go on with drafts."""
+
+    class Always:
+        def propose(self, requests: Sequence[Request], shape: DraftShape) -> None:
+            for one in requests:
+                one.drafts = [7, 8]
+
+    core, request = make_core(False), requests()[0]
+    core.planner.drafts.drafter = Always()
+    core.add(RequestState(request, None, lambda progress: None))
+    while not request.num_output:
+        core.step()
+    step = core.planner.plan()
+    assert [item.num_drafts for item in step.plan.items] == [2]
+    assert core.planner.rollback([step], failed) == [request]
+    assert request.may_draft is not failed and request.num_computed == len(request.prompt_ids)
+    assert core.planner.drafts.have_broken(request) is failed
+    again = core.planner.plan()
+    assert sum(item.num_drafts for item in again.plan.items) == (0 if failed else 2)
+    core.planner.rollback([again])
+
+
 def test_a_rollback_takes_the_drafts_away() -> None:
     (request,) = requests()[:1]
     request.token_ids.append(5)

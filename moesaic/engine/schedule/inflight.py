@@ -98,12 +98,14 @@ class PlannedItem(msgspec.Struct, frozen=True, gc=False, eq=False):
         if request.retractions == self.retractions:
             request.num_computed = self.confirmed - 1
 
-    def undo(self) -> None:
-        """Restores the request, after its later steps. It keeps pages that it has not lost."""
+    def undo(self, failed: bool = True) -> None:
+        """Restores the request, after its later steps. It keeps pages that it has not lost.
+        `failed`: its drafts may be why."""
         request = self.request
         request.pending -= self.samples
         request.num_scored, request.kv_sent = self.num_scored, 0
-        request.verifying, request.may_draft = False, request.may_draft and not self.drafts
+        request.verifying = False
+        request.may_draft = request.may_draft and not (failed and self.drafts)
         if request.retractions == self.retractions:
             request.num_computed = self.first
 
@@ -209,10 +211,11 @@ class InflightStep:
     def work(self) -> StepWork:
         return work_of(self.items, self.plan.decodes.first)
 
-    def undo(self, kv: KVManager) -> Iterator[Request]:
-        """Restores the requests, after their later steps, and yields them."""
+    def undo(self, kv: KVManager, failed: bool) -> Iterator[Request]:
+        """Restores the requests, after their later steps, and yields them. `failed`: as in
+        PlannedItem.undo."""
         for item in self.items:
-            item.undo()
+            item.undo(failed)
             yield item.request
         first = self.plan.decodes.first.tolist()
         planned = zip(self.decoding.requests, self.decoding.retractions, first, strict=True)

@@ -66,8 +66,11 @@ class DraftPlanner:
 
     @property
     def allowed(self) -> DraftShape:
-        """What each request may have in the next step, if drafts are found."""
+        """What each request may have in the next step, if drafts are found. Groups have agreed on
+        it before ranks went away."""
         shapes = self._shapes
+        if self.rests:
+            return NO_DRAFTS
         return shapes[max(0, self.wanted if self.agreed is None else self.agreed)]
 
     @property
@@ -188,9 +191,11 @@ class DraftPlanner:
         self._undone.discard(request)
         return was_drafted
 
-    def restart(self, steps: Sequence[InflightStep]) -> None:
-        """These, all that were in flight, are undone."""
-        self._undone = {item.request for step in steps for item in step.items if item.drafts}
+    def restart(self, steps: Sequence[InflightStep], failed: bool) -> None:
+        """These, all that were in flight, are undone, as one of them has `failed`, or for a reason
+        that is not in them."""
+        drafted = {item.request for step in steps for item in step.items if item.drafts}
+        self._undone = drafted if failed else set()
         self._num_inflight, self._has_found = 0, None
 
     def observe(

@@ -84,7 +84,7 @@ class Leader:
     def rollback(self, steps: Iterable[InflightStep], error: str, alone: bool) -> int:
         """Undoes all in-flight steps, with an `error` because one of them failed; returns how many
         sets of requests are to run by themselves."""
-        suspects = self.planner.rollback(steps)
+        suspects = self.planner.rollback(steps, failed=bool(error))
         if error:
             self.planner.report_failure(suspects, error, alone=alone)
         self.report()

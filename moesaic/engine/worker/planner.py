@@ -306,16 +306,16 @@ class Planner:
                 self.drafts.complete_item(planned, item)
         return PlannedWork(work, items, *self.scheduler.decode_table.plan(schedule.rows))
 
-    def rollback(self, steps: Iterable[InflightStep]) -> list[Request]:
+    def rollback(self, steps: Iterable[InflightStep], failed: bool = True) -> list[Request]:
         """Undoes all in-flight steps and returns their requests; their pages are cleared again, and
-        all pages are sent again."""
+        all pages are sent again. `failed`: one of the steps may be the cause."""
         suspects: dict[Request, None] = {}
         undone = [*steps]
-        self.drafts.restart(undone)
+        self.drafts.restart(undone, failed)
         for step in reversed(undone):
             self._new_pages += step.plan.clear if step.has_requests else []
             self._ended += step.plan.ended if step.has_requests else []
-            for request in step.undo(self.kv):
+            for request in step.undo(self.kv, failed):
                 if request.request_no in self.states:
                     suspects[request] = None
         self.scheduler.restart()
