@@ -107,16 +107,19 @@ class KVReceiver:
         self._staged: dict[Ticket, StagedCaches] = {}
         self._leaders: dict[Ticket, Any] = {}
         """The connection of the leader that opened it."""
-        self._closed: dict[Ticket, None] = {}
-        """The last ones, in order: nobody waits for them to be opened, or not again."""
+        self._closed: dict[Ticket, bool] = {}
+        """The last ones, in order: nobody waits for them to be opened, or not again. Whether their
+        leader has closed them."""
         self.on_result: Callable[[PromptResult], None] | None = None
         self.port: int = listening.getsockname()[1]
         handlers = {Role.KV: self._serve}
         self._listener = Listener(listening, identity, secret, handlers)
 
-    def staged(self, ticket: Ticket) -> StagedCaches:
+    def staged(self, ticket: Ticket) -> StagedCaches | None:
+        """None once its leader has closed it: its request has ended, also if a step with it is on
+        its way to this stage."""
         with self._changed:
-            return self._staged[ticket]
+            return None if self._closed.get(ticket) else self._staged[ticket]
 
     @property
     def _staged_tokens(self) -> int:
@@ -167,7 +170,7 @@ class KVReceiver:
         elif isinstance(message, Broken):
             self._tell(message.ticket, message)
         elif isinstance(message, Close):
-            self._close(message.ticket)
+            self._close(message.ticket, by_leader=True)
         else:
             raise Malformed(f"a {type(message).__name__}, which no rank gets")
 
@@ -202,16 +205,16 @@ class KVReceiver:
         if made.is_complete:  # nothing is missing
             self._tell(order.ticket, Arrived(order.ticket))
 
-    def _close(self, ticket: Ticket) -> None:
+    def _close(self, ticket: Ticket, by_leader: bool = False) -> None:
         with self._changed:
             self._staged.pop(ticket, None)
             self._leaders.pop(ticket, None)
-            self._remember(ticket)
+            self._remember(ticket, by_leader)
             self._changed.notify_all()
 
-    def _remember(self, ticket: Ticket) -> None:
+    def _remember(self, ticket: Ticket, by_leader: bool = False) -> None:
         """With the lock: nobody waits for it any more."""
-        self._closed[ticket] = None
+        self._closed[ticket] = by_leader or self._closed.get(ticket, False)
         if len(self._closed) > MOST_CLOSED:
             del self._closed[next(iter(self._closed))]
 

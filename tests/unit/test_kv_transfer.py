@@ -59,10 +59,12 @@ from moesaic.disagg.rooms import DecodeRooms, RoomEvent
 from moesaic.disagg.send_buffer import SendBuffer
 from moesaic.disagg.sender import KVSender
 from moesaic.engine.frontend.request_options import meeting_room
+from moesaic.engine.runner.step_transfers import StepTransfers
+from moesaic.engine.schedule.plan import PlanItem, StepPlan
 from moesaic.engine.worker.arrivals import Arrivals
 from moesaic.layers.attention import AttentionConfig, Heads
 from moesaic.layers.context import CacheSpec
-from moesaic.layers.paged_cache import PagedCache
+from moesaic.layers.paged_cache import PagedCache, PageTable, PageUpdate
 from tests.server.serving import wait_until
 
 SECRET = b"of both instances alike"
@@ -392,8 +394,39 @@ def test_what_comes_late_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
             sender.sendall(buffer)
         staged = receiver.staged(new)
         wait_until(lambda: staged.num_missing == LAYERS * HEADS)
+        assert receiver.staged(old) is None
+        sender.close()
+        leader.close()
+
+
+def test_a_step_outlives_the_end_of_a_request_in_it() -> None:
+    """The leader of a pipeline closes a transfer while the step that moves it is on its way to a
+    later stage. What a stage has lost otherwise is an error: it would compute something else."""
+    [one] = shares(1, 1, False)
+    ended, lasting, lost = (Ticket(room, 1) for room in (1, 2, 3))
+    with receivers([one]) as ((receiver,), _):
+        leader = talk(receiver, *(frame(Open(ticket, 0, 2)) for ticket in (ended, lasting)))
+        other = talk(receiver, frame(Open(lost, 0, 2)))
+        chunks = (frame(chunk_of(ticket), [BODY]) for ticket in (ended, lasting, lost))
+        sender = talk(receiver, *chunks)
+        for ticket in (ended, lasting, lost):
+            wait_until(lambda ticket=ticket: is_complete(receiver, ticket))
+        leader.sendall(b"".join(frame(Close(ended))))
+        other.close()
+        wait_until(lambda: receiver._staged.keys() == {lasting})
+        cache, table = PagedCache(Group._spec(one), 3, 2, torch.float32), PageTable(3, 1)
+        table.write([PageUpdate(row, 0, [row + 1]) for row in range(3)])
+        cache.keys.zero_()
+        items = [
+            PlanItem(row, [5], 2, row, kv_from=ticket)
+            for row, ticket in enumerate((ended, lasting))
+        ]
+        transfers = StepTransfers(receiver=receiver)
+        transfers.receive(StepPlan(items), [cache], table)
+        found = [cache.keys[:, page].unique().tolist() for page in (1, 2)]
+        assert found == [[0.0], [1.0]]
         with pytest.raises(KeyError):
-            receiver.staged(old)
+            transfers.receive(StepPlan([PlanItem(2, [5], 2, 2, kv_from=lost)]), [cache], table)
         sender.close()
         leader.close()
 

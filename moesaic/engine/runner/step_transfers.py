@@ -29,11 +29,13 @@ class StepTransfers:
     receiver: KVReceiver | None = None
 
     def receive(self, plan: StepPlan, caches: Sequence[PagedCache], table: PageTable) -> None:
-        """Moves prompts that have arrived to their pages, before the step reads them."""
+        """Moves prompts that have arrived to their pages, before the step reads them; not that of a
+        request which has ended meanwhile: nobody takes what the step computes for it."""
         for item in plan.items if self.receiver is not None else ():
             if item.kv_from is not None:
                 assert self.receiver is not None
-                staged = self.receiver.staged(item.kv_from)
+                if (staged := self.receiver.staged(item.kv_from)) is None:
+                    continue
                 slots_T = _slots(item, staged.first, staged.stop, caches[0], table)
                 staged.move_to(caches, slots_T)
 
