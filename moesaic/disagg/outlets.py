@@ -15,12 +15,14 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
 import torch
 from msgspec.structs import replace
 
+from moesaic.comm.lifecycle import Lifecycle, Membership
 from moesaic.comm.network.connect import connect
 from moesaic.comm.network.handshake import Identity, Role
 from moesaic.core.disagg import Ticket
@@ -58,6 +60,36 @@ FORGET_SECONDS: Final = 60.0
 MOST_MISSED: Final = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class StepOnDevice:
+    """The step that computes a piece, until its `event` on the device."""
+
+    event: Any
+    lifecycle: Lifecycle
+    generation: int
+    """That of the lifecycle when the step began."""
+
+    @classmethod
+    def recorded(cls, device: torch.device, lifecycle: Lifecycle) -> StepOnDevice:
+        """Behind what the current stream has to do."""
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(device))
+        return cls(event, lifecycle, lifecycle.membership.generation)
+
+    def wait(self) -> str:
+        """Why the piece is not what was asked for, if it is not: an abandoned step runs to its end
+        without what other ranks have not sent, and is computed again."""
+        self.event.synchronize()
+        with self.lifecycle.lock:
+            if self.lifecycle.membership.generation != self.generation:
+                return "its step was rolled back"
+            try:
+                self.lifecycle.check()
+            except Exception as error:
+                return str(error) or repr(error)
+        return ""
+
+
 class KVOutlet:
     """To one rank. What cannot be sent is dropped: the other instance then misses it. The lock is
     that of the send buffer, and held where a method says so."""
@@ -68,22 +100,25 @@ class KVOutlet:
         own: Identity,
         secret: bytes,
         buffer: SendBuffer,
+        lifecycle: Lifecycle,
         transport: str = TCP,
     ) -> None:
         self._address, self._own, self._secret = address, own, secret
         self._buffer, self._offered = buffer, transport
-        self._changed = buffer.changed
-        self._queue: deque[tuple[TransferMessage, Any]] = deque()
+        self._changed, self._lifecycle = buffer.changed, lifecycle
+        self._queue: deque[tuple[TransferMessage, StepOnDevice | None]] = deque()
         """Each with what it waits for on the device."""
         self._held: dict[int, Place] = {}
         """The regions that are not given back yet, by entry."""
-        self._read: set[int] = set()
-        """Those of which the peer knows."""
+        self._read: dict[int, Ticket] = {}
+        """Those of which the peer knows, and their transfers."""
         self._moved = time.monotonic()
         """When something was sent or taken, or there was nothing to send."""
         self._connection: socket.socket | None = None
         self._body = HostBuffer(buffer.device)
         self._rests_until = 0.0
+        self._awaits_step = False
+        """The device computes what is sent next: nothing is known of the peer."""
         self._lost = ""
         """Why the connection has ended, if its reader found out."""
         self.transport = ""
@@ -101,7 +136,8 @@ class KVOutlet:
 
     def is_stuck(self, seconds: float) -> bool:
         """With the lock: it has taken nothing for so long."""
-        return bool(self._held) and time.monotonic() - self._moved > seconds
+        is_waiting = bool(self._held) and not self._awaits_step
+        return is_waiting and time.monotonic() - self._moved > seconds
 
     @property
     def held_bytes(self) -> int:
@@ -126,15 +162,14 @@ class KVOutlet:
         self._held[place.entry] = place
 
     def put(self, message: TransferMessage) -> None:
-        event = None
+        step = None
         if isinstance(message, Chunk) and self._buffer.device.type == "cuda":
-            event = torch.cuda.Event(blocking=True)
-            event.record(torch.cuda.current_stream(self._buffer.device))
+            step = StepOnDevice.recorded(self._buffer.device, self._lifecycle)
         with self._changed:
             if self.rests:
                 self._drop_message(message)
             else:
-                self._queue.append((message, event))
+                self._queue.append((message, step))
                 self._moved = self._moved if self._held else time.monotonic()
             self._changed.notify_all()
 
@@ -166,10 +201,10 @@ class KVOutlet:
                 self._look_after_peer()
                 if self._untold and not self.rests:
                     self._tell_missed()
-                message, event = self._queue.popleft() if self._queue else (None, None)
+                message, step = self._queue.popleft() if self._queue else (None, None)
             try:
                 if message is not None:
-                    self._send(message, event)
+                    self._send(message, step)
             except Exception as error:  # also a GPU's: results must not wait here for ever
                 with self._changed:
                     self._drop_message(message)
@@ -193,12 +228,13 @@ class KVOutlet:
         elif self._read and self.is_stuck(STALL_SECONDS):
             self.drop(f"it took nothing for {STALL_SECONDS:g} s")
 
-    def _send(self, message: TransferMessage, event: Any) -> None:
+    def _send(self, message: TransferMessage, step: StepOnDevice | None) -> None:
         connection = self._connection or self._connect()
-        if event is not None:
-            event.synchronize()
-            self._moved = time.monotonic()
-        if not isinstance(message, Chunk) or message.place is None:
+        if step is not None and (why := self._wait(step)):
+            logger.info("a piece of a KV cache is not sent to %s: %s", self, why)
+            with self._changed:
+                self._drop_message(message)
+        elif not isinstance(message, Chunk) or message.place is None:
             self._send_frame(connection, message)
         elif self.transport == TCP:
             body = self._body.copy_of(self._buffer.at(message.place))
@@ -206,8 +242,16 @@ class KVOutlet:
             self._give_back(message.place.entry)
         else:
             with self._changed:
-                self._read.add(message.place.entry)
+                self._read[message.place.entry] = message.ticket
             self._send_frame(connection, message)
+
+    def _wait(self, step: StepOnDevice) -> str:
+        """Why what it has computed is not sent, if it is not."""
+        self._awaits_step = True
+        try:
+            return step.wait()
+        finally:
+            self._awaits_step, self._moved = False, time.monotonic()
 
     def _send_frame(
         self, connection: socket.socket, message: TransferMessage, body: Sequence[Buffer] = ()
@@ -275,7 +319,7 @@ class KVOutlet:
     def _give_back(self, entry: int) -> None:
         with self._changed:
             place = self._held.pop(entry)
-            self._read.discard(entry)
+            self._read.pop(entry, None)
             self._moved = time.monotonic()
             self._buffer.give_back(place)
 
@@ -288,14 +332,15 @@ class KVOutlet:
             self._give_back(place.entry)
 
     def _disconnect(self) -> None:
-        """With the lock. What the peer knows of is given back."""
+        """With the lock. What the peer knows of is given back, and it has not read that."""
         if self._connection is not None:
             with suppress(OSError):  # its reader waits on it, and a thread may be sending
                 self._connection.shutdown(socket.SHUT_RDWR)
             self._connection.close()
         self._connection, self._lost = None, ""
-        for entry in list(self._read):
+        for entry, ticket in list(self._read.items()):
             self._give_back(entry)
+            self.miss(ticket)
 
     def __str__(self) -> str:
         host, port = self._address
@@ -303,13 +348,20 @@ class KVOutlet:
 
 
 class KVOutlets:
-    """By address, made at first use, by one thread. `transport`: what is offered to peers."""
+    """By address, made at first use, by one thread. `transport`: what is offered to peers.
+    `lifecycle`: None for a rank alone, whose steps are not rolled back."""
 
     def __init__(
-        self, own: Identity, secret: bytes, buffer: SendBuffer, transport: str = TCP
+        self,
+        own: Identity,
+        secret: bytes,
+        buffer: SendBuffer,
+        transport: str = TCP,
+        lifecycle: Lifecycle | None = None,
     ) -> None:
         self._own, self._secret = own, secret
         self.buffer, self._transport = buffer, transport
+        self._lifecycle = lifecycle or Lifecycle(Membership(0, (0,)))
         self._outlets: dict[tuple[str, int], KVOutlet] = {}
 
     def take(self, host: str, port: int, nbytes: int) -> Place | None:
@@ -349,8 +401,8 @@ class KVOutlets:
             if outlet is None:
                 for address in [a for a, one in self._outlets.items() if one.is_forgotten]:
                     self._outlets.pop(address).end()
-                given = (host, port), self._own, self._secret, self.buffer, self._transport
-                outlet = self._outlets[host, port] = KVOutlet(*given)
+                given = (host, port), self._own, self._secret, self.buffer, self._lifecycle
+                outlet = self._outlets[host, port] = KVOutlet(*given, self._transport)
         return outlet
 
     @property

@@ -22,7 +22,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
+from moesaic.comm.errors import PeerTimeout
+from moesaic.comm.lifecycle import Lifecycle, Membership, Participant
 from moesaic.comm.mesh import share
 from moesaic.comm.network.connect import connect
 from moesaic.comm.network.handshake import Identity, Role, Session
@@ -49,11 +52,12 @@ from moesaic.disagg.messages import (
     Close,
     Offer,
     Open,
+    Opened,
     PromptResult,
     frame,
     receive,
 )
-from moesaic.disagg.outlets import KVOutlet, KVOutlets
+from moesaic.disagg.outlets import KVOutlet, KVOutlets, StepOnDevice
 from moesaic.disagg.receiver import KVReceiver
 from moesaic.disagg.rooms import DecodeRooms, RoomEvent
 from moesaic.disagg.send_buffer import SendBuffer
@@ -777,6 +781,79 @@ def test_a_rank_is_told_what_was_dropped(monkeypatch: pytest.MonkeyPatch) -> Non
             outlets.put("127.0.0.1", receiver.port, PromptResult(ticket, [5]))
         text = "room 4: the prefill instance could not send all of it"
         assert next_event(rooms) == RoomEvent(1, None, text)
+
+
+def test_a_rank_is_told_what_it_has_not_read() -> None:
+    """Its connection has ended before: others of its transfers may wait for this."""
+    heard = Queue[Any]()
+
+    def end_the_first(connection: Any, session: Session, name: str) -> None:
+        receive(connection)
+        for buffer in frame(Opened("")):
+            connection.sendall(buffer)
+        heard.put(receive(connection)[0])
+
+    listening = socket.create_server(("127.0.0.1", 0))
+    peer, outlets = Listener(listening, OWN, SECRET, {Role.KV: end_the_first}), outlets_of(0, "shm")
+    address, chunk = ("127.0.0.1", listening.getsockname()[1]), chunk_of(Ticket(1, 1))
+    place = outlets.take(*address, 256)
+    outlets.put(*address, replace(chunk, place=place))
+    assert heard.get(timeout=20) == replace(chunk, place=place)
+    assert heard.get(timeout=20) == Broken(
+        Ticket(1, 1), "the prefill instance could not send all of it"
+    )
+    assert outlets.buffer.free_bytes == outlets.buffer.nbytes
+    peer.close()
+
+
+class Failing(Participant):
+    """`why`: what waits of kernels have failed with."""
+
+    why = ""
+
+    def check(self) -> None:
+        if self.why:
+            raise PeerTimeout(self.why)
+
+    def restart(self, membership: Membership) -> None:
+        self.why = ""
+
+
+@pytest.mark.parametrize("end", ["whole", "failed", "rolled back"])
+def test_what_an_abandoned_step_has_computed_is_not_sent(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels that waited in vain end, too, and what they compute would not be replaced by what the
+    repeated step computes. Until the end nobody takes the peer for one that takes nothing."""
+    lifecycle, kernels, passed = Lifecycle(Membership(0, (0,))), Failing(), Event()
+    lifecycle.register(kernels, (0,))
+    event = SimpleNamespace(synchronize=lambda: passed.wait(60))
+    step = StepOnDevice(event, lifecycle, lifecycle.membership.generation)
+    monkeypatch.setattr(StepOnDevice, "recorded", lambda *given: step)
+    [one] = shares(1, 1, False)
+    with receivers([one]) as ((receiver,), rooms):
+        link: Any = SimpleNamespace(post=lambda message: None, beat=lambda: None, is_late=False)
+        rooms._links["stays:1"] = link
+        rooms.announce(1, Room(4, "stays", 1), PROMPT)
+        ticket, outlets = rooms.offer(1, 0, 2), outlets_of(1, "tcp")
+        outlet, there = outlets._outlet("127.0.0.1", receiver.port), ("127.0.0.1", receiver.port)
+        outlets.buffer.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
+        place = outlets.take(*there, len(BODY))
+        outlets.put(*there, chunk_of(ticket, place=place))
+        wait_until(lambda: outlet._awaits_step)
+        with outlets.buffer.changed:
+            assert outlet.held_bytes and not outlet.is_stuck(-1.0)
+        kernels.why = "no rank 1" if end != "whole" else ""
+        if end == "rolled back":
+            lifecycle.restart()
+        passed.set()
+        if end == "whole":
+            wait_until(lambda: is_complete(receiver, ticket))
+        else:
+            text = "room 4: the prefill instance could not send all of it"
+            assert next_event(rooms) == RoomEvent(1, None, text)
+            assert receiver.staged(ticket).num_missing == LAYERS * 2 * HEADS
+        wait_until(lambda: outlets.buffer.free_bytes == outlets.buffer.nbytes)
 
 
 def test_digests_tell_prompts_and_models_apart(tmp_path: Path) -> None:

@@ -101,7 +101,8 @@ def _warm_up(share: KVShare, cache: PagedCache) -> None:
 def _outlets(args: ServerArgs, runner: ModelRunner, link: RankLink) -> KVOutlets:
     assert runner.send_buffer is not None, "a prefill instance's ranks have one"
     transport = transport_of(args.disaggregation_transfer_backend, runner.device.type)
-    return KVOutlets(Identity(link.rank, link.node), link.secret, runner.send_buffer, transport)
+    own = Identity(link.rank, link.node)
+    return KVOutlets(own, link.secret, runner.send_buffer, transport, link.lifecycle)
 
 
 def _listen(host: str, is_only_node: bool, port: int = 0) -> socket.socket:
