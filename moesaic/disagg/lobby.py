@@ -233,6 +233,7 @@ class Lobby:
             self._over.pop(half.room, None)
             self._announced[connection].add(half.room)
             room.connection, room.peer = connection, peer
+            room.since = time.monotonic() if room.is_entered else room.since
             room.model, room.draft, room.wanted = half.model, half.draft, half.prompt
             self._compare(half.room, room)
 
@@ -246,7 +247,8 @@ class Lobby:
             room = self._rooms.get(number)
             if room is None or room.connection is not connection:
                 return  # it was told when the room ended
-            room.target, room.since = target, time.monotonic()
+            room.target = target
+            room.since = time.monotonic() if room.is_entered else room.since
             if self._compare(number, room) and room.request_no is not None and room.is_entered:
                 self._add_event(LobbyEvent(room.request_no, target))
 

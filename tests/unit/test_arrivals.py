@@ -38,6 +38,9 @@ class Rooms:
     def release(self, request_no: int) -> None:
         self.released.append(request_no)
 
+    def state(self) -> list[Any]:
+        return []
+
     def take(self) -> list[RoomEvent]:
         found, self.events = self.events, []
         return found
@@ -121,3 +124,18 @@ def test_the_end_of_a_request_gives_its_room_to_the_next_one_at_once() -> None:
     group.arrivals.advance()
     assert group.rooms.released == [1] and group.rooms.offered == [1, 2]
     assert second.phase is RequestPhase.RUNNING
+
+
+def test_what_is_computed_after_all_is_told_until_its_first_token() -> None:
+    group = Group()
+    request, other = group.add(1, 30), group.add(2, 30)
+    group.arrivals.advance()
+    group.rooms.events += [RoomEvent(1, None, "it is lost"), RoomEvent(2, None, "it is lost")]
+    group.arrivals.advance()
+    told = [{**one, "seconds": None} for one in group.arrivals.state()]
+    where = {"phase": "is computed here", "peer": "127.0.0.1:1", "seconds": None}
+    assert told == [{"room": 1} | where, {"room": 2} | where]
+    request.token_ids.append(9)
+    group.finish(other)
+    group.arrivals.advance()
+    assert group.arrivals.state() == []

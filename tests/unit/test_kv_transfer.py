@@ -645,6 +645,34 @@ def test_seconds_are_those_of_the_phase(monkeypatch: pytest.MonkeyPatch) -> None
         assert told() == ("arrives", 3.0, "not all has come: keys and values of ranks [0, 1]")
 
 
+def test_seconds_of_a_prefill_half_are_those_of_the_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which begins anew when its decode half is announced, and offers pages."""
+    now = [1000.0]
+    monkeypatch.setattr(lobby_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with prefill_lobby() as (lobby, room), receivers(shares(1, 1, False)) as (_, rooms):
+
+        def told(phase: str) -> float:
+            wait_until(lambda: lobby.state()[0]["phase"] == phase)
+            return float(lobby.state()[0]["seconds"])
+
+        lobby.enter(1, room.number, PROMPT)
+        now[0] = 1003.0
+        assert told("waits for decode") == 3.0
+        rooms.announce(1, room, PROMPT)
+        assert told("waits for pages of the decode instance") == 0.0
+        now[0] = 1005.0
+        rooms.offer(1, 0, 3)
+        assert told("computes and sends") == 0.0
+        other = Room(8, room.host, room.port)
+        rooms.announce(2, other, PROMPT)
+        wait_until(lambda: 8 in lobby._rooms)
+        lobby._rooms[8].since = 1001.0
+        rooms.offer(2, 0, 3)
+        wait_until(lambda: lobby._rooms[8].target is not None)
+        assert lobby.state()[1]["phase"] == "waits for its request"
+        assert lobby.state()[1]["seconds"] == 4.0, "that it is offered pages is no phase of it"
+
+
 def test_a_link_is_lost_for_any_reason() -> None:
     with receivers(shares(1, 1, False)) as (_, rooms):
         rooms.announce(1, Room(9, "a..b", 9), PROMPT)

@@ -4,7 +4,8 @@ group."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from moesaic.core.messages import Message, Runnable
@@ -29,9 +30,22 @@ class Arrivals:
         self._planner, self._rooms, self._send = planner, rooms, send
         self._open: dict[int, Request] = {}
         """The requests that `rooms` knows."""
+        self._recomputed: dict[Request, float] = {}
+        """Those without a token whose prompts do not come, and since when that is known."""
 
     def state(self) -> list[dict[str, Any]]:
-        return self._rooms.state()
+        return [*self._rooms.state(), *self._recomputed_rooms()]
+
+    def _recomputed_rooms(self) -> Iterator[dict[str, Any]]:
+        now = time.monotonic()
+        for request, since in self._recomputed.items():
+            if request.room is not None and request.request_no not in self._open:
+                yield {
+                    "room": request.room.number,
+                    "phase": "is computed here",
+                    "peer": request.room.address,
+                    "seconds": round(now - since, 3),
+                }
 
     def expect(self, request: Request) -> None:
         """A new request, before the planner gets it."""
@@ -46,6 +60,9 @@ class Arrivals:
         whether there was any request to do this for. What came for others is taken, too."""
         for event in self._rooms.take():
             self._apply(event)
+        for request in list(self._recomputed):
+            if request.num_output or request.phase is RequestPhase.FINISHED:
+                del self._recomputed[request]
         if not self._open:
             return False
         for request in list(self._open.values()):
@@ -98,6 +115,8 @@ class Arrivals:
         logger.warning("request %s: its prompt is computed here: %s", shown_id(request.rid), why)
         self._planner.metrics.counts.prompts_recomputed += 1
         self._planner.scheduler.compute_here(request)
+        if not request.num_output:  # else it was here, and the client has its first token
+            self._recomputed[request] = time.monotonic()
         self._send(Runnable(request.request_no))
 
 
