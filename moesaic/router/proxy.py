@@ -217,8 +217,11 @@ class Proxy:
             attempt = found
         return unavailable(self.workers)
 
-    async def _try_all(self, call: Call, headers: Mapping[str, str]) -> Attempt | Response:
-        """The first good beginning of an answer, or the last bad one."""
+    async def _try_all(
+        self, call: Call, headers: Mapping[str, str], has_begun: bool = False
+    ) -> Attempt | Response:
+        """The first good beginning of an answer, or the last bad one. `has_begun`: the client has
+        a part of it, so that instances which are overloaded are asked again."""
         avoided: set[Worker] = set()
         last: Response | None = None
         for number in range(self.args.retry_max_retries + 1):
@@ -231,8 +234,8 @@ class Proxy:
                 avoided.add(lost.worker)
                 last = lost.response or last
                 if avoided.issuperset(self.healthy(lost.worker.role)):
-                    if last is not None and last.status_code == OVERLOADED:
-                        return last  # all of them are
+                    if lost.is_overload and lost.response is not None and not has_begun:
+                        return lost.response  # all of them are
                     avoided = {one for one in avoided if one.role != lost.worker.role}
                     await asyncio.sleep(PAUSE_SECONDS)  # those that stop are replaced
             except _NobodyThere:
@@ -387,7 +390,7 @@ class Proxy:
             if retries > 0:
                 retries -= 1
                 logger.info("a stream is continued elsewhere: %s: %s", attempt.worker.url, why)
-                found = await self._try_all(call, headers)
+                found = await self._try_all(call, headers, has_begun=True)
             if isinstance(found, Attempt) and found.answer.content_type != SSE:
                 await found.stack.aclose()
                 found = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from starlette.responses import Response
 
+from moesaic.router.answers import Events
 from moesaic.router.args import RouterArgs
 from moesaic.router.halves import Call
 from moesaic.router.proxy import Proxy
@@ -109,6 +111,94 @@ def test_when_all_prefill_instances_refuse(number: int, refusal: int, expected: 
 
     assert asyncio.run(run()) == expected
     assert refusals == number == workers[-1].total
+
+
+def test_an_overloaded_instance_is_not_blamed_for_one_that_is_lost() -> None:
+    """The other prefill instance takes the prompt, and the decode instance comes again."""
+    workers, lost, is_over = list[Worker](), 0, asyncio.Event()
+
+    async def refuse(request: web.Request) -> web.Response:
+        return web.json_response({"error": {}}, status=429)
+
+    async def break_off(request: web.Request) -> web.Response:
+        nonlocal lost
+        if (await request.json())["bootstrap_port"] == 1:  # the refusal comes meanwhile
+            await is_over.wait()
+        elif not lost:
+            lost += 1
+            asyncio.get_running_loop().call_later(0.2, workers[2].find)
+            assert request.transport is not None
+            request.transport.abort()
+        return await answer(request)
+
+    async def run() -> Response:
+        async with AsyncExitStack() as stack:
+            enter = stack.enter_async_context
+            for role, handler in (("prefill", refuse), ("prefill", answer), ("decode", break_off)):
+                workers.append(await enter(instance(role, handler)))
+            workers[0].bootstrap_port = 1
+            session = await enter(aiohttp.ClientSession())
+            stack.callback(is_over.set)
+            args = RouterArgs(pd_disaggregation=True, policy="round_robin")
+            return await asyncio.wait_for(Proxy(args, workers, session).generate(CALL, {}), 30)
+
+    found = asyncio.run(run())
+    assert (found.status_code, found.body, lost) == (200, b'{"text": "whole"}', 1)
+
+
+def test_a_stream_that_has_begun_waits_for_an_overloaded_instance() -> None:
+    """Many streams of a lost instance come to another one at once."""
+    asked, refusals = asyncio.Event(), 0
+
+    def event(number: int) -> bytes:
+        meta = {"finish_reason": {"type": "length"} if number == 3 else None}
+        told = {"text": "abc"[:number], "output_ids": [*range(number)], "meta_info": meta}
+        return f"data: {json.dumps(told)}\n\n".encode()
+
+    async def write(request: web.Request, last: int) -> web.StreamResponse:
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await stream.prepare(request)
+        for number in range(1, last + 1):
+            await stream.write(event(number))
+        return stream
+
+    async def break_off(request: web.Request) -> web.StreamResponse:
+        stream = await write(request, 1)
+        await asked.wait()
+        assert request.transport is not None
+        request.transport.abort()
+        return stream
+
+    async def refuse_once(request: web.Request) -> web.StreamResponse:
+        nonlocal refusals
+        if not refusals:
+            refusals += 1
+            return web.json_response({"error": {}}, status=429)
+        stream = await write(request, 3)
+        await stream.write(b"data: [DONE]\n\n")
+        return stream
+
+    async def run() -> bytes:
+        async with (
+            instance("both", break_off) as first,
+            instance("both", refuse_once) as second,
+            aiohttp.ClientSession() as session,
+        ):
+            second.lose("it starts")
+            proxy, data = Proxy(RouterArgs(), [first, second], session), b""
+            call = Call.of("/generate", {"text": "x", "stream": True})
+            found = await proxy.generate(call, {})
+            second.find()
+            assert isinstance(found, Events)
+            async with asyncio.timeout(30):
+                async for part in found.body_iterator:
+                    assert isinstance(part, bytes)
+                    data += part
+                    asked.set()
+            return data
+
+    found = asyncio.run(run())
+    assert found == event(1) + event(2) + event(3) + b"data: [DONE]\n\n" and refusals == 1
 
 
 def test_an_id_that_an_instance_still_has_is_no_error() -> None:
