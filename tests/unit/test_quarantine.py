@@ -232,3 +232,28 @@ def test_steps_that_fail_whoever_takes_part_are_given_up():
     rollbacks.note_progress()
     rollbacks.start(StepFailed(0, MAX_FAILURES, 5, "why"))
     assert rollbacks.failures == 1 and not rollbacks.is_hopeless
+
+
+@pytest.mark.parametrize("with_leader", [False, True])
+def test_who_is_left_of_a_failed_step_is_tried_alone(with_leader: bool):
+    """The other request of the step has ended since: it may have been the cause."""
+    core, (gone, other) = make_core(), requests()[1:3]
+    for request in (gone, other):
+        core.add(RequestState(request, None, lambda progress: None))
+    while not (gone.num_output and other.num_output):
+        core.step()
+    while core.loop.inflight:
+        core.loop.complete_oldest()
+    step = core.planner.plan()
+    assert {gone, other} == {*step.decoding.requests, *(item.request for item in step.items)}
+    core.planner.abort(gone.request_no)
+    if with_leader:
+        link = SimpleNamespace(mesh=Mesh(), place=Mesh().place(0), send=lambda message: None)
+        assert Leader(link, core.planner).rollback([step], "it failed", alone=True) == 1
+    else:
+        core.loop.inflight.append(step)
+        core._undo_steps("it failed")
+    assert not other.failed and core.planner.num_suspects == 1
+    while core.has_work:
+        core.step()
+    assert other.num_output == other.max_new_tokens and not other.failed

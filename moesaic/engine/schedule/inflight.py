@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import msgspec
 
 from moesaic.core.draft_shape import NO_DRAFTS, DraftShape
 from moesaic.core.draft_tree import Parents, is_chain, path_of
-from moesaic.core.request import Request
+from moesaic.core.request import Request, RequestPhase
 from moesaic.engine.schedule.kv_manager import KVManager
 from moesaic.engine.schedule.plan import NO_DECODES, Ints, StepAgreement, StepHandle, StepPlan
 from moesaic.engine.schedule.step_budget import StepWork
@@ -206,6 +207,12 @@ class InflightStep:
     @property
     def has_requests(self) -> bool:
         return bool(self.items or self.decoding.requests)
+
+    @property
+    def has_ended_requests(self) -> bool:
+        """Whether some have ended since it was planned: their part may be why it failed."""
+        requests = chain(self.decoding.requests, (item.request for item in self.items))
+        return any(request.phase is RequestPhase.FINISHED for request in requests)
 
     @property
     def work(self) -> StepWork:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec.structs import astuple
@@ -81,11 +81,12 @@ class Leader:
         self.report()
         self.advance()
 
-    def rollback(self, steps: Iterable[InflightStep], error: str, alone: bool) -> int:
+    def rollback(self, steps: Sequence[InflightStep], error: str, alone: bool) -> int:
         """Undoes all in-flight steps, with an `error` because one of them failed; returns how many
         sets of requests are to run by themselves."""
         suspects = self.planner.rollback(steps, failed=bool(error))
         if error:
+            alone = alone and not any(step.has_ended_requests for step in steps)
             self.planner.report_failure(suspects, error, alone=alone)
         self.report()
         return self.planner.num_suspects

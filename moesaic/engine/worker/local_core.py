@@ -155,8 +155,9 @@ class LocalCore:
         except Exception:
             logger.info("the step before it failed, too", exc_info=True)
         suspects = self.planner.rollback(inflight)
+        alone = not any(step.has_ended_requests for step in inflight)
         inflight.clear()
-        self.planner.report_failure(suspects, error, alone=True)
+        self.planner.report_failure(suspects, error, alone=alone)
 
 
 def _log_slow(step: InflightStep, seconds: float, usual: float) -> None:
