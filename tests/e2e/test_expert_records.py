@@ -16,6 +16,7 @@ from moesaic import Engine
 from moesaic.cli.main import main
 from moesaic.comm.mesh import Mesh
 from moesaic.config import ServerArgs, resolve
+from moesaic.core.overlap import Overlap
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.frontend import expert_records
@@ -24,6 +25,7 @@ from moesaic.engine.frontend.queries import QueryTimeout, RankAnswers, RankReply
 from moesaic.engine.runner import expert_recorder
 from moesaic.engine.runner.expert_recorder import RecorderState
 from moesaic.engine.runner.model_runner import ModelRunner
+from moesaic.engine.schedule.plan import PlanItem, StepAgreement, StepPlan
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.worker.local_core import LocalCore
 from moesaic.models.tiny import materialise
@@ -238,3 +240,24 @@ def test_tokens_that_a_small_ring_drops(folder: Path, monkeypatch: pytest.Monkey
     assert [one["input_ids"].tolist() for one in told[1:]] == [[token] for token in ids[-5:-1]]
     total = np.sum([one["global_physical_count"].sum(-1).numpy() for one in told], 0)
     assert max(total) == computed * core.runner.top_k, "counts are whole all the same"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_step_in_halves_keeps_no_tokens(asynchronous: bool) -> None:
+    """A rank may begin to record before the leader of its group, which has such a step then."""
+    given = {"model_path": MODEL, "expert_distribution_recorder_mode": "per_token"}
+    args = resolve(ServerArgs.from_kwargs(**given))
+    path = materialise(args.model_path)
+    args = replace(args, model_path=path, overlap="tbo", cuda_graph_bs=(4,))
+    runner = ModelRunner(args, asynchronous=asynchronous)
+    recorder, kinds = runner.recorder, (Overlap.OFF, Overlap.TBO, Overlap.OFF)
+    assert recorder is not None
+    recorder.start()
+    plan = StepPlan([PlanItem(n, [7 + n], 0, n, [1 + n]) for n in range(4)])
+    for overlap in kinds:
+        first = (2,) if overlap else ()
+        agreement = StepAgreement(1, (4,), (0,), overlap=overlap, first_half=first)
+        runner.begin(plan, agreement).wait()
+    state = recorder.state()
+    found = [one.tokens for one in recorder.read(state.first, state.end).passes]
+    assert [span.count for span in found if span is not None] == [4, 0, 4]

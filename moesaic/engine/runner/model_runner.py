@@ -379,6 +379,11 @@ class ModelRunner:
         """Whether the next step's slots are recorded for each of its tokens."""
         return self.recorder is not None and self.recorder.needs_tokens
 
+    def keeps_slots(self, agreement: StepAgreement) -> bool:
+        """The same of this step. Ranks begin to record one after the other: where the leader of a
+        group does not yet, a step may be in halves, which keep none. Dumps leave it out."""
+        return self.records_tokens and agreement.overlap != Overlap.TBO
+
     @property
     def prefill_wave(self) -> int:
         """Prompt tokens that the device attends with at once, in whole chunks."""

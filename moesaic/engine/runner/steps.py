@@ -268,18 +268,19 @@ class AsynchronousSteps:
     ) -> BatchOutput:
         step = self._step(agreement)
         split = SplitStep.of(self._runner, agreement, step)
+        records_tokens = self._runner.keeps_slots(agreement)
         if (key := self._graph_key(plan, agreement)) is not None:
             hidden_TH = self.graph_batch.run(plan, key, x_TH, slots, split)
             rows = plan.num_tokens if self._runner.samples else 0
             output = self._output(hidden_TH, rows)
-            if self._runner.records_tokens:
+            if records_tokens:
                 output.tokens = self.graph_batch.tokens(key, plan.num_tokens)
             if plan.is_routed:
                 routed = self.graph_batch.routed[key]
                 output.routed = self._routed_experts.read(plan, routed, key.rows)
             return output
         bucket = self._mixed_bucket(agreement)
-        records_tokens = self._runner.records_tokens  # which a mixed graph does not keep
+        # A mixed graph does not keep slots.
         if bucket is not None and not records_tokens and self.mixed_batch.can_run(plan):
             given = (plan, bucket, x_TH, slots, split, agreement.overlap)
             return self._eager_output(plan, self.mixed_batch.run(*given))

@@ -60,7 +60,8 @@ class SynchronousSteps:
         runner.move(plan.moves)
         runner.clear(plan.clear)
         runner.transfers.receive(plan, runner.sent_caches, runner.page_table)
-        slots: list[Tensor] | None = [] if plan.is_routed or runner.records_tokens else None
+        keeps_slots = plan.is_routed or runner.keeps_slots(agreement)
+        slots: list[Tensor] | None = [] if keeps_slots else None
         counts = runner.group_counts(agreement.counts)
         prefill, overlap = agreement.prefill, agreement.overlap
         step = Step(prefill=prefill, counts=counts, routed=slots, overlap=overlap)
