@@ -28,6 +28,13 @@ def resolved_overlap(args: ServerArgs) -> tuple[str, str]:
     return asked, why
 
 
+def asks_for_overlap(args: ServerArgs) -> bool:
+    """Whether a flag asks for more than `off`."""
+    if args.overlap is None:
+        return any(getattr(args, field) for field in SWITCHES)
+    return args.overlap != "off"
+
+
 def link_of(args: ServerArgs) -> EmulatedLink | None:
     return None if args.emulate_link is None else EmulatedLink.parse(args.emulate_link)
 

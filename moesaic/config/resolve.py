@@ -28,6 +28,7 @@ from moesaic.config.gpus import crowding_warning
 from moesaic.config.growth import grown, growth_problems
 from moesaic.config.idle_balancing import idle_balancing
 from moesaic.config.overlap import (
+    asks_for_overlap,
     link_contradictions,
     overlap_contradictions,
     resolved_overlap,
@@ -168,6 +169,9 @@ def _logged(args: ServerArgs) -> Iterator[FlagChange]:
         )
     if args.enable_elastic_expert_backup:
         yield FlagChange("weight_cache_mode", "daemon", "--enable-elastic-expert-backup")
+    overlap, why = resolved_overlap(args)
+    if asks_for_overlap(args) and overlap != args.overlap:
+        yield FlagChange("overlap", overlap, why)
     if _may_lose_groups(args):
         why = "with --elastic-ep-backend each attention group computes without the others"
         if args.moe_dense_tp_size is None:
@@ -209,7 +213,8 @@ def _defaults(args: ServerArgs) -> Iterator[FlagChange]:
     yield FlagChange("chunked_prefill_size", chunk, why)
     if device == "cpu" and args.max_step_ms is None:
         yield FlagChange("max_step_ms", 0.0, "the default on cpu")
-    yield FlagChange("overlap", *resolved_overlap(args))
+    if not asks_for_overlap(args):  # else it is logged
+        yield FlagChange("overlap", *resolved_overlap(args))
     if args.dist_timeout is None:
         yield FlagChange("dist_timeout", DIST_TIMEOUT, "the default")
     for change in speculation_defaults(args):

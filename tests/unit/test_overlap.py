@@ -299,6 +299,26 @@ def test_what_overlap_resolves_to(flags: dict[str, Any], value: str) -> None:
     assert resolve(found) == found, "resolved flags stay"
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({**TWO, "overlap": "tbo"}, ""),  # the ranks say what it does
+        ({**TWO, "enable_two_batch_overlap": True}, "tbo: --enable-two-batch-overlap"),
+        ({"enable_single_batch_overlap": True}, "off: the experts of a layer are on one rank"),
+        ({"overlap": "auto"}, "off: the experts of a layer are on one rank"),
+        ({"overlap": "off"}, ""),
+        (TWO, ""),
+    ],
+)
+def test_the_log_says_what_is_not_as_asked(
+    flags: dict[str, Any], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "moesaic")
+    resolve(args(**flags))
+    lines = [line for line in caplog.messages if line.startswith("--overlap")]
+    assert len(lines) == bool(told) and all(f"--overlap is {told}" in line for line in lines)
+
+
 def test_contradictions() -> None:
     both = args(**TWO, overlap="off", enable_two_batch_overlap=True)
     assert list(overlap_contradictions(both)) == [
