@@ -105,6 +105,10 @@ class GroupStats(msgspec.Struct, array_like=True):
     """Prompts that other instances have computed."""
     prompts_recomputed: int = 0
     """Those that did not arrive, and are computed here."""
+    prefill_schedules: dict[str, int] = {}
+    """Of the prefill steps, how many had each schedule of --overlap: off, sbo or tbo."""
+    decode_schedules: dict[str, int] = {}
+    """The same of the decode steps."""
 
 
 class MembershipChange(msgspec.Struct):

@@ -52,6 +52,7 @@ ROWS: Final = {
         Panel("Generated tokens per second", "short", "generation_throughput", 6),
         Panel("Steps", "ops", "steps_total", 6),
         Panel("Time in steps", "percentunit", "forward_seconds_total", 6),
+        Panel("Steps by schedule of overlap", "ops", "overlap_steps_total"),
         Panel("Communication hidden by overlap", "percentunit", "overlap_hidden_ratio"),
     ),
     "Speculative decoding": (

@@ -52,6 +52,14 @@ def phases(prefill: str, decode: str) -> Series:
     return Series(MetricSource.SCHEDULERS, read, (GROUP, "phase"), hidden=(GROUP,))
 
 
+def schedules(snapshot: Snapshot) -> Iterator[Sample]:
+    for group in snapshot.engine.groups:
+        kinds = (("prefill", group.prefill_schedules), ("decode", group.decode_schedules))
+        for phase, steps in kinds:
+            for schedule, number in sorted(steps.items()):
+                yield (str(group.group), phase, schedule), number
+
+
 def ranks(value: Callable[[RankStats], float]) -> Series:
     def read(snapshot: Snapshot) -> Iterator[Sample]:
         for rank in snapshot.engine.ranks:

@@ -162,6 +162,14 @@ METRICS: Final[tuple[Metric, ...]] = (
         series.phases("prefill_steps", "decode_steps"),
     ),
     _counter(
+        "overlap_steps_total",
+        "The same steps by their schedule: off, sbo (shared experts beside transfers) or tbo (two "
+        "micro-batches).",
+        Series(
+            MetricSource.SCHEDULERS, series.schedules, (GROUP, "phase", "schedule"), hidden=(GROUP,)
+        ),
+    ),
+    _counter(
         "forward_seconds_total",
         "Seconds spent in steps.",
         series.phases("prefill_seconds", "decode_seconds"),

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from moesaic import Engine
+from moesaic.engine.frontend import core_client
+from tests.e2e import chosen_rank
 from tests.e2e.test_gpu_ranks import GREEDY, SMALL, WHOLE, groups, model_path, twins
 from tests.e2e.test_rank_isolation import prompts
 
@@ -40,19 +42,60 @@ def on_hosts(family: str, **flags: Any) -> Engine:
     return Engine(**{**given, **SMALL, **RANKS, **flags})
 
 
-def test_ranks_on_hosts() -> None:
-    """Few sizes, as all are measured at start."""
-    few = {"max_running_requests": 4, "chunked_prefill_size": 16}
-    with on_hosts("deepseek_v2", **few) as engine:
-        wanted = tokens_of(engine)
+FEW = {"max_running_requests": 4, "chunked_prefill_size": 16}
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[list[int]]:
+    """Without overlap."""
+    with on_hosts("deepseek_v2", **FEW) as engine:
+        found = tokens_of(engine)
         assert engine.overlap_choices == []
-    with on_hosts("deepseek_v2", overlap="auto", **few, **LINK) as engine:
+        for group in engine.get_stats().groups:
+            assert group.decode_schedules == {"off": group.decode_steps}
+            assert group.prefill_schedules == {"off": group.prefill_steps}
+    return found
+
+
+def test_ranks_on_hosts(wanted: list[list[int]]) -> None:
+    """Few sizes, as all are measured at start."""
+    with on_hosts("deepseek_v2", overlap="auto", **FEW, **LINK) as engine:
         assert tokens_of(engine) == wanted
         facts_are_plausible(engine, [1, 2])
         info = engine.get_server_info()
         assert info["overlap_choices"] == engine.overlap_choices
         assert info["emulate_link"] == LINK["emulate_link"]
         assert engine.providers["emulated_link"] == "1 GB/s (8 Gbit/s), 50 us"
+
+
+def test_each_step_has_the_schedule_of_its_size(
+    wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It changes from step to step, as requests come and end, and answers do not."""
+    monkeypatch.setattr(core_client, "TARGET", chosen_rank.TARGET)
+    with on_hosts("deepseek_v2", overlap="auto", **FEW) as engine:
+        assert tokens_of(engine) == wanted
+        groups = engine.get_stats().groups
+    for group in groups:
+        assert sum(group.decode_schedules.values()) == group.decode_steps
+        assert sum(group.prefill_schedules.values()) == group.prefill_steps
+    assert {name for group in groups for name in group.decode_schedules} == {"sbo", "tbo"}
+    assert {"off", "tbo"} <= {name for group in groups for name in group.prefill_schedules}
+
+
+@pytest.mark.slow
+def test_steps_with_drafts_are_measured() -> None:
+    """They have more tokens than requests may run, and are never split."""
+    drafts = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}
+    few = FEW | drafts | {"chunked_prefill_size": 8}
+    with on_hosts("deepseek_v2", **few) as engine:
+        wanted = tokens_of(engine)
+    with on_hosts("deepseek_v2", overlap="auto", **few, **LINK) as engine:
+        assert tokens_of(engine) == wanted
+        choices = {one["tokens"]: one["measured_ms"] for one in engine.overlap_choices}
+    assert list(choices)[:3] == [1, 2, 4]
+    assert set(choices[2]) == {"off", "sbo", "tbo"}
+    assert set(choices[4]) == set(choices.get(8, choices[4])) == {"off", "sbo"}
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from moesaic.engine.schedule.acceptance import Acceptance, AcceptanceAlarm
 from moesaic.engine.schedule.inflight import InflightStep
 from moesaic.engine.schedule.plan import StepResult
 from moesaic.engine.schedule.scheduler import Scheduler
+from moesaic.overlap.cost import name as schedule_name
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,9 @@ class SchedulerMetrics:
         else:
             counts.decode_steps += 1
             counts.decode_seconds += seconds
+        schedules = counts.prefill_schedules if step.plan.prefill else counts.decode_schedules
+        schedule = schedule_name(step.agreement.overlap)
+        schedules[schedule] = schedules.get(schedule, 0) + 1
         self.flush_log()
         before = self._decode_line
         is_due = counts.decode_steps - before.counts.decode_steps >= self._interval
