@@ -131,13 +131,17 @@ def test_sizes_that_are_measured() -> None:
         (False, 20), (True, 32), (True, 40),
     ]  # fmt: skip
     assert sizes_of(4, 8) == [(False, 1), (False, 2), (False, 4)]
+    # With drafts.
+    assert sizes_of(3, 8, 9) == [(False, size) for size in (1, 2, 3, 4, 8, 9)]
+    assert sizes_of(3, 8, 3) == [(False, size) for size in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize(("number", "windows"), [(0, ["one"]), (1, ["one"]), (0, [])])
 def test_ranks_begin_and_end_together_what_they_time_alone(
-    number: int, monkeypatch: pytest.MonkeyPatch
+    number: int, windows: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that is done earlier would send rows into what another one is computing with."""
+    """A rank that is done earlier would send rows into what another one is computing with. Nodes of
+    one rank each have no windows, and wait for each other in NCCL's kernels."""
     events = list[str]()
 
     class Trial:
@@ -152,7 +156,7 @@ def test_ranks_begin_and_end_together_what_they_time_alone(
         return 0.5 if "alone" in events[-2:] else 2.0, 0.0
 
     one = Calibration.__new__(Calibration)
-    watchdog = SimpleNamespace(windows=["one"])
+    watchdog = SimpleNamespace(windows=windows, has_nccl=not windows)
     for name, value in {
         "_runner": SimpleNamespace(watchdog=watchdog),
         "_trial": Trial(),

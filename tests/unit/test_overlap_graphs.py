@@ -14,6 +14,7 @@ from moesaic.core.overlap import Overlap
 from moesaic.engine.runner.graphs import GraphCache, GraphKey, MixedGraphs, MixedKey
 from moesaic.engine.runner.overlap_calibration import Calibration
 from moesaic.engine.runner.peer_watchdog import PeerWatchdog
+from moesaic.engine.worker.step_splitter import WHOLE, StepSplitter
 from moesaic.overlap.cost import ChosenOverlap, OverlapChoice, StepCosts
 from moesaic.overlap.policy import NoOverlap, SingleBatch, TwoBatches
 
@@ -148,3 +149,18 @@ def test_measured_prompts_are_no_more_than_may_run() -> None:
     assert calibration._lengths(True, 8192) == [4096, 4096]
     assert calibration._lengths(True, 1500) == [1024, 476]
     assert calibration._lengths(False, 2) == [1, 1]
+
+
+def test_measured_drafts_are_those_of_the_requests_that_may_run() -> None:
+    """They are verified in one batch."""
+    calibration = object.__new__(Calibration)
+    runner = SimpleNamespace(max_running=3, context_length=64, vocab_size=99)
+    vars(calibration).update(_runner=runner, _page_size=4, _number=0, _threshold=0.48)
+    assert calibration._lengths(False, 8) == [3, 3, 2]
+    kind = calibration._kind(False, 8)
+    assert not kind.can_split and calibration._kind(False, 3).can_split
+    plan = calibration._plan(kind)
+    assert [item.num_drafts for item in plan.items] == [2, 2, 1] and plan.verifies
+    assert [item.first + len(item.token_ids) for item in plan.items] == [64, 64, 64]
+    assert {len(item.pages) for item in plan.items} == {16}
+    assert StepSplitter(TwoBatches(), 0.48).first_half(plan) == WHOLE

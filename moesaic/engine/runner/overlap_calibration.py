@@ -64,11 +64,14 @@ class StepKind:
         return 0 < self.first_half < self.tokens
 
 
-def sizes_of(decode_tokens: int, chunk_tokens: int) -> list[tuple[bool, int]]:
+def sizes_of(
+    decode_tokens: int, chunk_tokens: int, verify_tokens: int = 0
+) -> list[tuple[bool, int]]:
     """Whether a step prefills, and its tokens: powers of two and the most, small ones first.
+    `verify_tokens`: the most of a step with drafts.
 
-    >>> sizes_of(5, 32)
-    [(False, 1), (False, 2), (False, 4), (False, 5), (True, 16), (True, 32)]
+    >>> sizes_of(3, 32, 6)
+    [(False, 1), (False, 2), (False, 3), (False, 4), (False, 6), (True, 16), (True, 32)]
     """
 
     def powers(least: int, most: int) -> list[int]:
@@ -76,6 +79,7 @@ def sizes_of(decode_tokens: int, chunk_tokens: int) -> list[tuple[bool, int]]:
         return found if most in found or most < least else [*found, most]
 
     decodes, prefills = powers(1, decode_tokens), powers(LEAST_PREFILL, chunk_tokens)
+    decodes += [size for size in powers(1, verify_tokens) if size > decode_tokens]
     sizes = [*((False, size) for size in decodes), *((True, size) for size in prefills)]
     return sorted(sizes, key=lambda one: one[1])
 
@@ -85,7 +89,9 @@ def calibrate(runner: ModelRunner, args: ServerArgs) -> list[OverlapChoice]:
     ones."""
     began = time.monotonic()
     prompts = min(runner.limits.chunk_tokens, runner.max_running * runner.context_length)
-    calibration = Calibration(runner, args, sizes_of(runner.max_running, prompts))
+    # Drafts are verified in one batch, which may compute its shared experts meanwhile.
+    verified = runner.limits.decode_tokens if Overlap.SBO in runner.schedules else 0
+    calibration = Calibration(runner, args, sizes_of(runner.max_running, prompts, verified))
     runner.ranks.stage_peers.all_gather_bytes(b"", "measure overlap")
     if runner.ranks.stage_peers.repeats:
         logger.info("overlap: as it was measured when the service started")
@@ -160,21 +166,23 @@ class Calibration:
                 )
                 break
             known = costs[kind.prefill]
-            found.append(self.measure(kind, between(known, -(-kind.tokens // 2))))
+            half = between(known, -(-kind.tokens // 2)) if kind.can_split else None
+            found.append(self.measure(kind, half))
             known.append(found[-1].costs)
         return found
 
     def _kind(self, prefill: bool, tokens: int) -> StepKind:
         lengths = np.array(self._lengths(prefill, tokens))
         cut = cut_prompts(lengths, self._threshold) if prefill else cut_decodes(lengths)
-        return StepKind(prefill, tokens, cut.tokens)
+        has_drafts = not prefill and len(lengths) < tokens
+        return StepKind(prefill, tokens, 0 if has_drafts else cut.tokens)
 
     def _lengths(self, prefill: bool, tokens: int) -> list[int]:
-        """Of no more sequences than may run."""
-        if not prefill:
-            return [1] * tokens
+        """Of no more sequences than may run; what is more decodes as drafts."""
         runner = self._runner
-        most = min(max(PROMPT, -(-tokens // runner.max_running)), runner.context_length)
+        most = -(-tokens // runner.max_running)
+        if prefill:
+            most = min(max(PROMPT, most), runner.context_length)
         rest = [tokens % most] if tokens % most else []
         return [most] * (tokens // most) + rest
 
@@ -220,8 +228,8 @@ class Calibration:
         order = schedules if number % 2 else reversed(schedules)
         found = {schedule: self._timed(kind, schedule) for schedule in order}
         seconds, inside = found[Overlap.OFF]
-        compute = seconds - inside
-        if self._runner.watchdog.windows:  # kernels of a device
+        compute, watchdog = seconds - inside, self._runner.watchdog
+        if watchdog.windows or watchdog.has_nccl:  # kernels of a device
             compute = self._timed_alone(kind)
         return [*(found[schedule][0] for schedule in schedules), compute]
 
@@ -281,15 +289,15 @@ class Calibration:
 
     def _plan(self, kind: StepKind) -> StepPlan:
         """Sequences that nobody samples; their tokens choose experts as text of any kind does."""
-        runner, positions = self._runner, self._runner.context_length
-        first = 0 if kind.prefill else min(CONTEXT, positions - 1)
-        page_size = self._page_size
+        runner, page_size = self._runner, self._page_size
         items = []
         for row, length in enumerate(self._lengths(kind.prefill, kind.tokens)):
             self._number += 1
+            first = 0 if kind.prefill else min(CONTEXT, runner.context_length - length)
             ids = [(31 * (self._number + n)) % runner.vocab_size for n in range(length)]
             pages = [PAGE] * -(-(first + length) // page_size)
-            items.append(PlanItem(self._number, ids, first, row, pages))
+            drafts = 0 if kind.prefill else length - 1
+            items.append(PlanItem(self._number, ids, first, row, pages, num_drafts=drafts))
         return StepPlan(items, prefill=kind.prefill)
 
     def _transfer_seconds(self) -> float:
