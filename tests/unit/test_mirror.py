@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ import msgspec
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.network.store import StoreRequest, StoreTable
 from moesaic.comm.supervise.journal import HELD, Journal
+from moesaic.comm.supervise.lead_supervisor import LeadSupervisor
 from moesaic.comm.supervise.load_balance import LoadBalancer
 from moesaic.comm.supervise.mirror import JournalMirror, MirroredService
 from moesaic.comm.supervise.service_spec import ServiceSpec
@@ -172,3 +174,8 @@ def test_the_next_supervisor_keeps_what_clients_may_ask_for() -> None:
     assert journal.replay(0).emitted == [6]
     assert (kept := journal.attach(msgspec.structs.replace(again, key="c"))) and kept[0] == 3
     assert journal.attach(msgspec.structs.replace(again, key="b")) is None
+    # A new request has the number of none of them, or it would lose its client to another one.
+    journal.open.clear()
+    lead: Any = SimpleNamespace(journal=journal, mesh=SimpleNamespace(world=1), _facts=[{}])
+    assert LeadSupervisor._ready(lead).facts["first_request"] == 4
+    assert Journal(LoadBalancer(1, "auto", 0)).next_number == 0

@@ -117,6 +117,13 @@ class Journal:
             if entry.is_aborted or not entry.key:
                 self._drop(number)
 
+    @property
+    def next_number(self) -> int:
+        """Above those of all requests that are open, and of answers that a client may be given: it
+        would take such an answer for that of another request."""
+        kept = (one.number for _, one in self.kept.items())
+        return 1 + max([*self.open, *kept], default=-1)
+
     def attach(self, request: NewRequest) -> tuple[int, bytes] | None:
         """The number of the request that this one asks for again, and all of its answer so far, as
         an encoded StepOutput. None for a new one."""

@@ -455,7 +455,7 @@ class LeadSupervisor(NodeSupervisor):
     def _ready(self) -> messages.Ready:
         ranks = [self._facts[rank] for rank in range(self.mesh.world)]
         facts = {**ranks[0], "ranks": ranks, "open_requests": len(self.journal.open)}
-        facts["first_request"] = 1 + max(self.journal.open, default=-1)
+        facts["first_request"] = self.journal.next_number
         return messages.Ready(0, facts)
 
     def _check_start(self, now: float) -> None:
