@@ -75,6 +75,26 @@ def test_notes_may_come_in_parts() -> None:
     assert sizes[0] == 200_000 and len(sizes) == 4
 
 
+def test_a_node_that_learns_at_its_start_that_another_one_leads_joins_it() -> None:
+    """It looked before, when the other one did not lead yet."""
+    status, output = run("""
+        from types import SimpleNamespace
+        from moesaic.comm.launch.service import Service
+        from moesaic.core.messages import Fault
+
+        def serve(link):
+            if not link.leads:
+                print("stands by", link.life, flush=True)
+                link.tell(Note(ended=True))
+                return 5
+            spec = SimpleNamespace(timeouts=SimpleNamespace(start=60.0))
+            fault = Fault("another node leads", supervisor=True, yields=True)
+            service = SimpleNamespace(keeper=link, spec=spec, receive=lambda seconds: fault)
+            Service._await_ready(service)
+    """)
+    assert (status, output) == (5, "stands by 0\n")
+
+
 def test_another_process_with_the_number_of_a_supervisor_is_left_alone() -> None:
     with subprocess.Popen(["sleep", "100"]) as other:
         try:

@@ -6,7 +6,7 @@ import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NoReturn
 
 import msgspec
 
@@ -72,6 +72,11 @@ class KeeperLink:
         with suppress(BrokenPipeError):  # this process ends with its keeper
             while data:
                 data = data[os.write(self.pipe, data) :]
+
+    def stand_by(self) -> NoReturn:
+        """Another node leads the service: the next process of this one joins it."""
+        self.tell(Note(yields=True))
+        os._exit(1)
 
     def note_ready(self, requests: int) -> None:
         """The server accepts connections; ranks compute so many requests of the former process."""

@@ -230,6 +230,9 @@ class Service:
                 self.facts = message.facts
                 return
             if isinstance(message, Fault):
+                if message.yields and self.keeper is not None:
+                    logger.warning("%s: this one joins it", message.message)
+                    self.keeper.stand_by()
                 raise RuntimeError(message.message)
             if isinstance(message, Stop):
                 raise RuntimeError("the service was stopped while it started")

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from moesaic.comm.launch.keeper_link import KeeperLink, Note
+from moesaic.comm.launch.keeper_link import KeeperLink
 from moesaic.comm.launch.service import Service, ServiceSpec, Timeouts, host_ranks
 from moesaic.comm.mesh import Mesh, mesh_of
 from moesaic.comm.network.node_secret import NO_SECRET, own_secret
@@ -214,8 +214,7 @@ class CoreClient:
         text, restart = fault.message, self._restart
         if fault.yields and self.service.keeper is not None:
             logger.warning("%s: this one ends its connections, and joins it", text)
-            self.service.keeper.tell(Note(yields=True))
-            os._exit(1)  # the next process stands by
+            self.service.keeper.stand_by()
         if restart is not None and (fault.supervisor or restart.is_away):
             late = QueryTimeout(text)
             for query in self._queries.values():
