@@ -336,6 +336,29 @@ def test_requests_that_are_aborted_end_once() -> None:
     assert aborted > 200
 
 
+@pytest.mark.parametrize("start", [None, 2])
+def test_a_node_that_takes_over_serves_with_the_ranks_that_it_has(start: int | None) -> None:
+    """Also where the service was to have fewer ranks, all of which were on the other node."""
+    service = Service(MESHES["each rank a group"], 0, slots=EXPERTS)
+    service.spec = ServiceSpec(service.mesh, "a:b", elastic=True, start_size=start)
+    service.is_away = lambda rank: rank < 2  # type: ignore[method-assign, assignment]
+    for rank in range(4):
+        service.kill_rank(rank)
+    service.elastic = ElasticMembership(service, service.rollbacks)
+    service.journal = Journal(LoadBalancer(service.mesh.num_groups, "auto"))
+    for group in range(service.mesh.num_groups):
+        service.journal.balancer.set_away(group, True)
+    service.elastic.inherit({"experts": [0] * EXPERTS, "num_experts": EXPERTS}, [7])
+    service.submit(0)
+    service.elastic.tick(time.monotonic())
+    assert service.starting == {2, 3} and service.rollbacks[0].generation == 7
+    service.run(400, deaths=0.0)
+    assert service.answers == {0: list(range(LENGTH))} and service.elastic.live == [2, 3]
+    service.is_away = lambda rank: False  # type: ignore[method-assign, assignment]
+    service.run(400, deaths=0.0)
+    assert service.elastic.live == [0, 1, 2, 3] and not service.failed
+
+
 def test_a_rank_that_keeps_dying_ends_the_service() -> None:
     service = Service(MESHES["each rank a group"], 0)
     service.spec = ServiceSpec(service.mesh, "a:b", elastic=True, restart_limit=3)

@@ -197,13 +197,12 @@ class ElasticMembership(MembershipPolicy):
 
     def inherit(self, facts: Mapping[str, Any], generations: Sequence[int]) -> None:
         """Another node led the service, and is lost: all ranks are to start again, and those of
-        nodes that live do. `facts`: those of one; `generations`: the last of each replica."""
+        nodes that live do. A smaller size might have ranks of the lost node only. `facts`: those of
+        one; `generations`: the last of each replica."""
         now = time.monotonic()
         self._slots = len(facts["experts"]), facts.get("num_experts", 0)
-        self._size = self._host.spec.start_size or self._mesh.world
-        for rank, life in self.ranks.items():
-            life.is_live = False
-            life.restart_at = now if rank < self._size else None
+        for life in self.ranks.values():
+            life.is_live, life.restart_at = False, now
         for replica, generation in zip(self._replicas, generations, strict=True):
             replica.rollbacks.generation, replica.rollbacks.ranks = generation, []
             replica.reset = set(
