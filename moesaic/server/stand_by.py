@@ -85,7 +85,7 @@ def _another_leads(args: ServerArgs) -> bool:
     for node, (host, port) in enumerate(heads_of(args)):
         if node != args.node_rank:
             with suppress(OSError):
-                socket.create_connection((numeric(host), port), ANSWER_SECONDS).close()
+                socket.create_connection((host, port), ANSWER_SECONDS).close()
                 logger.info("node %d leads the service: this one joins it", node)
                 return True
     return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,6 +13,7 @@ from moesaic.comm.mesh import Mesh
 from moesaic.comm.supervise import follower_nodes
 from moesaic.comm.supervise.config_check import facts_of
 from moesaic.comm.supervise.follower_nodes import FollowerNodes
+from moesaic.comm.supervise.follower_supervisor import FollowerSupervisor
 from moesaic.comm.supervise.poll_loop import PollLoop
 from moesaic.comm.supervise.service_spec import ServiceSpec
 from moesaic.comm.supervise.supervisor_links import Disconnected, Event
@@ -190,3 +192,14 @@ def test_a_node_that_comes_again_with_other_flags_is_refused(
     )
     assert cut == messages.Stop("cut") and nodes.is_away(2)
     assert [told[0] for told in host.told] == ["left", "lost"]
+
+
+def test_a_mirror_that_takes_over_looks_no_more_for_the_node_that_led() -> None:
+    """And leaves it without a sign: it may only have slept, and would go on alone."""
+    former: Any = Mock(_lost="node 0 is lost", _name="node 1")
+    former.mirrored.journal.open = {}
+    FollowerSupervisor._take_over(former)
+    former._search.close.assert_called_once_with()
+    former._lead.close.assert_not_called()
+    assert former.takes_over and former.exit_code == 0
+    former.send_client.assert_called_once_with(messages.TakeOver("node 0 is lost"))

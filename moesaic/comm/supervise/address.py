@@ -9,6 +9,7 @@ import logging
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -65,6 +66,14 @@ def numeric(host: str) -> str:
         ) from None
 
 
+def numeric_or_name(host: str) -> str:
+    """Of another node that may be lost: a name service may have forgotten it, and know it later."""
+    try:
+        return numeric(host)
+    except ValueError:
+        return host
+
+
 def wait_for_name(host: str, seconds: float) -> None:
     """Returns when the name has an address, or after that time. Kubernetes publishes the name of a
     pod some seconds after the pod has started."""
@@ -85,6 +94,14 @@ def address_towards(host: str, port: int) -> str:
     with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])
+
+
+def address_towards_first(hosts: Sequence[tuple[str, int]]) -> str:
+    """The same, of the first host whose name is known and to which there is a route."""
+    for host, port in hosts[:-1]:
+        with suppress(OSError):
+            return address_towards(host, port)
+    return address_towards(*hosts[-1])
 
 
 def listen(spec: ServiceSpec) -> tuple[str, socket.socket]:

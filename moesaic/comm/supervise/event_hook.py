@@ -36,7 +36,7 @@ class ServiceEvent(msgspec.Struct):
     """A loss, a return or a removal: told when it is noticed, and again when it is dealt with."""
 
     process: str
-    """rank, http or supervisor."""
+    """rank, http, supervisor or node."""
     event: str
     """lost, returned or removed."""
     state: str

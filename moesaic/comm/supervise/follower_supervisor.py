@@ -12,7 +12,7 @@ from typing import Final
 import zmq
 
 from moesaic.comm.network.store import StoreAddress
-from moesaic.comm.supervise.address import address_towards, numeric
+from moesaic.comm.supervise.address import address_towards_first, numeric_or_name
 from moesaic.comm.supervise.config_check import facts_of
 from moesaic.comm.supervise.mirror import MirroredService
 from moesaic.comm.supervise.node_supervisor import NodeSupervisor
@@ -44,12 +44,12 @@ class FollowerSupervisor(NodeSupervisor):
         self, spec: ServiceSpec, folder: Path, context: zmq.Context[zmq.Socket[bytes]]
     ) -> None:
         super().__init__(spec, folder, context)
-        heads = [(numeric(host), port) for host, port in spec.heads]
+        heads = [(numeric_or_name(host), port) for host, port in spec.heads]
         own, others = spec.node_rank, heads[: spec.node_rank] + heads[spec.node_rank + 1 :]
         self._heads, self._others = heads, others
         self._lead = LeadLink(own, others, self.secret)
         self._host = spec.host or (
-            heads[own][0] if own < len(heads) else address_towards(*others[0])
+            heads[own][0] if own < len(heads) else address_towards_first(others)
         )
         self.mirrored: MirroredService | None = None
         """What the node that leads has told of the service, if this one mirrors it."""
@@ -265,8 +265,10 @@ class FollowerSupervisor(NodeSupervisor):
 
     def _take_over(self) -> None:
         """No process of the node that led is left, as another one would keep its socket; or it is
-        silent, and shows clients nothing that is not mirrored."""
-        assert self.mirrored is not None
+        silent, and shows clients nothing that is not mirrored. The connection to it stays open: if
+        it only slept, an end would tell it that no mirror is left, and it would go on alone."""
+        assert self.mirrored is not None and self._search is not None
+        self._search.close()
         self.mirrored.journal.inherit()
         requests = len(self.mirrored.journal.open)
         logger.warning(

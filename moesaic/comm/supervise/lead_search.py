@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from moesaic.comm.supervise.address import numeric
+from moesaic.comm.supervise.address import numeric_or_name
 from moesaic.comm.supervise.poll_loop import PollLoop
 from moesaic.comm.supervise.service_spec import ServiceSpec
 from moesaic.comm.supervise.supervisor_links import Connected, LeadLink
@@ -22,7 +22,7 @@ class LeadSearch:
         loop: PollLoop,
         on_found: Callable[[tuple[str, int]], None],
     ) -> None:
-        others = [(numeric(host), port) for host, port in spec.heads]
+        others = [(numeric_or_name(host), port) for host, port in spec.heads]
         del others[spec.node_rank]
         self._loop, self._on_found = loop, on_found
         self._link: LeadLink | None = None
