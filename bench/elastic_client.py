@@ -115,13 +115,23 @@ class Tally:
     gaps: list[tuple[float, float]] = field(default_factory=list)
     """Begin and end of the time between two events of a stream."""
     reconnects: int = 0
+    waiting: list[Answer] = field(default_factory=list)
+    """Streams that were asked for and have not ended."""
+
+    @property
+    def prompts(self) -> int:
+        """How many wait for their first token."""
+        return sum(not one.times for one in self.waiting)
+
+    def lose(self, why: str) -> None:
+        self.lost += 1
+        self._show(why)
 
     def count(self, answer: Answer, expected: Any, what: str) -> None:
         self.reconnects += answer.reconnects
         self.gaps += list(zip(answer.times, answer.times[1:], strict=False))
         if answer.error or not answer.done:
-            self.lost += 1
-            self._show(f"{what}: {answer.error or 'no end'}")
+            self.lose(f"{what}: {answer.error or 'no end'}")
         elif answer.broken or (expected is not None and answer.value != expected):
             self.wrong += 1
             self._show(f"{what}: {answer.broken or 'another answer'}")
@@ -191,5 +201,8 @@ async def client(
     async with aiohttp.ClientSession() as session:
         while not until.is_set():
             question = rng.choice(list(expected))
-            answer = await ask(session, url, question)
+            answer = Answer()
+            tally.waiting += [answer] if question.streams else []
+            await ask(session, url, question, answer)
+            tally.waiting = [one for one in tally.waiting if one is not answer]
             tally.count(answer, expected[question], str(question))

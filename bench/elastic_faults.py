@@ -18,8 +18,9 @@ import httpx
 
 from bench.fault_run import Run, wait_for
 from bench.http_server import free_port
+from bench.memory_group import MemoryGroup
 from moesaic.comm.supervise.control_page import HEAD_BYTES, STATUS_BYTES, ControlPage
-from moesaic.core.rank_state import RankState
+from moesaic.core.rank_state import RankSnapshot, RankState
 
 ROOT: Final = Path(__file__).parents[1]
 MODEL: Final = "tiny:qwen3_moe"
@@ -33,9 +34,10 @@ SIGNALS: Final = {
     "SIGSTOP": signal.SIGSTOP,
     "exception": signal.SIGRTMIN + 1,
     "error": signal.SIGUSR1,
+    "OOM kill": signal.SIGRTMIN + 2,
 }
-EXCEPTION: Final = "exception"
-WEIGHTS: Final = {"kill -9": 6, "SIGSTOP": 2, "exception": 2, "error": 2}
+EXCEPTION, OOM_KILL = "exception", "OOM kill"
+WEIGHTS: Final = {"kill -9": 6, "SIGSTOP": 2, "exception": 2, "error": 2, OOM_KILL: 2}
 # Victims besides ranks, and how likely each is.
 RANK, NODE = "rank", "node"
 HEADS: Final = ("http", "supervisor", NODE)
@@ -52,6 +54,7 @@ class Fault:
     rank: int
     """-1 for the others."""
     doing: str
+    """What went on: see `Victims.doing`."""
     when: float
     calm: bool
     """All ranks were live before it."""
@@ -98,7 +101,7 @@ class NodeView:
 
 class Victims:
     """The ranks of a server, found by the names of their processes. `heads`: how likely its other
-    processes are to be victims."""
+    processes are to be victims. `group`: where ranks are killed for lack of memory."""
 
     def __init__(
         self,
@@ -107,8 +110,15 @@ class Victims:
         kinds: Sequence[str],
         heads: Mapping[str, int] = RANKS_ALONE,
         nodes: int = 1,
+        group: MemoryGroup | None = None,
     ) -> None:
-        self._run, self._kinds, self._heads = run, kinds, heads
+        self._run, self._kinds, self._heads, self._group = run, kinds, heads, group
+        self.size = world
+        """How many ranks are to live: those with the lowest numbers."""
+        self.resizes = False
+        """Whether that has changed, and they do not all live yet, or others still do."""
+        self.prompts = 0
+        """How many clients wait for a first token."""
         here = world // nodes
         self._nodes = [
             NodeView(run, node, range(node * here, (node + 1) * here)) for node in range(nodes)
@@ -120,11 +130,30 @@ class Victims:
     @property
     def is_calm(self) -> bool:
         """Whether all ranks are live, and no step is abandoned."""
-        return self._look() == self._nodes and not any(
-            _doing(node, rank) in ("start", "recovery")
-            for node in self._nodes
+        return self._look() == self._nodes and not (self.resizes or self._unsettled())
+
+    def _unsettled(self) -> dict[int, str]:
+        """The ranks that start, or recover from the loss of another one."""
+        found = {
+            rank: _unsettled_state(node.page.snapshot(rank))
+            for node in self._look()
             for rank in node.ranks
-        )
+            if rank < self.size
+        }
+        return {rank: state for rank, state in found.items() if state}
+
+    def doing(self, rank: int) -> str:
+        """What the victim does (start, recovery), or what goes on: resize, join (another one
+        starts), prefill (a client waits for its first token), decode; idle."""
+        unsettled = self._unsettled()
+        if rank in unsettled or self.resizes:
+            return unsettled.get(rank, "resize")
+        if unsettled:
+            return "join" if "start" in unsettled.values() else "recovery"
+        states = [node.page.snapshot(one).state for node in self._look() for one in node.ranks]
+        if all(state in (RankState.IDLE, RankState.ABSENT) for state in states):
+            return "idle"
+        return "prefill" if self.prompts else "decode"
 
     def strike(self, rng: random.Random, may_raise: bool) -> Fault | None:
         (who,) = rng.choices(list(self._heads), list(self._heads.values()))
@@ -133,34 +162,34 @@ class Victims:
     def _strike_head(self, rng: random.Random, who: str) -> Fault | None:
         calm, pid = self.is_calm, self._run.find(who) if who != NODE else self._run.node(1)[0]
         (kind,) = rng.choices(list(HEAD_KINDS), list(HEAD_KINDS.values()))
+        doing = self.doing(-1)
         if pid is None or not _send(pid, SIGNALS[kind]):
             return None
-        return Fault(f"{who} {kind}", -1, "step" if calm else "recovery", time.monotonic(), calm)
+        return Fault(f"{who} {kind}", -1, doing, time.monotonic(), calm)
 
     def _strike_rank(self, rng: random.Random, may_raise: bool) -> Fault | None:
-        pids = {rank: (node, pid) for node in self._look() for rank, pid in node.pids().items()}
+        pids = {rank: pid for node in self._look() for rank, pid in node.pids().items()}
         if not pids:
             return None
         rank = rng.choice(sorted(pids))
-        node, pid = pids[rank]
         (kind,) = rng.choices(self._kinds, [WEIGHTS[kind] for kind in self._kinds])
-        doing, calm = _doing(node, rank), self.is_calm
+        doing, calm = self.doing(rank), self.is_calm
         if kind == EXCEPTION and not (may_raise and calm):
             kind = "kill -9"
-        if not _send(pid, SIGNALS[kind]):
+        if kind == OOM_KILL and doing == "start":  # it does not handle signals yet
+            kind = "kill -9"
+        if kind == OOM_KILL and not (self._group and self._group.take(pids[rank])):
+            return None
+        if not _send(pids[rank], SIGNALS[kind]):
             return None
         return Fault(kind, rank, doing, time.monotonic(), calm)
 
 
-def _doing(node: NodeView, rank: int) -> str:
-    seen = node.page.snapshot(rank)
+def _unsettled_state(seen: RankSnapshot) -> str:
     if seen.state in (RankState.ABSENT, RankState.STARTING):
         return "start"
-    if "abandon" in seen.operation or "tell experts" in seen.operation:
-        return "recovery"
-    if seen.state == RankState.IDLE:
-        return "idle"
-    return "prefill" if "normal" in seen.operation else "step"
+    is_recovery = "abandon" in seen.operation or "tell experts" in seen.operation
+    return "recovery" if is_recovery else ""
 
 
 def _send(pid: int, number: int) -> bool:

@@ -47,10 +47,12 @@ class Resizes:
     """Median, P99 and longest time between two events of a stream, of one rank, then of all."""
     gaps: list[float]
     shown: list[str]
+    reconnects: int = 0
+    """How often a client lost its connection, or got another status than 200, and asked again."""
 
     @property
     def is_good(self) -> bool:
-        return not (self.wrong or self.lost or self.refused)
+        return not (self.wrong or self.lost or self.refused or self.reconnects)
 
 
 async def resize(served: Served, sizes: Sequence[int], period: float, seconds: float) -> Resizes:
@@ -76,6 +78,7 @@ async def resize(served: Served, sizes: Sequence[int], period: float, seconds: f
         await asyncio.gather(*clients)
     found.seconds = round(time.monotonic() - began, 1)
     found.requests = tally.right + tally.wrong + tally.lost
+    found.reconnects = before.reconnects + tally.reconnects
     found.wrong, found.lost = tally.wrong + before.wrong, tally.lost + before.lost
     found.gaps_before, found.gaps = _figures(before), _figures(tally)
     found.shown = before.shown + tally.shown

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from bench import elastic_resize
-from bench.elastic import GROUPS, LAYOUTS, run_layout
+from bench.elastic import BACKENDS, GROUPS, LAYOUTS, Plan, ranks_of, run_layout
 from bench.fault_run import Run, wait_for
 from moesaic import Engine
 from moesaic.engine.frontend import core_client
@@ -56,6 +56,8 @@ COMMON = {
 
 
 # Without drafts every token takes a step.
+# Layouts that `python -m bench.elastic` alone tries.
+LARGE = [f"{name}, 8 ranks" for name in BACKENDS if name != "deepep"]
 SHORT = [one | {"max_new_tokens": one["max_new_tokens"] // 2} for one in PARAMS]
 SHORT[3] |= {"regex": "[a-f ]{45}"}
 
@@ -360,16 +362,19 @@ def rank_of(run: Run, rank: int) -> int | None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [n for n in LAYOUTS if n not in LARGE])
 def test_streams_survive_random_faults(name: str) -> None:
-    found = run_layout(name, faults=12, seconds=60)
-    assert found.is_good, json.dumps(found.shown) + str(found.left)
+    found = run_layout(name, Plan(faults=12, seconds=60))
+    assert found.is_good, json.dumps([found.shown, found.left, found.reconnects])
     assert sum(found.faults.values()) >= 6 and found.requests > 0
 
 
 def test_layouts_cover_the_backends() -> None:
     backends = ("none", "deepep", "mooncake", "mori", "flashinfer", "ascend_fuseep")
     assert all(GROUPS in LAYOUTS[name] and f"backend {name}" in LAYOUTS[name] for name in backends)
+    large = [LAYOUTS[f"{name}, 8 ranks"] for name in backends]
+    assert all(flags.endswith(f"backend {one}") for flags, one in zip(large, backends, strict=True))
+    assert {*map(ranks_of, large)} == {8} and ranks_of(LAYOUTS["TP 2, PP 2"]) == 4
 
 
 @pytest.mark.timeout(400)
