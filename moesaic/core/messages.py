@@ -238,10 +238,12 @@ class Relay(Message):
 
 
 class Beat(Message):
-    """Sent between nodes several times a second; `ranks`: what the sender's ranks do."""
+    """Sent between nodes several times a second; `ranks`: what the sender's ranks do. `serves`: it
+    leads the service, and does not wait for others."""
 
     node: int
     ranks: dict[int, RankSnapshot] = {}
+    serves: bool = False
 
 
 class MirrorOpen(Message):

@@ -115,7 +115,7 @@ class FollowerNodes:
             self._links.reset_silence(now)
         if now - self._last_beat >= BEAT_SECONDS:
             self._last_beat = now
-            self.broadcast(messages.Beat(self._spec.node_rank))
+            self.broadcast(messages.Beat(self._spec.node_rank, serves=self._host.is_serving))
         if not self._host.is_serving:
             self._await_nodes(now)
         lost = self._links.lost(now)

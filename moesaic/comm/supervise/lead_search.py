@@ -8,12 +8,14 @@ from collections.abc import Callable
 from moesaic.comm.supervise.address import numeric_or_name
 from moesaic.comm.supervise.poll_loop import PollLoop
 from moesaic.comm.supervise.service_spec import ServiceSpec
-from moesaic.comm.supervise.supervisor_links import Connected, LeadLink
+from moesaic.comm.supervise.supervisor_links import Disconnected, LeadLink
+from moesaic.core.messages import Beat
 
 
 class LeadSearch:
     """Of a supervisor that waits for all nodes: one of them may have taken over. `on_found` gets
-    the address."""
+    the address. Where each of two waits for the other one, that with the lower number goes on:
+    nobody would lead if both of them stood by."""
 
     def __init__(
         self,
@@ -24,7 +26,7 @@ class LeadSearch:
     ) -> None:
         others = [(numeric_or_name(host), port) for host, port in spec.heads]
         del others[spec.node_rank]
-        self._loop, self._on_found = loop, on_found
+        self._spec, self._loop, self._on_found = spec, loop, on_found
         self._link: LeadLink | None = None
         if others:
             self._link = LeadLink(spec.node_rank, others, secret)
@@ -38,5 +40,12 @@ class LeadSearch:
             self._link = None
 
     def _on_event(self) -> None:
-        if self._link is not None and Connected() in self._link.receive(time.monotonic()):
-            self._on_found(self._link.address)
+        link = self._link
+        for event in [] if link is None else link.receive(time.monotonic()):
+            assert link is not None
+            match event:
+                case Beat(node, serves=serves) if serves or node < self._spec.node_rank:
+                    self._on_found(link.address)
+                    return
+                case Disconnected() if link.connected_at:
+                    link.start(self._spec.timeouts.nodes)
