@@ -7,7 +7,9 @@ import asyncio
 import os
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -158,6 +160,33 @@ def test_a_supervisor_that_is_lost_is_replaced_on_its_node(
     assert tally.reconnects == asked_first
     assert heads.leads(leads) and not heads.leads(1 - leads)
     heads.await_text(leads, text, before + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_mirror_that_sleeps_joins_again(heads: Heads, expected: list[Any]) -> None:
+    """The node that led waits for it, and keeps the connections of its clients."""
+    leads = who_leads(heads, expected)
+    text = f"mirrored on node {1 - leads}"
+    before = heads.runs[leads].log.read_text().count(text)
+    asleep = heads.runs[1 - leads].pids()
+
+    def strike() -> None:
+        for pid in asleep:
+            os.kill(pid, signal.SIGSTOP)
+        threading.Timer(5.0, wake).start()
+
+    def wake() -> None:
+        for pid in asleep:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+    tally = during(heads, expected, strike)
+    asked_first = leads * len(QUESTIONS)  # at node 0, which refused
+    assert tally.reconnects == asked_first
+    assert "and may lead from now on: " in heads.runs[leads].log.read_text()
+    heads.await_text(leads, text, before + 1)
+    assert heads.leads(leads) and not heads.leads(1 - leads)
 
 
 @pytest.mark.slow

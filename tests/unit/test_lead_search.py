@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from typing import Any
 from unittest.mock import Mock
 
@@ -11,7 +13,13 @@ from moesaic.comm.mesh import Mesh
 from moesaic.comm.supervise import lead_search
 from moesaic.comm.supervise.lead_search import LeadSearch
 from moesaic.comm.supervise.service_spec import ServiceSpec
-from moesaic.comm.supervise.supervisor_links import Connected, Disconnected, Event, Refused
+from moesaic.comm.supervise.supervisor_links import (
+    Connected,
+    Disconnected,
+    Event,
+    FollowerLinks,
+    Refused,
+)
 from moesaic.core.messages import Beat, Hello
 
 ADDRESSES = ("127.0.0.1", 1), ("127.0.0.1", 2)
@@ -65,3 +73,26 @@ def test_it_looks_again_when_the_other_one_has_ended(monkeypatch: pytest.MonkeyP
     search.link.connected_at = 5.0
     assert search.receive(Connected(), Beat(1), Disconnected("closed")) == []
     assert search.link.start.call_count == 2
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_callers_wait_while_a_keeper_has_the_socket(kept: bool) -> None:
+    """Also once a supervisor has ended in order: refused, a mirror would take over from a node that
+    lives."""
+    keeper = socket.create_server(("127.0.0.1", 0))
+    address, number = keeper.getsockname(), os.dup(keeper.fileno())
+    spec = ServiceSpec(
+        Mesh(tp=2, dp=2, ep=2, nnodes=2),
+        "a:b",
+        dist_init_addr="127.0.0.1:1",
+        listening=number if kept else -1,
+    )
+    FollowerLinks(spec, socket.socket(fileno=number), b"a secret of the nodes").close()
+    try:
+        if kept:
+            socket.create_connection(address, 10).close()
+        else:
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(address, 10)
+    finally:
+        keeper.close()

@@ -49,8 +49,13 @@ class Listener:
         identity: Identity,
         secret: bytes,
         handlers: Mapping[Role, RoleHandler],
+        *,
+        shared: bool = False,
     ) -> None:
+        """`shared`: another process has the socket, too, where callers are to wait for a listener
+        behind this one."""
         self._listening, self._identity, self._handlers = listening, identity, handlers
+        self._shared = shared
         self._secret = secret
         if listening.family != socket.AF_UNIX:
             check_is_secret(secret, listening.getsockname()[0])
@@ -70,10 +75,10 @@ class Listener:
         """Ends the listener and all of its connections. May be repeated."""
         with self._lock:
             self.closed = True
-            connections = [*self._unproved, *self._proved]
+            waiting = [*self._unproved, *self._proved]
         # Closing alone does not wake the threads that wait on these.
-        for waiting in (self._listening, *connections):
-            _wake(waiting)
+        for one in waiting if self._shared else (self._listening, *waiting):
+            _wake(one)
         self._listening.close()
 
     def _accept(self) -> None:

@@ -149,7 +149,8 @@ class FollowerLinks:
         self._joined: set[int] = set()
         self.table = StoreTable()
         handlers = {Role.STORE: self.table.serve, Role.NODE: self._serve}
-        self._listener = Listener(listening, Identity(-1, spec.node_rank), secret, handlers)
+        own, shared = Identity(-1, spec.node_rank), spec.listening >= 0
+        self._listener = Listener(listening, own, secret, handlers, shared=shared)
 
     @property
     def missing(self) -> list[int]:
