@@ -22,6 +22,7 @@ from moesaic.engine.worker.kv_share import kv_shares
 from moesaic.engine.worker.local_core import LocalCore
 from moesaic.models.tiny import materialise
 from tests.server.serving import wait_until
+from tests.unit.kv_instances import PROMPT, is_complete, outlets_of, receivers
 from tests.unit.test_draft_model import (
     HOUSE,
     RANDOM,
@@ -34,7 +35,6 @@ from tests.unit.test_draft_model import (
     requests,
     serve,
 )
-from tests.unit.test_kv_transfer import PROMPT, is_complete, outlets_of, receivers
 
 
 class Turns(DraftController):

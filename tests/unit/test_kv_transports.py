@@ -30,7 +30,7 @@ from moesaic.disagg.transports.device import DeviceHandle
 from moesaic.disagg.transports.nixl_reads import NixlSource
 from moesaic.disagg.transports.shared import SharedHandle, SharedSource
 from tests.server.serving import wait_until
-from tests.unit.test_kv_transfer import (
+from tests.unit.kv_instances import (
     BODY,
     HEADS,
     LAYERS,

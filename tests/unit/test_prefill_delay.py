@@ -6,8 +6,8 @@ from moesaic.engine.schedule.kv_manager import KVManager
 from moesaic.engine.schedule.prefill_delay import NewPrompts, PrefillDelayer
 from moesaic.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from moesaic.engine.schedule.step_budget import StepWork, heaviest
+from tests.unit.step_costs import carry_out
 from tests.unit.test_kv_cache import make_request
-from tests.unit.test_step_budget import carry_out
 
 DECODES, PROMPTS = StepWork(4, 0, 400, 0), StepWork(4, 300, 400, 45000)
 
