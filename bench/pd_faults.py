@@ -33,12 +33,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
-import openai
-from tqdm import tqdm
 
 from bench.common import RESULTS, machine, print_table, write_json
 from bench.fault_run import Run
 from bench.http_server import free_port
+from bench.pd_clients import Clients, send
 
 ROOT: Final = Path(__file__).parents[1]
 MODEL: Final = "tiny:qwen3_moe"
@@ -50,8 +49,6 @@ ROUTER: Final = (
     "--pd-disaggregation --policy round_robin --retry-max-retries 1000 "
     "--health-check-interval-secs 0.5 --log-level warning"
 ).split()
-# What a client waits for the first token, and in all, before its request counts as lost.
-PATIENCE: Final = 300.0
 START_SECONDS: Final = 300.0
 LOOK: Final = 0.1
 # How long a stopped process sleeps.
@@ -145,17 +142,6 @@ class Fault:
     when: float
 
 
-@dataclass
-class Answer:
-    text: str
-    seconds: float
-    first: float
-    gap: float
-    """The longest time between two chunks."""
-    reconnected: int
-    error: str = ""
-
-
 class Trial:
     """The processes, the clients and the faults of one run."""
 
@@ -181,6 +167,8 @@ class Trial:
             words = ["moesaic.launch_router", "--port", str(port), *ROUTER, *where]
             self.routers.append(Process("router", words, port))
         self.faults: list[Fault] = []
+        self.longest_away = dict.fromkeys(("prefill", "decode", "router"), 0.0)
+        """By role, the longest time in which none was ready, once all have been."""
 
     def _instance(self, mode: str) -> Process:
         port, bootstrap = free_port(), free_port()
@@ -205,11 +193,21 @@ class Trial:
             watches = [asyncio.create_task(one.watch(http)) for one in self.processes]
             try:
                 await self.ready()
+                watches.append(asyncio.create_task(self._note_absence()))
                 yield
             finally:
                 for task in watches:
                     task.cancel()
                 await asyncio.gather(*watches, return_exceptions=True)
+
+    async def _note_absence(self) -> None:
+        seen = dict.fromkeys(self.longest_away, time.monotonic())
+        while True:
+            now = time.monotonic()
+            seen |= {one.role: now for one in self.processes if one.is_ready and not one.is_asleep}
+            for role, last in seen.items():
+                self.longest_away[role] = max(self.longest_away[role], now - last)
+            await asyncio.sleep(LOOK)
 
     async def ready(self) -> None:
         end = time.monotonic() + START_SECONDS
@@ -293,101 +291,12 @@ def _signal(pids: Sequence[int | None], number: signal.Signals) -> None:
                 os.kill(pid, number)
 
 
-class Clients:
-    """Each sends one request after the other."""
-
-    def __init__(self, trial: Trial) -> None:
-        self._http = httpx.AsyncClient(timeout=httpx.Timeout(PATIENCE, connect=5.0))
-        self._clients = [
-            openai.AsyncOpenAI(
-                base_url=f"{one.url}/v1", api_key="-", max_retries=0, http_client=self._http
-            )
-            for one in trial.routers
-        ]
-        self.calls = [call_of(number) for number in range(trial.plan.calls)]
-        self._chooser = random.Random(trial.plan.seed)
-
-    async def close(self) -> None:
-        await self._http.aclose()
-
-    async def ask(self, number: int) -> Answer:
-        """The whole answer, whatever happens to routers."""
-        call, name = self.calls[number % len(self.calls)], f"{self._chooser.getrandbits(64):x}"
-        router, begun = self._chooser.randrange(2), time.monotonic()
-        answer = Answer("", 0.0, 0.0, 0.0, -1)
-        last = begun
-        while time.monotonic() - begun < PATIENCE:
-            answer.reconnected += 1
-            heard, is_done = "", False
-            try:
-                stream = await self._clients[router].chat.completions.create(
-                    **call, stream=True, extra_headers={"X-Request-Id": name}
-                )
-                async for chunk in stream:
-                    if not chunk.choices:
-                        continue
-                    choice = chunk.choices[0]
-                    heard += choice.delta.content or ""
-                    is_done |= choice.finish_reason is not None
-                    if len(heard) > len(answer.text):
-                        if not heard.startswith(answer.text):
-                            answer.error = "it went on with another text"
-                            return answer
-                        answer.text, now = heard, time.monotonic()
-                        answer.gap = max(answer.gap, now - last if answer.first else 0.0)
-                        answer.first = answer.first or now - begun
-                        last = now
-                if is_done:
-                    answer.seconds = time.monotonic() - begun
-                    return answer
-            except (httpx.HTTPError, openai.APIConnectionError) as error:
-                answer.error = f"{type(error).__name__}: {error}"
-            except openai.APIError as error:
-                answer.error = f"{type(error).__name__}: {error}"
-                return answer
-            router = 1 - router
-            await asyncio.sleep(LOOK)
-        answer.error = answer.error or f"no answer in {PATIENCE:g} s"
-        return answer
-
-
-def call_of(number: int) -> dict[str, Any]:
-    chooser = random.Random(number)
-    words = [chooser.choice("mosaic tile glass gold stone pattern".split()) for _ in range(60)]
-    return {
-        "model": "default",
-        "messages": [{"role": "user", "content": " ".join(words[: chooser.randint(1, 60)])}],
-        "temperature": 0.8,
-        "seed": number,
-        "max_tokens": chooser.randint(4, 48),
-        "extra_body": {"ignore_eos": True},
-    }
-
-
-async def send(
-    clients: Clients, numbers: Sequence[int], width: int, until: float, name: str
-) -> list[tuple[int, Answer]]:
-    """The answers of these requests, `width` at a time."""
-    todo, found = iter(numbers), list[tuple[int, Answer]]()
-    with tqdm(total=len(numbers), desc=name, unit="request", mininterval=5) as bar:
-
-        async def client() -> None:
-            for number in todo:
-                if time.monotonic() > until:
-                    return
-                found.append((number, await clients.ask(number)))
-                bar.update()
-
-        await asyncio.gather(*(client() for _ in range(width)))
-    return found
-
-
 async def measure(plan: Plan) -> dict[str, Any]:
     begun, trial, calls = time.monotonic(), Trial(plan), plan.calls
     left: list[str] = []
     try:
         async with trial.running():
-            clients = Clients(trial)
+            clients = Clients([one.url for one in trial.routers], calls, plan.seed)
             ask = partial(send, clients, width=plan.clients)
             calm = await ask(range(plan.rounds * calls), until=1e12, name="without faults")
             expected = {number: answer for number, answer in calm if number < calls}
@@ -421,6 +330,7 @@ async def measure(plan: Plan) -> dict[str, Any]:
         "faults_by_kind": Counter(fault.kind for fault in trial.faults),
         "faults_by_victim": Counter(fault.victim for fault in trial.faults),
         "starts": sum(one.starts for one in trial.processes) - len(trial.processes),
+        "longest_away_s": {role: round(took, 1) for role, took in trial.longest_away.items()},
         "lost": len(lost),
         "errors": Counter(answer.error for answer in lost),
         "changed": len(changed),
@@ -439,6 +349,10 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
     return {name: round(ordered[round(q * last)], 3) for name, q in QUANTILES.items()}
 
 
+def _words(counts: dict[str, float]) -> str:
+    return ", ".join(f"{name} {count:g}" for name, count in counts.items())
+
+
 def table(found: dict[str, Any]) -> list[list[str]]:
     plan = found["plan"]
     kinds = ", ".join(f"{n} × {kind}" for kind, n in sorted(found["faults_by_kind"].items()))
@@ -451,6 +365,7 @@ def table(found: dict[str, Any]) -> list[list[str]]:
         ["faults", f"{found['faults']}: {kinds}"],
         ["processes started again", str(found["starts"])],
         ["requests that changed the router", str(found["reconnected"])],
+        ["longest time without an instance, s", _words(found["longest_away_s"])],
         ["lost", str(found["lost"])],
         ["changed", str(found["changed"])],
         ["left behind", "; ".join(found["left"]) or "nothing"],
