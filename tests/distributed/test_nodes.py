@@ -1,5 +1,6 @@
 """Several nodes, each with a supervisor, on addresses of this machine."""
 
+import json
 import os
 import re
 import signal
@@ -284,6 +285,26 @@ def test_what_differs():
     )
     old = {**mine, "version": "0.0.1", "flags": {}}
     assert differences(mine, old, 3).endswith("on node 0 and 0.0.1 on node 3")
+
+
+def test_nodes_with_other_models(tmp_path: Path):
+    """Paths may differ and config.json may have been written by another tool; the model may not."""
+
+    def facts(name: str, config: dict[str, object]) -> dict[str, object]:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        return facts_of(spec(0, 1, config={"model_path": str(folder)}))
+
+    mine = facts("a", {"model_type": "mixtral", "num_hidden_layers": 2})
+    copy = {"transformers_version": "5", "num_hidden_layers": 2, "model_type": "mixtral"}
+    assert differences(mine, facts("b", copy), 1) == ""
+    deeper = facts("c", {"model_type": "mixtral", "num_hidden_layers": 3})
+    told = "the model's config.json is mixtral {} on node 0 and mixtral {} on node 1"
+    digests = [str(one["model"]).removeprefix("mixtral ") for one in (mine, deeper)]
+    assert differences(mine, deeper, 1) == told.format(*digests)
+    assert digests[0] != digests[1] and [len(one) for one in digests] == [8, 8]
+    assert facts_of(spec(0, 1, config={"model_path": str(tmp_path / "none")}))["model"] == "unknown"
 
 
 NODE = """

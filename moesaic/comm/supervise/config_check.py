@@ -1,9 +1,12 @@
-"""Checks that two nodes have the same version, flags and mesh."""
+"""Checks that two nodes have the same version, flags, mesh and model."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any, Final
 
 from moesaic import __version__
@@ -28,6 +31,8 @@ OWN_FLAGS: Final = frozenset(
     }
 )
 MISSING: Final = "unknown"
+# What tools write into a config.json that says nothing of the model.
+OF_TOOLS: Final = frozenset({"_name_or_path", "transformers_version"})
 
 
 def shared_flags(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,7 +43,20 @@ def shared_flags(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def facts_of(spec: ServiceSpec) -> dict[str, Any]:
     """What all nodes must have in common, without secrets."""
-    return {"version": __version__, "flags": shared_flags(spec.config), "mesh": asdict(spec.mesh)}
+    flags, path = shared_flags(spec.config), spec.config.get("model_path") or ""
+    mesh = asdict(spec.mesh)
+    return {"version": __version__, "flags": flags, "mesh": mesh, "model": _model(Path(path))}
+
+
+def _model(folder: Path) -> str:
+    """Its family and a digest of its config.json: paths may differ, so they tell nothing."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        told = {name: value for name, value in config.items() if name not in OF_TOOLS}
+    except (OSError, ValueError, AttributeError):
+        return MISSING  # what is wrong with it the ranks of that node say
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    return f"{told.get('model_type', MISSING)} {digest[:8]}"
 
 
 def differences(first: Mapping[str, Any], other: Mapping[str, Any], node: int) -> str:
@@ -49,6 +67,10 @@ def differences(first: Mapping[str, Any], other: Mapping[str, Any], node: int) -
         ({"moesaic": first.get("version")}, {"moesaic": other.get("version")}),
         (first.get("flags", {}), other.get("flags", {})),
         (first.get("mesh", {}), other.get("mesh", {})),
+        (
+            {"the model's config.json": first.get("model")},
+            {"the model's config.json": other.get("model")},
+        ),
     ):
         names = dict.fromkeys([*mine, *its])
         pairs = [(name, mine.get(name, MISSING), its.get(name, MISSING)) for name in names]
