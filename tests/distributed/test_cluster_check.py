@@ -98,16 +98,32 @@ def test_missing_and_different_nodes():
 
 
 def test_the_same_node_twice_and_other_flags():
+    """Node 2 comes once one of the two has been refused, so that node 0 is there for both."""
     port = free_port()
-    twice = [doctor(1, 2, port, "--tp", "4") for _ in range(2)]
-    first = doctor(0, 2, port, "--tp", "2")
+    twice = [doctor(1, 3, port, "--tp", "4") for _ in range(2)]
+    first = doctor(0, 3, port, "--tp", "2")
+    deadline = time.monotonic() + 120
+    while all(node.poll() is None for node in twice) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    last = doctor(2, 3, port, "--tp", "2")
     said = [node.communicate(timeout=120) for node in (first, *twice)]
+    assert last.wait(timeout=120) == 1
     assert sorted(node.returncode for node in twice) == [1, 2], said
     for node, (out, error) in zip((first, *twice), said, strict=True):
         if node.returncode == 2:
             assert "another node came with --node-rank 1 before: give each node its own" in error
         else:
             assert "different settings: --tp-size is 2 on node 0 and 4 on node 1" in out
+
+
+def test_other_numbers_of_nodes():
+    port = free_port()
+    nodes = [doctor(0, 2, port), doctor(1, 3, port)]
+    for node, (_, error) in zip(
+        nodes, [one.communicate(timeout=120) for one in nodes], strict=True
+    ):
+        assert node.returncode == 2
+        assert error == "error: --nnodes is 2 on node 0 and 3 on node 1: give all the same\n"
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,16 @@ def _meet(
             f"{names} of {place.nnodes} did not come to {place.address} within {seconds:g} s: run "
             "the same command there, with its --node-rank, or look at its log"
         )
-    return [msgspec.msgpack.decode(data or b"", type=NodeFacts) for data in store.get_now(keys)]
+    found = [data for data in store.get_now(keys) if data is not None]
+    nodes = [msgspec.msgpack.decode(data, type=NodeFacts) for data in found]
+    first = nodes[0].flags.get("nnodes")
+    for number, node in enumerate(nodes):
+        if (other := node.flags.get("nnodes")) != first:
+            _leave_together(store, place, range(len(nodes)))
+            raise ValueError(
+                f"--nnodes is {first} on node 0 and {other} on node {number}: give all the same"
+            )
+    return nodes
 
 
 def _measure_all(
