@@ -79,11 +79,12 @@ def _place(args: ServerArgs) -> NodePlace:
             "--cluster --use-ray: Ray does not start this check on other nodes: run it on all of "
             "them without --use-ray, with --nnodes N, --node-rank R and --dist-init-addr HOST:PORT"
         )
-    if args.node_rank >= args.nnodes > 1:
-        raise ValueError(f"--node-rank {args.node_rank}: give one of 0..{args.nnodes - 1}")
     found = None if args.nnodes > 1 or args.node_rank else find_place()
     if found is None:
         found = NodePlace("--nnodes", args.nnodes, args.node_rank, None)
+    if found.node_rank >= found.nnodes > 1:
+        told = "--node-rank" if found.launcher == "--nnodes" else f"{found.launcher}: node"
+        raise ValueError(f"{told} {found.node_rank}: give one of 0..{found.nnodes - 1}")
     address = args.dist_init_addr or found.address or master_address()
     if found.nnodes == 1:
         raise ValueError(

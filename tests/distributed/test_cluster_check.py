@@ -142,6 +142,13 @@ def test_wrong_flags(flags: str, words: str):
     assert found.returncode == 2 and words in found.stderr
 
 
+def test_a_launcher_with_a_wrong_number(monkeypatch: pytest.MonkeyPatch):
+    place = NodePlace("a group of a LeaderWorkerSet", 2, 7, "127.0.0.1:1")
+    monkeypatch.setattr(doctor_cluster, "find_place", lambda: place)
+    with pytest.raises(ValueError, match=r"LeaderWorkerSet: node 7: give one of 0\.\.1"):
+        doctor_cluster._place(ServerArgs())
+
+
 @pytest.mark.skipif(not cuda_missing(), reason="there is a GPU")
 def test_no_gpu():
     said = doctor(0, 2, free_port(), "--device", "cuda").communicate(timeout=60)[1]
