@@ -113,12 +113,20 @@ class OverlapChoice:
     @property
     def chosen(self) -> Overlap:
         """The fastest, unless one batch is about as fast, or was faster in several rounds."""
+        best = self._fastest
+        return best if self._lost(best) <= MOST_LOST else Overlap.OFF
+
+    @property
+    def _fastest(self) -> Overlap:
         measured = self.measured
         best = min(measured, key=lambda schedule: measured[schedule])
-        pairs = zip(self.rounds[best], self.rounds[Overlap.OFF], strict=True)
-        lost = sum(seconds >= off for seconds, off in pairs)
         gains = measured[best] < (1 - LEAST_GAIN) * measured[Overlap.OFF]
-        return best if gains and lost <= MOST_LOST else Overlap.OFF
+        return best if gains else Overlap.OFF
+
+    def _lost(self, schedule: Overlap) -> int:
+        """The rounds in which one batch was as fast or faster."""
+        pairs = zip(self.rounds[schedule], self.rounds[Overlap.OFF], strict=True)
+        return 0 if schedule == Overlap.OFF else sum(seconds >= off for seconds, off in pairs)
 
     def hidden_ratio(self, schedule: Overlap) -> float:
         """The part of the communication that the schedule hides: 0 to 1."""
@@ -151,6 +159,9 @@ class OverlapChoice:
         if self.half is not None:
             parts.append(f"two halves compute {ms * self.reread:.3f} longer")
         hidden = f"hides {self.hidden_ratio(self.chosen):.0%}" if self.chosen else "nothing hidden"
+        if self._fastest != self.chosen:
+            rounds, lost = len(self.rounds[Overlap.OFF]), self._lost(self._fastest)
+            hidden += f", as {name(self._fastest)} was slower in {lost} of {rounds} rounds"
         return f"{name(self.chosen)}: ms: {', '.join(told)}; {', '.join(parts)}; {hidden}"
 
     def facts(self) -> dict[str, Any]:

@@ -75,6 +75,8 @@ def test_a_choice_must_be_faster_in_all_rounds_but_one(sbo: list[float], chosen:
     found = OverlapChoice(False, StepCosts(8, 2.0, 1.0), None, {OFF: [3.0] * 5, SBO: sbo})
     assert found.measured[SBO] < 0.99 * found.measured[OFF]
     assert found.chosen == chosen
+    said = found.why.endswith("nothing hidden, as sbo was slower in 2 of 5 rounds")
+    assert said == (chosen == OFF)
 
 
 def test_what_a_schedule_hides() -> None:
