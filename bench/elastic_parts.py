@@ -15,6 +15,7 @@ import os
 import re
 import signal
 import statistics
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +23,7 @@ from typing import Any, Final
 from bench.common import machine, print_table, write_json
 from bench.fault_run import Run, wait_for
 from moesaic import Engine
+from moesaic.comm.supervise.restarts import SHORT_LIFE
 
 FLAGS: Final[dict[str, Any]] = {
     "model_path": "tiny:qwen3_moe",
@@ -63,6 +65,8 @@ def cpu_seconds(pid: int) -> float:
 
 def kill(engine: Engine, run: Run, number: int) -> float:
     """Kills a rank, not the first, and waits for its return; the processor time of its start."""
+    # One that has lived for less is started later.
+    time.sleep(SHORT_LIFE)
     rank = 1 + number % 3
     pid = engine.get_server_info()["ranks"][rank]["pid"]
     os.kill(pid, signal.SIGKILL)
