@@ -107,7 +107,7 @@ RESIZE_SECONDS: Final = 120.0
 
 @dataclass(frozen=True)
 class Plan:
-    """Of one layout. `pace`: seconds between two faults, on average."""
+    """What happens to one layout. `pace` is the mean number of seconds between two faults."""
 
     faults: int
     seconds: float
@@ -390,7 +390,7 @@ def rows(outcomes: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def kind_rows(outcomes: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Of each kind of fault: how many, and their stalls."""
+    """Counts the faults of each kind and sums up their stalls."""
     numbers = sum((Counter(one["faults"]) for one in outcomes), Counter[str]())
     kinds = sorted(numbers, key=lambda kind: (kind.startswith(HEADS), kind))
     return [[kind, f"{numbers[kind]:,}", *_stall_figures(outcomes, (kind,))] for kind in kinds]

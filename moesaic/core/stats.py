@@ -106,7 +106,7 @@ class GroupStats(msgspec.Struct, array_like=True):
     prompts_recomputed: int = 0
     """Those that did not arrive, and are computed here."""
     prefill_schedules: dict[str, int] = {}
-    """Of the prefill steps, how many had each schedule of --overlap: off, sbo or tbo."""
+    """The number of prefill steps with each schedule of --overlap: off, sbo or tbo."""
     decode_schedules: dict[str, int] = {}
     """The same of the decode steps."""
 

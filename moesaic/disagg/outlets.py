@@ -56,7 +56,7 @@ HOLD_SECONDS: Final = 1.0
 REST_SECONDS: Final = 2.0
 # One that has left is forgotten after so long: a rank that is started again has another port.
 FORGET_SECONDS: Final = 60.0
-# Transfers of which something was dropped: so many are remembered.
+# Incomplete transfers that an outlet remembers; it forgets the oldest first.
 MOST_MISSED: Final = 4096
 
 
@@ -124,9 +124,9 @@ class KVOutlet:
         self.transport = ""
         """What the peer reads by, once it is connected."""
         self.missed: dict[Ticket, None] = {}
-        """Of which something was dropped, the last ones."""
+        """The last transfers that lost a chunk or a result."""
         self._untold: list[Ticket] = []
-        """Those of them of which the peer hears once it is tried again, and then not any more."""
+        """The incomplete transfers that the peer is told of when it is reached again."""
         self._ended = False
         threading.Thread(target=self._run, name="kv-outlet", daemon=True).start()
 

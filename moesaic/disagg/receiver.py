@@ -108,8 +108,8 @@ class KVReceiver:
         self._leaders: dict[Ticket, Any] = {}
         """The connection of the leader that opened it."""
         self._closed: dict[Ticket, bool] = {}
-        """The last ones, in order: nobody waits for them to be opened, or not again. Whether their
-        leader has closed them."""
+        """The last tickets that no thread waits for any more, in order, and whether their leader
+        closed them."""
         self.on_result: Callable[[PromptResult], None] | None = None
         self.port: int = listening.getsockname()[1]
         handlers = {Role.KV: self._serve}
@@ -213,7 +213,7 @@ class KVReceiver:
             self._changed.notify_all()
 
     def _remember(self, ticket: Ticket, by_leader: bool = False) -> None:
-        """With the lock: nobody waits for it any more."""
+        """Ends all waits for a ticket. The caller holds the lock."""
         self._closed[ticket] = by_leader or self._closed.get(ticket, False)
         if len(self._closed) > MOST_CLOSED:
             del self._closed[next(iter(self._closed))]

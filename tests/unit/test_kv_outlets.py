@@ -22,7 +22,7 @@ from moesaic.core.disagg import KVRank, KVSend, KVTarget, Room, Ticket
 from moesaic.disagg import outlets as outlets_module
 from moesaic.disagg.messages import Broken, Close, Opened, PromptResult, frame, receive
 from moesaic.disagg.outlets import KVOutlet, StepOnDevice
-from moesaic.disagg.rooms import RoomEvent
+from moesaic.disagg.rooms import DecodeRooms, RoomEvent
 from moesaic.disagg.sender import KVSender
 from tests.server.serving import wait_until
 from tests.unit.kv_instances import (
@@ -99,15 +99,20 @@ def test_a_sender_knows_what_it_has_dropped(
     assert sender.finish(other, PromptResult(other.ticket, [5])) == ""
 
 
+def offered(rooms: DecodeRooms) -> Ticket:
+    """The ticket of two tokens in room 4, whose prefill instance stays connected."""
+    link: Any = SimpleNamespace(post=lambda message: None, beat=lambda: None, is_late=False)
+    rooms._links["stays:1"] = link
+    rooms.announce(1, Room(4, "stays", 1), PROMPT)
+    return rooms.offer(1, 0, 2)
+
+
 def test_a_rank_is_told_what_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it is reached again: the leader of the sender may not know."""
     monkeypatch.setattr(outlets_module, "REST_SECONDS", 0.05)
     [one] = shares(1, 1, False)
     with receivers([one]) as ((receiver,), rooms):
-        link: Any = SimpleNamespace(post=lambda message: None, beat=lambda: None, is_late=False)
-        rooms._links["stays:1"] = link
-        rooms.announce(1, Room(4, "stays", 1), PROMPT)
-        ticket, outlets = rooms.offer(1, 0, 2), outlets_of(1, "tcp")
+        ticket, outlets = offered(rooms), outlets_of(1, "tcp")
         outlet = outlets._outlet("127.0.0.1", receiver.port)
         with outlets.buffer.changed:
             outlet.drop("it took nothing")
@@ -165,10 +170,7 @@ def test_what_an_abandoned_step_has_computed_is_not_sent(
     monkeypatch.setattr(StepOnDevice, "recorded", lambda *given: step)
     [one] = shares(1, 1, False)
     with receivers([one]) as ((receiver,), rooms):
-        link: Any = SimpleNamespace(post=lambda message: None, beat=lambda: None, is_late=False)
-        rooms._links["stays:1"] = link
-        rooms.announce(1, Room(4, "stays", 1), PROMPT)
-        ticket, outlets = rooms.offer(1, 0, 2), outlets_of(1, "tcp")
+        ticket, outlets = offered(rooms), outlets_of(1, "tcp")
         outlet, there = outlets._outlet("127.0.0.1", receiver.port), ("127.0.0.1", receiver.port)
         outlets.buffer.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
         place = outlets.take(*there, len(BODY))

@@ -17,7 +17,8 @@ from moesaic.engine.schedule.inflight import InflightStep
 from moesaic.engine.schedule.kv_cache import PrefixNode
 from moesaic.engine.schedule.plan import ItemResult, StepResult
 from moesaic.engine.schedule.request_state import RequestState
-from moesaic.engine.schedule.scheduler import RESERVE_TOKENS, Scheduler, WaitingQueue
+from moesaic.engine.schedule.scheduler import RESERVE_TOKENS, Scheduler
+from moesaic.engine.schedule.waiting_queue import WaitingQueue
 from moesaic.engine.worker.planner import Planner
 from moesaic.layers.paged_cache import PageTable, PageUpdate, Sequences
 from moesaic.models.tiny import materialise

@@ -51,8 +51,8 @@ class RayNode:
 
 
 def _own_environment() -> dict[str, str]:
-    """Of this actor. Ray hides all GPUs from one that reserves none (newer versions do not): those
-    of the node are what the process may use that started it, Ray's own."""
+    """Returns this actor's environment with the node's GPUs visible. Older versions of Ray hide all
+    GPUs from an actor that reserves none; Ray's own process, which started it, sees them."""
     found = dict(os.environ)
     if found.get(VISIBLE) == "":
         del found[VISIBLE]

@@ -67,7 +67,7 @@ def numeric(host: str) -> str:
 
 
 def numeric_or_name(host: str) -> str:
-    """Of another node that may be lost: a name service may have forgotten it, and know it later."""
+    """Returns the name itself if it has no address now: a lost node may get one again later."""
     try:
         return numeric(host)
     except ValueError:

@@ -14,8 +14,7 @@ from moesaic.core.messages import Beat
 
 class LeadSearch:
     """Of a supervisor that waits for all nodes: one of them may have taken over. `on_found` gets
-    the address. Where each of two waits for the other one, that with the lower number goes on:
-    nobody would lead if both of them stood by."""
+    the address. If two nodes wait for each other, the one with the lower number leads."""
 
     def __init__(
         self,
